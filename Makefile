@@ -1,0 +1,44 @@
+# make train   set up, train the quickstart model, let it write
+# make test    the whole test suite      make lint   style, types, import arrows
+# make setup   only the environment in .venv
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUN    := runs/quickstart
+
+.PHONY: train test lint setup setup-dev clean
+
+train: setup
+	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
+	@$(BIN)/nsa generate $(RUN) --prompt "def main(" --max-tokens 240 --beside-untrained
+	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
+	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
+
+test: setup-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+setup: $(VENV)/installed
+setup-dev: $(VENV)/installed-dev
+
+# A stamp per dependency set: nothing is installed again until what it depends on changes.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,5 @@
+"""`python -m nsa` is the `nsa` command."""
+
+from nsa.cli.main import main
+
+main()

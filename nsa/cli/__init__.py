@@ -1,0 +1,1 @@
+"""The `nsa` command, one file per subcommand."""

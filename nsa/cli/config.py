@@ -1,0 +1,37 @@
+"""`nsa config show` and `nsa config check`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.config import load_config
+from nsa.errors import ConfigError
+
+app = typer.Typer(help="Look at configurations without running them.", no_args_is_help=True)
+
+
+@app.command()
+def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverrides = None) -> None:
+    """Print the resolved configuration: the file, the overrides, and every default."""
+    resolved = load_config(config, all_overrides(overrides, override))
+    print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
+
+
+@app.command()
+def check(
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", show_default=False)],
+) -> None:
+    """Validate every file given; all mistakes of all files are listed."""
+    problems: list[str] = []
+    for path in configs:
+        try:
+            load_config(path)
+        except ConfigError as error:
+            problems += str(error).splitlines()
+        else:
+            print(f"{path}: ok")
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,52 @@
+"""The `nsa` command: its subcommands, and how an error ends it.
+
+Heavy imports happen inside the commands, so that `nsa --version` and `nsa config` answer at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from nsa import __version__
+from nsa.cli import config, generate, train
+from nsa.errors import NSAError
+
+app = typer.Typer(
+    name="nsa",
+    help="Train and run language models with Native Sparse Attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("generate")(generate.generate)
+app.add_typer(config.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"nsa {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command; an error made for users is printed plainly and sets the exit code."""
+    try:
+        app()
+    except NSAError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,217 @@
+"""From a YAML file and `key=value` overrides to a validated configuration, or one error that names every mistake.
+
+Only data is read: `safe_load`, no tags, no includes. Numbers such as `3e-4` are floats (YAML 1.1 reads strings),
+a key given twice is an error, and every message names the key, where it came from and the closest valid key.
+"""
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from nsa.config.schema import Config
+from nsa.errors import ConfigError
+
+_repr = reprlib.Repr()  # a value may be as large as the file it came from
+_repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the floats of YAML 1.2 and no silent double keys."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)$"),
+    list("-+.0123456789"),
+)
+
+
+def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key_node, _ in node.value:
+        key = str(key_node.value)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the whole."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_similar_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not valid UTF-8; save the file as UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
+    return parse_config(_parse_yaml(text, str(path)), str(path), overrides)
+
+
+def parse_config(tree: Any, origin: str, overrides: Iterable[str] = ()) -> Config:
+    """Validates a parsed YAML document; `origin` names it in errors."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin}: must hold sections such as 'model:' and 'train:', got {_kind(tree)}")
+    tree = {key: {} if value is None else value for key, value in tree.items()}  # 'model:' with nothing under it
+    applied: list[tuple[tuple[str, ...], str]] = []
+    for override in overrides:
+        keys, value = _parse_override(override)
+        _assign(tree, keys, value, override)
+        applied.append((keys, override))
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(error, origin, applied))) from None
+
+
+def split_overrides(joined: str) -> list[str]:
+    """The overrides of one string: `"train.steps=10 model.n_layers=2"`. Spaces inside brackets or quotes stay."""
+    parts = re.findall(r"""(?:[^\s\[\]"']|\[[^\]]*\]|"[^"]*"|'[^']*')+""", joined)
+    if "".join(parts) != re.sub(r"\s+", "", joined) and " ".join(parts).split() != joined.split():
+        raise ConfigError(f"--override: cannot be read: {joined!r}; write key=value pairs with spaces between")
+    return parts
+
+
+def _parse_yaml(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  (_Loader is a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{origin}{where}: not valid YAML: {problem}; {_yaml_remedy(problem)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin}: not valid YAML: {error}") from None
+
+
+def _yaml_remedy(problem: str) -> str:
+    if "\\t" in problem:
+        return "indent with spaces, not tabs"
+    if "tag" in problem:
+        return "tags are not read, write the plain value"
+    if "given twice" in problem:
+        return "keep one of them"
+    return "check indentation, colons and brackets there"
+
+
+def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    key, equals, value = override.partition("=")
+    keys = tuple(key.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"override '{override}': write it as section.key=value, for example train.steps=10")
+    return keys, _parse_yaml(value, f"override '{override}'")
+
+
+def _assign(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
+    for depth, key in enumerate(keys[:-1], start=1):
+        inner = tree.setdefault(key, {})
+        if not isinstance(inner, dict):
+            name = ".".join(keys[:depth])
+            raise ConfigError(f"override '{override}': '{name}' holds no keys; set it as a whole with {name}=VALUE")
+        tree = inner
+    tree[keys[-1]] = value
+
+
+def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str, ...], str]]) -> Iterable[str]:
+    seen: set[str] = set()
+    for problem in error.errors():
+        location = tuple(str(part) for part in problem["loc"])
+        keys = _known_prefix(location)
+        context = problem.get("ctx", {})
+        if problem["type"] == "rule":
+            keys = (*keys, str(context["field"]))
+        if problem["type"] == "extra_forbidden":
+            text = f"unknown key{_similar_key(location)}"
+        else:
+            text = "must hold keys" if problem["type"] == "model_type" else _plain(problem["msg"])
+            if problem["type"] != "rule":
+                text += f", got {_short(problem['input'])}"
+        line = f"{_source(keys, text, applied) or origin}: {'.'.join(keys)}: {text}"
+        if line not in seen:
+            seen.add(line)
+            yield line
+
+
+def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...], str]]) -> str | None:
+    """The last override of these keys or of something in or around them, else of a field that a rule names."""
+    for path, override in reversed(applied):
+        shared = min(len(path), len(keys))
+        if path[:shared] == keys[:shared]:
+            return f"override '{override}'"
+    for path, override in reversed(applied):
+        if path[:-1] == keys[:-1] and re.search(rf"\b{re.escape(path[-1])}\b", text):
+            return f"override '{override}'"
+    return None
+
+
+def _known_prefix(location: tuple[str, ...]) -> tuple[str, ...]:
+    """Drops what pydantic adds to a location for the members of a union."""
+    section: Any = Config
+    for depth, part in enumerate(location):
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return location[:depth] if not part.isdigit() else location[: depth + 1]
+        field = section.model_fields.get(part)
+        if field is None:
+            return location[: depth + 1]
+        section = field.annotation
+    return location
+
+
+def _similar_key(location: tuple[str, ...]) -> str:
+    section: Any = Config
+    for part in location[:-1]:
+        section = section.model_fields[part].annotation
+    wrong = location[-1].lower()
+    close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
+    elsewhere = next((path for path in _all_keys(Config) if path[-1] == wrong), None)
+    if elsewhere and wrong not in section.model_fields:  # the very name in another section beats a similar one here
+        return f"; did you mean '{'.'.join(elsewhere)}'?"
+    if close:
+        return f"; did you mean '{'.'.join((*location[:-1], close[0]))}'?"
+    return f"; valid here: {', '.join(section.model_fields)}"
+
+
+def _all_keys(section: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        yield (*prefix, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _all_keys(field.annotation, (*prefix, name))
+
+
+def _similar_file(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("configs")
+    names = [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    if close:
+        return f"; did you mean {folder / close[0]}?"
+    return "; give the path of a YAML file, for example configs/quickstart.yaml"
+
+
+def _plain(message: str) -> str:
+    """pydantic's sentence without its label, starting small: it follows a colon."""
+    message = message.removeprefix("Input ").removeprefix("Value error, ").replace(" after validation", "")
+    message = message.replace("should be", "must be").replace("should have", "must have")
+    return message[:1].lower() + message[1:]
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "nothing; leave the key out to take its default"
+    return _repr.repr(value)
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a text", int: "a number"}.get(type(value), type(value).__name__)

@@ -1,0 +1,259 @@
+"""What a run can be told, section by section. Frozen; unknown keys and wrong types are refused.
+
+Every field carries its meaning as a description. Rules between fields are checked here too, so that a
+configuration that loads can be started.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from nsa.errors import SpecError
+from nsa.ops.spec import NSASpec
+
+HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def field_error(field: str, message: str) -> PydanticCustomError:
+    """An error of a whole section that is to be reported under one of its fields."""
+    return PydanticCustomError("rule", "{message}", {"field": field, "message": message})
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The Llama-style decoder."""
+
+    dim: Positive = Field(768, description="width of the residual stream")
+    n_layers: Positive = Field(12, description="decoder blocks")
+    n_heads: Positive = Field(12, description="query heads")
+    n_kv_heads: Positive = Field(2, description="key/value heads; divides n_heads")
+    head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
+    head_dim_v: HeadSize = Field(64, description="size of a value head")
+    mlp_dim: Positive | None = Field(None, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset")
+    attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or a dense twin to compare with")
+    tied_head: bool = Field(False, description="the output head shares the embedding's weight")
+    rope_base: Annotated[float, Field(gt=1.0)] = Field(10_000.0, description="base of the rotary frequencies")
+    norm_eps: Annotated[float, Field(gt=0.0)] = Field(1e-5, description="added inside RMSNorm")
+    vocab_size: Positive | None = Field(None, description="taken from the tokenizer when unset; must equal it")
+
+    @model_validator(mode="after")
+    def _heads_form_groups(self) -> Self:
+        if self.n_heads % self.n_kv_heads:
+            raise field_error("n_kv_heads", f"must divide n_heads; {self.n_kv_heads} does not divide {self.n_heads}")
+        return self
+
+    def resolved_mlp_dim(self) -> int:
+        return self.mlp_dim or -(-(8 * self.dim // 3) // 64) * 64
+
+
+class NSAConfig(Section):
+    """Native Sparse Attention: the sizes of NSASpec, and how the layer is built."""
+
+    cmp_block: int = Field(32, description="tokens summarised by one compressed token")
+    cmp_stride: int = Field(16, description="distance between starts of neighbouring compressed blocks")
+    sel_block: int = Field(64, description="tokens in one selection block")
+    num_selected: int = Field(16, description="blocks each query reads, forced ones included")
+    num_init: int = Field(1, description="first blocks, always read")
+    num_local: int = Field(2, description="newest blocks up to the query's own, always read")
+    window: int = Field(512, description="tokens of the sliding window, the query's own included")
+    phi: Literal["mean", "mlp"] = Field("mean", description="how a block becomes one compressed token")
+    gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how branches are weighted")
+    shared_kv: bool = Field(False, description="one key/value pair for all three branches")
+    force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train one branch alone")
+
+    @model_validator(mode="after")
+    def _obeys_the_rules(self) -> Self:
+        try:
+            self.spec()
+        except SpecError as error:
+            raise field_error(error.field, error.rule) from None
+        return self
+
+    def spec(self) -> NSASpec:
+        return NSASpec(
+            self.cmp_block,
+            self.cmp_stride,
+            self.sel_block,
+            self.num_selected,
+            self.num_init,
+            self.num_local,
+            self.window,
+        )
+
+
+class DataConfig(Section):
+    """What is read, and how it becomes tokens."""
+
+    source: Literal["synthetic", "python", "text", "fineweb_edu"] = Field("python", description="where text comes from")
+    paths: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="files, folders or globs of the text source, or a local mirror"
+    )
+    text_field: Annotated[str, Field(min_length=1)] = Field(
+        "text", description="field of a .jsonl line that holds the text"
+    )
+    tokenizer: str = Field("bytes", description="bytes, gpt2, or the path of a tokenizer.json")
+    isolate_documents: bool = Field(True, description="attention never crosses a document border")
+    validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
+
+    @model_validator(mode="after")
+    def _text_has_paths(self) -> Self:
+        if self.source == "text" and not self.paths:
+            raise field_error(
+                "paths", "the text source needs a file, folder or glob, for example data.paths=[notes.txt]"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """The optimisation, and what is reported of it."""
+
+    steps: Positive = Field(1000, description="optimizer steps of the whole run")
+    seq_len: Annotated[int, Field(ge=2)] = Field(2048, description="tokens in one sequence")
+    batch_size: Positive = Field(16, description="sequences in one optimizer step, over all ranks")
+    micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences one rank runs at once")
+    lr: Annotated[float, Field(gt=0.0)] = Field(2e-4, description="highest learning rate")
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.1, description="last learning rate over the highest"
+    )
+    warmup_steps: NonNegative = Field(0, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="how the rate falls after warm-up")
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.2, description="wsd: last share of the steps, in which the rate falls"
+    )
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.01, description="AdamW decay of matrices")
+    beta1: Probability = Field(0.9, description="AdamW")
+    beta2: Probability = Field(0.95, description="AdamW")
+    grad_clip: Annotated[float, Field(ge=0.0)] = Field(
+        1.0, description="largest global gradient norm; 0 for no clipping"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of weights, data order and sampling")
+    log_every: Positive = Field(10, description="steps between step lines")
+    eval_every: NonNegative = Field(500, description="steps between validations; 0 for none before the end")
+    eval_sequences: Positive = Field(64, description="validation sequences, the same ones every time")
+    out_dir: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="folder of the run; runs/NAME OF THE FILE when unset"
+    )
+    init_from: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="run folder or .safetensors file whose weights to start from"
+    )
+    profile_steps: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="first and last step to profile"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.warmup_steps > self.steps:
+            raise field_error(
+                "warmup_steps",
+                f"must not exceed steps; {self.warmup_steps} is more than {self.steps}, lower it together with steps",
+            )
+        if self.micro_batch != "auto" and self.batch_size % self.micro_batch:
+            raise field_error(
+                "micro_batch", f"must divide batch_size; {self.micro_batch} does not divide {self.batch_size}"
+            )
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            raise field_error("profile_steps", "the first step must not come after the last")
+        return self
+
+
+class RuntimeConfig(Section):
+    """How the machine is used."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
+    gradient_checkpointing: Literal["none", "block", "branch"] = Field(
+        "none",
+        description="what is recomputed in backward: whole blocks, or attention branches and MLPs one by one",
+    )
+    compile: bool = Field(False, description="torch.compile each block")
+    deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
+    tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
+    threads: Positive | None = Field(None, description="CPU threads; PyTorch's own choice when unset")
+
+
+class DDPConfig(Section):
+    static_graph: bool = Field(False, description="the same parameters get gradients in every step")
+    find_unused: bool = Field(False, description="look for parameters without gradients every step")
+    bucket_mb: Positive = Field(25, description="size of a gradient bucket")
+    bucket_view: bool = Field(True, description="gradients live inside the buckets")
+    broadcast_buffers: bool = Field(False, description="rank 0's buffers to all before each forward")
+    safe_mode: bool = Field(False, description="the conservative set of all of these, with reference kernels")
+
+
+class FSDPConfig(Section):
+    blocks_per_unit: Positive = Field(1, description="decoder blocks wrapped together")
+    sharding: Literal["full", "grad_op"] = Field(
+        "full", description="full frees parameters after forward, grad_op keeps them"
+    )
+    forward_prefetch: bool = Field(True, description="gather the next unit while this one runs")
+    param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="type of gathered parameters; auto follows runtime.precision"
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of reduced gradients")
+
+
+class ParallelConfig(Section):
+    """How several processes share a run."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
+        "auto", description="auto: single for one rank, else ddp"
+    )
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="how long a collective may wait")
+    allow_single_rank: bool = Field(False, description="let one process run on a node with several GPUs")
+    ddp: DDPConfig = DDPConfig()
+    fsdp: FSDPConfig = FSDPConfig()
+
+
+class CheckpointConfig(Section):
+    """How often state is saved, and how much of it is kept."""
+
+    every: NonNegative = Field(500, description="steps between checkpoints; 0 for the last only")
+    keep: Annotated[int, Field(ge=2)] = Field(3, description="newest checkpoints that are kept, beside the best")
+
+
+class TelemetryConfig(Section):
+    """What is recorded of a run."""
+
+    every: Positive = Field(50, description="steps between samples of gate and selection statistics")
+    mem_dump_every: NonNegative = Field(0, description="steps between memory dumps; 0 for boot and step 1 only")
+    per_rank: bool = Field(False, description="CSV files of every rank, not only of rank 0")
+    tensorboard: bool = Field(True, description="write TensorBoard files")
+    watchdog_floor_s: Annotated[float, Field(gt=0.0)] = Field(
+        60.0, description="shortest silence that counts as a hang"
+    )
+    watchdog_first_step_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="the same for the first step")
+
+
+class ReadinessConfig(Section):
+    """What `nsa ready` demands."""
+
+    max_mem_gib: Annotated[float, Field(gt=0.0)] = Field(40.0, description="highest memory of one GPU")
+    min_toks_per_s: Annotated[float, Field(ge=0.0)] = Field(0.0, description="lowest throughput over all ranks")
+    max_step_s: Annotated[float, Field(gt=0.0)] | None = Field(None, description="longest median step")
+    min_gpu_util: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
+        80.0, description="lowest GPU utilisation in percent"
+    )
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    nsa: NSAConfig = NSAConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    readiness: ReadinessConfig = ReadinessConfig()
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")

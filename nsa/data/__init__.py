@@ -1,0 +1,1 @@
+"""From text to batches: sources, tokenizers, a packed stream, and batches as a pure function of position."""

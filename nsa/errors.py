@@ -1,0 +1,63 @@
+"""Every error a user can meet, each with the exit code its process ends with.
+
+A message says what was wrong, where, and what to do about it. Asserts elsewhere are for what cannot happen.
+"""
+
+
+class NSAError(Exception):
+    """Base of all errors raised on purpose; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(NSAError):
+    """A configuration, an override or a command line that cannot be run."""
+
+    exit_code = 2
+
+
+class DataError(NSAError):
+    """A corpus, a tokenizer or a data file that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(NSAError):
+    """Saved weights or state that cannot be written or read."""
+
+    exit_code = 4
+
+
+class NumericsError(NSAError):
+    """A NaN or an infinity in the loss or the gradients."""
+
+    exit_code = 5
+
+
+class LaunchError(NSAError):
+    """Processes, devices or folders that do not fit the run that was asked for."""
+
+    exit_code = 7
+
+
+class SpecError(NSAError, ValueError):
+    """An attention geometry that breaks a rule. `field` is the name of the offending size."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.rule = message
+
+
+class ArgumentError(NSAError, ValueError):
+    """An operator was called with an argument it cannot take. `argument` is its name."""
+
+    def __init__(self, argument: str, message: str):
+        super().__init__(f"{argument}: {message}")
+        self.argument = argument
+
+
+class BackendError(NSAError, RuntimeError):
+    """A backend was asked for by name and cannot run here; the message says why."""

@@ -1,0 +1,175 @@
+"""NSAAttention, the layer: projections, rotary positions, compression, the three branches, gates.
+
+Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compressed tokens, K/V head sizes.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import ArgumentError
+from nsa.nn.compressor import MeanCompressor, MLPCompressor
+from nsa.nn.gate import BranchGate
+from nsa.nn.rope import rotary_tables, rotate
+from nsa.ops import (
+    NSASpec,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.checks import check_borders
+from nsa.ops.layout import slot_layout, token_layout
+
+Branch = Literal["cmp", "sel", "win"]
+BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
+
+
+class NSAAttention(nn.Module):
+    """Causal Native Sparse Attention on [B, S, dim], a drop-in for a decoder's self-attention.
+
+    dim            width of input and output; need not equal num_heads * head size
+    num_heads      query heads, a multiple of num_kv_heads
+    head_dim_k/v   head sizes, multiples of 16 from 16 to 256; they may differ
+    phi            "mean" or "mlp": how a block becomes a compressed token
+    gate           "sigmoid" or "softmax"
+    shared_kv      one key/value pair for the three branches instead of three
+    force_branch   the output is that branch alone; parameters that are then unused are frozen
+    backend        passed to nsa.ops: None takes the fastest that can run
+
+    No call leaves anything behind in the layer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int | None = None,
+        spec: NSASpec | None = None,
+        *,
+        phi: Literal["mean", "mlp"] = "mean",
+        gate: Literal["sigmoid", "softmax"] = "sigmoid",
+        shared_kv: bool = False,
+        force_branch: Branch | None = None,
+        rope_base: float = 10_000.0,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        _check_layer_arguments(dim, num_heads, num_kv_heads, phi, gate, force_branch)
+        self.spec = spec or NSASpec()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim_k = _head_size("head_dim_k", head_dim_k)
+        self.head_dim_v = _head_size("head_dim_v", head_dim_v or head_dim_k)
+        self.shared_kv, self.force_branch = shared_kv, force_branch
+        self.rope_base, self.backend = rope_base, backend
+
+        pairs = 1 if shared_kv else len(BRANCHES)
+        self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=False)
+        self.k = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=False) for _ in range(pairs))
+        self.v = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_v, bias=False) for _ in range(pairs))
+        self.phi_k = MeanCompressor(self.spec) if phi == "mean" else MLPCompressor(self.spec, self.head_dim_k)
+        self.phi_v = MeanCompressor(self.spec) if phi == "mean" else MLPCompressor(self.spec, self.head_dim_v)
+        self.gate = BranchGate(dim, num_heads, gate)
+        self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
+        self._freeze_unused()
+
+    def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        check_borders(cu_seqlens, x_BSC)
+        spec, tokens = self.spec, x_BSC.shape[1]
+        q_BSHK = self.q(x_BSC).unflatten(-1, (self.num_heads, self.head_dim_k))
+        position_S = token_layout(tokens, spec, cu_seqlens, x_BSC.device).position
+        position_N = slot_layout(tokens, spec, cu_seqlens, x_BSC.device).position
+        token_tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
+        slot_tables = rotary_tables(position_N, self.head_dim_k, self.rope_base)
+
+        q_BSHK = rotate(q_BSHK, token_tables)
+        (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = self._pairs(x_BSC)
+        # Keys are compressed as they come from the projection; each compressed key is then turned as one.
+        k_cmp_BNGK = rotate(self.phi_k(k_cmp, cu_seqlens), slot_tables)
+        v_cmp_BNGV = self.phi_v(v_cmp, cu_seqlens)
+        k_sel = rotate(k_sel, token_tables)
+        k_win = k_sel if self.shared_kv else rotate(k_win, token_tables)
+
+        arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
+        if self.force_branch is None:
+            gates_BSH3 = self.gate(x_BSC)
+            o_BSHV = nsa_attention(*arguments, gates_BSH3, spec, cu_seqlens=cu_seqlens, backend=self.backend)
+        else:
+            o_BSHV = self._one_branch(*arguments, cu_seqlens)
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
+
+    def _pairs(self, x_BSC: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, S, G, .] for cmp, sel, win."""
+        keys = [k(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_k)) for k in self.k]
+        values = [v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v)) for v in self.v]
+        pairs = list(zip(keys, values, strict=True))
+        return pairs * len(BRANCHES) if self.shared_kv else pairs
+
+    def _one_branch(
+        self,
+        q: Tensor,
+        k_cmp: Tensor,
+        v_cmp: Tensor,
+        k_sel: Tensor,
+        v_sel: Tensor,
+        k_win: Tensor,
+        v_win: Tensor,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        spec, backend = self.spec, self.backend
+        if self.force_branch == "win":
+            return window_attention(q, k_win, v_win, spec, cu_seqlens=cu_seqlens, backend=backend)
+        if self.force_branch == "cmp":
+            return compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=backend)[0]
+        with torch.no_grad():  # selection needs the log-sum-exp and has no gradient
+            _, lse = compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=backend)
+            indices = select_blocks(q, k_cmp, lse, spec, cu_seqlens=cu_seqlens, backend=backend)
+        return selected_attention(q, k_sel, v_sel, indices, spec, cu_seqlens=cu_seqlens, backend=backend)
+
+    def _freeze_unused(self) -> None:
+        """With one branch forced: no gradient for the gate, the compressors of another branch, its projections."""
+        if self.force_branch is None:
+            return
+        unused: list[nn.Module] = [self.gate]
+        if self.force_branch != "cmp":
+            unused += [self.phi_k, self.phi_v]
+        if not self.shared_kv:
+            others = [i for i, branch in enumerate(BRANCHES) if branch != self.force_branch]
+            unused += [pair[i] for pair in (self.k, self.v) for i in others]
+        for module in unused:
+            module.requires_grad_(False)
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[str, NSAAttention]]:
+    """Every NSAAttention of a model with its name, whatever wraps it: found by type, never by path."""
+    for name, module in model.named_modules():
+        if isinstance(module, NSAAttention):
+            yield name, module
+
+
+def _check_layer_arguments(
+    dim: int, num_heads: int, num_kv_heads: int, phi: str, gate: str, force_branch: str | None
+) -> None:
+    for name, value in (("dim", dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if value < 1:
+            raise ArgumentError(name, f"must be at least 1, got {value}")
+    if num_heads % num_kv_heads:
+        raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
+    if phi not in ("mean", "mlp"):
+        raise ArgumentError("phi", f"must be 'mean' or 'mlp', got {phi!r}")
+    if gate not in ("sigmoid", "softmax"):
+        raise ArgumentError("gate", f"must be 'sigmoid' or 'softmax', got {gate!r}")
+    if force_branch not in (None, *BRANCHES):
+        raise ArgumentError("force_branch", f"must be one of {', '.join(BRANCHES)}, got {force_branch!r}")
+
+
+def _head_size(name: str, size: int) -> int:
+    if size < 16 or size > 256 or size % 16:
+        raise ArgumentError(name, f"must be a multiple of 16 from 16 to 256, got {size}")
+    return size

@@ -1,0 +1,34 @@
+"""One decoder block: attention and a SwiGLU MLP, each behind a norm and added to the residual stream.
+
+Legend: B batch, S tokens, C channels.
+"""
+
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """out(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.out = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        y: Tensor = self.out(nn.functional.silu(self.gate(x_BSC)) * self.up(x_BSC))
+        return y
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x_BSC: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cu_seqlens=cu_seqlens)
+        y_BSC: Tensor = x_BSC + self.mlp(self.mlp_norm(x_BSC))
+        return y_BSC

@@ -1,0 +1,51 @@
+"""phi: blocks of keys or values to one compressed token each, shared by all key/value heads.
+
+Legend: B batch, S tokens, N compressed tokens, G key/value heads, D head size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from nsa.ops.reference import compress
+from nsa.ops.spec import NSASpec
+
+
+class MeanCompressor(nn.Module):
+    """The mean of the block: no parameters."""
+
+    def __init__(self, spec: NSASpec):
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, x_BSGD: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        return compress.mean(x_BSGD, self.spec, cu_seqlens)
+
+
+class MLPCompressor(nn.Module):
+    """The paper's: an embedding per place in the block is added, the block is flattened, Linear, SiLU, Linear to D.
+
+    The first Linear of (x + embedding) is computed as Linear(x) + Linear(embedding): the second part is the
+    same for every block, so x is contracted as it lies.
+    """
+
+    def __init__(self, spec: NSASpec, head_dim: int):
+        super().__init__()
+        self.spec = spec
+        self.place = nn.Parameter(torch.zeros(spec.cmp_block, head_dim))
+        self.weight = nn.Parameter(torch.empty(spec.cmp_block, head_dim, head_dim))
+        self.bias = nn.Parameter(torch.zeros(head_dim))
+        self.out = nn.Linear(head_dim, head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.place, std=0.02)
+        nn.init.normal_(self.weight, std=(self.weight.shape[0] * self.weight.shape[1]) ** -0.5)
+        nn.init.zeros_(self.bias)
+        self.out.reset_parameters()
+
+    def forward(self, x_BSGD: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        weight, place = self.weight.to(x_BSGD.dtype), self.place.to(x_BSGD.dtype)
+        constant = place.flatten() @ weight.flatten(0, 1) + self.bias.to(x_BSGD.dtype)
+        hidden = compress.contract(x_BSGD, weight, self.spec, cu_seqlens) + constant
+        compressed: Tensor = self.out(nn.functional.silu(hidden))
+        return compressed.to(x_BSGD.dtype)

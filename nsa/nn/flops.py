@@ -1,0 +1,50 @@
+"""Estimated arithmetic of one training token: with NSA, and with dense attention in its place.
+
+A multiplication and an addition are two operations; backward costs twice the forward. The attention part is
+averaged over the queries of one sequence, each reading what the specification lets it see.
+"""
+
+from dataclasses import dataclass
+
+from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.nn.model import Decoder
+from nsa.ops.layout import num_compressed, visible_compressed
+from nsa.ops.spec import NSASpec
+
+FORWARD_AND_BACKWARD = 3
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Operations per trained token. `sparse` is what NSA needs, `dense_equivalent` what dense attention would."""
+
+    sparse: float
+    dense_equivalent: float
+
+
+def flops_per_token(decoder: Decoder, model: ModelConfig, nsa: NSAConfig, seq_len: int) -> FlopsPerToken:
+    matrices = decoder.num_parameters()
+    if not model.tied_head:
+        matrices -= decoder.embedding.weight.numel()  # a look-up, no arithmetic
+    projections = 2.0 * matrices
+    per_key = 2.0 * model.n_heads * (model.head_dim_k + model.head_dim_v) * model.n_layers
+    per_score = 2.0 * model.n_heads * model.head_dim_k * model.n_layers
+    cmp_keys, sel_keys, win_keys, causal_keys = mean_keys_read(nsa.spec(), seq_len)
+    sparse = projections + per_key * (cmp_keys + sel_keys + win_keys) + per_score * cmp_keys
+    dense = projections + per_key * causal_keys
+    return FlopsPerToken(FORWARD_AND_BACKWARD * sparse, FORWARD_AND_BACKWARD * dense)
+
+
+def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float, float]:
+    """Mean keys per query read by cmp, sel and win, and by causal dense attention."""
+    cmp_keys = sel_keys = win_keys = 0
+    if num_compressed(seq_len, spec):
+        # Query t sees visible_compressed(t); each count holds for cmp_stride queries in a row.
+        cmp_keys = sum(visible_compressed(t, spec) for t in range(seq_len))
+    for t in range(seq_len):
+        in_own = t % spec.sel_block + 1
+        older = min(t // spec.sel_block, spec.num_selected - 1)
+        sel_keys += in_own + older * spec.sel_block
+        win_keys += min(t + 1, spec.window)
+    causal = (seq_len + 1) / 2
+    return cmp_keys / seq_len, sel_keys / seq_len, win_keys / seq_len, causal

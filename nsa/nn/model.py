@@ -1,0 +1,105 @@
+"""The decoder: embedding, blocks, norm, head. Nothing in it knows of devices, processes or files.
+
+Legend: B batch, S tokens, C channels, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.nn.attention import NSAAttention
+from nsa.nn.block import DecoderBlock, SwiGLU
+from nsa.nn.dense import DenseAttention
+
+INIT_STD = 0.02
+
+
+class Decoder(nn.Module):
+    """A Llama-style language model: tokens [B, S] to logits [B, S, V]."""
+
+    def __init__(self, model: ModelConfig, nsa: NSAConfig, vocab_size: int):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, model.dim)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(
+                model.dim,
+                build_attention(model, nsa),
+                SwiGLU(model.dim, model.resolved_mlp_dim()),
+                model.norm_eps,
+            )
+            for _ in range(model.n_layers)
+        )
+        self.norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
+        self.head = nn.Linear(model.dim, vocab_size, bias=False)
+        if model.tied_head:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights; what writes into the residual stream is scaled down by its depth.
+
+        Gates and compressors are left as they initialise themselves.
+        """
+        for module in self.modules():
+            if isinstance(module, NSAAttention | DenseAttention):
+                for linear in (module.q, *_linears(module.k), *_linears(module.v), module.out):
+                    nn.init.normal_(linear.weight, std=INIT_STD)
+            elif isinstance(module, SwiGLU):
+                for linear in (module.gate, module.up, module.out):
+                    nn.init.normal_(linear.weight, std=INIT_STD)
+        residual_std = INIT_STD / (2 * len(self.blocks)) ** 0.5
+        for block in self.blocks:
+            assert isinstance(block, DecoderBlock)
+            for branch in (block.attention, block.mlp):
+                assert isinstance(branch.out, nn.Linear)
+                nn.init.normal_(branch.out.weight, std=residual_std)
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        nn.init.normal_(self.head.weight, std=INIT_STD)
+
+    def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        x_BSC = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSC = block(x_BSC, cu_seqlens)
+        logits_BSV: Tensor = self.head(self.norm(x_BSC))
+        return logits_BSV
+
+    def num_parameters(self, *, trainable_only: bool = False) -> int:
+        """Parameters, a shared one counted once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
+
+
+def build_attention(model: ModelConfig, nsa: NSAConfig) -> nn.Module:
+    if model.attention == "dense":
+        return DenseAttention(
+            model.dim,
+            model.n_heads,
+            model.n_kv_heads,
+            model.head_dim_k,
+            model.head_dim_v,
+            model.rope_base,
+        )
+    return NSAAttention(
+        model.dim,
+        model.n_heads,
+        model.n_kv_heads,
+        model.head_dim_k,
+        model.head_dim_v,
+        nsa.spec(),
+        phi=nsa.phi,
+        gate=nsa.gate,
+        shared_kv=nsa.shared_kv,
+        force_branch=nsa.force_branch,
+        rope_base=model.rope_base,
+    )
+
+
+def build_model(model: ModelConfig, nsa: NSAConfig, vocab_size: int, seed: int) -> Decoder:
+    """A decoder whose weights depend on the seed alone; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Decoder(model, nsa, vocab_size)
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    return [m for m in module.modules() if isinstance(m, nn.Linear)]

@@ -1,0 +1,54 @@
+"""Drawing tokens from a model's logits."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import ArgumentError
+
+
+def sample_tokens(
+    model: nn.Module,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Yields up to `max_tokens` ids that follow the prompt, ending early at `stop`. A full forward per token."""
+    if not prompt:
+        raise ArgumentError("prompt", "must hold at least one token")
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(max_tokens):
+        with torch.no_grad():
+            logits = model(tokens)[0, -1].float().cpu()
+        token = pick(logits, temperature, top_k, top_p, generator)
+        if token == stop:
+            return
+        yield token
+        tokens = torch.cat([tokens, torch.tensor([[token]], device=device)], dim=1)
+
+
+def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
+    """One draw from logits [V]. Temperature 0 takes the likeliest; top-k is applied before top-p."""
+    if temperature < 0.0:
+        raise ArgumentError("temperature", f"must be at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ArgumentError("top_k", f"must be at least 1, got {top_k}")
+    if not 0.0 < top_p <= 1.0:
+        raise ArgumentError("top_p", f"must be above 0 and at most 1, got {top_p}")
+    if temperature == 0.0:
+        return int(logits.argmax())
+    values, order = torch.sort(logits / temperature, descending=True, stable=True)
+    if top_k is not None:
+        values = values[:top_k]
+    p = values.softmax(-1)
+    # Keep the shortest run of likeliest tokens that reaches top_p: what comes before a token is less than it.
+    p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)
+    return int(order[torch.multinomial(p, 1, generator=generator)])

@@ -1,0 +1,123 @@
+"""Masked attention over chunks of queries, forward and backward: the one core under all three branches.
+
+A branch is nothing but a rule for which keys a chunk of queries reads. It hands that rule over as `Chunk`s;
+probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S.
+
+Legend: B batch, R query rows of a chunk, K keys of a chunk, G key/value heads, h query heads per group,
+H = G*h, D head size (keys), E head size (values).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Scores held at once, over batch and heads. Small enough to stay in a CPU's cache, large enough for a GPU.
+SCORES_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Queries `rows` read those of `keys` where `mask` (broadcastable to [B, G, h, R, K]) is true."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor
+
+
+def row_slices(q: Tensor, num_keys: int, most: int | None = None) -> Iterator[slice]:
+    """Cuts the queries so that one chunk against `num_keys` keys stays within the budget, `most` rows at most."""
+    batch, tokens, heads, _ = q.shape
+    budget = SCORES_PER_CHUNK.get(q.device.type, SCORES_PER_CHUNK["cuda"])
+    size = max(16, budget // max(1, batch * heads * num_keys))
+    size = min(size, most or size)
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def earliest(starts: Tensor, row: int) -> int:
+    """`starts[row]` where that costs nothing (on the CPU), else 0: a lower bound for the keys a chunk needs."""
+    return int(starts[row]) if starts.device.type == "cpu" else 0
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fold_heads(x: Tensor, groups: int) -> Tensor:
+    """[B, R, H, D] -> [B, G, h*R, D] in the accumulation type, a group's heads stacked as rows."""
+    batch, rows, heads, dim = x.shape
+    x = x.to(accumulation_dtype(x.dtype)).view(batch, rows, groups, heads // groups, dim)
+    return x.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads // groups * rows, dim)
+
+
+def unfold_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, G, h*R, D] -> [B, R, H, D], the inverse of fold_heads."""
+    batch, groups, folded, dim = x.shape
+    per_group = heads // groups
+    x = x.view(batch, groups, per_group, folded // per_group, dim)
+    return x.permute(0, 3, 1, 2, 4).reshape(batch, folded // per_group, heads, dim)
+
+
+def keys_first(x: Tensor, keys: slice) -> Tensor:
+    """[B, S, G, D] -> [B, G, K, D] in the accumulation type."""
+    return x[:, keys].transpose(1, 2).to(accumulation_dtype(x.dtype))
+
+
+def chunk_scores(q_rows: Tensor, k_keys: Tensor, mask: Tensor, per_group: int) -> Tensor:
+    """Scaled scores [B, G, h, R, K], -inf where the mask forbids."""
+    scores: Tensor = (q_rows * q_rows.shape[-1] ** -0.5) @ k_keys.transpose(-1, -2)
+    batch, groups, folded, num_keys = scores.shape
+    scores = scores.view(batch, groups, per_group, folded // per_group, num_keys)
+    return scores.masked_fill_(~mask, -torch.inf)
+
+
+def exp_minus(scores: Tensor, row: Tensor) -> Tensor:
+    """exp(scores - row), in place. A row's value is its maximum or its log-sum-exp; -inf means it reads nothing."""
+    return scores.sub_(row.masked_fill(row == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[Tensor, Tensor]:
+    """q [B,S,H,D], k [B,N,G,D], v [B,N,G,E] -> o [B,S,H,E] in q's type, lse [B,S,H] (natural log)."""
+    batch, tokens, heads, _ = q.shape
+    groups, per_group = k.shape[2], heads // k.shape[2]
+    o = q.new_empty(batch, tokens, heads, v.shape[3])
+    lse = q.new_empty(batch, tokens, heads, dtype=accumulation_dtype(q.dtype))
+    for chunk in chunks:
+        scores = chunk_scores(fold_heads(q[:, chunk.rows], groups), keys_first(k, chunk.keys), chunk.mask, per_group)
+        if scores.shape[-1] == 0:
+            o[:, chunk.rows], lse[:, chunk.rows] = 0.0, -torch.inf
+            continue
+        top = scores.amax(dim=-1)  # [B, G, h, R]
+        p = exp_minus(scores, top)
+        total = p.sum(dim=-1)
+        mixed = (p.flatten(2, 3) @ keys_first(v, chunk.keys)).unflatten(2, total.shape[2:])
+        mixed /= total.masked_fill(total == 0.0, 1.0).unsqueeze(-1)
+        o[:, chunk.rows] = unfold_heads(mixed.flatten(2, 3), heads).to(o.dtype)
+        lse[:, chunk.rows] = (top + total.log()).permute(0, 3, 1, 2).flatten(2)
+    return o, lse
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, chunks: Iterator[Chunk]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
+    heads, groups = q.shape[2], k.shape[2]
+    per_group = heads // groups
+    acc = accumulation_dtype(q.dtype)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = torch.zeros(k.transpose(1, 2).shape, dtype=acc, device=k.device)  # [B, G, N, D]
+    dv = torch.zeros(v.transpose(1, 2).shape, dtype=acc, device=v.device)
+    for chunk in chunks:
+        q_rows, do_rows = fold_heads(q[:, chunk.rows], groups), fold_heads(do[:, chunk.rows], groups)
+        k_keys, v_keys = keys_first(k, chunk.keys), keys_first(v, chunk.keys)
+        row_lse = lse[:, chunk.rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
+        scores = chunk_scores(q_rows, k_keys, chunk.mask, per_group)
+        p = exp_minus(scores, row_lse).flatten(2, 3)  # [B, G, h*R, K]
+        delta = (do_rows * fold_heads(o[:, chunk.rows], groups)).sum(-1, keepdim=True)
+        ds = (do_rows @ v_keys.transpose(-1, -2)).sub_(delta).mul_(p).mul_(q.shape[3] ** -0.5)
+        dq[:, chunk.rows] = unfold_heads(ds @ k_keys, heads).to(q.dtype)
+        dk[:, :, chunk.keys] += ds.transpose(-1, -2) @ q_rows
+        dv[:, :, chunk.keys] += p.transpose(-1, -2) @ do_rows
+    return dq, dk.transpose(1, 2).to(k.dtype).contiguous(), dv.transpose(1, 2).to(v.dtype).contiguous()

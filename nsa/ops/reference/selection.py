@@ -1,0 +1,71 @@
+"""Which blocks each query reads: compressed probabilities summed into block scores, then the best of them.
+
+Legend: B batch, G groups, h heads per group, R query rows of a chunk, K compressed tokens, J selection blocks.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nsa.ops.layout import num_blocks, overlap_weights, token_layout, visible_compressed
+from nsa.ops.reference.attention import chunk_scores, exp_minus, fold_heads, keys_first
+from nsa.ops.reference.compressed import visible_chunks
+from nsa.ops.spec import NSASpec
+
+
+def forward(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+    """q [B,S,H,D], k [B,N,G,D], lse [B,S,H] -> indices [B,S,G,num_selected] int32."""
+    batch, tokens, heads, _ = q.shape
+    groups, per_group = k.shape[2], heads // k.shape[2]
+    layout = token_layout(tokens, spec, cu_seqlens, q.device)
+    indices = torch.empty(batch, tokens, groups, spec.num_selected, dtype=torch.int32, device=q.device)
+    for chunk in visible_chunks(q, k.shape[1], spec, cu_seqlens):
+        rows = chunk.rows
+        scores = chunk_scores(fold_heads(q[:, rows], groups), keys_first(k, chunk.keys), chunk.mask, per_group)
+        row_lse = lse[:, rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
+        p = exp_minus(scores, row_lse).sum(2)  # [B, G, R, K]
+        if cu_seqlens is not None:
+            p = _count_from_document(p, layout.cmp_start[rows] - chunk.keys.start, layout.position[rows], spec)
+        blocks = block_scores(p, num_blocks(rows.stop, spec), spec)
+        picked = pick_blocks(blocks, layout.position[rows], spec)
+        indices[:, rows] = picked.transpose(1, 2)
+    return indices
+
+
+def _count_from_document(p: Tensor, shift: Tensor, position: Tensor, spec: NSASpec) -> Tensor:
+    """Moves each row so that its document's first compressed token comes first, and drops all that is not seen."""
+    if p.shape[-1] == 0:
+        return p
+    place = torch.arange(p.shape[-1], device=p.device)
+    source = (place + shift[:, None]).clamp(0, p.shape[-1] - 1)
+    seen = place < visible_compressed(position, spec)[:, None]
+    return p.gather(-1, source.expand(p.shape)).masked_fill(~seen, 0.0)
+
+
+def block_scores(p: Tensor, blocks: int, spec: NSASpec) -> Tensor:
+    """Eq. 9: p [..., K] over compressed tokens -> [..., blocks]. Terms are added in one order for every
+    block, so that equal inputs give equal scores to the last bit."""
+    first, weights = overlap_weights(spec)
+    step = spec.sel_block // spec.cmp_stride
+    width = (blocks - 1) * step + len(weights)
+    padded = pad(p, (-first, max(0, width + first - p.shape[-1])))
+    scores = p.new_zeros(*p.shape[:-1], blocks)
+    for offset, weight in enumerate(weights):
+        scores += weight * padded[..., offset : offset + (blocks - 1) * step + 1 : step]
+    return scores
+
+
+def pick_blocks(scores: Tensor, position: Tensor, spec: NSASpec) -> Tensor:
+    """scores [B,G,R,J], position [R] -> the chosen blocks, ascending, padded with -1."""
+    blocks = scores.shape[-1]
+    block = torch.arange(blocks, device=scores.device)
+    own = (position // spec.sel_block)[:, None]
+    forced = (block < spec.num_init) | (block > own - spec.num_local)
+    scores = scores.masked_fill(forced, torch.inf).masked_fill(block > own, -torch.inf)
+    # A stable sort keeps equal scores in index order: the lower index wins.
+    best = torch.sort(scores, dim=-1, descending=True, stable=True)
+    keep = min(spec.num_selected, blocks)
+    chosen = best.indices[..., :keep].masked_fill(best.values[..., :keep] == -torch.inf, blocks)
+    chosen = chosen.sort(dim=-1).values
+    chosen = chosen.masked_fill(chosen == blocks, -1).to(torch.int32)
+    return pad(chosen, (0, spec.num_selected - keep), value=-1)

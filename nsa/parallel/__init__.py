@@ -1,0 +1,1 @@
+"""How a model is spread and recomputed, outside the model's own code."""

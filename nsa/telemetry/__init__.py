@@ -1,0 +1,1 @@
+"""What a run tells: on the screen, and in files."""

@@ -1,0 +1,290 @@
+"""From YAML and overrides to a configuration: what is read, what wins, and what an error says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from nsa.cli.arguments import all_overrides
+from nsa.config import Config, load_config, parse_config
+from nsa.config.load import split_overrides
+from nsa.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a configuration from the text of its file."""
+
+    def load_text(text: str, *overrides: str) -> Config:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return load_text
+
+
+@pytest.fixture
+def mistakes(load):
+    """The lines of the error that a configuration gives."""
+
+    def lines(text: str, *overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load(text, *overrides)
+        return str(caught.value).splitlines()
+
+    return lines
+
+
+# What is read
+
+
+@pytest.mark.parametrize("number", ["3e-4", "3E-4", "0.3e-3", "3.e-4", "+3e-4", ".0003", "0.0003"])
+def test_every_way_to_write_a_learning_rate_is_a_number(load, number):
+    in_file = load(f"train: {{lr: {number}}}").train.lr
+    in_override = load("", f"train.lr={number}").train.lr
+    assert in_file == in_override == pytest.approx(3e-4)
+    assert type(in_file) is float
+
+
+def test_a_whole_number_is_taken_where_a_fraction_is_possible(load):
+    assert load("train: {lr: 1, weight_decay: 0}").train.lr == 1.0
+
+
+def test_an_empty_file_and_an_empty_section_mean_the_defaults(load):
+    assert load("") == load("train:\nmodel:\n") == Config()
+
+
+def test_a_saved_configuration_loads_as_itself(load):
+    config = load(
+        "train: {lr: 3e-4, steps: 7}\nparallel: {ddp: {bucket_mb: 3}}\ndata: {source: text, paths: [a b.txt]}"
+    )
+    assert load(yaml.safe_dump(config.to_dict())) == config
+
+
+def test_a_configuration_cannot_be_changed_after_loading(load):
+    config = load("")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train = config.train
+    assert config.train.steps == 1000
+
+
+def test_reading_a_configuration_loads_neither_torch_nor_numpy():
+    program = (
+        "import sys\n"
+        "from nsa.config import load_config\n"
+        "load_config('configs/m7c_125m.yaml', ['train.seed=1'])\n"
+        "print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# What wins
+
+
+def test_an_override_beats_the_file(load):
+    assert load("train: {steps: 5}", "train.steps=6").train.steps == 6
+
+
+def test_the_last_of_two_overrides_wins(load):
+    assert load("train: {steps: 5}", "train.steps=6", "train.seed=1", "train.steps=7").train.steps == 7
+
+
+def test_an_override_that_was_overridden_cannot_be_wrong(load):
+    assert load("", "train.steps=none", "train.steps=7").train.steps == 7
+
+
+def test_overrides_in_one_string_come_after_the_separate_ones():
+    joined = all_overrides(["train.steps=1", "model.dim=32"], ["train.steps=2 train.seed=3", "train.seed=4"])
+    config = parse_config({}, "test", joined)
+    assert (config.train.steps, config.model.dim, config.train.seed) == (2, 32, 4)
+
+
+def test_an_override_reaches_a_nested_section_and_leaves_its_neighbours(load):
+    config = load("parallel: {strategy: single, ddp: {bucket_view: false}}", "parallel.ddp.bucket_mb=4")
+    assert config.parallel.ddp.bucket_mb == 4
+    assert config.parallel.ddp.bucket_view is False
+    assert config.parallel.strategy == "single"
+
+
+def test_an_override_reaches_a_section_the_file_does_not_have(load):
+    assert load("train: {steps: 5}", "parallel.fsdp.sharding=grad_op").parallel.fsdp.sharding == "grad_op"
+
+
+def test_an_override_replaces_a_whole_section(load):
+    config = load("train: {steps: 5, seed: 9}", "train={steps: 6}")
+    assert (config.train.steps, config.train.seed) == (6, 0)
+
+
+def test_an_override_can_set_a_key_back_to_nothing(load):
+    assert load("train: {out_dir: here}", "train.out_dir=null").train.out_dir is None
+
+
+# One string of overrides
+
+
+@pytest.mark.parametrize(
+    ("joined", "parts"),
+    [
+        ("train.steps=10 model.n_layers=2", ["train.steps=10", "model.n_layers=2"]),
+        ("  train.steps=10\n\tmodel.n_layers=2  ", ["train.steps=10", "model.n_layers=2"]),
+        ("train.profile_steps=[1, 2] train.seed=3", ["train.profile_steps=[1, 2]", "train.seed=3"]),
+        ("data.paths=[a.txt, 'b c.txt'] train.seed=3", ["data.paths=[a.txt, 'b c.txt']", "train.seed=3"]),
+        ('train.out_dir="my run" train.seed=3', ['train.out_dir="my run"', "train.seed=3"]),
+        ("train.out_dir='my run'", ["train.out_dir='my run'"]),
+        ("", []),
+    ],
+    ids=["two", "any-space", "list", "quotes-in-list", "double-quotes", "single-quotes", "empty"],
+)
+def test_one_string_splits_into_its_overrides(joined, parts):
+    assert split_overrides(joined) == parts
+
+
+def test_values_from_one_string_arrive_whole(load):
+    config = load("", *split_overrides("""data.paths=[a.txt, "b c.txt"] train.out_dir='my run'"""))
+    assert config.data.paths == ["a.txt", "b c.txt"]
+    assert config.train.out_dir == "my run"
+
+
+@pytest.mark.parametrize(
+    "joined", ["data.paths=[a.txt", 'train.out_dir="my run', "train.seed=1 ]", "train.out_dir=it's"]
+)
+def test_an_unclosed_bracket_or_quote_is_refused(joined):
+    with pytest.raises(ConfigError, match=r"--override: cannot be read.*key=value"):
+        split_overrides(joined)
+
+
+# What an error says
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("train.step=3", "train.steps"),
+        ("model.n_layer=3", "model.n_layers"),
+        ("parallel.ddp.bucket=3", "parallel.ddp.bucket_mb"),
+        ("trian.steps=3", "train"),
+        ("modle.dim=3", "model"),
+        ("Model.dim=3", "model"),
+        ("train.LR=3", "train.lr"),
+        ("model.lr=3", "train.lr"),
+        ("train.precision=bf16", "runtime.precision"),
+        ("parallel.bucket_mb=3", "parallel.ddp.bucket_mb"),
+        ("telemetry.eval_every=3", "train.eval_every"),
+        ("seed=3", "train.seed"),
+        ("fsdp.sharding=full", "parallel.fsdp"),
+    ],
+)
+def test_an_unknown_key_gets_the_closest_valid_one(mistakes, override, suggestion):
+    [line] = mistakes("", override)
+    assert line.startswith(f"override '{override}': ")
+    assert line.endswith(f"unknown key; did you mean '{suggestion}'?")
+
+
+def test_a_key_like_no_other_gets_the_list_of_valid_ones(mistakes):
+    [line] = mistakes("checkpoint: {zzz: 3}")
+    assert line.endswith("checkpoint.zzz: unknown key; valid here: every, keep")
+
+
+def test_all_mistakes_are_reported_together(mistakes):
+    lines = mistakes("modle: {}\ntrain: {steps: ten, lr: -1}\nmodel: {head_dim_k: 20}", "nsa.cmp_stride=3")
+    for key in ("modle", "train.steps", "train.lr", "model.head_dim_k", "nsa.cmp_stride"):
+        assert len([line for line in lines if f": {key}: " in line]) == 1, key
+    assert len(lines) == 5
+
+
+def test_an_error_names_the_file_it_comes_from(mistakes, tmp_path):
+    [line] = mistakes("train: {steps: ten}", "train.seed=3")
+    assert line == f"{tmp_path / 'run.yaml'}: train.steps: must be a valid integer, got 'ten'"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "culprit", "key"),
+    [
+        (["train.steps=5", "train.steps=ten"], "train.steps=ten", "train.steps"),
+        (["train={steps: ten}"], "train={steps: ten}", "train.steps"),
+        (["data.paths=[3]"], "data.paths=[3]", "data.paths.0"),
+        (["trian.steps=3"], "trian.steps=3", "trian"),
+        (["train.lr.high=3"], "train.lr.high=3", "train.lr"),
+    ],
+    ids=["last-one", "whole-section", "list-entry", "unknown-section", "below-a-number"],
+)
+def test_an_error_names_the_override_it_comes_from(mistakes, overrides, culprit, key):
+    [line] = mistakes("model: {dim: 32}", *overrides)
+    assert line.startswith(f"override '{culprit}': {key}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "key"),
+    [
+        ("nsa: {cmp_stride: 16}", "nsa.sel_block=40", "nsa.cmp_stride"),
+        ("train: {warmup_steps: 100}", "train.steps=10", "train.warmup_steps"),
+        ("train: {micro_batch: 4}", "train.batch_size=6", "train.micro_batch"),
+        ("model: {n_kv_heads: 2}", "model.n_heads=3", "model.n_kv_heads"),
+        ("", "data.source=text", "data.paths"),
+    ],
+)
+def test_a_broken_rule_names_the_override_that_broke_it(mistakes, text, override, key):
+    [line] = mistakes(text, override)
+    assert line.startswith(f"override '{override}': {key}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "line_number"),
+    [
+        ("train:\n  steps: 3\n  seed: 1\n  steps: 4\n", 4),
+        ("train: {steps: 3}\nmodel: {}\ntrain: {steps: 4}\n", 3),
+        ("train: {steps: 3, steps: 3}\n", 1),
+    ],
+    ids=["in-a-section", "a-section", "same-value"],
+)
+def test_a_key_given_twice_in_the_file_is_refused(mistakes, text, line_number):
+    [line] = mistakes(text)
+    assert f"run.yaml, line {line_number}: " in line
+    assert "is given twice; keep one of them" in line
+
+
+def test_a_key_given_twice_in_an_override_is_refused(mistakes):
+    [line] = mistakes("", "train={steps: 3, steps: 4}")
+    assert line.startswith("override 'train={steps: 3, steps: 4}'")
+    assert "'steps' is given twice" in line
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.system ['touch {marker}']",
+        "!!python/object/new:subprocess.Popen [[touch, '{marker}']]",
+        "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{marker}']]",
+        "!!python/name:os.system",
+        "!!python/module:this",
+        "!anything 3",
+    ],
+)
+def test_a_tag_is_refused_and_nothing_runs(mistakes, tmp_path, value):
+    marker = tmp_path / "executed"
+    value = value.replace("{marker}", str(marker))
+    for lines in (mistakes(f"train:\n  steps: {value}\n"), mistakes("", f"train.steps={value}")):
+        assert len(lines) == 1
+        assert "tags are not read, write the plain value" in lines[0]
+    assert not marker.exists()
+    assert "this" not in sys.modules
+
+
+def test_a_value_that_unfolds_to_billions_is_reported_in_a_short_line(mistakes):
+    levels = "".join(f"  - &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))
+    [line] = mistakes(f"train:\n  steps:\n  - &l0 [x, x]\n{levels}")
+    assert "train.steps: must be a valid integer" in line
+    assert len(line) < 500
+
+
+def test_a_tree_that_is_no_mapping_is_refused():
+    with pytest.raises(ConfigError, match="somewhere: must hold sections such as 'model:'"):
+        parse_config(["model"], "somewhere")

@@ -1,0 +1,151 @@
+"""The configurations that come with the project load, and hold what they promise."""
+
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+from nsa.config import Config, load_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+PROMISED = [
+    "quickstart.yaml",
+    "m7c_125m.yaml",
+    "m7c_125m_1xa100_production.yaml",
+    "m7c_125m_2xa100_production.yaml",
+    "m7c_125m_2xa100_shake.yaml",
+    "m7c_125m_2k_test.yaml",
+    "m7c_125m_24g.yaml",
+    "long_64k.yaml",
+    "llama_1b.yaml",
+]
+
+M7C_125M = {
+    "model.dim": 768,
+    "model.n_layers": 12,
+    "model.n_heads": 12,
+    "model.n_kv_heads": 2,
+    "model.head_dim_k": 64,
+    "model.head_dim_v": 64,
+    "model.attention": "nsa",
+    "nsa.cmp_block": 32,
+    "nsa.cmp_stride": 16,
+    "nsa.sel_block": 64,
+    "nsa.num_selected": 16,
+    "nsa.window": 512,
+    "nsa.phi": "mean",
+    "data.source": "fineweb_edu",
+    "data.tokenizer": "bytes",
+    "train.steps": 50_000,
+    "train.seq_len": 2048,
+    "train.lr": 2e-4,
+    "train.warmup_steps": 2000,
+    "train.schedule": "cosine",
+    "train.weight_decay": 0.01,
+    "train.grad_clip": 1.0,
+    "runtime.precision": "bf16",
+}
+
+# Files that train the 125M model itself, only on other machines: whoever moves between them keeps the run.
+SAME_MODEL = ["m7c_125m_1xa100_production.yaml", "m7c_125m_2xa100_production.yaml", "m7c_125m_24g.yaml"]
+
+
+def shipped(name: str) -> Config:
+    return load_config(CONFIGS / name)
+
+
+def value_of(config: Config, key: str) -> object:
+    return reduce(getattr, key.split("."), config)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_file_loads(path):
+    assert isinstance(load_config(path), Config)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_every_promised_file_is_there_and_says_what_it_is_for(name):
+    first_line = (CONFIGS / name).read_text(encoding="utf-8").splitlines()[0]
+    assert first_line.startswith("# ")
+
+
+@pytest.mark.parametrize("key", M7C_125M)
+def test_the_125m_run_is_the_one_that_was_promised(key):
+    value = value_of(shipped("m7c_125m.yaml"), key)
+    assert value == M7C_125M[key]
+    assert type(value) is type(M7C_125M[key])
+
+
+@pytest.mark.parametrize("name", SAME_MODEL)
+def test_variants_for_other_machines_train_the_same_model_on_the_same_tokens(name):
+    base, variant = shipped("m7c_125m.yaml"), shipped(name)
+    assert variant.model == base.model
+    assert variant.nsa == base.nsa
+    assert variant.data == base.data
+    assert variant.train.model_copy(update={"micro_batch": base.train.micro_batch}) == base.train
+
+
+def test_the_one_gpu_production_file_recomputes_and_promises_less_than_30_gib():
+    config = shipped("m7c_125m_1xa100_production.yaml")
+    assert config.runtime.gradient_checkpointing == "block"
+    assert config.readiness.max_mem_gib == 30
+    assert config.readiness.min_toks_per_s == 100_000
+    assert config.parallel.strategy == "single"
+
+
+@pytest.mark.parametrize("name", ["m7c_125m_2xa100_production.yaml", "m7c_125m_2xa100_shake.yaml"])
+def test_two_gpu_files_leave_the_strategy_to_the_launcher_and_accumulate_evenly(name):
+    config = shipped(name)
+    assert config.parallel.strategy == "auto"
+    assert config.train.batch_size % (2 * config.train.micro_batch) == 0
+
+
+def test_the_shake_run_has_500_steps_and_reaches_every_rare_event_within_them():
+    config = shipped("m7c_125m_2xa100_shake.yaml")
+    assert config.train.steps == 500
+    assert 0 < config.train.warmup_steps < 500
+    assert 0 < config.train.eval_every < 500
+    assert 0 < config.checkpoint.every < 500
+    assert 0 < config.telemetry.mem_dump_every < 500
+
+
+def test_the_quick_check_is_small_needs_no_download_and_really_selects():
+    config, production = shipped("m7c_125m_2k_test.yaml"), shipped("m7c_125m.yaml")
+    assert config.data.source == "synthetic"
+    assert config.train.seq_len == 2048
+    assert config.model.n_layers < production.model.n_layers
+    assert config.train.steps <= 50
+    assert config.runtime.device == "auto"
+    assert config.nsa == production.nsa
+    assert config.train.seq_len // config.nsa.sel_block > config.nsa.num_selected
+
+
+def test_the_24_gb_file_promises_to_stay_below_the_card():
+    config = shipped("m7c_125m_24g.yaml")
+    assert config.readiness.max_mem_gib < 24
+    assert config.runtime.gradient_checkpointing == "block"
+    assert config.train.micro_batch < config.train.batch_size
+
+
+def test_the_long_file_trains_on_65536_tokens():
+    config = shipped("long_64k.yaml")
+    assert config.train.seq_len == 65_536
+    assert config.runtime.gradient_checkpointing == "block"
+
+
+def test_the_1b_file_has_a_billion_parameters_and_shards_them():
+    config = shipped("llama_1b.yaml")
+    model = config.model
+    queries_and_output = 2 * model.dim * model.n_heads * model.head_dim_k
+    keys_and_values = 6 * model.dim * model.n_kv_heads * model.head_dim_k  # a pair for each branch
+    mlp = 3 * model.dim * model.resolved_mlp_dim()
+    assert 0.9e9 < model.n_layers * (queries_and_output + keys_and_values + mlp) < 1.4e9
+    assert config.parallel.strategy == "fsdp"
+
+
+def test_the_quickstart_runs_without_a_gpu_or_a_download():
+    config = shipped("quickstart.yaml")
+    assert config.data.source == "python"
+    assert config.data.tokenizer == "bytes"
+    assert config.runtime.device in ("auto", "cpu")

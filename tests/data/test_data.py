@@ -1,0 +1,170 @@
+"""What a run reads: whole, split without overlap, and the same every time."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.config.schema import DataConfig, TrainConfig
+from nsa.data.corpus import build_corpora
+from nsa.data.loader import build_data
+from nsa.data.sources import Skipped, python_documents, text_documents
+from nsa.data.stream import PackedStream, SyntheticStream
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.errors import DataError
+
+TOKENIZER = ByteTokenizer()
+
+
+def numbered(count, length=40):
+    return [f"document {i} " + chr(97 + i % 26) * (length + i % 7) for i in range(count)]
+
+
+def data_of(tmp_path, documents, *, seq_len=32, seed=0, **options):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents), encoding="utf-8")
+    config = DataConfig(source="text", paths=[str(path)], **{"validation_fraction": 0.2, **options})
+    return build_data(config, TrainConfig(seq_len=seq_len, seed=seed), TOKENIZER)
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve ☃ 😀", "\x00 and \x7f", "\ufeffmark"])
+def test_any_text_survives_the_byte_tokenizer(text):
+    ids = TOKENIZER.encode(text).tolist()
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.separator not in ids
+    assert sum(TOKENIZER.byte_lengths[i] for i in ids) == len(text.encode())
+
+
+def test_an_epoch_holds_every_training_document_once_and_whole():
+    documents = numbered(30)
+    training, _ = build_corpora(documents, TOKENIZER, 0.0)
+    stream = PackedStream(training, seed=1)
+    for epoch in range(3):
+        tokens, borders = stream.read(epoch * stream.length, stream.length)
+        assert (tokens[borders] == TOKENIZER.separator).all()
+        ends = [*borders[1:], stream.length]
+        read = [TOKENIZER.decode(tokens[a:b].tolist()) for a, b in zip(borders, ends, strict=True)]
+        assert sorted(read) == sorted(documents)
+        assert read != documents
+
+
+def test_reading_in_pieces_equals_reading_at_once():
+    training, _ = build_corpora(numbered(9), TOKENIZER, 0.0)
+    stream = PackedStream(training, seed=1)
+    count = 2 * stream.length + 17
+    whole, borders = stream.read(0, count)
+    pieces = [stream.read(start, min(13, count - start)) for start in range(0, count, 13)]
+    assert np.array_equal(whole, np.concatenate([tokens for tokens, _ in pieces]))
+    moved = [b + 13 * i for i, (_, inside) in enumerate(pieces) for b in inside]
+    assert borders.tolist() == moved
+
+
+def test_the_split_follows_the_text_and_never_overlaps():
+    documents = numbered(200) + numbered(50)  # fifty come twice
+    training, validation = build_corpora(documents, TOKENIZER, 0.2)
+
+    def texts(corpus):
+        bounds = zip(corpus.starts, corpus.starts[1:], strict=False)
+        return [TOKENIZER.decode(corpus.tokens[a:b].tolist()) for a, b in bounds]
+
+    train_texts, validation_texts = texts(training), texts(validation)
+    assert not set(train_texts) & set(validation_texts)
+    assert sorted(train_texts + validation_texts) == sorted(documents)
+    assert 0.1 < len(validation_texts) / len(documents) < 0.3
+    grown, _ = build_corpora([*numbered(300, length=60), *documents], TOKENIZER, 0.2)
+    assert set(train_texts) <= set(texts(grown)), "new documents must not move old ones"
+
+
+def test_few_documents_still_give_a_validation_document():
+    training, validation = build_corpora(["one " * 9, "two " * 9, "one " * 9], TOKENIZER, 0.001)
+    assert {training.num_documents, validation.num_documents} == {1, 2}
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_position(tmp_path):
+    first = data_of(tmp_path, numbered(40)).train
+    second = data_of(tmp_path, numbered(40)).train
+    backwards = [second.batch(n, 3) for n in (90, 0, 33)][::-1]
+    for n, other in zip((33, 0, 90), backwards, strict=True):
+        batch = first.batch(n, 3)
+        assert torch.equal(batch.inputs, other.inputs)
+        assert torch.equal(batch.targets, other.targets)
+        assert torch.equal(batch.cu_seqlens, other.cu_seqlens)
+    whole = first.batch(0, 6)
+    parts = [first.batch(0, 2), first.batch(2, 4)]
+    assert torch.equal(whole.inputs, torch.cat([p.inputs for p in parts], dim=1))
+    reseeded = data_of(tmp_path, numbered(40), seed=1).train
+    assert not torch.equal(whole.inputs, reseeded.batch(0, 6).inputs)
+
+
+def test_an_epoch_of_sequences_covers_the_stream_once_in_mixed_order(tmp_path):
+    loader = data_of(tmp_path, numbered(60)).train
+    starts = [loader.first_token(n) for n in range(loader.num_sequences)]
+    assert sorted(starts) == [i * 32 for i in range(loader.num_sequences)]
+    assert starts != sorted(starts)
+    assert loader.first_token(loader.num_sequences) >= loader.stream.length
+
+
+def test_targets_are_the_next_tokens_and_borders_are_where_documents_begin(tmp_path):
+    batch = data_of(tmp_path, numbered(40)).train.batch(0, 8)
+    inputs, targets = batch.inputs.view(8, 32), batch.targets.view(8, 32)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    separators = (batch.inputs[0] == TOKENIZER.separator).nonzero().flatten().tolist()
+    expected = sorted({*separators, *range(0, 257, 32)})
+    assert batch.cu_seqlens.tolist() == expected
+    assert batch.cu_seqlens.dtype == torch.int32
+
+
+def test_without_isolation_a_batch_has_no_borders(tmp_path):
+    isolated = data_of(tmp_path, numbered(40)).train.batch(5, 4)
+    batch = data_of(tmp_path, numbered(40), isolate_documents=False).train.batch(5, 4)
+    assert batch.cu_seqlens is None
+    assert torch.equal(batch.inputs, isolated.inputs.view(4, 32))
+
+
+def test_synthetic_text_repeats_with_its_seed_and_splits_without_overlap():
+    def documents(seed, validation, count=60):
+        stream = SyntheticStream(seed, 256, TOKENIZER.separator, validation=validation)
+        tokens, borders = stream.read(0, 256 * count)
+        assert borders.tolist() == list(range(0, 256 * count, 256))
+        return [hashlib.sha256(tokens[b : b + 256].tobytes()).digest() for b in borders]
+
+    assert documents(0, False) == documents(0, False)
+    assert documents(0, False) != documents(1, False)
+    assert len(set(documents(0, False))) == 60
+    assert not set(documents(0, False)) & set(documents(0, True))
+    stream = SyntheticStream(0, 256, TOKENIZER.separator)
+    late, _ = stream.read(10**12 + 5, 600)
+    assert np.array_equal(late, np.concatenate([stream.read(10**12 + 5 + i, 100)[0] for i in range(0, 600, 100)]))
+
+
+def test_the_standard_library_is_a_corpus_of_real_text():
+    skipped = Skipped()
+    documents = list(python_documents(skipped))
+    assert len(documents) > 300
+    assert sum(map(len, documents)) > 5_000_000
+    assert any("def dedent(" in d for d in documents)
+
+
+def test_text_files_folders_globs_and_jsonl_are_read_once_each(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "sub" / "b.txt").write_text("second")
+    (tmp_path / "sub" / "c.jsonl").write_text('{"body": "third"}\n\n{"body": "  "}\n{"body": "fourth"}\n')
+    (tmp_path / "sub" / "ignored.bin").write_bytes(b"\xff")
+    skipped = Skipped()
+    paths = [str(tmp_path / "a.txt"), str(tmp_path / "*.txt"), str(tmp_path / "sub")]
+    assert list(text_documents(paths, "body", skipped)) == ["first", "second", "third", "fourth"]
+    assert skipped.reasons == {"empty": 1}
+
+
+def test_a_bad_file_is_named_with_the_place(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: field 'text' must be a text, got int"):
+        list(text_documents([str(bad)], "text", Skipped()))
+    broken = tmp_path / "broken.txt"
+    broken.write_bytes(b"ab\xffcd")
+    with pytest.raises(DataError, match=r"broken\.txt: byte 2 is not valid UTF-8"):
+        list(text_documents([str(broken)], "text", Skipped()))

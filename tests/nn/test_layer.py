@@ -1,0 +1,188 @@
+"""NSAAttention as a researcher meets it."""
+
+import copy
+
+import pytest
+import torch
+
+from nsa.errors import ArgumentError
+from nsa.nn import NSAAttention, attention_layers
+from nsa.nn.rope import rotary_tables, rotate
+from nsa.ops import NSASpec
+from tests.ops.cases import SMALL
+
+CU_SEQLENS = [0, 6, 6, 21]
+
+
+def build(**options):
+    settings = {"dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 32, "spec": SMALL}
+    layer = NSAAttention(**{**settings, **options})
+    # The gate starts with no weight at all; give it some, so that every path carries a gradient.
+    torch.nn.init.normal_(layer.gate.out.weight, std=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("per_group", [1, 2, 4])
+def test_the_whole_layer_passes_gradcheck(per_group, packed):
+    layer = build(num_heads=per_group, num_kv_heads=1, head_dim_v=16, phi="mlp").double()
+    x = torch.randn(1, 21, 24, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32) if packed else None
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def run(x, *parameters):
+        return torch.func.functional_call(
+            layer, dict(zip(names, parameters, strict=True)), (x,), {"cu_seqlens": cu_seqlens}
+        )
+
+    assert torch.autograd.gradcheck(run, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_packed_documents_equal_each_document_alone(phi, gate, shared_kv):
+    layer = build(phi=phi, gate=gate, shared_kv=shared_kv).double()
+    x = torch.randn(1, 21, 24, dtype=torch.float64)
+    packed = layer(x, cu_seqlens=torch.tensor(CU_SEQLENS, dtype=torch.int32))
+    alone = torch.cat([layer(x[:, :6]), layer(x[:, 6:])], dim=1)
+    torch.testing.assert_close(packed, alone)
+
+
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+def test_later_tokens_never_change_an_output(phi):
+    layer = build(phi=phi)
+    x = torch.randn(2, 30, 24)
+    changed = x.clone()
+    changed[:, 17:] = torch.randn(2, 13, 24)
+    assert torch.equal(layer(x)[:, :17], layer(changed)[:, :17])
+    assert not torch.equal(layer(x)[:, 17:], layer(changed)[:, 17:])
+
+
+def test_every_parameter_gets_a_gradient():
+    layer = build(phi="mlp")
+    layer(torch.randn(2, 30, 24)).square().sum().backward()
+    without = [name for name, p in layer.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@pytest.mark.parametrize(("gate", "share"), [("sigmoid", 0.5), ("softmax", 1 / 3)])
+def test_every_branch_starts_with_the_same_share(gate, share):
+    layer = NSAAttention(24, 4, 2, 16, spec=SMALL, gate=gate)
+    gates = layer.gate(torch.randn(1, 5, 24))
+    assert gates.shape == (1, 5, 4, 3)
+    torch.testing.assert_close(gates, torch.full_like(gates, share))
+
+
+@pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_a_forced_branch_is_the_output_and_trains_only_what_it_uses(branch, shared_kv):
+    x = torch.randn(1, 30, 24)
+    torch.manual_seed(1)
+    full = build(phi="mlp", shared_kv=shared_kv)
+    torch.manual_seed(1)
+    forced = build(phi="mlp", shared_kv=shared_kv, force_branch=branch)
+    with torch.no_grad():
+        # A gate that lets one branch through whole and closes the others gives the same output.
+        full.gate.out.weight.zero_()
+        full.gate.out.bias.copy_(torch.tensor([40.0 if b == branch else -1e4 for b in ("cmp", "sel", "win")] * 4))
+    torch.testing.assert_close(forced(x), full(x))
+    forced(x).square().sum().backward()
+    for name, p in forced.named_parameters():
+        assert p.requires_grad == (p.grad is not None), name
+        if p.requires_grad:
+            assert p.grad.any(), name
+    assert not any(p.requires_grad for p in forced.gate.parameters())
+
+
+def test_the_layer_keeps_nothing_between_calls():
+    layer = build(phi="mlp")
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    attributes = {k: repr(v) for k, v in vars(layer).items() if not k.startswith("_")}
+    first = layer(torch.randn(1, 30, 24))
+    layer(torch.randn(2, 9, 24))
+    torch.manual_seed(0)
+    layer_again = layer(torch.randn(1, 30, 24))
+    torch.manual_seed(0)
+    assert torch.equal(layer_again, layer(torch.randn(1, 30, 24)))
+    assert first.shape == layer_again.shape
+    assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
+    assert attributes == {k: repr(v) for k, v in vars(layer).items() if not k.startswith("_")}
+
+
+def test_a_sequence_shorter_than_a_block_works():
+    layer = build(phi="mlp")
+    for tokens in (1, 2, 3, 4, 5):
+        assert layer(torch.randn(2, tokens, 24)).isfinite().all()
+
+
+def test_bf16_and_autocast_stay_close_to_fp32():
+    # With every block selected: rounding may change which of two close blocks is read, and then much changes.
+    layer = build(phi="mlp", spec=NSASpec(4, 2, 4, num_selected=16, window=5))
+    x = torch.randn(1, 64, 24)
+    exact = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = layer(x)
+    assert (mixed.float() - exact).norm() / exact.norm() < 0.05
+    half = copy.deepcopy(layer).bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - exact).norm() / exact.norm() < 0.05
+
+
+def test_the_layer_compiles_without_a_graph_break():
+    layer = build(phi="mlp")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(1, 21, 24, requires_grad=True)
+    cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32)
+    for options in ({}, {"cu_seqlens": cu_seqlens}):
+        (expected,) = torch.autograd.grad(layer(x, **options).square().sum(), x)
+        (got,) = torch.autograd.grad(compiled(x, **options).square().sum(), x)
+        torch.testing.assert_close(got, expected)
+
+
+def test_layers_are_found_by_type_whatever_wraps_them():
+    inner = build()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleDict({"a": torch.nn.Sequential(inner)}))
+    assert [(name, layer is inner) for name, layer in attention_layers(model)] == [("1.a.0", True)]
+
+
+def test_rotation_turns_pairs_of_halves():
+    x = torch.zeros(1, 3, 1, 4)
+    x[..., 0] = 1.0  # the first pair is channels 0 and 2, with frequency 1
+    turned = rotate(x, rotary_tables(torch.arange(3), 4, 10_000.0))
+    position = torch.arange(3.0)
+    torch.testing.assert_close(turned[0, :, 0, 0], position.cos())
+    torch.testing.assert_close(turned[0, :, 0, 2], position.sin())
+    assert not turned[..., [1, 3]].any()
+
+
+def test_compressed_keys_are_turned_once_at_their_blocks_start():
+    layer = build(num_heads=1, num_kv_heads=1, head_dim_v=16)
+    x = torch.randn(1, 12, 24)
+    k = layer.k[0](x).unflatten(-1, (1, 16))
+    plain = torch.stack([k[:, i * 2 : i * 2 + 4].mean(1) for i in range(5)], dim=1)
+    by_hand = rotate(plain, rotary_tables(torch.arange(5) * 2, 16, 10_000.0))
+    tables = rotary_tables(torch.arange(5) * SMALL.cmp_stride, 16, 10_000.0)
+    torch.testing.assert_close(rotate(layer.phi_k(k), tables), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"num_heads": 3}, "num_kv_heads"),
+        ({"head_dim_k": 20}, "head_dim_k"),
+        ({"head_dim_v": 512}, "head_dim_v"),
+        ({"dim": 0}, "dim"),
+        ({"phi": "max"}, "phi"),
+        ({"gate": "relu"}, "gate"),
+        ({"force_branch": "all"}, "force_branch"),
+    ],
+)
+def test_a_bad_option_is_named(options, argument):
+    with pytest.raises(ArgumentError) as error:
+        build(**options)
+    assert error.value.argument == argument
+
+
+def test_the_default_spec_is_the_papers():
+    assert NSAAttention(64, 4, 2, 16).spec == NSASpec()

@@ -1,0 +1,57 @@
+"""Gradient checkpointing changes memory, never a number."""
+
+import pytest
+import torch
+
+import nsa.ops.dispatch as dispatch
+from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.nn import attention_layers
+from nsa.nn.model import build_model
+from nsa.ops.reference import selection
+from nsa.parallel.recompute import apply_recompute
+
+MODEL = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16)
+NSA = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, num_init=1, num_local=1, window=5, phi="mlp")
+
+
+def gradients(granularity, cu_seqlens=None):
+    model = build_model(MODEL, NSA, 256, seed=0)
+    names = [name for name, _ in model.named_parameters()]
+    apply_recompute(model, granularity)
+    assert [name for name, _ in model.named_parameters()] == names, "wrapping must not rename parameters"
+    tokens = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(0))
+    loss = model(tokens, cu_seqlens).logsumexp(-1).sum()
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("granularity", ["block", "branch"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_are_bit_identical(granularity, packed):
+    cu_seqlens = torch.tensor([0, 11, 60], dtype=torch.int32) if packed else None
+    plain_loss, plain = gradients("none", cu_seqlens)
+    loss, recomputed = gradients(granularity, cu_seqlens)
+    assert torch.equal(loss, plain_loss)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("granularity", ["block", "branch"])
+def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
+    """A selection that would answer differently the second time is never asked a second time."""
+    calls = []
+    original = selection.forward
+
+    def counted(*args):
+        calls.append(1)
+        indices = original(*args)
+        return indices if len(calls) <= MODEL.n_layers else torch.full_like(indices, -1)
+
+    monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", counted)
+    gradients(granularity)
+    assert len(calls) == MODEL.n_layers
+
+
+def test_layers_are_still_found_under_the_wrapper():
+    model = build_model(MODEL, NSA, 256, seed=0)
+    apply_recompute(model, "block")
+    assert len(list(attention_layers(model))) == 3

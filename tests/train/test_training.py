@@ -1,0 +1,226 @@
+"""The trainer, one process: the same numbers every time, whole artifacts, and a model that learns."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nsa.checkpoint.weights import load_weights, save_weights
+from nsa.config import parse_config
+from nsa.data.loader import build_data
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.errors import CheckpointError, LaunchError, NumericsError
+from nsa.nn.model import build_model
+from nsa.telemetry.training_csv import MACHINE_COLUMNS
+from nsa.train import train
+from nsa.train.folder import claim_folder
+from nsa.train.state import build_state
+from nsa.train.step import train_step, validate
+
+TINY = {
+    "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 16},
+    "nsa": {"cmp_block": 4, "cmp_stride": 2, "sel_block": 4, "num_selected": 4, "window": 8},
+    "data": {"source": "synthetic"},
+    "train": {"steps": 6, "seq_len": 64, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "eval_sequences": 4},
+    "runtime": {"device": "cpu", "threads": 1},
+}
+
+
+def tiny(*overrides):
+    return parse_config(json.loads(json.dumps(TINY)), "test", overrides)
+
+
+def rows_of(folder):
+    with (folder / "training.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def machine_free(rows):
+    return [{k: v for k, v in row.items() if k not in MACHINE_COLUMNS} for row in rows]
+
+
+def setup(*overrides):
+    config, tokenizer = tiny(*overrides), ByteTokenizer()
+    return config, build_data(config.data, config.train, tokenizer), build_state(config, tokenizer)
+
+
+def test_two_runs_with_one_seed_write_the_same_numbers(tmp_path):
+    for name in ("a", "b"):
+        train(tiny(), tmp_path / name)
+    first, second = rows_of(tmp_path / "a"), rows_of(tmp_path / "b")
+    assert len(first) == 6
+    assert machine_free(first) == machine_free(second)
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    train(tiny("train.seed=1"), tmp_path / "c")
+    assert machine_free(rows_of(tmp_path / "c")) != machine_free(first)
+
+
+def test_the_csv_holds_every_step_with_full_precision(tmp_path):
+    train(tiny(), tmp_path)
+    rows = rows_of(tmp_path)
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [int(row["tokens"]) for row in rows] == [256 * n for n in range(1, 7)]
+    assert [row["step"] for row in rows if row["val_loss"]] == ["3", "6"]
+    loss = float(rows[0]["loss"])
+    assert loss == pytest.approx(math.log(256), abs=0.5)
+    assert len(rows[0]["loss"]) > 10
+    for row in rows:
+        assert all(math.isfinite(float(row[c])) for c in ("loss", "lr", "grad_norm", *MACHINE_COLUMNS))
+        if row["val_loss"]:  # synthetic text is bytes with one separator in 64
+            ratio = float(row["val_bits_per_byte"]) / (float(row["val_loss"]) / math.log(2))
+            assert ratio == pytest.approx(64 / 63, rel=1e-6)
+
+
+def test_the_same_batch_twenty_times_at_rate_zero_gives_bit_identical_losses():
+    _, data, state = setup()
+    batch = data.train.batch(0, 4)
+    results = [train_step(state, iter([batch]), 256, lr=0.0) for _ in range(20)]
+    assert len({r.loss for r in results}) == 1
+    assert len({r.grad_norm for r in results}) == 1
+
+
+def test_accumulation_gives_the_same_step_as_one_batch():
+    whole_config, data, whole = setup()
+    _, _, split = setup()
+    one = train_step(whole, iter([data.train.batch(0, 4)]), 256, lr=1e-3)
+    four = train_step(split, (data.train.batch(i, 1) for i in range(4)), 256, lr=1e-3)
+    assert four.loss == pytest.approx(one.loss, rel=1e-6)
+    assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert whole_config.train.batch_size == 4
+
+
+@pytest.mark.parametrize("granularity", ["block", "branch"])
+def test_checkpointing_changes_no_bit_of_a_run(tmp_path, granularity):
+    train(tiny(), tmp_path / "plain")
+    train(tiny(f"runtime.gradient_checkpointing={granularity}"), tmp_path / "recomputed")
+    assert machine_free(rows_of(tmp_path / "plain")) == machine_free(rows_of(tmp_path / "recomputed"))
+
+
+def test_the_gradient_norm_is_the_true_one_and_clipping_bounds_the_step():
+    _, data, state = setup("train.grad_clip=0.0")
+    batch = data.train.batch(0, 4)
+    reference = build_model(tiny().model, tiny().nsa, 256, seed=0)
+    loss = torch.nn.functional.cross_entropy(
+        reference(batch.inputs, batch.cu_seqlens).flatten(0, 1), batch.targets.flatten()
+    )
+    loss.backward()
+    by_hand = math.sqrt(sum(float(p.grad.double().square().sum()) for p in reference.parameters()))
+    result = train_step(state, iter([batch]), 256, lr=1e-3)
+    assert result.grad_norm == pytest.approx(by_hand, rel=1e-5)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    _, _, clipped = setup("train.grad_clip=0.01")
+    train_step(clipped, iter([batch]), 256, lr=1e-3)
+    after = math.sqrt(sum(float(p.grad.square().sum()) for p in clipped.trainable))
+    assert after == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_training_lowers_the_loss_in_every_precision(tmp_path, precision):
+    train(tiny("train.steps=30", f"runtime.precision={precision}"), tmp_path)
+    losses = [float(row["loss"]) for row in rows_of(tmp_path)]
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize("phi", ["mean", "mlp"])
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_a_dense_twin_and_every_phi_train(tmp_path, phi, isolate):
+    for attention in ("nsa", "dense"):
+        folder = tmp_path / attention
+        options = (f"model.attention={attention}", f"nsa.phi={phi}", f"data.isolate_documents={isolate}")
+        train(tiny(*options), folder)
+        assert float(rows_of(folder)[-1]["loss"]) < float(rows_of(folder)[0]["loss"])
+
+
+def test_a_non_finite_loss_stops_before_the_weights_move():
+    _, data, state = setup()
+    with torch.no_grad():
+        state.model.norm.weight[0] = math.nan
+    before = [p.detach().clone() for p in state.trainable]
+    with pytest.raises(NumericsError, match="step 1: the loss is nan"):
+        train_step(state, iter([data.train.batch(0, 4)]), 256, lr=1e-3)
+    assert all(torch.equal(a, b.detach()) or a.isnan().any() for a, b in zip(before, state.trainable, strict=True))
+    assert not state.optimizer.state
+
+
+def test_validation_reads_the_same_sequences_every_time_and_leaves_no_trace():
+    _, data, state = setup()
+    before = [p.detach().clone() for p in state.trainable]
+    first = validate(state, data.validation, 4, 4)
+    assert validate(state, data.validation, 4, 1).loss == pytest.approx(first.loss, rel=1e-6)
+    assert all(torch.equal(a, b.detach()) for a, b in zip(before, state.trainable, strict=True))
+    assert all(p.grad is None for p in state.trainable)
+    assert state.model.training
+
+
+def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
+    train(tiny(), tmp_path)
+    stamp = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    train(tiny(), tmp_path)
+    assert "this run is done (6 steps)" in capsys.readouterr().out
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
+    train(tiny(), tmp_path, fresh=True)
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    with claim_folder(tmp_path), pytest.raises(LaunchError, match=r"train\.out_dir: another run"):
+        train(tiny(), tmp_path)
+    train(tiny(), tmp_path)
+
+
+def test_a_run_can_start_from_saved_weights(tmp_path):
+    train(tiny("train.steps=30"), tmp_path / "first")
+    train(tiny(f"train.init_from={tmp_path / 'first'}"), tmp_path / "second")
+    begun = float(rows_of(tmp_path / "second")[0]["loss"])
+    assert begun < float(rows_of(tmp_path / "first")[0]["loss"]) - 1.0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_weights_load_to_the_last_bit(tmp_path, tied):
+    config = tiny(f"model.tied_head={str(tied).lower()}")
+    model = build_model(config.model, config.nsa, 256, seed=0)
+    save_weights(model, tmp_path / "model.safetensors", step=1)
+    other = build_model(config.model, config.nsa, 256, seed=9)
+    load_weights(other, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"], "nothing is left beside the file"
+    wrong = tiny("model.n_layers=1")
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load_weights(build_model(wrong.model, wrong.nsa, 256, seed=0), tmp_path)
+    narrow = tiny("model.mlp_dim=64", f"model.tied_head={str(tied).lower()}")
+    with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight is \[128, 32\] in the file"):
+        load_weights(build_model(narrow.model, narrow.nsa, 256, seed=0), tmp_path)
+
+
+def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(json.dumps(TINY))  # JSON is YAML
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def nsa(*arguments):
+        command = [sys.executable, "-m", "nsa", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = nsa("train", "tiny.yaml", "train.log_every=2", "--override", "train.steps=4 train.lr=3e-3")
+    lines = [line for line in out.splitlines() if line.startswith("step ") and "validation" not in line]
+    assert [line.split(" | ")[0] for line in lines] == ["step 0001", "step 0002", "step 0004"]
+    assert all(
+        [part.split()[0] for part in line.split(" | ")[1:]] == ["loss", "lr", "toks/s", "grad_norm"] for line in lines
+    )
+    assert "bits per byte" in out
+    run = tmp_path / "runs" / "tiny"
+    names = {p.name for p in run.iterdir()}
+    assert names == {".lock", "config.yaml", "metrics.json", "model.safetensors", "training.csv"}
+    assert json.loads((run / "metrics.json").read_text())["steps"] == 4
+    same = [nsa("generate", str(run), "--prompt", "ka lo", "--max-tokens", "12", "--seed", "3") for _ in range(2)]
+    assert same[0] == same[1]
+    assert same[0].startswith("ka lo")
+    both = nsa("generate", str(run), "--max-tokens", "5", "--beside-untrained")
+    assert both.index("--- before training ---") < both.index("--- after training ---")
