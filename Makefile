@@ -1,5 +1,6 @@
 # make train   set up, train the quickstart model, let it write
 # make test    the whole test suite      make lint   style, types, import arrows
+# make bench   kernels against dense attention, on a GPU
 # make setup   only the environment in .venv
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test lint setup setup-dev clean
+.PHONY: train test bench lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -17,7 +18,11 @@ train: setup
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/ops/triton
+
+bench: setup
+	$(BIN)/python -m bench.attention
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -41,4 +46,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

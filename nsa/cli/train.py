@@ -16,8 +16,10 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where the folder holds a finished run.")] = False,
 ) -> None:
     """Train a model as CONFIG says."""
-    resolved = load_config(config, all_overrides(overrides, override))
+    given = all_overrides(overrides, override)
+    resolved = load_config(config, given)
+    if resolved.train.out_dir is None:
+        resolved = load_config(config, [*given, f"train.out_dir={Path('runs') / config.stem}"])
     from nsa.train import train as train_model
 
-    folder = Path(resolved.train.out_dir or Path("runs") / config.stem)
-    train_model(resolved, folder, fresh=fresh)
+    train_model(resolved, Path(str(resolved.train.out_dir)), fresh=fresh)

@@ -149,11 +149,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.warmup_steps > self.steps:
-            raise field_error(
-                "warmup_steps",
-                f"must not exceed steps; {self.warmup_steps} is more than {self.steps}, lower it together with steps",
-            )
         if self.micro_batch != "auto" and self.batch_size % self.micro_batch:
             raise field_error(
                 "micro_batch", f"must divide batch_size; {self.micro_batch} does not divide {self.batch_size}"

@@ -23,6 +23,7 @@ from nsa.ops import (
 )
 from nsa.ops.checks import check_borders
 from nsa.ops.layout import slot_layout, token_layout
+from nsa.ops.operators import Backend, backend_of
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
@@ -38,7 +39,7 @@ class NSAAttention(nn.Module):
     gate           "sigmoid" or "softmax"
     shared_kv      one key/value pair for the three branches instead of three
     force_branch   the output is that branch alone; parameters that are then unused are frozen
-    backend        passed to nsa.ops: None takes the fastest that can run
+    backend        passed to nsa.ops: None takes the fastest that can run; a name, or names by operator
 
     No call leaves anything behind in the layer.
     """
@@ -57,7 +58,7 @@ class NSAAttention(nn.Module):
         shared_kv: bool = False,
         force_branch: Branch | None = None,
         rope_base: float = 10_000.0,
-        backend: str | None = None,
+        backend: Backend = None,
     ):
         super().__init__()
         _check_layer_arguments(dim, num_heads, num_kv_heads, phi, gate, force_branch)
@@ -72,11 +73,15 @@ class NSAAttention(nn.Module):
         self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=False)
         self.k = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=False) for _ in range(pairs))
         self.v = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_v, bias=False) for _ in range(pairs))
-        self.phi_k = MeanCompressor(self.spec) if phi == "mean" else MLPCompressor(self.spec, self.head_dim_k)
-        self.phi_v = MeanCompressor(self.spec) if phi == "mean" else MLPCompressor(self.spec, self.head_dim_v)
+        self.phi_k = self._build_phi(phi, self.head_dim_k)
+        self.phi_v = self._build_phi(phi, self.head_dim_v)
         self.gate = BranchGate(dim, num_heads, gate)
         self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
         self._freeze_unused()
+
+    def _build_phi(self, phi: str, head_dim: int) -> MeanCompressor | MLPCompressor:
+        backend = backend_of("phi", self.backend)
+        return MeanCompressor(self.spec, backend) if phi == "mean" else MLPCompressor(self.spec, head_dim, backend)
 
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         check_borders(cu_seqlens, x_BSC)
@@ -122,15 +127,16 @@ class NSAAttention(nn.Module):
         v_win: Tensor,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        spec, backend = self.spec, self.backend
+        spec = self.spec
+        by = {operator: backend_of(operator, self.backend) for operator in ("cmp", "select", "sel", "win")}
         if self.force_branch == "win":
-            return window_attention(q, k_win, v_win, spec, cu_seqlens=cu_seqlens, backend=backend)
+            return window_attention(q, k_win, v_win, spec, cu_seqlens=cu_seqlens, backend=by["win"])
         if self.force_branch == "cmp":
-            return compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=backend)[0]
+            return compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=by["cmp"])[0]
         with torch.no_grad():  # selection needs the log-sum-exp and has no gradient
-            _, lse = compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=backend)
-            indices = select_blocks(q, k_cmp, lse, spec, cu_seqlens=cu_seqlens, backend=backend)
-        return selected_attention(q, k_sel, v_sel, indices, spec, cu_seqlens=cu_seqlens, backend=backend)
+            _, lse = compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=by["cmp"])
+            indices = select_blocks(q, k_cmp, lse, spec, cu_seqlens=cu_seqlens, backend=by["select"])
+        return selected_attention(q, k_sel, v_sel, indices, spec, cu_seqlens=cu_seqlens, backend=by["sel"])
 
     def _freeze_unused(self) -> None:
         """With one branch forced: no gradient for the gate, the compressors of another branch, its projections."""

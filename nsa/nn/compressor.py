@@ -6,19 +6,18 @@ Legend: B batch, S tokens, N compressed tokens, G key/value heads, D head size.
 import torch
 from torch import Tensor, nn
 
-from nsa.ops.reference import compress
-from nsa.ops.spec import NSASpec
+from nsa.ops import NSASpec, compress_contract, compress_mean
 
 
 class MeanCompressor(nn.Module):
     """The mean of the block: no parameters."""
 
-    def __init__(self, spec: NSASpec):
+    def __init__(self, spec: NSASpec, backend: str | None = None):
         super().__init__()
-        self.spec = spec
+        self.spec, self.backend = spec, backend
 
     def forward(self, x_BSGD: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        return compress.mean(x_BSGD, self.spec, cu_seqlens)
+        return compress_mean(x_BSGD, self.spec, cu_seqlens=cu_seqlens, backend=self.backend)
 
 
 class MLPCompressor(nn.Module):
@@ -28,9 +27,9 @@ class MLPCompressor(nn.Module):
     same for every block, so x is contracted as it lies.
     """
 
-    def __init__(self, spec: NSASpec, head_dim: int):
+    def __init__(self, spec: NSASpec, head_dim: int, backend: str | None = None):
         super().__init__()
-        self.spec = spec
+        self.spec, self.backend = spec, backend
         self.place = nn.Parameter(torch.zeros(spec.cmp_block, head_dim))
         self.weight = nn.Parameter(torch.empty(spec.cmp_block, head_dim, head_dim))
         self.bias = nn.Parameter(torch.zeros(head_dim))
@@ -46,6 +45,6 @@ class MLPCompressor(nn.Module):
     def forward(self, x_BSGD: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         weight, place = self.weight.to(x_BSGD.dtype), self.place.to(x_BSGD.dtype)
         constant = place.flatten() @ weight.flatten(0, 1) + self.bias.to(x_BSGD.dtype)
-        hidden = compress.contract(x_BSGD, weight, self.spec, cu_seqlens) + constant
+        hidden = compress_contract(x_BSGD, weight, self.spec, cu_seqlens=cu_seqlens, backend=self.backend) + constant
         compressed: Tensor = self.out(nn.functional.silu(hidden))
         return compressed.to(x_BSGD.dtype)

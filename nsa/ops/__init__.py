@@ -10,6 +10,8 @@ from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
     from nsa.ops.operators import (
+        compress_contract,
+        compress_mean,
         compressed_attention,
         nsa_attention,
         select_blocks,
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NSASpec",
+    "compress_contract",
+    "compress_mean",
     "compressed_attention",
     "nsa_attention",
     "select_blocks",

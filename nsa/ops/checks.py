@@ -18,8 +18,20 @@ SHAPE_NAMES = "[B, S, heads, D]"
 
 
 def check_query(q: Tensor) -> None:
-    _check_float("q", q)
-    _check_head_size("q", q)
+    check_sequence("q", q)
+
+
+def check_sequence(name: str, x: Tensor) -> None:
+    _check_float(name, x)
+    _check_head_size(name, x)
+
+
+def check_weight(weight: Tensor, x: Tensor, spec: NSASpec) -> None:
+    if weight.dim() != 3 or weight.shape[0] != spec.cmp_block or weight.shape[1] != x.shape[3]:
+        raise ArgumentError(
+            "weight", f"must be [cmp_block={spec.cmp_block}, D={x.shape[3]}, E], got {list(weight.shape)}"
+        )
+    _check_like("weight", weight, x, "x")
 
 
 def check_pair(names: tuple[str, str], k: Tensor, v: Tensor, q: Tensor, *, length: int) -> None:
@@ -126,9 +138,9 @@ def _check_float(name: str, x: Tensor) -> None:
         raise ArgumentError(name, f"must be a float tensor (16, 32 or 64 bits), got {x.dtype}")
 
 
-def _check_like(name: str, x: Tensor, q: Tensor) -> None:
+def _check_like(name: str, x: Tensor, q: Tensor, first: str = "q") -> None:
     if x.dtype != q.dtype:
-        raise ArgumentError(name, f"must have q's type {q.dtype}, got {x.dtype}")
+        raise ArgumentError(name, f"must have {first}'s type {q.dtype}, got {x.dtype}")
     _check_device(name, x, q)
 
 

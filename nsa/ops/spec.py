@@ -3,7 +3,7 @@
 Imports neither torch nor triton, so that configurations can be validated without loading either.
 """
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 from nsa.errors import SpecError
 
@@ -52,4 +52,12 @@ class NSASpec:
 
     def as_ints(self) -> tuple[int, ...]:
         """The sizes in field order: the form in which a spec crosses a torch operator's schema."""
-        return astuple(self)
+        return (
+            self.cmp_block,
+            self.cmp_stride,
+            self.sel_block,
+            self.num_selected,
+            self.num_init,
+            self.num_local,
+            self.window,
+        )

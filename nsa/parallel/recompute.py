@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import nsa.ops.operators  # noqa: F401  (registers torch.ops.nsa)
+import nsa.ops.library  # noqa: F401  (registers torch.ops.nsa)
 from nsa.nn.block import DecoderBlock
 
 Granularity = Literal["none", "block", "branch"]

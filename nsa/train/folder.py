@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from nsa.checkpoint.weights import write_atomically
-from nsa.config import Config
-from nsa.errors import CheckpointError, LaunchError
+from nsa.config import Config, load_config
+from nsa.errors import CheckpointError, ConfigError, LaunchError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
@@ -33,6 +33,20 @@ def claim_folder(folder: Path) -> Iterator[None]:
                 f"train.out_dir: another run is writing into {folder}; wait for it or choose another folder"
             ) from None
         yield
+
+
+def refuse_other_config(folder: Path, config: Config) -> None:
+    """A finished run answers for its own configuration only."""
+    stored = load_config(folder / CONFIG_FILE).to_dict()
+    wanted = config.to_dict()
+    changed = [
+        f"{section}.{key}" for section, keys in wanted.items() for key in keys if stored[section][key] != keys[key]
+    ]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)}: {folder} holds a finished run with another value; "
+            "choose another train.out_dir, or --fresh to train anew over it"
+        )
 
 
 def write_config(folder: Path, config: Config) -> None:

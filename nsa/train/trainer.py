@@ -1,5 +1,6 @@
 """A run from its configuration to trained weights."""
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from nsa.checkpoint.weights import WEIGHTS_FILE, save_weights
 from nsa.config import Config
 from nsa.data.loader import Batch, Data, build_data
 from nsa.data.tokenizers import load_tokenizer
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, LaunchError
 from nsa.nn.flops import flops_per_token
 from nsa.telemetry.console import RunConsole, step_line
 from nsa.telemetry.memory import memory_gib
 from nsa.telemetry.training_csv import TrainingCSV, TrainingRow
-from nsa.train.folder import claim_folder, finished_metrics, write_config, write_metrics
+from nsa.train.folder import claim_folder, finished_metrics, refuse_other_config, write_config, write_metrics
 from nsa.train.schedule import learning_rate
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, Validation, train_step, validate
@@ -26,6 +27,7 @@ def train(config: Config, folder: Path, *, fresh: bool = False) -> None:
     with claim_folder(folder):
         done = None if fresh else finished_metrics(folder)
         if done:
+            refuse_other_config(folder, config)
             print(f"{folder}: this run is done ({done['steps']} steps); --fresh trains it again from the start")
             return
         run(config, folder)
@@ -131,8 +133,9 @@ def describe(config: Config, state: RunState, data: Data, folder: Path) -> Itera
         f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
         f"{config.model.attention} attention, {state.precision} on {state.device}"
     )
+    costs = f"{flops.sparse:.3g} FLOPs per token with NSA, " if config.model.attention == "nsa" else ""
     yield (
-        f"cost    {flops.sparse:.3g} FLOPs per token with NSA, {flops.dense_equivalent:.3g} with dense attention "
+        f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
         f"at {config.train.seq_len} tokens (estimates, forward and backward)"
     )
     yield f"folder  {folder}"
@@ -154,6 +157,9 @@ def summary(
 
 def _refuse_unavailable(config: Config) -> None:
     """What the schema knows and this version cannot run yet is an error before anything starts."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise LaunchError(f"WORLD_SIZE={world_size}: this version trains in one process; start it without torchrun")
     if config.parallel.strategy not in ("auto", "single"):
         raise ConfigError(
             f"parallel.strategy: {config.parallel.strategy!r} is not available in this version; use auto or single"

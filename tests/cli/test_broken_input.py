@@ -116,7 +116,6 @@ BROKEN_RULES = [
     override("fewer-selected-than-forced", "nsa.num_selected=2", "nsa.num_selected", "num_init + num_local = 3"),
     override("kv-heads-not-dividing", "model.n_kv_heads=3", "model.n_kv_heads", "must divide n_heads"),
     override("micro-batch-not-dividing", "train.micro_batch=3", "train.micro_batch", "must divide batch_size"),
-    override("warmup-beyond-steps", "train.warmup_steps=5", "train.warmup_steps", "lower it together with steps"),
     override("profile-backwards", "train.profile_steps=[3, 1]", "train.profile_steps", "must not come after the last"),
     override("text-without-paths", "data.source=text", "data.paths", "for example data.paths=[notes.txt]"),
     override("vocabulary-of-another-tokenizer", "model.vocab_size=100", "model.vocab_size", "leave it unset"),

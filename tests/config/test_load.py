@@ -225,7 +225,6 @@ def test_an_error_names_the_override_it_comes_from(mistakes, overrides, culprit,
     ("text", "override", "key"),
     [
         ("nsa: {cmp_stride: 16}", "nsa.sel_block=40", "nsa.cmp_stride"),
-        ("train: {warmup_steps: 100}", "train.steps=10", "train.warmup_steps"),
         ("train: {micro_batch: 4}", "train.batch_size=6", "train.micro_batch"),
         ("model: {n_kv_heads: 2}", "model.n_heads=3", "model.n_kv_heads"),
         ("", "data.source=text", "data.paths"),

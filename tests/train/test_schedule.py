@@ -33,3 +33,8 @@ def test_wsd_holds_the_rate_then_falls_in_a_line():
     assert values[-1] == pytest.approx(0.1)
     steps = [a - b for a, b in pairwise(values[80:])]
     assert steps == pytest.approx([steps[0]] * len(steps))
+
+
+def test_a_short_trial_of_a_long_run_stays_in_its_warm_up():
+    trial = TrainConfig(steps=10, lr=1.0, warmup_steps=100)
+    assert [learning_rate(step, trial) for step in range(10)] == pytest.approx([(i + 1) / 100 for i in range(10)])

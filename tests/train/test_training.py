@@ -14,7 +14,7 @@ from nsa.checkpoint.weights import load_weights, save_weights
 from nsa.config import parse_config
 from nsa.data.loader import build_data
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import CheckpointError, LaunchError, NumericsError
+from nsa.errors import CheckpointError, ConfigError, LaunchError, NumericsError
 from nsa.nn.model import build_model
 from nsa.telemetry.training_csv import MACHINE_COLUMNS
 from nsa.train import train
@@ -163,8 +163,17 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     train(tiny(), tmp_path)
     assert "this run is done (6 steps)" in capsys.readouterr().out
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(ConfigError, match=r"train\.steps: .* holds a finished run"):
+        train(tiny("train.steps=9"), tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
     train(tiny(), tmp_path, fresh=True)
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+def test_several_processes_are_refused_until_they_can_train(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="WORLD_SIZE=2"):
+        train(tiny(), tmp_path)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):

@@ -6,32 +6,64 @@ Slots that a packed sequence leaves over at the end are 0.
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import num_slots, slot_layout
+from nsa.ops.layout import slot_layout
 from nsa.ops.reference.attention import accumulation_dtype
 from nsa.ops.spec import NSASpec
 
 
-def gather_blocks(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
-    """x [B,S,G,D] -> the tokens of every block [B,N,G,D,cmp_block]."""
-    batch, tokens, groups, dim = x.shape
-    slots = num_slots(tokens, spec, packed=cu_seqlens is not None)
-    if slots == 0 or tokens < spec.cmp_block:
-        return x.new_zeros(batch, slots, groups, dim, spec.cmp_block)
-    if cu_seqlens is None:
-        return x.unfold(1, spec.cmp_block, spec.cmp_stride)
-    slot = slot_layout(tokens, spec, cu_seqlens, x.device)
-    token = slot.first_token[:, None] + torch.arange(spec.cmp_block, device=x.device)
-    blocks = x[:, token].movedim(2, 4)
-    return blocks * slot.used[:, None, None, None].to(x.dtype)
+def _block_tokens(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The token of every place of every block [N, cmp_block], and whether the slot is used [N]."""
+    slot = slot_layout(tokens, spec, cu_seqlens, device)
+    token = slot.first_token[:, None] + torch.arange(spec.cmp_block, device=device)
+    return token.clamp(max=tokens - 1), slot.used
+
+
+def _gather(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+    """x [B,S,G,D] -> the tokens of every block [B,N,cmp_block,G,D], 0 in unused slots."""
+    token, used = _block_tokens(x.shape[1], spec, cu_seqlens, x.device)
+    if token.numel() == 0:
+        return x.new_zeros(x.shape[0], 0, spec.cmp_block, *x.shape[2:])
+    blocks: Tensor = x[:, token]
+    return blocks if cu_seqlens is None else blocks.masked_fill(~used[:, None, None, None], 0.0)
+
+
+def _scatter(dblocks: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+    """[B,N,cmp_block,G,D] -> its sum by token [B,S,G,D]: the transpose of `_gather`."""
+    token, used = _block_tokens(tokens, spec, cu_seqlens, dblocks.device)
+    dx = dblocks.new_zeros(dblocks.shape[0], tokens, *dblocks.shape[3:])
+    if cu_seqlens is not None:
+        dblocks = dblocks.masked_fill(~used[:, None, None, None], 0.0)
+    return dx.index_add_(1, token.flatten(), dblocks.flatten(1, 2))
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """x [B,S,G,D] -> [B,N,G,D]."""
-    blocks = gather_blocks(x, spec, cu_seqlens)
-    return blocks.to(accumulation_dtype(x.dtype)).mean(-1).to(x.dtype)
+    return _gather(x, spec, cu_seqlens).to(accumulation_dtype(x.dtype)).mean(2).to(x.dtype)
+
+
+def mean_backward(dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+    """dy [B,N,G,D] -> the gradient of x [B,S,G,D], S = tokens."""
+    share = dy.to(accumulation_dtype(dy.dtype)) / spec.cmp_block
+    spread = share.unsqueeze(2).expand(-1, -1, spec.cmp_block, -1, -1)
+    return _scatter(spread, tokens, spec, cu_seqlens).to(dy.dtype)
 
 
 def contract(x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """x [B,S,G,D], weight [cmp_block,D,E] -> [B,N,G,E], summed over a block's tokens and channels."""
-    blocks = gather_blocks(x, spec, cu_seqlens).transpose(3, 4)
-    return blocks.flatten(3) @ weight.flatten(0, 1)
+    acc = accumulation_dtype(x.dtype)
+    blocks = _gather(x, spec, cu_seqlens).to(acc).transpose(2, 3).flatten(3)  # [B, N, G, cmp_block*D]
+    y: Tensor = blocks @ weight.to(acc).flatten(0, 1)
+    return y.to(x.dtype)
+
+
+def contract_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """dy [B,N,G,E] -> the gradients of x [B,S,G,D] and weight [cmp_block,D,E]."""
+    acc = accumulation_dtype(x.dtype)
+    blocks = _gather(x, spec, cu_seqlens).to(acc).transpose(2, 3).flatten(3)
+    dblocks: Tensor = dy.to(acc) @ weight.to(acc).flatten(0, 1).T
+    dblocks = dblocks.unflatten(3, weight.shape[:2]).transpose(2, 3)  # [B, N, cmp_block, G, D]
+    dx = _scatter(dblocks, x.shape[1], spec, cu_seqlens).to(x.dtype)
+    dweight = blocks.flatten(0, 2).T @ dy.to(acc).flatten(0, 2)
+    return dx, dweight.view(weight.shape).to(weight.dtype)

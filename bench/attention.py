@@ -1,0 +1,293 @@
+"""Times whole NSA attention against dense attention on a CUDA GPU: `make bench`, or `python -m bench.attention`.
+
+Every shape is checked against the float64 reference first; a kernel that is wrong gets no time. Prints a table and
+writes JSON with the machine, the versions and the commit.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
+from nsa.ops import compress_mean, nsa_attention
+from nsa.ops.dispatch import _triton_module
+
+CHECK_TOKENS = 4096
+LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
+
+
+def attention(x: Inputs, backend: str | None = None) -> Tensor:
+    """Compression by mean, compressed attention, selection, selected attention, window, gates."""
+    k_cmp = compress_mean(x.k_cmp, SPEC, backend=backend)
+    v_cmp = compress_mean(x.v_cmp, SPEC, backend=backend)
+    return nsa_attention(x.q, k_cmp, v_cmp, x.k_sel, x.v_sel, x.k_win, x.v_win, x.gates, SPEC, backend=backend)
+
+
+def check(shape: Shape, correlated: bool, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of each branch and gradient against the float64 reference on equal blocks."""
+    small = Shape(min(shape.batch, 1), min(shape.tokens, CHECK_TOKENS), shape.heads, shape.groups, shape.dim)
+    x = make_inputs(small, correlated=correlated, dtype=dtype, seed=1)
+    exact = Inputs(*(t.detach().double().requires_grad_() for t in x.all()))
+    errors: dict[str, float] = {}
+    do = torch.randn(x.q.shape, device="cuda").to(dtype)
+    modules = {name: _triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
+    from nsa.ops.reference import compress, compressed, mix, selected, selection, window
+
+    def compare(name: str, got: Tensor, want: Tensor) -> None:
+        errors[name] = float((got.double() - want).norm() / want.norm())
+
+    k, v = (modules["phi"].mean(t.detach(), SPEC, None) for t in (x.k_cmp, x.v_cmp))
+    compare("phi", k, compress.mean(exact.k_cmp.detach(), SPEC, None))
+    dk = modules["phi"].mean_backward(k, small.tokens, SPEC, None)
+    compare("phi.dx", dk, compress.mean_backward(k.double(), small.tokens, SPEC, None))
+    q, do64 = x.q.detach(), do.double()
+    o, lse = modules["cmp"].forward(q, k, v, SPEC, None)
+    o64, lse64 = compressed.forward(q.double(), k.double(), v.double(), SPEC, None)
+    compare("cmp", o, o64)
+    grads = modules["cmp"].backward(do, q, k, v, o, lse, SPEC, None)
+    wanted = compressed.backward(do64, q.double(), k.double(), v.double(), o64, lse64, SPEC, None)
+    for name, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
+        compare(f"cmp.{name}", a, b)
+    outputs = [o]
+    indices = modules["select"].forward(q, k, lse, SPEC, None)
+    indices64 = selection.forward(q.double(), k.double(), lse64, SPEC, None)
+    errors["select"] = float((indices != indices64).any(-1).float().mean())
+    for name, module, reference, tensors in (
+        ("sel", modules["sel"], selected, (q, x.k_sel.detach(), x.v_sel.detach(), indices)),
+        ("win", modules["win"], window, (q, x.k_win.detach(), x.v_win.detach())),
+    ):
+        tensors64 = tuple(t.double() if t.is_floating_point() else t for t in tensors)
+        o, lse = module.forward(*tensors, SPEC, None)
+        o64, lse64 = reference.forward(*tensors64, SPEC, None)
+        compare(name, o, o64)
+        grads = module.backward(do, *tensors, o, lse, SPEC, None)
+        wanted = reference.backward(do64, *tensors64, o64, lse64, SPEC, None)
+        for suffix, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
+            compare(f"{name}.{suffix}", a, b)
+        outputs.append(o)
+    gates = x.gates.detach()
+    compare("mix", modules["mix"].forward(*outputs, gates), mix.forward(*(t.double() for t in (*outputs, gates))))
+    mix64 = mix.backward(do64, *(t.double() for t in (*outputs, gates)))
+    for name, a, b in zip(
+        ("dcmp", "dsel", "dwin", "dgates"), modules["mix"].backward(do, *outputs, gates), mix64, strict=True
+    ):
+        compare(f"mix.{name}", a, b)
+    return errors
+
+
+def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
+    """Names whose error is over the limit (or NaN). Selection may differ where two scores are nearly equal."""
+    limits = {"select": 1e-2}
+    return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
+
+
+def median_ms(function: Callable[[], Any], rep: int) -> float:
+    return float(triton.testing.do_bench(function, warmup=rep // 3, rep=rep, return_mode="median"))
+
+
+def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    """Forward and backward of `call` twice: started by Python (`eager`), and replayed from a CUDA graph, which
+    leaves out what the host needs to start the kernels."""
+    o = call()
+    do = torch.randn_like(o)
+    with torch.no_grad():
+        eager_forward = median_ms(call, rep)
+    eager_backward = median_ms(partial(torch.autograd.grad, o, leaves, do, retain_graph=True), rep)
+    del o
+    both, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(call(), leaves, do)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(forward), torch.no_grad():
+        call()
+    forward_ms = median_ms(forward.replay, rep)
+    del forward
+    with torch.cuda.graph(both):
+        torch.autograd.grad(call(), leaves, do)
+    backward_ms = median_ms(both.replay, rep) - forward_ms
+    return {
+        "fwd_ms": forward_ms,
+        "bwd_ms": backward_ms,
+        "eager_fwd_ms": eager_forward,
+        "eager_bwd_ms": eager_backward,
+    }
+
+
+def time_ours(x: Inputs, rep: int) -> dict[str, Any]:
+    leaves = x.all()
+    torch.cuda.reset_peak_memory_stats()
+    o = attention(x)
+    torch.autograd.grad(o, leaves, torch.randn_like(o))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    del o
+    return {**time_call(lambda: attention(x), leaves, rep), "peak_gib": peak}
+
+
+def time_parts(x: Inputs, rep: int) -> dict[str, float]:
+    """Milliseconds of every kernel by itself."""
+    m = {name: _triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
+    q, raw, gates, tokens = x.q.detach(), x.k_cmp.detach(), x.gates.detach(), x.q.shape[1]
+    parts = {"phi.fwd": 2 * median_ms(lambda: m["phi"].mean(raw, SPEC, None), rep)}
+    k, v = m["phi"].mean(raw, SPEC, None), m["phi"].mean(x.v_cmp.detach(), SPEC, None)
+    parts["phi.bwd"] = 2 * median_ms(lambda: m["phi"].mean_backward(k, tokens, SPEC, None), rep)
+    o, lse = m["cmp"].forward(q, k, v, SPEC, None)
+    do = torch.randn_like(o)
+    parts["cmp.fwd"] = median_ms(lambda: m["cmp"].forward(q, k, v, SPEC, None), rep)
+    parts["cmp.bwd"] = median_ms(lambda: m["cmp"].backward(do, q, k, v, o, lse, SPEC, None), rep)
+    parts["select"] = median_ms(lambda: m["select"].forward(q, k, lse, SPEC, None), rep)
+    indices = m["select"].forward(q, k, lse, SPEC, None)
+    ks, vs = x.k_sel.detach(), x.v_sel.detach()
+    os_, ls = m["sel"].forward(q, ks, vs, indices, SPEC, None)
+    parts["sel.fwd"] = median_ms(lambda: m["sel"].forward(q, ks, vs, indices, SPEC, None), rep)
+    parts["sel.bwd"] = median_ms(lambda: m["sel"].backward(do, q, ks, vs, indices, os_, ls, SPEC, None), rep)
+    kw, vw = x.k_win.detach(), x.v_win.detach()
+    ow, lw = m["win"].forward(q, kw, vw, SPEC, None)
+    parts["win.fwd"] = median_ms(lambda: m["win"].forward(q, kw, vw, SPEC, None), rep)
+    parts["win.bwd"] = median_ms(lambda: m["win"].backward(do, q, kw, vw, ow, lw, SPEC, None), rep)
+    parts["mix.fwd"] = median_ms(lambda: m["mix"].forward(o, os_, ow, gates), rep)
+    parts["mix.bwd"] = median_ms(lambda: m["mix"].backward(do, o, os_, ow, gates), rep)
+    return parts
+
+
+def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] | None:
+    """PyTorch's fused causal attention on the same heads; None where it cannot run them."""
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(
+            shape.batch, heads, shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
+
+    q, k, v = draw(shape.heads), draw(shape.groups), draw(shape.groups)
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    try:
+        return time_call(run, [q, k, v], rep)
+    except RuntimeError:
+        return None
+
+
+def machine() -> dict[str, str]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "commit": commit or "unknown",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def measure(shape: Shape, rep: int, skip_dense: bool, parts: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"shape": shape.name}
+    if not skip_dense:
+        result["dense_cudnn"] = time_dense(shape, SDPBackend.CUDNN_ATTENTION, rep)
+        result["dense_flash"] = time_dense(shape, SDPBackend.FLASH_ATTENTION, rep)
+    for kind in ("random", "correlated"):
+        correlated = kind == "correlated"
+        errors = check(shape, correlated, torch.bfloat16)
+        bad = wrong(errors, torch.bfloat16)
+        result[kind] = {"errors": errors}
+        if bad:
+            result[kind]["wrong"] = bad
+            continue
+        torch.cuda.empty_cache()
+        x = make_inputs(shape, correlated=correlated)
+        result[kind] |= time_ours(x, rep)
+        if parts:
+            result[kind]["parts_ms"] = time_parts(x, rep)
+    return result
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    out = Table(title="NSA attention on one GPU, ms (forward / backward), bf16; eager includes the host's share")
+    columns = ("shape", "inputs", "ours", "ours eager", "dense cuDNN", "dense flash", "x dense", "x public", "peak GiB")
+    for column in columns:
+        out.add_column(column, justify="left" if column in ("shape", "inputs") else "right")
+
+    def pair(t: dict[str, float] | None, prefix: str = "") -> str:
+        return f"{t[prefix + 'fwd_ms']:.2f} / {t[prefix + 'bwd_ms']:.2f}" if t else "-"
+
+    def total(t: dict[str, float]) -> float:
+        return t["fwd_ms"] + t["bwd_ms"]
+
+    for r in results:
+        for kind in ("random", "correlated"):
+            ours = r[kind]
+            if "wrong" in ours:
+                out.add_row(r["shape"], kind, "WRONG: " + ", ".join(ours["wrong"]))
+                continue
+            dense, public = r.get("dense_cudnn"), BEST_PUBLIC[r["shape"]]
+            out.add_row(
+                r["shape"],
+                kind,
+                pair(ours),
+                pair(ours, "eager_"),
+                pair(dense),
+                pair(r.get("dense_flash")),
+                f"{total(dense) / total(ours):.2f}" if dense else "-",
+                f"{(public[1] + public[2]) / total(ours):.2f}",
+                f"{ours['peak_gib']:.1f}",
+            )
+    return out
+
+
+def parts_table(results: list[dict[str, Any]]) -> Table:
+    out = Table(title="Kernels by themselves, ms")
+    names: list[str] = []
+    for r in results:
+        names = list(r["random"].get("parts_ms", {})) or names
+    for column in ("shape", "inputs", *names):
+        out.add_column(column)
+    for r in results:
+        for kind in ("random", "correlated"):
+            if "parts_ms" in r[kind]:
+                out.add_row(r["shape"], kind, *(f"{t:.2f}" for t in r[kind]["parts_ms"].values()))
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/attention.json"))
+    parser.add_argument("--shapes", default="", help="comma-separated parts of shape names; all when empty")
+    parser.add_argument("--rep", type=int, default=100, help="milliseconds to repeat each measurement for")
+    parser.add_argument("--skip-dense", action="store_true")
+    parser.add_argument("--no-parts", action="store_true")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.attention needs a CUDA GPU; none is visible", file=sys.stderr)
+        return 1
+    wanted = [s for s in SHAPES if not options.shapes or any(p in s.name for p in options.shapes.split(","))]
+    results = []
+    for shape in wanted:
+        results.append(measure(shape, options.rep, options.skip_dense, not options.no_parts))
+        print(f"done {shape.name}", file=sys.stderr, flush=True)
+    console = Console(width=200)
+    console.print(table(results))
+    console.print(parts_table(results))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    return 1 if any("wrong" in r[kind] for r in results for kind in ("random", "correlated")) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

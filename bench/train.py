@@ -1,0 +1,113 @@
+"""Training speed of the 125M model with NSA against its dense twin: `python -m bench.train` on a CUDA GPU.
+
+Both train in one run on the same synthetic tokens with the trainer's own step: forward, backward, clipping, fused
+AdamW, bf16. One step is 32,768 tokens, or one sequence where that is longer.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.attention import machine
+from nsa.config import load_config
+from nsa.data.loader import Batch
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.train.state import build_state
+from nsa.train.step import train_step
+
+STEP_TOKENS = 32_768
+CHECKPOINTED_FROM = {"nsa": 131_072, "dense": 131_072}
+
+
+def measure(attention: str, seq_len: int, compiled: bool, steps: int) -> dict[str, Any]:
+    """Median tokens/s over `steps` steps after a warm-up, and the peak memory."""
+    batch_size = max(1, STEP_TOKENS // seq_len)
+    checkpointing = "block" if seq_len >= CHECKPOINTED_FROM[attention] else "none"
+    config = load_config(
+        "configs/m7c_125m.yaml",
+        [
+            f"model.attention={attention}",
+            f"train.seq_len={seq_len}",
+            f"train.batch_size={batch_size}",
+            f"runtime.compile={str(compiled).lower()}",
+            f"runtime.gradient_checkpointing={checkpointing}",
+            "runtime.device=cuda",
+        ],
+    )
+    torch.cuda.reset_peak_memory_stats()
+    state = build_state(config, ByteTokenizer())
+    tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+    targets = batch.targets.numel()
+    times = []
+    for step in range(steps + 3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        train_step(state, iter([batch]), targets, lr=1e-4)
+        torch.cuda.synchronize()
+        if step >= 3:
+            times.append(time.perf_counter() - began)
+    median = sorted(times)[len(times) // 2]
+    result = {
+        "attention": attention,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "compiled": compiled,
+        "gradient_checkpointing": checkpointing,
+        "step_ms": 1000 * median,
+        "toks_per_s": targets / median,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+    del state, batch, tokens
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", default="2048,8192,32768,65536,131072")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--attention", default="nsa,dense")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.train needs a CUDA GPU; none is visible", file=sys.stderr)
+        return 1
+    results = []
+    for seq_len in map(int, options.lengths.split(",")):
+        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
+            for attention in options.attention.split(","):
+                results.append(measure(attention, seq_len, compiled, options.steps))
+                print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    table = Table(title="Training the 125M model on one GPU, bf16")
+    for column in ("tokens", "attention", "compiled", "checkpointed", "tokens/s", "step ms", "peak GiB"):
+        table.add_column(column, justify="right")
+    for r in results:
+        table.add_row(
+            str(r["seq_len"]),
+            r["attention"],
+            str(r["compiled"]),
+            r["gradient_checkpointing"],
+            f"{r['toks_per_s']:,.0f}",
+            f"{r['step_ms']:.1f}",
+            f"{r['peak_gib']:.1f}",
+        )
+    Console(width=120).print(table)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Re-tunes the kernels' checked-in launch parameters on the GPU at hand: `python -m bench.tune --what cmp,win,sel`.
+
+Candidates are compiled by many processes at once, then timed one after the other by this one. Prints the fastest of
+each kernel beside what is checked in; nothing is changed. A candidate that does not run (too much shared memory) or
+gives other numbers than the checked-in one is left out.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.attention import median_ms
+from bench.shapes import SPEC, Shape, make_inputs
+from nsa.ops.dispatch import _triton_module
+from nsa.ops.triton import common, selected, selected_backward, selection
+from nsa.ops.triton.common import Launch
+from nsa.ops.triton.selected_tiles import QueryParams, TileParams
+
+SHAPES = {
+    "64": [Shape(16, 2048, 12, 2, 64), Shape(1, 32768, 12, 2, 64)],
+    "128": [Shape(1, 32768, 64, 4, 128), Shape(1, 32768, 32, 8, 128)],
+}
+FLASH = {
+    "forward": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4),
+                (128, 64, 4, 3), (128, 64, 8, 4), (128, 32, 4, 4), (64, 64, 4, 4)],
+    "dq": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2),
+           (64, 32, 4, 3), (64, 32, 4, 4)],
+    "dkv": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 1),
+            (128, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3), (64, 64, 8, 3)],
+}  # fmt: skip
+
+
+class Case:
+    """One kernel call whose launch parameters are swept."""
+
+    def __init__(self, name: str, run: Callable[[Any], Any], candidates: list[Any], default: Any):
+        self.name, self.run, self.candidates, self.default = name, run, candidates, default
+
+
+def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
+    x, module = make_inputs(shape, correlated=False), _triton_module(branch)
+    q, k, v = x.q.detach(), x.k_win.detach(), x.v_win.detach()
+    if branch == "cmp":
+        k, v = (_triton_module("phi").mean(t, SPEC, None) for t in (k, v))
+    o, lse = module.forward(q, k, v, SPEC, None)
+    do = torch.randn_like(o)
+    for part, sizes in FLASH.items():
+        key = (f"{branch}_{part}", 90, max(64, shape.dim))
+        default = common._LAUNCH_16[key]
+        candidates = [Launch(*size, mask) for size, mask in itertools.product(sizes, ("split", "branch"))]
+
+        def run(launch: Launch, part: str = part, key: tuple[str, int, int] = key) -> Any:
+            before = common._LAUNCH_16[key]
+            common._LAUNCH_16[key] = launch
+            try:
+                if part == "forward":
+                    return module.forward(q, k, v, SPEC, None)
+                return module.backward(do, q, k, v, o, lse, SPEC, None)
+            finally:
+                common._LAUNCH_16[key] = before
+
+        yield Case(f"{key[0]} {shape.name}", run, candidates, default)
+
+
+def selection_cases(shape: Shape) -> Iterator[Case]:
+    x = make_inputs(shape, correlated=False)
+    q = x.q.detach()
+    k = _triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
+    _, lse = _triton_module("cmp").forward(q, k, k, SPEC, None)
+    default = selection.default_params(9, shape.dim, 2)
+    sizes = [(128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2), (64, 128, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+             (256, 64, 8, 3), (64, 64, 4, 3)]  # fmt: skip
+    candidates = [replace(default, columns=c, tokens=t, num_warps=w, num_stages=s) for c, t, w, s in sizes] + [
+        replace(default, pick_per_thread=n) for n in (4, 8, 16, 32)
+    ]
+    yield Case(
+        f"select {shape.name}",
+        lambda p: (selection.forward(q, k, lse, SPEC, None, params=p).float(),),
+        candidates,
+        default,
+    )
+
+
+def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
+    x = make_inputs(shape, correlated=correlated)
+    q, k, v = x.q.detach(), x.k_sel.detach(), x.v_sel.detach()
+    k_cmp = _triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
+    _, lse_cmp = _triton_module("cmp").forward(q, k_cmp, k_cmp, SPEC, None)
+    indices = _triton_module("select").forward(q, k_cmp, lse_cmp, SPEC, None)
+    o, lse = selected.forward(q, k, v, indices, SPEC, None)
+    do = torch.randn_like(o)
+    kind = "correlated" if correlated else "random"
+    forward, backward = selected.default_params(q, k, v, SPEC), selected_backward.default_params(q, k, v, SPEC)
+    yield Case(
+        f"sel_forward {shape.name} {kind}",
+        lambda p: selected.forward(q, k, v, indices, SPEC, None, params=p),
+        list(query_candidates(forward)),
+        forward,
+    )
+    blocks = [TileParams(*size) for size in BLOCK]
+    chunks = sorted({backward.chunk, 512, 1024, 2048})
+    both = [replace(backward, dq=dq, block=block) for dq, block in itertools.product(("fused", "separate"), blocks)] + [
+        replace(backward, chunk=chunk) for chunk in chunks
+    ]
+    separate = replace(backward, dq="separate")
+    queries = [replace(separate, query=query) for query in query_candidates(backward.query)]
+    yield Case(
+        f"sel_backward {shape.name} {kind}",
+        lambda p: selected_backward.backward(do, q, k, v, indices, o, lse, SPEC, None, params=p),
+        both + queries,
+        backward,
+    )
+
+
+BLOCK = [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 4, 2)]
+SMALL = [(16, 1, 3), (16, 2, 3), (16, 1, 2), (16, 4, 3), (16, 1, 3, 32), (16, 2, 3, 32), (16, 1, 4, 32)]
+LARGE = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2), (128, 8, 3), (64, 4, 3, 32), (32, 2, 3), (64, 8, 3)]
+
+
+def query_candidates(default: QueryParams) -> Iterator[QueryParams]:
+    for size in SMALL:
+        yield replace(default, method="query", small=replace(TileParams(*size), rows=max(size[0], default.small.rows)))
+    for size in LARGE:
+        yield replace(default, method="tile", large=TileParams(*size))
+    for ratio in (1.0, 1.5, 2.0, 2.6, 3.5):
+        yield replace(default, method="adaptive", ratio=ratio)
+
+
+def cases(what: list[str], dims: list[str]) -> Iterator[Case]:
+    for dim in dims:
+        for shape in SHAPES[dim]:
+            for branch in ("cmp", "win"):
+                if branch in what:
+                    yield from flash_cases(branch, shape)
+            if "select" in what:
+                yield from selection_cases(shape)
+            if "sel" in what:
+                for correlated in (False, True):
+                    yield from selected_cases(shape, correlated)
+
+
+def compile_share(what: list[str], dims: list[str], worker: int, workers: int) -> None:
+    everything = ((case, c) for case in cases(what, dims) for c in case.candidates)
+    for number, (case, candidate) in enumerate(everything):
+        if number % workers == worker:
+            try:
+                case.run(candidate)
+            except Exception as error:
+                print(f"{case.name} {candidate}: {str(error)[:100]}", file=sys.stderr)
+
+
+def close(a: Any, b: Any) -> bool:
+    """Equal to rounding; infinities (the log-sum-exp of rows that read nothing) must be the same."""
+
+    def error(x: torch.Tensor, y: torch.Tensor) -> float:
+        x, y = (t.float().nan_to_num(nan=1e9, posinf=1e3, neginf=-1e3) for t in (x, y))
+        return float((x - y).norm() / y.norm())
+
+    return all(error(x, y) < 1e-2 for x, y in zip(a, b, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--what", default="cmp,win,sel")
+    parser.add_argument("--dims", default="64,128")
+    parser.add_argument("--rep", type=int, default=20)
+    parser.add_argument("--worker", type=int)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    what, dims = options.what.split(","), options.dims.split(",")
+    if options.worker is not None:
+        compile_share(what, dims, options.worker, options.workers)
+        return
+    command = [sys.executable, "-m", "bench.tune", "--what", options.what, "--dims", options.dims]
+    processes = [
+        subprocess.Popen([*command, "--worker", str(i), "--workers", str(options.workers)], stderr=subprocess.DEVNULL)
+        for i in range(options.workers)
+    ]
+    for process in processes:
+        process.wait()
+    everything: dict[str, list[tuple[float, str]]] = {}
+    for case in cases(what, dims):
+        expected = case.run(case.default)
+        rows = [(median_ms(lambda c=case: c.run(c.default), options.rep), f"checked in {case.default}")]
+        for candidate in case.candidates:
+            try:
+                if not close(case.run(candidate), expected):
+                    rows.append((float("inf"), f"WRONG {candidate}"))
+                    continue
+                rows.append((median_ms(lambda c=case, p=candidate: c.run(p), options.rep), str(candidate)))
+            except Exception as error:
+                rows.append((float("inf"), f"{type(error).__name__} {candidate}"))
+        everything[case.name] = sorted(rows)
+        print(case.name)
+        for time, text in sorted(rows)[:4] + [row for row in rows if "checked in" in row[1] or "WRONG" in row[1]]:
+            print(f"  {time:8.3f}  {text}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

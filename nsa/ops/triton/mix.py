@@ -1,0 +1,165 @@
+"""The gated mix of the three branches and its gradients, one pass over memory each.
+
+Promises `sum_c gates[..., c] * o_c`, summed in float32 and rounded once, for branch outputs of one type and
+gates of any float type. Both kernels are bound by memory: every element is read once and written once.
+
+Legend: B batch, S tokens, H heads, D head size (values); a row is one (token, head).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.spec import NSASpec
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Params:
+    """A program mixes as many rows as `elements` elements make."""
+
+    elements: int = 4096
+    num_warps: int = 4
+
+
+_FORWARD = Params(4096, 4)
+_BACKWARD = Params(2048, 4)
+
+
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why these kernels cannot mix branches of q's and v's type, or None."""
+    if v.dtype not in DTYPES:
+        return f"the gated mix has no Triton kernel for {v.dtype}"
+    return None
+
+
+def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Params | None = None) -> Tensor:
+    """o_c [B,S,H,D], gates [B,S,H,3] in the order (cmp, sel, win) -> o [B,S,H,D]."""
+    batch, tokens, heads, dim = o_cmp.shape
+    o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device)
+    if o.numel() == 0:
+        return o
+    o_cmp, o_sel, o_win = _rows_whole(o_cmp, o_sel, o_win)
+    padded, rows, warps = tile(dim, params or _FORWARD)
+    with torch.cuda.device_of(o):
+        _mix_kernel[(triton.cdiv(tokens * heads, rows), batch)](
+            o_cmp, o_sel, o_win, gates, o, tokens * heads, heads,
+            *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
+            D=dim, DP=padded, ROWS=rows, num_warps=warps,
+        )  # fmt: skip
+    return o
+
+
+def backward(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Params | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of o_cmp, o_sel, o_win and gates, each in its type, for the gradient `do` of `forward`."""
+    batch, tokens, heads, dim = o_cmp.shape
+    branches = (o_cmp, o_sel, o_win)
+    do_cmp, do_sel, do_win = (torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in branches)
+    dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    if do.numel() == 0:
+        return do_cmp, do_sel, do_win, dgates.zero_()
+    do, o_cmp, o_sel, o_win = _rows_whole(do, o_cmp, o_sel, o_win)
+    padded, rows, warps = tile(dim, params or _BACKWARD)
+    with torch.cuda.device_of(do):
+        _mix_backward_kernel[(triton.cdiv(tokens * heads, rows), batch)](
+            do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, tokens * heads, heads,
+            *do.stride()[:3], *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
+            D=dim, DP=padded, ROWS=rows, num_warps=warps,
+        )  # fmt: skip
+    return do_cmp, do_sel, do_win, dgates
+
+
+def tile(dim: int, params: Params) -> tuple[int, int, int]:
+    """(padded head size, rows of a program, warps)."""
+    padded = triton.next_power_of_2(dim)
+    return padded, max(1, params.elements // padded), params.num_warps
+
+
+def _rows_whole(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor with its last dimension dense; the other strides may be anything, 0 included."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+@triton.jit
+def _offset(b, s, h, stride_b, stride_s, stride_h):
+    """Where rows (b, s, h) start, in 64 bits."""
+    return b * stride_b + s.to(tl.int64) * stride_s + h.to(tl.int64) * stride_h
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _mix_kernel(
+    o_cmp, o_sel, o_win, gates, o, num_rows, heads,
+    stride_cb, stride_cs, stride_ch, stride_sb, stride_ss, stride_sh, stride_wb, stride_ws, stride_wh,
+    stride_gb, stride_gs, stride_gh, stride_gc,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    d = tl.arange(0, DP)
+    live = row < num_rows
+    mask = live[:, None] & (d < D)[None, :]
+    s = row // heads
+    h = row % heads
+
+    gate = gates + _offset(b, s, h, stride_gb, stride_gs, stride_gh)
+    g_cmp = tl.load(gate, mask=live, other=0.0).to(tl.float32)
+    g_sel = tl.load(gate + stride_gc, mask=live, other=0.0).to(tl.float32)
+    g_win = tl.load(gate + 2 * stride_gc, mask=live, other=0.0).to(tl.float32)
+
+    at_cmp = o_cmp + _offset(b, s, h, stride_cb, stride_cs, stride_ch)
+    at_sel = o_sel + _offset(b, s, h, stride_sb, stride_ss, stride_sh)
+    at_win = o_win + _offset(b, s, h, stride_wb, stride_ws, stride_wh)
+    x_cmp = tl.load(at_cmp[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)  # [ROWS, DP]
+    x_sel = tl.load(at_sel[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    x_win = tl.load(at_win[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    mixed = g_cmp[:, None] * x_cmp + g_sel[:, None] * x_sel + g_win[:, None] * x_win
+    at = o + (b * num_rows + row) * D
+    tl.store(at[:, None] + d[None, :], mixed.to(o.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _mix_backward_kernel(
+    do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, num_rows, heads,
+    stride_db, stride_ds, stride_dh,
+    stride_cb, stride_cs, stride_ch, stride_sb, stride_ss, stride_sh, stride_wb, stride_ws, stride_wh,
+    stride_gb, stride_gs, stride_gh, stride_gc,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    d = tl.arange(0, DP)
+    live = row < num_rows
+    mask = live[:, None] & (d < D)[None, :]
+    s = row // heads
+    h = row % heads
+
+    gate = gates + _offset(b, s, h, stride_gb, stride_gs, stride_gh)
+    g_cmp = tl.load(gate, mask=live, other=0.0).to(tl.float32)
+    g_sel = tl.load(gate + stride_gc, mask=live, other=0.0).to(tl.float32)
+    g_win = tl.load(gate + 2 * stride_gc, mask=live, other=0.0).to(tl.float32)
+
+    at_do = do + _offset(b, s, h, stride_db, stride_ds, stride_dh)
+    at_cmp = o_cmp + _offset(b, s, h, stride_cb, stride_cs, stride_ch)
+    at_sel = o_sel + _offset(b, s, h, stride_sb, stride_ss, stride_sh)
+    at_win = o_win + _offset(b, s, h, stride_wb, stride_ws, stride_wh)
+    grad = tl.load(at_do[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)  # [ROWS, DP]
+    x_cmp = tl.load(at_cmp[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    x_sel = tl.load(at_sel[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    x_win = tl.load(at_win[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+
+    flat = b * num_rows + row
+    place = (flat * D)[:, None] + d[None, :]
+    tl.store(do_cmp + place, (g_cmp[:, None] * grad).to(do_cmp.dtype.element_ty), mask=mask)
+    tl.store(do_sel + place, (g_sel[:, None] * grad).to(do_sel.dtype.element_ty), mask=mask)
+    tl.store(do_win + place, (g_win[:, None] * grad).to(do_win.dtype.element_ty), mask=mask)
+    at_gate = dgates + flat * 3
+    out = dgates.dtype.element_ty
+    tl.store(at_gate, tl.sum(grad * x_cmp, axis=1).to(out), mask=live)
+    tl.store(at_gate + 1, tl.sum(grad * x_sel, axis=1).to(out), mask=live)
+    tl.store(at_gate + 2, tl.sum(grad * x_win, axis=1).to(out), mask=live)

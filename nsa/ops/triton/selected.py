@@ -1,0 +1,304 @@
+"""Attention over the blocks each query selected: query-major forward kernel and the host functions.
+
+Same functions and results as the reference's `selected`. A program takes a tile of neighbouring queries times
+the heads of one group and walks the union of the blocks they chose, masked per query by bits. A small tile
+(one query when a group has 16 heads) wastes no work; a large one shares keys and values and fills the tensor
+cores; see `QueryParams` for who decides. Softmax in base 2, accumulation in float32.
+
+Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head sizes, P = B*G.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import selected_backward
+from nsa.ops.triton.selected_backward import BackwardParams
+from nsa.ops.triton.selected_lists import number_blocks
+from nsa.ops.triton.selected_tiles import (
+    QueryParams,
+    TileParams,
+    TilePass,
+    TileTable,
+    choose_tiles,
+    decode_tile,
+    launch_on,
+    load_tile,
+    plan_tiles,
+    unit_stride,
+)
+
+MAX_TOKENS = 1 << 30
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_TILES: TileTable = {
+    (90, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
+    (90, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 3), 2.0),
+    (90, 256, 16): (TileParams(16, 2, 2, 32), TileParams(64, 8, 2), 2.0),
+    (80, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
+    (80, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 3), 2.0),
+    (80, 256, 16): (TileParams(16, 2, 2, 32), TileParams(64, 8, 2), 2.0),
+    (80, 64, 32): (TileParams(16, 4, 1, 32), TileParams(32, 4, 1, 32), 2.0),
+    (80, 128, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
+    (80, 256, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
+}
+
+
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why these kernels cannot run on such tensors; None when they can."""
+    if q.dtype not in DTYPES:
+        return f"the selected-attention kernels take float16, bfloat16 and float32, not {q.dtype}"
+    if q.shape[1] >= MAX_TOKENS:
+        return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
+    if max(q.shape[3], v.shape[3]) > 256:
+        return "the selected-attention kernels take head sizes up to 256"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
+        return "the selected-attention kernels need a GPU of compute capability 8.0 or newer"
+    return None
+
+
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> QueryParams:
+    """The checked-in launch parameters for such tensors."""
+    return choose_tiles(q, k, v, spec, _TILES)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+    *,
+    params: QueryParams | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv], indices [B,S,G,n] -> o [B,S,H,Dv], lse [B,S,H] (natural log)."""
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if o.numel() == 0:
+        return o, lse
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    with launch_on(q):
+        params = params or default_params(q, k, v, spec)
+        blocks = number_blocks(q.shape[1], spec, cu_seqlens, q.device)
+        for tile_pass in plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params):
+            _launch(tile_pass, q, k, v, o, lse, spec)
+    return o, lse
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+    *,
+    params: BackwardParams | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for the gradient `do` of `forward`'s output."""
+    return selected_backward.backward(do, q, k, v, indices, o, lse, spec, cu_seqlens, params=params)
+
+
+def _launch(tile_pass: TilePass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec) -> None:
+    lists, params, take = tile_pass.lists, tile_pass.params, tile_pass.take
+    keys = min(params.keys, max(16, triton.next_power_of_2(spec.sel_block)))
+    _attend_kernel[(tile_pass.programs,)](
+        q,
+        k,
+        v,
+        o,
+        lse,
+        lists.entries,
+        lists.counts,
+        lists.counts if take is None else take,
+        *q.stride()[:3],
+        k.stride(0),
+        k.stride(2),
+        v.stride(0),
+        v.stride(2),
+        q.shape[1],
+        k.shape[2],
+        lists.tiles,
+        lists.capacity,
+        0 if take is None else take.shape[1],
+        q.shape[3] ** -0.5 * math.log2(math.e),
+        PER_GROUP=q.shape[2] // k.shape[2],
+        QUERIES=lists.queries,
+        HEADS=tile_pass.heads,
+        HEAD_TILES=tile_pass.head_tiles,
+        ROWS=tile_pass.rows,
+        KEYS=keys,
+        SEL=spec.sel_block,
+        STRIDE_KS=k.stride(1),
+        STRIDE_VS=v.stride(1),
+        DK=q.shape[3],
+        DV=v.shape[3],
+        BLOCK_DK=triton.next_power_of_2(q.shape[3]),
+        BLOCK_DV=triton.next_power_of_2(v.shape[3]),
+        WANTED=-1 if take is None else tile_pass.wanted,
+        SUB=tile_pass.sub,
+        num_warps=params.warps,
+        num_stages=params.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,  # [B, S, H, DV] contiguous
+    lse_ptr,  # [B, S, H]
+    entries_ptr,  # [P, tiles, capacity]
+    counts_ptr,  # [P, tiles, 2]
+    take_ptr,  # [P, large_tiles]
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kg,
+    stride_vb,
+    stride_vg,
+    tokens,
+    groups,
+    tiles,
+    capacity,
+    large_tiles,
+    scale,  # Dk ** -0.5 * log2(e)
+    PER_GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEL: tl.constexpr,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WANTED: tl.constexpr,
+    SUB: tl.constexpr,
+):
+    pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
+    elsewhere = False
+    if WANTED >= 0:
+        elsewhere = tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED
+    if elsewhere:
+        return
+    batch, group = pair // groups, pair % groups
+    heads_all = groups * PER_GROUP
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    query_head = group * PER_GROUP + head  # [ROWS]
+    q_rows = q_ptr + batch * stride_qb + t.to(tl.int64) * stride_qs + query_head * stride_qh
+    q = load_tile(q_rows[:, None] + dk[None, :], row_ok, dk, DK, BLOCK_DK, True)
+    k_base = k_ptr + batch * stride_kb + group * stride_kg
+    v_base = v_ptr + batch * stride_vb + group * stride_vg
+
+    here = pair * tiles + tile
+    entries = entries_ptr + here * capacity
+    num_whole = tl.load(counts_ptr + here * 2)
+    num_all = tl.load(counts_ptr + here * 2 + 1)
+    top = tl.full([ROWS], -float("inf"), tl.float32)  # running maximum, in base-2 units
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    acc, top, total = _attend_entries(
+        acc, top, total, q, t, slot, entries, 0, num_whole, k_base, v_base, tokens, scale,
+        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, False, False,
+    )  # fmt: skip
+    # Only near the end of the sequence can a tile of keys reach beyond it. (One loop after the other, not a
+    # branch: the loops then share their buffers.)
+    inside = (tile + 1) * QUERIES + (SEL + KEYS) <= tokens
+    num_inside = tl.where(inside, num_all, num_whole)
+    acc, top, total = _attend_entries(
+        acc, top, total, q, t, slot, entries, num_whole, num_inside, k_base, v_base, tokens, scale,
+        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, False,
+    )  # fmt: skip
+    acc, top, total = _attend_entries(
+        acc, top, total, q, t, slot, entries, num_inside, num_all, k_base, v_base, tokens, scale,
+        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, True,
+    )  # fmt: skip
+
+    # A row that reads nothing gives 0 and -inf.
+    safe = tl.where(total > 0, total, 1.0)
+    o = acc / safe[:, None]
+    lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, -float("inf"))
+    out = (batch * tokens + t) * heads_all + query_head  # int64 [ROWS]
+    out_ok = row_ok[:, None] & (dv < DV)[None, :]
+    tl.store(o_ptr + out[:, None] * DV + dv[None, :], o.to(o_ptr.dtype.element_ty), mask=out_ok)
+    tl.store(lse_ptr + out, lse, mask=row_ok)
+
+
+@triton.jit
+def _attend_entries(
+    acc,  # [ROWS, BLOCK_DV]
+    top,  # [ROWS]
+    total,  # [ROWS]
+    q,  # [ROWS, BLOCK_DK]
+    t,
+    slot,
+    entries,
+    begin,
+    end,
+    k_base,
+    v_base,
+    tokens,
+    scale,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SEL: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Online softmax over entries [begin, end). Without MASKED every row reads all of every block, without
+    CHECKED all keys loaded lie inside the sequence."""
+    PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
+    PADDED: tl.constexpr = SEL % KEYS != 0
+    col = tl.arange(0, KEYS)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_offs = col.to(tl.int64)[:, None] * STRIDE_KS + dk[None, :]
+    v_offs = col.to(tl.int64)[:, None] * STRIDE_VS + dv[None, :]
+    for i in range(begin * PIECES, end * PIECES):
+        entry = tl.load(entries + i // PIECES)
+        shift = (i % PIECES) * KEYS
+        first = entry.to(tl.int32) + shift
+        readable = first + col < tokens
+        if PADDED:
+            readable = readable & (col < SEL - shift)
+        k = load_tile(k_base + first.to(tl.int64) * STRIDE_KS + k_offs, readable, dk, DK, BLOCK_DK, CHECKED or PADDED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
+        if MASKED:
+            # The last column a row reads, none if its query did not choose the block: one comparison in all.
+            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
+            last = tl.where(chosen, t - first, -1)
+            if PADDED:
+                last = tl.minimum(last, SEL - 1 - shift)
+            s = tl.where(col[None, :] <= last[:, None], s, -float("inf"))
+        elif PADDED:
+            s = tl.where((col < SEL - shift)[None, :], s, -float("inf"))
+        new_top = tl.maximum(top, tl.max(s, 1) * scale)
+        if MASKED:
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        else:
+            base = new_top
+        p = tl.exp2(s * scale - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(p, 1)
+        v = load_tile(v_base + first.to(tl.int64) * STRIDE_VS + v_offs, readable, dv, DV, BLOCK_DV, CHECKED or PADDED)
+        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total

@@ -1,0 +1,499 @@
+"""Gradients of selected attention.
+
+dK and dV are computed block by block: a program holds one block of keys and values and gathers, tile by tile,
+the rows (queries x heads) that chose it. A long list is cut into work items whose partial sums are added in a
+fixed order, so dK and dV are deterministic. dQ comes either from the same programs through float32 atomics
+("fused": five products instead of seven, best for few heads per group, order of sums not fixed) or from a
+query-major kernel ("separate": deterministic).
+
+Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head sizes, P = B*G, J blocks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_lists, number_blocks, table_bytes
+from nsa.ops.triton.selected_query_grads import query_grads
+from nsa.ops.triton.selected_tiles import (
+    LaunchKey,
+    QueryParams,
+    TileParams,
+    TileTable,
+    choose_tiles,
+    launch_key,
+    launch_on,
+    load_tile,
+    plan_tiles,
+    unit_stride,
+)
+
+MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g) are done in turns
+ITEMS_WANTED = 1536  # work items that keep every card busy to the end
+
+
+@dataclass(frozen=True)
+class BackwardParams:
+    """dq "fused" or "separate"; `block` is the block-major launch (rows = gathered rows a step), its lists cut
+    into items of `chunk` queries; `query` the query-major launches of a separate dQ."""
+
+    dq: str
+    block: TileParams
+    chunk: int
+    query: QueryParams
+
+
+# -> the block-major launch with dQ fused, and without.
+_BLOCK: dict[LaunchKey, tuple[TileParams, TileParams]] = {
+    (90, 64, 16): (TileParams(128, 4, 2), TileParams(128, 4, 2)),
+    (90, 128, 16): (TileParams(32, 4, 3), TileParams(32, 4, 3)),
+    (90, 256, 16): (TileParams(32, 8, 2), TileParams(32, 8, 2)),
+    (80, 64, 16): (TileParams(32, 4, 3), TileParams(64, 4, 2)),
+    (80, 128, 16): (TileParams(32, 8, 2), TileParams(64, 8, 2)),
+    (80, 256, 16): (TileParams(32, 8, 2, 32), TileParams(32, 8, 2)),
+    (80, 64, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32)),
+    (80, 128, 32): (TileParams(16, 4, 1, 16), TileParams(16, 4, 1, 32)),
+    (80, 256, 32): (TileParams(16, 8, 1, 16), TileParams(16, 8, 1, 16)),
+}
+# Of the query-major launches of a separate dQ.
+_QUERY: TileTable = {
+    (90, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
+    (90, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 2), 2.0),
+    (90, 256, 16): (TileParams(16, 4, 2, 32), TileParams(64, 8, 2), 2.0),
+    (80, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 2), 2.6),
+    (80, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 2), 2.0),
+    (80, 256, 16): (TileParams(16, 4, 2, 32), TileParams(64, 8, 1), 2.0),
+    (80, 64, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
+    (80, 128, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
+    (80, 256, 32): (TileParams(16, 8, 1, 16), TileParams(16, 8, 1, 16), 2.0),
+}
+FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
+
+
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardParams:
+    """The checked-in launch parameters for such tensors."""
+    batch, tokens, heads, _ = q.shape
+    groups, per_group = k.shape[2], heads // k.shape[2]
+    fused = (
+        per_group <= FUSED_MAX_PER_GROUP
+        and max(q.shape[3], v.shape[3]) <= FUSED_MAX_HEAD
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+    block = _BLOCK[launch_key(q, v)][0 if fused else 1]
+    # A block is chosen by num_selected * sel_block queries on average: lists up to twice that stay whole, and
+    # their results are written once. Short sequences need shorter items to occupy the card.
+    items = batch * groups * tokens * spec.num_selected // ITEMS_WANTED
+    chunk = min(max(256, triton.next_power_of_2(items)), max(256, 2 * spec.num_selected * spec.sel_block))
+    query = choose_tiles(q, k, v, spec, _QUERY)
+    return BackwardParams("fused" if fused else "separate", block, chunk, query)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+    *,
+    params: BackwardParams | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v."""
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    if q.numel() == 0:
+        return q.new_empty(q.shape), dk, dv
+    do, q, k, v, o = (unit_stride(x) for x in (do, q, k, v, o))
+    # The gathers count on the heads of a token lying back to back.
+    q, do = (x if x.stride(2) == x.shape[3] else x.contiguous() for x in (q, do))
+    lse = lse.contiguous()
+    with launch_on(q):
+        params = params or default_params(q, k, v, spec)
+        fused = params.dq == "fused"
+        blocks = number_blocks(q.shape[1], spec, cu_seqlens, q.device)
+        delta = torch.empty_like(lse)
+        if fused:
+            dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            _launch_delta(do, o, delta)
+        else:
+            dq = q.new_empty(q.shape)
+            for tile_pass in plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params.query):
+                query_grads(tile_pass, do, q, k, v, o, lse, delta, dq, spec)
+        pairs = k.shape[0] * k.shape[2]
+        at_once = max(1, MAX_TABLE_BYTES // max(1, table_bytes(q.shape[1], blocks)))
+        for first in range(0, pairs, at_once):
+            lists = block_lists(indices, spec, blocks, params.chunk, first, min(at_once, pairs - first))
+            _launch_block(lists, blocks, params, do, q, k, v, lse, delta, dq, dk, dv, spec)
+    return dq.to(q.dtype), dk, dv
+
+
+def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
+    rows = delta.numel()
+    _delta_kernel[(triton.cdiv(rows, 32),)](
+        do,
+        o,
+        delta,
+        *do.stride()[:3],
+        *o.stride()[:3],
+        do.shape[1],
+        do.shape[2],
+        rows,
+        D=do.shape[3],
+        BLOCK_D=triton.next_power_of_2(do.shape[3]),
+        ROWS=32,
+        num_warps=4,
+    )
+
+
+def _extent(x: Tensor) -> int:
+    """How far apart elements of one sequence can lie."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
+
+
+def _launch_block(
+    lists: BlockLists,
+    blocks: Blocks,
+    params: BackwardParams,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    spec: NSASpec,
+) -> None:
+    tile = params.block
+    keys = min(tile.keys, max(16, triton.next_power_of_2(spec.sel_block)))
+    shape = {
+        "SEL": spec.sel_block,
+        "DK": q.shape[3],
+        "DV": v.shape[3],
+        "BLOCK_DK": triton.next_power_of_2(q.shape[3]),
+        "BLOCK_DV": triton.next_power_of_2(v.shape[3]),
+        "PACKED": blocks.packed,
+    }
+    dk_parts = torch.empty(lists.max_slots, spec.sel_block, q.shape[3], dtype=torch.float32, device=q.device)
+    dv_parts = torch.empty(lists.max_slots, spec.sel_block, v.shape[3], dtype=torch.float32, device=q.device)
+    places = (lists.counts, lists.item_first, lists.slot_first, blocks.starts)
+    sizes = (lists.first_pair, lists.chunk, q.shape[1], k.shape[2], blocks.count)
+    _block_grads_kernel[(lists.max_items * triton.cdiv(spec.sel_block, keys),)](
+        q,
+        k,
+        v,
+        do,
+        lse,
+        delta,
+        dq,
+        dk,
+        dv,
+        dk_parts,
+        dv_parts,
+        lists.queries,
+        lists.offsets,
+        lists.item_block,
+        lists.totals,
+        *places,
+        q.stride(0),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        do.stride(0),
+        *sizes,
+        q.shape[3] ** -0.5,
+        STRIDE_Q=q.stride(1),
+        STRIDE_DO=do.stride(1),
+        HEADS=q.shape[2],
+        PER_GROUP=q.shape[2] // k.shape[2],
+        ROWS=tile.rows,
+        KEYS=keys,
+        FUSED=params.dq == "fused",
+        WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
+        **shape,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    _sum_parts_kernel[(lists.pairs * blocks.count * triton.cdiv(spec.sel_block, 16),)](
+        dk, dv, dk_parts, dv_parts, *places, *sizes, KEYS=16, **shape, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _delta_kernel(
+    do_ptr,
+    o_ptr,
+    delta_ptr,  # [B, S, H]
+    stride_db,
+    stride_ds,
+    stride_dh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    tokens,
+    heads,
+    rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """delta = rowsum(do * o)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ok = row < rows
+    head, t, b = row % heads, (row // heads) % tokens, row // heads // tokens
+    d = tl.arange(0, BLOCK_D)
+    do_rows = do_ptr + b * stride_db + t * stride_ds + head * stride_dh
+    o_rows = o_ptr + b * stride_ob + t * stride_os + head * stride_oh
+    do = load_tile(do_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
+    o = load_tile(o_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
+    tl.store(delta_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
+
+
+@triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
+def _block_grads_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,  # [B, S, H]
+    delta_ptr,  # [B, S, H]
+    dq_ptr,  # [B, S, H, DK] float32, when FUSED
+    dk_ptr,  # [B, S, G, DK] contiguous
+    dv_ptr,  # [B, S, G, DV] contiguous
+    dk_parts_ptr,  # [slots, SEL, DK] float32
+    dv_parts_ptr,  # [slots, SEL, DV] float32
+    queries_ptr,
+    offsets_ptr,
+    item_block_ptr,
+    totals_ptr,
+    counts_ptr,
+    item_first_ptr,
+    slot_first_ptr,
+    starts_ptr,
+    stride_qb,
+    stride_kb,
+    stride_ks,
+    stride_kg,
+    stride_vb,
+    stride_vs,
+    stride_vg,
+    stride_db,
+    first_pair,
+    chunk,
+    tokens,
+    groups,
+    blocks,
+    scale,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_DO: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FUSED: tl.constexpr,
+    WIDE: tl.constexpr,
+    SEL: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
+    item = tl.program_id(0) // PIECES
+    shift = (tl.program_id(0) % PIECES) * KEYS
+    if item >= tl.load(totals_ptr):
+        return
+    cell = tl.load(item_block_ptr + item)
+    pair, start, end = _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL, PACKED)
+    batch, group = pair // groups, pair % groups
+    part = item - tl.load(item_first_ptr + cell)
+    slot_first = tl.load(slot_first_ptr + cell)
+    first = part * chunk  # of the list's queries
+    last = tl.minimum(tl.load(counts_ptr + cell), first + chunk)
+    queries = queries_ptr + tl.load(offsets_ptr + cell) + first
+
+    col = shift + tl.arange(0, KEYS)
+    key = start + col
+    key_ok = (col < SEL) & (key < end)
+    key64 = key.to(tl.int64)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_rows = k_ptr + batch * stride_kb + key64 * stride_ks + group * stride_kg
+    v_rows = v_ptr + batch * stride_vb + key64 * stride_vs + group * stride_vg
+    k = load_tile(k_rows[:, None] + dk[None, :], key_ok, dk, DK, BLOCK_DK, True)
+    v = load_tile(v_rows[:, None] + dv[None, :], key_ok, dv, DV, BLOCK_DV, True)
+
+    q_base = q_ptr + batch * stride_qb + (group * PER_GROUP) * DK
+    do_base = do_ptr + batch * stride_db + (group * PER_GROUP) * DV
+    row_base = batch * tokens * HEADS + group * PER_GROUP
+    lse_base, delta_base, dq_base = lse_ptr + row_base, delta_ptr + row_base, dq_ptr + row_base * DK
+    num_rows = (last - first) * PER_GROUP
+    # Lists ascend, so queries inside the block, at most SEL of them, come first: only they need the causal mask.
+    inside = tl.maximum(tl.minimum(last, SEL) - first, 0) * PER_GROUP
+    split = tl.cdiv(inside, ROWS)
+    acc_dk = tl.zeros([KEYS, BLOCK_DK], tl.float32)
+    acc_dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+    acc_dk, acc_dv = _block_grads_rows(
+        acc_dk, acc_dv, k, v, key, key_ok, queries, 0, split, num_rows, q_base, do_base, lse_base, delta_base,
+        dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE, DK, DV, BLOCK_DK, BLOCK_DV,
+        SEL % KEYS != 0, True,
+    )  # fmt: skip
+    acc_dk, acc_dv = _block_grads_rows(
+        acc_dk, acc_dv, k, v, key, key_ok, queries, split, tl.cdiv(num_rows, ROWS), num_rows, q_base, do_base,
+        lse_base, delta_base,
+        dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE, DK, DV, BLOCK_DK, BLOCK_DV,
+        SEL % KEYS != 0, False,
+    )  # fmt: skip
+    acc_dk *= scale
+    dk_ok = key_ok[:, None] & (dk < DK)[None, :]
+    dv_ok = key_ok[:, None] & (dv < DV)[None, :]
+    if slot_first < 0:
+        out = (batch * tokens + key64) * groups + group
+        tl.store(dk_ptr + out[:, None] * DK + dk[None, :], acc_dk.to(dk_ptr.dtype.element_ty), mask=dk_ok)
+        tl.store(dv_ptr + out[:, None] * DV + dv[None, :], acc_dv.to(dv_ptr.dtype.element_ty), mask=dv_ok)
+    else:
+        out = (slot_first + part).to(tl.int64) * SEL + col
+        tl.store(dk_parts_ptr + out[:, None] * DK + dk[None, :], acc_dk, mask=dk_ok)
+        tl.store(dv_parts_ptr + out[:, None] * DV + dv[None, :], acc_dv, mask=dv_ok)
+
+
+@triton.jit
+def _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr):
+    """(pair int64, first token, token after the last) of a block; an unused number is an empty block."""
+    pair = (first_pair + cell // blocks).to(tl.int64)
+    number = cell % blocks
+    if PACKED:
+        start = tl.load(starts_ptr + number)
+        return pair, start, tl.minimum(start + SEL, tl.load(starts_ptr + number + 1))
+    else:
+        return pair, number * SEL, tl.minimum(number * SEL + SEL, tokens)
+
+
+@triton.jit
+def _block_grads_rows(
+    acc_dk,  # [KEYS, BLOCK_DK]
+    acc_dv,  # [KEYS, BLOCK_DV]
+    k,
+    v,
+    key,
+    key_ok,
+    queries,
+    begin,
+    end,
+    num_rows,
+    q_base,
+    do_base,
+    lse_base,
+    delta_base,
+    dq_base,
+    scale,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_DO: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
+    WIDE: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Steps [begin, end) of ROWS rows each. Scores stand transposed, [keys, rows], so that they feed the two
+    accumulators as first operands without a detour."""
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    place = tl.arange(0, ROWS)
+    # Rows past the end repeat the last one, with probability 0: no gather and no atomic needs a mask. Queries
+    # are fetched a step ahead, since the gathers wait for them.
+    row = tl.minimum(begin * ROWS + place, num_rows - 1)
+    t_next = tl.load(queries + row // PER_GROUP, mask=row >= 0, other=0)
+    for step in range(begin, end):
+        t = t_next
+        row = tl.minimum(step * ROWS + place, num_rows - 1)
+        head = row % PER_GROUP
+        t_next = tl.load(queries + tl.minimum(step * ROWS + ROWS + place, num_rows - 1) // PER_GROUP)
+        # Offsets inside one sequence: 32 bits where they suffice.
+        t_wide = t.to(tl.int64) if WIDE else t
+        q_offs = t_wide * STRIDE_Q + head * DK
+        do_offs = t_wide * STRIDE_DO + head * DV
+        at = t_wide * HEADS + head
+        q = load_tile(q_base + q_offs[:, None] + dk[None, :], row >= 0, dk, DK, BLOCK_DK, False)
+        do = load_tile(do_base + do_offs[:, None] + dv[None, :], row >= 0, dv, DV, BLOCK_DV, False)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, ROWS]
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        # Row constants are read where they are used: in the layout of a score tile they fill many registers.
+        lse = tl.load(lse_base + at) * 1.4426950408889634
+        lse = tl.where(step * ROWS + place < num_rows, lse, float("inf"))
+        p = tl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
+        if MASKED:
+            p = tl.where(key_ok[:, None] & (key[:, None] <= t[None, :]), p, 0.0)
+        elif PADDED:
+            p = tl.where(key_ok[:, None], p, 0.0)
+        delta = tl.load(delta_base + at)
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        acc_dv = tl.dot(p.to(do.dtype), do, acc_dv, input_precision="ieee")
+        acc_dk = tl.dot(ds, q, acc_dk, input_precision="ieee")
+        if FUSED:
+            # Transposed, too: at least 64 rows of the result, as Hopper's instruction needs.
+            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee")) * scale
+            dq_ptrs = dq_base + at[:, None] * DK + dk[None, :]
+            if DK == BLOCK_DK:
+                tl.atomic_add(dq_ptrs, dq, sem="relaxed")
+            else:
+                tl.atomic_add(dq_ptrs, dq, mask=(dk < DK)[None, :], sem="relaxed")
+    return acc_dk, acc_dv
+
+
+@triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
+def _sum_parts_kernel(
+    dk_ptr,
+    dv_ptr,
+    dk_parts_ptr,
+    dv_parts_ptr,
+    counts_ptr,
+    item_first_ptr,
+    slot_first_ptr,
+    starts_ptr,
+    first_pair,
+    chunk,
+    tokens,
+    groups,
+    blocks,
+    KEYS: tl.constexpr,
+    SEL: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Adds, in order, the partial results of the blocks whose lists were cut."""
+    PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
+    cell = tl.program_id(0) // PIECES
+    slot_first = tl.load(slot_first_ptr + cell)
+    if slot_first < 0:
+        return
+    pair, start, end = _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL, PACKED)
+    col = (tl.program_id(0) % PIECES) * KEYS + tl.arange(0, KEYS)
+    key_ok = (col < SEL) & (start + col < end)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    dk_ok = key_ok[:, None] & (dk < DK)[None, :]
+    dv_ok = key_ok[:, None] & (dv < DV)[None, :]
+    sum_dk = tl.zeros([KEYS, BLOCK_DK], tl.float32)
+    sum_dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+    parts = tl.cdiv(tl.load(counts_ptr + cell), chunk)
+    for part in range(parts):
+        at = (slot_first + part).to(tl.int64) * SEL + col
+        sum_dk += tl.load(dk_parts_ptr + at[:, None] * DK + dk[None, :], mask=dk_ok, other=0.0)
+        sum_dv += tl.load(dv_parts_ptr + at[:, None] * DV + dv[None, :], mask=dv_ok, other=0.0)
+    out = ((pair // groups) * tokens + start + col) * groups + pair % groups
+    tl.store(dk_ptr + out[:, None] * DK + dk[None, :], sum_dk.to(dk_ptr.dtype.element_ty), mask=dk_ok)
+    tl.store(dv_ptr + out[:, None] * DV + dv[None, :], sum_dv.to(dv_ptr.dtype.element_ty), mask=dv_ok)

@@ -1,0 +1,353 @@
+"""Which blocks there are, and for every block the queries that chose it, built on the device.
+
+Promises: no host synchronisation, every size known from shapes alone, the same lists every time, and nothing
+outside the tensors is touched whatever the indices hold. An index that is negative, outside the document or
+starts after its query is dropped, a repeated one counts once: what leaves here needs no further checks.
+
+A block is named by the token it starts at (unique also across packed documents) and, where a table is needed,
+by its number: blocks are numbered through the sequence, document after document.
+
+Legend: B batch, S tokens, G key/value heads, n indices per query, pair = one (b, g), J blocks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.layout import token_layout
+from nsa.ops.spec import NSASpec
+
+SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How blocks are numbered. Unpacked, block j starts at token j*sel_block and the tables are placeholders.
+
+    count      blocks, or when packed an upper bound of their number that depends on shapes alone
+    packed     whether the tables hold anything
+    doc_start  [S] int32, first token of every token's document
+    number     [S] int32, number of the block that starts at a token
+    starts     [count + 1] int32, first token of a block; S from the first unused number on
+    """
+
+    count: int
+    packed: bool
+    doc_start: Tensor
+    number: Tensor
+    starts: Tensor
+
+
+def number_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device) -> Blocks:
+    if cu_seqlens is None:
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        return Blocks(-(-tokens // spec.sel_block), False, nothing, nothing, nothing)
+    layout = token_layout(tokens, spec, cu_seqlens, device)
+    # Every document adds at most one block that is cut short.
+    count = min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)
+    opens = layout.position % spec.sel_block == 0
+    number = opens.cumsum(0) - 1
+    starts = torch.full((count + 2,), tokens, dtype=torch.int32, device=device)
+    # Tokens inside a block write to the last place, which is then dropped.
+    place = torch.where(opens, number, count + 1)
+    starts.scatter_(0, place, torch.arange(tokens, dtype=torch.int32, device=device))
+    return Blocks(count, True, layout.doc_start.to(torch.int32), number.to(torch.int32), starts[: count + 1])
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The queries of every block of `pairs` pairs (b, g), from pair `first_pair` on.
+
+    queries     [pairs * S * n] int32, the lists back to back
+    offsets     [pairs * J] int64, where a block's list starts
+    counts      [pairs * J] int32, how long it is
+    item_first  [pairs * J] int32, first work item of a block; a block without queries has one, too
+    slot_first  [pairs * J] int32, first partial result of a block with several items, -1 with one
+    item_block  [max_items] int32, the block (pair * J + number) of an item
+    totals      [2] int32, items and slots in use
+    max_items, max_slots  upper bounds of these from shapes alone
+    """
+
+    first_pair: int
+    pairs: int
+    chunk: int
+    queries: Tensor
+    offsets: Tensor
+    counts: Tensor
+    item_first: Tensor
+    slot_first: Tensor
+    item_block: Tensor
+    totals: Tensor
+    max_items: int
+    max_slots: int
+
+
+def table_bytes(tokens: int, blocks: Blocks) -> int:
+    """Workspace of `block_lists` for one pair: a bit per (query, block) and a number per span of queries."""
+    return -(-tokens // SPAN) * blocks.count * (SPAN // 8 + 4)
+
+
+def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, first_pair: int, pairs: int) -> BlockLists:
+    """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
+    atomics set bits, so the order is fixed."""
+    _, tokens, groups, chosen = indices.shape
+    device, count = indices.device, blocks.count
+    spans = triton.cdiv(tokens, SPAN)
+    bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=device)
+    before = torch.empty(pairs, spans, count, dtype=torch.int32, device=device)
+    most = pairs * tokens * chosen
+    max_items = pairs * count + most // chunk
+    # A block gets slots when its list is longer than a chunk: at most 2 * length / chunk of them.
+    max_slots = min(max_items, 2 * most // chunk + 1)
+    lists = BlockLists(
+        first_pair,
+        pairs,
+        chunk,
+        queries=torch.empty(most, dtype=torch.int32, device=device),
+        offsets=torch.empty(pairs * count, dtype=torch.int64, device=device),
+        counts=torch.empty(pairs * count, dtype=torch.int32, device=device),
+        item_first=torch.empty(pairs * count, dtype=torch.int32, device=device),
+        slot_first=torch.empty(pairs * count, dtype=torch.int32, device=device),
+        item_block=torch.empty(max_items, dtype=torch.int32, device=device),
+        totals=torch.empty(2, dtype=torch.int32, device=device),
+        max_items=max_items,
+        max_slots=max_slots,
+    )
+    padded = triton.next_power_of_2(chosen)
+    at_once = max(1, min(64, 1024 // padded))
+    grid = (pairs * triton.cdiv(tokens, at_once),)
+    source = (indices, *indices.stride(), blocks.doc_start, blocks.number, bits)
+    sizes = (first_pair, tokens, groups, spans, count)
+    shape = {
+        "CHOSEN": chosen,
+        "PADDED": padded,
+        "TOKENS": at_once,
+        "SEL": spec.sel_block,
+        "SPAN": SPAN,
+        "PACKED": blocks.packed,
+    }
+    _mark_kernel[grid](*source, *sizes, **shape)
+    _count_kernel[(pairs * triton.cdiv(count, 32),)](
+        bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
+    )
+    _plan_kernel[(1,)](
+        lists.counts,
+        lists.offsets,
+        lists.item_first,
+        lists.slot_first,
+        lists.totals,
+        pairs * count,
+        chunk,
+        WIDTH=2048,
+        num_warps=8,
+    )
+    _fill_kernel[(triton.cdiv(pairs * count, 32),)](
+        lists.counts, lists.item_first, lists.item_block, pairs * count, chunk, WIDTH=32, num_warps=1
+    )
+    _scatter_kernel[grid](*source, before, lists.offsets, lists.queries, *sizes, **shape)
+    return lists
+
+
+@triton.jit
+def block_start(index, t, there, doc_start_ptr, SEL: tl.constexpr, PACKED: tl.constexpr):
+    """The first token of block `index` of query t's document, -1 if t may not read it."""
+    if PACKED:
+        doc = tl.load(doc_start_ptr + t, mask=there, other=0)
+        last = (t - doc) // SEL
+        return tl.where(there & (index >= 0) & (index <= last), doc + index * SEL, -1)
+    else:
+        return tl.where(there & (index >= 0) & (index <= t // SEL), index * SEL, -1)
+
+
+@triton.jit
+def _chosen_numbers(
+    idx_ptr,
+    stride_b,
+    stride_s,
+    stride_g,
+    stride_n,
+    doc_start_ptr,
+    number_ptr,
+    first_pair,
+    tokens,
+    groups,
+    CHOSEN: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """(pair counted from first_pair, queries [TOKENS, 1], block numbers [TOKENS, PADDED] or -1) of a program."""
+    per_pair = tl.cdiv(tokens, TOKENS)
+    local = tl.program_id(0) // per_pair
+    pair = first_pair + local
+    base = idx_ptr + (pair // groups).to(tl.int64) * stride_b + (pair % groups).to(tl.int64) * stride_g
+    t = ((tl.program_id(0) % per_pair) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    place = tl.arange(0, PADDED)[None, :]
+    there = (t < tokens) & (place < CHOSEN)
+    index = tl.load(base + t.to(tl.int64) * stride_s + place * stride_n, mask=there, other=-1)
+    start = block_start(index, t, there, doc_start_ptr, SEL, PACKED)
+    if PACKED:
+        number = tl.load(number_ptr + start, mask=start >= 0, other=-1)
+    else:
+        number = tl.where(start >= 0, index, -1)
+    return local, t, number
+
+
+@triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
+def _mark_kernel(
+    idx_ptr,
+    stride_b,
+    stride_s,
+    stride_g,
+    stride_n,
+    doc_start_ptr,
+    number_ptr,
+    bits_ptr,  # [pairs, spans, J, SPAN / 32]
+    first_pair,
+    tokens,
+    groups,
+    spans,
+    blocks,
+    CHOSEN: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEL: tl.constexpr,
+    SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    local, t, number = _chosen_numbers(
+        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
+        CHOSEN, PADDED, TOKENS, SEL, PACKED,
+    )  # fmt: skip
+    cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
+    word = bits_ptr + cell * (SPAN // 32) + (t % SPAN) // 32
+    bit = (tl.full([TOKENS, PADDED], 1, tl.int32)) << (t % 32)
+    tl.atomic_or(word, bit, mask=number >= 0, sem="relaxed")
+
+
+@triton.jit
+def _popcount(x):
+    x = x.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 0x3F).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["spans", "blocks"])
+def _count_kernel(
+    bits_ptr,  # [pairs, spans, J, WORDS]
+    before_ptr,  # [pairs, spans, J]
+    counts_ptr,  # [pairs, J]
+    spans,
+    blocks,
+    BLOCKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """For every block: how many queries of earlier spans chose it, for each span, and how many in all."""
+    per_pair = tl.cdiv(blocks, BLOCKS)
+    pair = (tl.program_id(0) // per_pair).to(tl.int64)
+    block = (tl.program_id(0) % per_pair) * BLOCKS + tl.arange(0, BLOCKS)
+    so_far = tl.zeros([BLOCKS], dtype=tl.int32)
+    for begin in range(0, spans, SPANS):
+        span = begin + tl.arange(0, SPANS)
+        ok = (span < spans)[:, None] & (block < blocks)[None, :]
+        cell = (pair * spans + span)[:, None] * blocks + block[None, :]
+        here = tl.zeros([SPANS, BLOCKS], dtype=tl.int32)
+        for w in tl.static_range(WORDS):
+            here += _popcount(tl.load(bits_ptr + cell * WORDS + w, mask=ok, other=0))
+        tl.store(before_ptr + cell, so_far[None, :] + tl.cumsum(here, axis=0) - here, mask=ok)
+        so_far += tl.sum(here, axis=0)
+    tl.store(counts_ptr + pair * blocks + block, so_far, mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=["cells", "chunk"])
+def _plan_kernel(
+    counts_ptr,
+    offsets_ptr,
+    item_first_ptr,
+    slot_first_ptr,
+    totals_ptr,
+    cells,
+    chunk,
+    WIDTH: tl.constexpr,
+):
+    """One program: running sums over all blocks of list lengths, work items and partial results."""
+    queries = tl.zeros([], dtype=tl.int64)
+    items = tl.zeros([], dtype=tl.int32)
+    slots = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, cells, WIDTH):
+        cell = begin + tl.arange(0, WIDTH)
+        ok = cell < cells
+        count = tl.load(counts_ptr + cell, mask=ok, other=0)
+        parts = tl.where(ok, tl.maximum(tl.cdiv(count, chunk), 1), 0)
+        split = tl.where(parts > 1, parts, 0)
+        tl.store(offsets_ptr + cell, queries + tl.cumsum(count.to(tl.int64), axis=0) - count, mask=ok)
+        tl.store(item_first_ptr + cell, items + tl.cumsum(parts, axis=0) - parts, mask=ok)
+        slot = slots + tl.cumsum(split, axis=0) - split
+        tl.store(slot_first_ptr + cell, tl.where(parts > 1, slot, -1), mask=ok)
+        queries += tl.sum(count.to(tl.int64), axis=0)
+        items += tl.sum(parts, axis=0)
+        slots += tl.sum(split, axis=0)
+    tl.store(totals_ptr, items)
+    tl.store(totals_ptr + 1, slots)
+
+
+@triton.jit(do_not_specialize=["cells", "chunk"])
+def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH: tl.constexpr):
+    """item -> block, for all items of WIDTH blocks."""
+    cell = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    ok = cell < cells
+    parts = tl.where(ok, tl.maximum(tl.cdiv(tl.load(counts_ptr + cell, mask=ok, other=0), chunk), 1), 0)
+    first = tl.load(item_first_ptr + cell, mask=ok, other=0)
+    for i in range(tl.max(parts, axis=0)):
+        tl.store(item_block_ptr + first + i, cell, mask=i < parts)
+
+
+@triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
+def _scatter_kernel(
+    idx_ptr,
+    stride_b,
+    stride_s,
+    stride_g,
+    stride_n,
+    doc_start_ptr,
+    number_ptr,
+    bits_ptr,  # [pairs, spans, J, SPAN / 32]
+    before_ptr,  # [pairs, spans, J]
+    offsets_ptr,  # [pairs, J]
+    queries_ptr,
+    first_pair,
+    tokens,
+    groups,
+    spans,
+    blocks,
+    CHOSEN: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEL: tl.constexpr,
+    SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Every query to its place: the queries before it are those of earlier spans and the lower bits of its own.
+    A repeated index goes to the same place, with the same value."""
+    local, t, number = _chosen_numbers(
+        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
+        CHOSEN, PADDED, TOKENS, SEL, PACKED,
+    )  # fmt: skip
+    ok = number >= 0
+    cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
+    rank = tl.load(before_ptr + cell, mask=ok, other=0)
+    own = (t % SPAN) // 32
+    lower = (tl.full([TOKENS, PADDED], 1, tl.int32) << (t % 32)) - 1
+    for w in tl.static_range(SPAN // 32):
+        bits = tl.load(bits_ptr + cell * (SPAN // 32) + w, mask=ok & (w <= own), other=0)
+        rank += _popcount(tl.where(w == own, bits & lower, bits))
+    offset = tl.load(offsets_ptr + local.to(tl.int64) * blocks + number, mask=ok, other=0)
+    tl.store(queries_ptr + offset + rank, tl.broadcast_to(t, [TOKENS, PADDED]), mask=ok)

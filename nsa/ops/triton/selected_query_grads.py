@@ -1,0 +1,223 @@
+"""The query-major gradient of the queries: the forward's tiles and lists once more, deterministic.
+
+Also leaves delta = rowsum(do * o), which it needs first and the block-major kernel needs next.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton.selected_tiles import TilePass, decode_tile, load_tile
+
+
+def query_grads(
+    tile_pass: TilePass,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    spec: NSASpec,
+) -> None:
+    lists, params, take = tile_pass.lists, tile_pass.params, tile_pass.take
+    _query_grads_kernel[(tile_pass.programs,)](
+        q,
+        k,
+        v,
+        o,
+        do,
+        lse,
+        delta,
+        dq,
+        lists.entries,
+        lists.counts,
+        lists.counts if take is None else take,
+        *q.stride()[:3],
+        k.stride(0),
+        k.stride(2),
+        v.stride(0),
+        v.stride(2),
+        *o.stride()[:3],
+        *do.stride()[:3],
+        q.shape[1],
+        k.shape[2],
+        lists.tiles,
+        lists.capacity,
+        0 if take is None else take.shape[1],
+        q.shape[3] ** -0.5,
+        PER_GROUP=q.shape[2] // k.shape[2],
+        QUERIES=lists.queries,
+        HEADS=tile_pass.heads,
+        HEAD_TILES=tile_pass.head_tiles,
+        ROWS=tile_pass.rows,
+        KEYS=min(params.keys, max(16, triton.next_power_of_2(spec.sel_block))),
+        SEL=spec.sel_block,
+        STRIDE_KS=k.stride(1),
+        STRIDE_VS=v.stride(1),
+        DK=q.shape[3],
+        DV=v.shape[3],
+        BLOCK_DK=triton.next_power_of_2(q.shape[3]),
+        BLOCK_DV=triton.next_power_of_2(v.shape[3]),
+        WANTED=-1 if take is None else tile_pass.wanted,
+        SUB=tile_pass.sub,
+        num_warps=params.warps,
+        num_stages=params.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
+def _query_grads_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    do_ptr,
+    lse_ptr,  # [B, S, H]
+    delta_ptr,  # [B, S, H], written here
+    dq_ptr,  # [B, S, H, DK] contiguous
+    entries_ptr,  # [P, tiles, capacity]
+    counts_ptr,  # [P, tiles, 2]
+    take_ptr,  # [P, large_tiles]
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_kg,
+    stride_vb,
+    stride_vg,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_db,
+    stride_ds,
+    stride_dh,
+    tokens,
+    groups,
+    tiles,
+    capacity,
+    large_tiles,
+    scale,
+    PER_GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEL: tl.constexpr,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WANTED: tl.constexpr,
+    SUB: tl.constexpr,
+):
+    """dQ over the same tiles and lists as the forward kernel, and delta on the way."""
+    pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
+    elsewhere = False
+    if WANTED >= 0:
+        elsewhere = tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED
+    if elsewhere:
+        return
+    batch, group = pair // groups, pair % groups
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    query_head = group * PER_GROUP + head
+    t64 = t.to(tl.int64)
+    q_rows = q_ptr + batch * stride_qb + t64 * stride_qs + query_head * stride_qh
+    o_rows = o_ptr + batch * stride_ob + t64 * stride_os + query_head * stride_oh
+    do_rows = do_ptr + batch * stride_db + t64 * stride_ds + query_head * stride_dh
+    q = load_tile(q_rows[:, None] + dk[None, :], row_ok, dk, DK, BLOCK_DK, True)
+    do = load_tile(do_rows[:, None] + dv[None, :], row_ok, dv, DV, BLOCK_DV, True)
+    o = load_tile(o_rows[:, None] + dv[None, :], row_ok, dv, DV, BLOCK_DV, True)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    out = (batch * tokens + t) * (groups * PER_GROUP) + query_head
+    tl.store(delta_ptr + out, delta, mask=row_ok)
+    lse = tl.load(lse_ptr + out, mask=row_ok, other=0.0) * 1.4426950408889634
+
+    k_base = k_ptr + batch * stride_kb + group * stride_kg
+    v_base = v_ptr + batch * stride_vb + group * stride_vg
+    here = pair * tiles + tile
+    entries = entries_ptr + here * capacity
+    num_whole = tl.load(counts_ptr + here * 2)
+    num_all = tl.load(counts_ptr + here * 2 + 1)
+    dq = tl.zeros([ROWS, BLOCK_DK], tl.float32)
+    dq = _query_grads_entries(
+        dq, q, do, lse, delta, t, slot, entries, 0, num_whole, k_base, v_base, tokens, scale,
+        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, False, False,
+    )  # fmt: skip
+    inside = (tile + 1) * QUERIES + (SEL + KEYS) <= tokens
+    num_inside = tl.where(inside, num_all, num_whole)
+    dq = _query_grads_entries(
+        dq, q, do, lse, delta, t, slot, entries, num_whole, num_inside, k_base, v_base, tokens, scale,
+        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, False,
+    )  # fmt: skip
+    dq = _query_grads_entries(
+        dq, q, do, lse, delta, t, slot, entries, num_inside, num_all, k_base, v_base, tokens, scale,
+        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, True,
+    )  # fmt: skip
+    dq_ok = row_ok[:, None] & (dk < DK)[None, :]
+    tl.store(dq_ptr + out[:, None] * DK + dk[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=dq_ok)
+
+
+@triton.jit
+def _query_grads_entries(
+    dq,  # [ROWS, BLOCK_DK]
+    q,
+    do,
+    lse,  # [ROWS], base 2
+    delta,  # [ROWS]
+    t,
+    slot,
+    entries,
+    begin,
+    end,
+    k_base,
+    v_base,
+    tokens,
+    scale,
+    STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SEL: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """dQ over entries [begin, end); MASKED and CHECKED as in the forward kernel."""
+    PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
+    PADDED: tl.constexpr = SEL % KEYS != 0
+    col = tl.arange(0, KEYS)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_offs = col.to(tl.int64)[:, None] * STRIDE_KS + dk[None, :]
+    v_offs = col.to(tl.int64)[:, None] * STRIDE_VS + dv[None, :]
+    for i in range(begin * PIECES, end * PIECES):
+        entry = tl.load(entries + i // PIECES)
+        shift = (i % PIECES) * KEYS
+        first = entry.to(tl.int32) + shift
+        readable = first + col < tokens
+        if PADDED:
+            readable = readable & (col < SEL - shift)
+        k = load_tile(k_base + first.to(tl.int64) * STRIDE_KS + k_offs, readable, dk, DK, BLOCK_DK, CHECKED or PADDED)
+        v = load_tile(v_base + first.to(tl.int64) * STRIDE_VS + v_offs, readable, dv, DV, BLOCK_DV, CHECKED or PADDED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
+        p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
+        if MASKED:
+            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
+            last = tl.where(chosen, t - first, -1)
+            if PADDED:
+                last = tl.minimum(last, SEL - 1 - shift)
+            p = tl.where(col[None, :] <= last[:, None], p, 0.0)
+        elif PADDED:
+            p = tl.where((col < SEL - shift)[None, :], p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq

@@ -1,0 +1,65 @@
+"""Attention over the last `window` tokens of the query's document, the query's own included.
+
+The functions of the reference twin, on the GPU. `params` and `dq_params`, `dkv_params` replace the checked-in
+launch parameters, for tests and tuning.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa.ops.layout import token_layout
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import common, flash
+from nsa.ops.triton.common import Launch
+from nsa.ops.triton.flash import Sight
+
+
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why these kernels cannot run tensors like q and v; None when they can. Every spec runs."""
+    return common.refusal(q, v)
+
+
+def sight(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
+    """Which tokens each query sees."""
+    if cu_seqlens is None:
+        return Sight(1, 1, spec.window)
+    layout = token_layout(q.shape[1], spec, cu_seqlens, q.device)
+    token = layout.doc_start + layout.position
+    lo = torch.maximum(layout.doc_start, token + (1 - spec.window))
+    return Sight(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
+
+
+def launch_params(kind: str, q: Tensor, v: Tensor) -> Launch:
+    """The checked-in parameters of "forward", "dq" or "dkv" for tensors like q and v."""
+    return common.launch_params(f"win_{kind}", common.arch_of(q), q.shape[3], v.shape[3], q.dtype)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv] -> o [B,S,H,Dv], lse [B,S,H] float32, natural logarithm."""
+    launch = params or launch_params("forward", q, v)
+    o, lse, calls = flash.plan_forward(q, k, v, sight(q, spec, cu_seqlens), launch)
+    common.run(calls)
+    return o, lse
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+    dq_params: Launch | None = None,
+    dkv_params: Launch | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
+    dq_launch = dq_params or launch_params("dq", q, v)
+    dkv_launch = dkv_params or launch_params("dkv", q, v)
+    seen = sight(q, spec, cu_seqlens)
+    dq, dk, dv, calls = flash.plan_backward(do, q, k, v, o, lse, seen, dq_launch, dkv_launch)
+    common.run(calls)
+    return dq, dk, dv

@@ -1,0 +1,240 @@
+"""The mean and the contraction of blocks on Triton, forward and backward, against the float64 reference.
+
+Runs in the interpreter on a machine without a GPU, on the GPU otherwise. As a script it compiles the kernels
+for both architectures and prints what they need; the last test starts that in a process of its own, because
+the interpreter is a property of a process.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from nsa.ops.layout import slot_layout
+from nsa.ops.reference import compress as reference
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import compress
+from nsa.ops.triton.compress import Params
+
+INTERPRET = __name__ != "__main__" and not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRET else "cuda"
+TYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [torch.bfloat16])
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+SMALL = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=1, window=16)
+RAGGED = [0, 3, 3, 30, 50, 57, 91]
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fresh memory holds NaN: whatever is not written shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+
+
+def borders(cu):
+    return None if cu is None else torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+
+
+def tokens_of(tokens, cu, *, batch=2, groups=2, dim=16, dtype=torch.float32):
+    shape = (batch if cu is None else 1, tokens if cu is None else cu[-1], groups, dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(DEVICE)
+
+
+def close(got, want, dtype):
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    assert got.is_contiguous()
+    assert (got.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
+
+
+def exact_gradients(output, inputs, do):
+    grads = torch.autograd.grad(output, inputs, do.double(), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)]
+
+
+def check_mean(x, spec, cu):
+    exact = x.double().requires_grad_()
+    want = reference.mean(exact, spec, cu)
+    got = compress.mean(x, spec, cu)
+    close(got, want.detach(), x.dtype)
+    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    dx = exact_gradients(want, [exact], dy)[0] if want.requires_grad else torch.zeros_like(exact)
+    close(compress.mean_backward(dy, x.shape[1], spec, cu), dx, x.dtype)
+
+
+def check_contract(x, spec, cu, width, params=None):
+    weight = torch.randn(spec.cmp_block, x.shape[3], width, generator=torch.Generator().manual_seed(2)).to(x)
+    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    want = reference.contract(*exact, spec, cu)
+    close(compress.contract(x, weight, spec, cu, params), want.detach(), x.dtype)
+    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(3)).to(x)
+    wanted = exact_gradients(want, exact, dy)
+    got = compress.contract_backward(dy, x, weight, spec, cu, params)
+    for result, gradient in zip(got, wanted, strict=True):
+        close(result, gradient, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("cu", [None, RAGGED])
+def test_types(dtype, cu):
+    x = tokens_of(65, cu, dtype=dtype)
+    check_mean(x, SMALL, borders(cu))
+    check_contract(x, SMALL, borders(cu), 24)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 17, 63])
+def test_every_length(tokens):
+    x = tokens_of(tokens, None)
+    check_mean(x, SMALL, None)
+    check_contract(x, SMALL, None, 16)
+
+
+@pytest.mark.parametrize("cu", [[0, 40], [0, 5], [0, 7, 8, 8, 23], [0, 1, 2, 3, 40]])
+def test_packed_documents(cu):
+    x = tokens_of(0, cu)
+    check_mean(x, SMALL, borders(cu))
+    check_contract(x, SMALL, borders(cu), 16)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 4), (8, 8, 8), (12, 4, 24), (1, 1, 1)])
+@pytest.mark.parametrize("cu", [None, [0, 9, 50]])
+def test_every_geometry(sizes, cu):
+    spec = NSASpec(*sizes, 4, 1, 1, 16)
+    x = tokens_of(50, cu, groups=3)
+    check_mean(x, spec, borders(cu))
+    check_contract(x, spec, borders(cu), 16)
+
+
+@pytest.mark.parametrize(("dim", "width"), [(48, 40), (80, 7), (128, 130)])
+def test_head_sizes_and_widths(dim, width):
+    x = tokens_of(30, None, dim=dim, batch=1)
+    check_mean(x, SMALL, None)
+    check_contract(x, SMALL, None, width, Params(32, 32, 32))
+
+
+def test_long_sums_are_cut_into_parts():
+    check_contract(tokens_of(300, None), SMALL, None, 16, Params(16, 16, 16))
+
+
+def test_strides_do_not_matter():
+    x = tokens_of(40, None)
+    for view in (x.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([x, x], dim=-1)[..., 0]):
+        check_mean(view, SMALL, None)
+        check_contract(view, SMALL, None, 16)
+    one = torch.ones((), device=DEVICE)
+    dy = one.expand(2, 9, 2, 16)
+    weight = torch.randn(8, 16, 16).to(x).transpose(1, 2)
+    for got, want in (
+        (compress.mean_backward(dy, 40, SMALL, None), compress.mean_backward(dy.clone(), 40, SMALL, None)),
+        (
+            compress.contract_backward(dy, x, weight, SMALL, None)[0],
+            compress.contract_backward(dy.clone(), x, weight.clone(), SMALL, None)[0],
+        ),
+    ):
+        assert torch.equal(got, want)
+
+
+def test_bad_borders_are_bent_never_followed():
+    x = tokens_of(0, [0, 90])
+    bad = borders([7, 900, -3, 50, 1 << 30])
+    used = slot_layout(90, SMALL, bad, DEVICE).used
+    weight = torch.randn(8, 16, 16).to(x)
+    for y in (compress.mean(x, SMALL, bad), compress.contract(x, weight, SMALL, bad)):
+        assert y.isfinite().all()
+        assert (y[:, ~used] == 0).all()
+        assert compress.mean_backward(y, 90, SMALL, bad).isfinite().all()
+        assert all(g.isfinite().all() for g in compress.contract_backward(y, x, weight, SMALL, bad))
+
+
+def test_float64_is_refused_with_a_reason():
+    v = torch.zeros(1, 4, 2, 16, dtype=torch.float64)
+    assert "float64" in (compress.refusal(v, v, SMALL) or "")
+    assert compress.refusal(v.float(), v.float(), SMALL) is None
+
+
+# What the kernels need, compiled without a GPU.
+
+LIMITS = {90: 227 * 1024, 80: 163 * 1024}
+ALIGNED = {f"stride_{tensor}{dim}" for tensor in "xy" for dim in "bsng"} | {"width", "channels"}
+NUM_COMPILED = 2 * 3 * 5
+
+
+def compile_kernel(fn, types, constants, arch, **options):
+    """Registers, bytes spilled and shared memory of one kernel, with every stride a multiple of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
+    aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in ALIGNED]
+    source = ASTSource(
+        fn, signature, constexprs=dict(constants), attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder) / "kernel.ptx"
+        code.write_text(kernel.asm["ptx"])
+        name = {90: "sm_90a", 80: "sm_80"}[arch]
+        command = [str(ptxas), "-v", "--gpu-name", name, str(code), "-o", str(code.with_suffix(".cubin"))]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) reg", report), re.search(r"(\d+) bytes spill stores", report)
+    assert registers
+    assert spills
+    return {
+        "kernel": fn.__name__,
+        "arch": arch,
+        "registers": int(registers[1]),
+        "spills": int(spills[1]),
+        "shared": kernel.metadata.shared,
+    }
+
+
+def compile_all():
+    divisor = compress.divisor
+    for arch in (90, 80):
+        for kind, dim, packed in (("bf16", 128, False), ("bf16", 64, True), ("fp32", 128, False)):
+            types = dict.fromkeys(("x", "y", "dx", "dy", "weight"), f"*{kind}") | {"partial": "*fp32"}
+            types |= dict.fromkeys(("first", "chunk_first", "doc_start", "cmp_start"), "*i64")
+            types |= dict.fromkeys(("used", "chunk_used"), "*i8")
+            fixed = {"D": dim, "CMP_BLOCK": 32, "CMP_STRIDE": 16, "PACKED": packed}
+            mean, back = compress._MEAN, compress._MEAN_BACKWARD
+            tile = {"ROWS": mean.rows, "CHANNELS": mean.channels, "UNROLL": 8}
+            yield compile_kernel(compress._mean_kernel, types, fixed | tile, arch, num_warps=mean.num_warps)
+            tile = {"ROWS": back.rows, "CHANNELS": back.channels}
+            fn = compress._mean_backward_kernel
+            yield compile_kernel(fn, types, fixed | tile, arch, num_warps=back.num_warps)
+            params = compress.default_product(arch // 10, 4 if kind == "fp32" else 2)
+            rows, columns, depth = params.rows, params.channels, params.depth
+            for fn, tile in (
+                (compress._contract_kernel, (rows, columns, divisor(dim, depth))),
+                (compress._contract_dx_kernel, (rows, divisor(dim, columns), depth)),
+                (compress._contract_dweight_kernel, (divisor(dim, rows), columns, depth)),
+            ):
+                constants = fixed | dict(zip(("ROWS", "COLUMNS", "DEPTH"), tile, strict=True))
+                yield compile_kernel(
+                    fn, types, constants, arch, num_warps=params.num_warps, num_stages=params.num_stages
+                )
+
+
+def test_kernels_fit_both_architectures():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == NUM_COMPILED
+    for report in reports:
+        assert report["shared"] <= LIMITS[report["arch"]], report
+        assert report["spills"] <= 16, report
+
+
+if __name__ == "__main__":
+    for line in compile_all():
+        print(json.dumps(line))

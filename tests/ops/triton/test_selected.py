@@ -1,0 +1,395 @@
+"""The Triton kernels of selected attention against the float64 reference: on a GPU where there is one, else
+through Triton's interpreter at small sizes. Every kernel is also compiled for sm_80 and sm_90.
+
+Memory that the host functions hand to kernels is poisoned, so an element nobody wrote shows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops.reference import selected as reference
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import selected, selected_backward, selected_lists, selected_tiles
+from nsa.ops.triton.selected_tiles import TileParams
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPEC = NSASpec(cmp_block=8, cmp_stride=8, sel_block=16, num_selected=4, window=32)
+SMALL = NSASpec(cmp_block=8, cmp_stride=8, sel_block=8, num_selected=3, num_local=1, window=16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, or a wrong number where it holds integers."""
+    torch.set_num_threads(1)
+
+    def spoil(make: Any) -> Any:
+        def made(*args: Any, **options: Any) -> Tensor:
+            x: Tensor = make(*args, **options)
+            return x.fill_(float("nan") if x.is_floating_point() else 1)
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", spoil(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", spoil(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", spoil(Tensor.new_empty))
+
+
+def rows_of_blocks(batch: int, tokens: int, groups: int, spec: NSASpec, seed: int = 0) -> Tensor:
+    """What block selection would give for random scores: forced blocks, the rest drawn, ascending, padded."""
+    gen = torch.Generator().manual_seed(seed)
+    blocks = -(-tokens // spec.sel_block)
+    own = (torch.arange(tokens) // spec.sel_block)[:, None]
+    block = torch.arange(blocks)
+    scores = torch.rand(batch, groups, tokens, blocks, generator=gen)
+    scores = scores.masked_fill((block < spec.num_init) | (block > own - spec.num_local), 2.0)
+    scores = scores.masked_fill(block > own, -1.0)
+    best = scores.topk(min(spec.num_selected, blocks), dim=-1)
+    chosen = best.indices.masked_fill(best.values < 0, blocks).sort(-1).values
+    chosen = torch.nn.functional.pad(chosen, (0, spec.num_selected - chosen.shape[-1]), value=blocks)
+    return chosen.masked_fill(chosen == blocks, -1).transpose(1, 2).to(torch.int32).contiguous()
+
+
+def wild_indices(batch: int, tokens: int, groups: int, spec: NSASpec, seed: int = 0) -> Tensor:
+    """Anything a user might hand over: repeats, the future, far outside, -1 anywhere, empty rows."""
+    gen = torch.Generator().manual_seed(seed)
+    blocks = -(-tokens // spec.sel_block)
+    shape = (batch, tokens, groups, spec.num_selected)
+    chosen = torch.randint(-2, blocks + 2, shape, generator=gen, dtype=torch.int32)
+    chosen[:, ::7] = -1
+    chosen[:, 1::7, :, 1:] = chosen[:, 1::7, :, :1]
+    chosen[:, 2::7, :, 0] = 2**31 - 1
+    chosen[:, 3::7, :, -1] = -(2**31)
+    return chosen
+
+
+def inputs(
+    batch: int, tokens: int, heads: int, groups: int, dk: int, dv: int, dtype: torch.dtype, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v, do."""
+    gen = torch.Generator().manual_seed(seed)
+    shapes = [(heads, dk), (groups, dk), (groups, dv), (heads, dv)]
+    return [torch.randn(batch, tokens, *shape, generator=gen).to(dtype).to(DEVICE) for shape in shapes]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative, where the result is not all but zero (a lone token's dq is exactly zero)."""
+    least = max(0.1 * want.numel() ** 0.5, 1e-30)
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=least))
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    indices: Tensor,
+    spec: NSASpec,
+    borders: Tensor | None = None,
+    **change: Any,
+) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and all gradients against the reference. `change`: method, dq, chunk, small, large."""
+    indices = indices.to(DEVICE)
+    params = selected.default_params(q, k, v, spec)
+    tiles = {name: change[name] for name in ("method", "small", "large", "ratio") if name in change}
+    params = replace(params, **tiles)
+    back = selected_backward.default_params(q, k, v, spec)
+    back = replace(back, query=replace(back.query, **tiles))
+    back = replace(back, **{name: change[name] for name in ("dq", "chunk", "block") if name in change})
+
+    q64, k64, v64, do64 = (x.double() for x in (q, k, v, do))
+    want_o, want_lse = reference.forward(q64, k64, v64, indices, spec, borders)
+    want = reference.backward(do64, q64, k64, v64, indices, want_o, want_lse, spec, borders)
+    o, lse = selected.forward(q, k, v, indices, spec, borders, params=params)
+    grads = selected.backward(do, q, k, v, indices, o, lse, spec, borders, params=back)
+
+    assert o.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert [g.dtype for g in grads] == [q.dtype] * 3
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    nothing = torch.isinf(want_lse)
+    assert torch.equal(lse == -torch.inf, nothing)
+    assert not o[nothing].any()
+    assert not grads[0][nothing].any()
+    limit = TOLERANCE[q.dtype]
+    assert error(lse[~nothing], want_lse[~nothing]) <= limit
+    for name, got, exact in zip(("o", "dq", "dk", "dv"), (o, *grads), (want_o, *want), strict=True):
+        assert error(got, exact) <= limit, name
+    return o, lse, *grads
+
+
+NARROW, WIDE = TileParams(16, 4, 1, 16), TileParams(64, 4, 1, 32)
+
+
+@pytest.mark.parametrize("dq", ["fused", "separate"])
+@pytest.mark.parametrize("method", ["query", "tile", "adaptive"])
+def test_every_method_agrees_with_the_reference(method: str, dq: str) -> None:
+    tensors = inputs(1, 72, 6, 1, 32, 16, torch.float32)
+    indices = rows_of_blocks(1, 72, 1, SMALL)
+    check(*tensors, indices, SMALL, method=method, dq=dq, chunk=24, small=NARROW, large=WIDE, ratio=1.5)
+
+
+def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
+    indices = rows_of_blocks(1, 72, 1, SMALL).to(DEVICE)
+    blocks = selected_lists.number_blocks(72, SMALL, None, indices.device)
+    params = selected_tiles.QueryParams("adaptive", NARROW, WIDE, 1.5)
+    large, small = selected_tiles.plan_tiles(indices, SMALL, blocks, 6, params)
+    assert (large.lists.queries, small.lists.queries, small.sub) == (10, 2, 5)
+    assert large.take is not None
+    assert large.take is small.take
+    for tile, take in enumerate(large.take[0].tolist()):
+        covered = small.lists.counts[0, tile * 5 : tile * 5 + 5, 1].sum()
+        assert take == int(large.lists.counts[0, tile, 1] * 1.5 <= covered)
+    assert set(large.take[0].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("per_group", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_every_group_size(per_group: int) -> None:
+    tensors = inputs(1, 41, per_group, 1, 16, 16, torch.float32)
+    check(*tensors, rows_of_blocks(1, 41, 1, SMALL), SMALL, method="adaptive", chunk=24)
+
+
+def test_more_heads_than_rows_in_a_tile() -> None:
+    tensors = inputs(1, 19, 40, 1, 16, 16, torch.float32)
+    tile = TileParams(16, 4, 1, 32)
+    check(*tensors, rows_of_blocks(1, 19, 1, SMALL), SMALL, method="query", small=tile, large=tile)
+
+
+def test_one_query_per_program() -> None:
+    tensors = inputs(1, 30, 4, 1, 16, 16, torch.float32)
+    tile = TileParams(16, 1, 1, 16, queries=1)
+    check(*tensors, rows_of_blocks(1, 30, 1, SMALL), SMALL, method="query", small=tile, dq="separate")
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 63, 65])
+def test_odd_lengths(tokens: int) -> None:
+    tensors = inputs(2, tokens, 4, 1, 16, 32, torch.float32)
+    check(*tensors, rows_of_blocks(2, tokens, 1, SPEC), SPEC, dq="fused")
+    check(*tensors, rows_of_blocks(2, tokens, 1, SPEC), SPEC, method="tile", dq="separate")
+
+
+@pytest.mark.parametrize("sel_block", [8, 24, 48, 64, 128])
+def test_every_block_size(sel_block: int) -> None:
+    spec = NSASpec(cmp_block=8, cmp_stride=8, sel_block=sel_block, num_selected=3, num_local=1, window=32)
+    tokens = min(140, 4 * sel_block + 3)
+    tensors = inputs(1, tokens, 2, 1, 16, 16, torch.float32)
+    for dq in ("fused", "separate"):
+        check(*tensors, rows_of_blocks(1, tokens, 1, spec), spec, dq=dq, chunk=40)
+
+
+@pytest.mark.parametrize(("dk", "dv"), [(48, 80), (96, 64), (64, 128)])
+def test_head_sizes_that_differ_and_need_padding(dk: int, dv: int) -> None:
+    tensors = inputs(1, 49, 4, 2, dk, dv, torch.float16)
+    for dq in ("fused", "separate"):
+        check(*tensors, rows_of_blocks(1, 49, 2, SPEC), SPEC, dq=dq)
+
+
+BORDERS = [[0, 60], [0, 1, 1, 34, 60], [0, 0, 16, 17, 50, 60, 60]]
+
+
+@pytest.mark.parametrize("borders", BORDERS)
+def test_packed_documents(borders: list[int]) -> None:
+    tensors = inputs(1, 60, 6, 1, 16, 16, torch.float32)
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=DEVICE)
+    for dq in ("fused", "separate"):
+        check(*tensors, wild_indices(1, 60, 1, SPEC), SPEC, cu_seqlens, method="adaptive", dq=dq, chunk=24)
+
+
+def test_packed_equals_each_document_alone() -> None:
+    q, k, v, do = inputs(1, 50, 4, 2, 16, 16, torch.float32)
+    borders = [0, 21, 22, 50]
+    parts = [rows_of_blocks(1, b - a, 2, SPEC) for a, b in pairwise(borders)]
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=DEVICE)
+    whole = check(q, k, v, do, torch.cat(parts, 1), SPEC, cu_seqlens, dq="separate")
+    for part, (a, b) in zip(parts, pairwise(borders), strict=True):
+        alone = check(q[:, a:b], k[:, a:b], v[:, a:b], do[:, a:b], part, SPEC, dq="separate")
+        for got, want in zip(whole, alone, strict=True):
+            assert error(got[:, a:b], want) <= 1e-6
+
+
+@pytest.mark.parametrize("method", ["query", "tile", "adaptive"])
+def test_any_index_is_masked_or_counted_once(method: str) -> None:
+    tensors = inputs(2, 50, 3, 1, 16, 16, torch.float32)
+    for dq in ("fused", "separate"):
+        check(*tensors, wild_indices(2, 50, 1, SPEC), SPEC, method=method, dq=dq, chunk=16)
+
+
+def test_no_block_chosen_at_all() -> None:
+    tensors = inputs(1, 40, 4, 2, 16, 16, torch.float32)
+    indices = torch.full((1, 40, 2, SPEC.num_selected), -1, dtype=torch.int32)
+    o, lse, *grads = check(*tensors, indices, SPEC)
+    assert not any(x.any() for x in (o, *grads))
+    assert (lse == -torch.inf).all()
+
+
+def test_impossible_borders_touch_nothing_outside() -> None:
+    tensors = inputs(1, 50, 4, 2, 16, 16, torch.float32)
+    borders = torch.tensor([7, 900, -3, 20, 10, 12], dtype=torch.int32, device=DEVICE)
+    check(*tensors, wild_indices(1, 50, 2, SPEC), SPEC, borders, chunk=16)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, cut out of the middle of a larger tensor."""
+    wide = torch.full((*x.shape[:2], x.shape[2] + 3, x.shape[3]), 7.0, dtype=x.dtype, device=x.device)
+    wide[:, :, 1 : 1 + x.shape[2]] = x
+    return wide[:, :, 1 : 1 + x.shape[2]]
+
+
+def test_inputs_of_any_stride() -> None:
+    q, k, v, do = inputs(2, 20, 4, 2, 16, 16, torch.float32)
+    indices = rows_of_blocks(2, 20, 2, SMALL)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do)]
+    last_apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v, do)]
+    spread = indices.repeat_interleave(2, -1)[..., ::2]
+    for tensors in (heads_first, last_apart, [strided(x) for x in (q, k, v, do)]):
+        assert not all(x.is_contiguous() for x in tensors)
+        check(*tensors, spread, SMALL, dq="separate")
+    check(q, k, v, do[:1, :1, :1, :1].expand_as(do), indices, SMALL, dq="fused")
+    check(q, k, v, do[:, :1].expand_as(do), indices, SMALL, dq="separate")
+
+
+def test_many_indices_per_query() -> None:
+    spec = NSASpec(cmp_block=4, cmp_stride=4, sel_block=4, num_selected=40, window=8)
+    tensors = inputs(1, 50, 4, 1, 16, 16, torch.float32)
+    indices = torch.cat([rows_of_blocks(1, 50, 1, spec)[..., :20], wild_indices(1, 50, 1, spec)[..., 20:]], -1)
+    check(*tensors, indices, spec, method="tile")
+
+
+def test_gradients_are_the_same_every_time_when_asked_for() -> None:
+    q, k, v, do = inputs(1, 40, 4, 1, 16, 16, torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        back = selected_backward.default_params(q, k, v, SPEC)
+        assert back.dq == "separate"
+        indices = rows_of_blocks(1, 40, 1, SPEC).to(DEVICE)
+        o, lse = selected.forward(q, k, v, indices, SPEC, None)
+        first = selected.backward(do, q, k, v, indices, o, lse, SPEC, None, params=replace(back, chunk=16))
+        again = selected.backward(do, q, k, v, indices, o, lse, SPEC, None, params=replace(back, chunk=16))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_long_sequences_in_turns_and_with_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only very long sequences use: pairs inverted one at a time, 64-bit offsets in the gathers."""
+    monkeypatch.setattr(selected_backward, "MAX_TABLE_BYTES", 1)
+    monkeypatch.setattr(selected_backward, "_extent", lambda x: 1 << 31)
+    tensors = inputs(2, 40, 4, 2, 16, 16, torch.float32)
+    check(*tensors, rows_of_blocks(2, 40, 2, SPEC), SPEC, dq="fused", chunk=16)
+
+
+def test_an_empty_batch_gives_empty_results() -> None:
+    q, k, v, do = inputs(0, 20, 4, 2, 16, 16, torch.float32)
+    indices = torch.zeros(0, 20, 2, SPEC.num_selected, dtype=torch.int32, device=DEVICE)
+    o, lse = selected.forward(q, k, v, indices, SPEC, None)
+    assert o.shape == (0, 20, 4, 16)
+    assert lse.shape == (0, 20, 4)
+    assert [g.shape for g in selected.backward(do, q, k, v, indices, o, lse, SPEC, None)] == [
+        q.shape,
+        k.shape,
+        v.shape,
+    ]
+
+
+def test_refusal_names_what_the_kernels_cannot_do() -> None:
+    q, _, v, _ = inputs(1, 4, 2, 1, 16, 16, torch.float32)
+    assert selected.refusal(q, v, SPEC) is None
+    assert "float64" in (selected.refusal(q.double(), v.double(), SPEC) or "")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
+    tokens, groups = 200, 2
+    indices = wild_indices(2 - packed, tokens, groups, SPEC).to(DEVICE)
+    borders = torch.tensor([0, 3, 3, 150, 200], dtype=torch.int32, device=DEVICE) if packed else None
+    blocks = selected_lists.number_blocks(tokens, SPEC, borders, indices.device)
+    first, pairs = 1, indices.shape[0] * groups - 1
+    lists = selected_lists.block_lists(indices, SPEC, blocks, 32, first, pairs)
+    doc = blocks.doc_start.tolist() if packed else [0] * tokens
+    items, slots = 0, 0
+    for pair in range(pairs):
+        batch, group = divmod(first + pair, groups)
+        want: dict[int, list[int]] = {}
+        for t, row in enumerate(indices[batch, :, group].tolist()):
+            for j in {j for j in row if 0 <= j <= (t - doc[t]) // SPEC.sel_block}:
+                want.setdefault(doc[t] + j * SPEC.sel_block, []).append(t)
+        for number in range(blocks.count):
+            cell = pair * blocks.count + number
+            start = int(blocks.starts[number]) if packed else number * SPEC.sel_block
+            begin, count = int(lists.offsets[cell]), int(lists.counts[cell])
+            assert lists.queries[begin : begin + count].tolist() == want.pop(start, [])
+            parts = max(1, -(-count // 32))
+            assert int(lists.item_first[cell]) == items
+            assert lists.item_block[items : items + parts].tolist() == [cell] * parts
+            assert int(lists.slot_first[cell]) == (slots if parts > 1 else -1)
+            items, slots = items + parts, slots + (parts if parts > 1 else 0)
+        assert not want
+    assert lists.totals.tolist() == [items, slots]
+    assert items <= lists.max_items
+    assert slots <= lists.max_slots
+
+
+@pytest.mark.parametrize("queries", [1, 5, 32])
+def test_tile_lists_hold_the_union_with_who_chose_what(queries: int) -> None:
+    tokens = 130
+    indices = torch.cat([rows_of_blocks(1, tokens, 1, SPEC), wild_indices(1, tokens, 1, SPEC)], 2).to(DEVICE)
+    blocks = selected_lists.number_blocks(tokens, SPEC, None, indices.device)
+    lists = selected_tiles.tile_lists(indices, SPEC, blocks, queries)
+    for pair in range(2):
+        for tile in range(lists.tiles):
+            first = tile * queries
+            want: dict[int, int] = {}
+            for s, row in enumerate(indices[0, first : first + queries, pair].tolist()):
+                for j in row:
+                    if 0 <= j <= (first + s) // SPEC.sel_block:
+                        want[j * SPEC.sel_block] = want.get(j * SPEC.sel_block, 0) | 1 << s
+            whole, count = lists.counts[pair, tile].tolist()
+            entries = [(e & 0xFFFFFFFF, e >> 32 & 0xFFFFFFFF) for e in lists.entries[pair, tile, :count].tolist()]
+            assert dict(entries) == want
+            assert len(entries) == len(want)
+            everyone = (1 << min(queries, tokens - first)) - 1
+            full = {s for s, mask in want.items() if mask == everyone and s + SPEC.sel_block - 1 <= first}
+            assert {s for s, _ in entries[:whole]} == full
+
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+PRODUCTION = [
+    (80, "1 65536 64 4 128 128 bfloat16"),
+    (80, "16 2048 12 2 64 64 bfloat16"),
+    (90, "1 65536 64 4 128 128 bfloat16"),
+    (90, "1 32768 32 8 128 128 bfloat16 packed"),
+    (90, "16 2048 12 2 64 64 bfloat16"),
+]
+
+
+def compiled(arch: int, shape: str) -> Iterator[dict[str, Any]]:
+    script = Path(__file__).with_name("compile_selected.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, str(script), str(arch), *shape.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return map(json.loads, done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(("arch", "shape"), PRODUCTION)
+def test_kernels_compile_within_the_limits_of_the_card(arch: int, shape: str) -> None:
+    """On meta tensors, too: so nothing in the host functions reads a value back from the device."""
+    names = set()
+    for kernel in compiled(arch, shape):
+        names.add(kernel["kernel"])
+        assert kernel["shared"] <= SHARED_LIMIT[arch], kernel
+        # A few values around the loops may go to local memory; a loop that spills has hundreds.
+        assert kernel["spilled"] <= 512, kernel
+    assert {"_attend_kernel", "_block_grads_kernel", "_tile_lists_kernel", "_scatter_kernel"} <= names

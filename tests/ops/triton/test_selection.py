@@ -1,0 +1,308 @@
+"""Block selection on Triton chooses what the reference chooses: exactly, ties included.
+
+Runs in the interpreter on a machine without a GPU, on the GPU otherwise. As a script it compiles the kernels
+for both architectures and prints what they need; the last test starts that in a process of its own, because
+the interpreter is a property of a process.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from nsa.ops.layout import num_blocks, num_slots, token_layout
+from nsa.ops.reference import compressed
+from nsa.ops.reference import selection as reference
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import selection
+from nsa.ops.triton.selection import Params
+
+INTERPRET = __name__ != "__main__" and not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRET else "cuda"
+SMALL = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=1, window=16)
+torch.set_num_threads(1)
+
+
+def tensors(spec, tokens, heads, groups, dim, *, batch=1, dtype=torch.float32, cu=None, seed=0):
+    """q, k, the exact log-sum-exp in float32, and cu_seqlens."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = num_slots(tokens, spec, packed=cu is not None)
+    q = torch.randn(batch, tokens, heads, dim, generator=generator).to(dtype).to(DEVICE)
+    k = torch.randn(batch, slots, groups, dim, generator=generator).to(dtype).to(DEVICE)
+    borders = None if cu is None else torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    return q, k, exact_lse(q, k, spec, borders), borders
+
+
+def exact_lse(q, k, spec, cu):
+    return compressed.forward(q.double(), k.double(), k.double(), spec, cu)[1].float()
+
+
+def expected(q, k, spec, cu):
+    _, lse = compressed.forward(q.double(), k.double(), k.double(), spec, cu)
+    return reference.forward(q.double(), k.double(), lse, spec, cu)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fresh memory holds NaN, or -7 where integers live: whatever is not written shows."""
+    empty = torch.empty
+
+    def filled(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan") if out.is_floating_point() else -7)
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+def check(q, k, lse, spec, cu, params=None):
+    got = selection.forward(q, k, lse, spec, cu, params)
+    assert got.dtype == torch.int32
+    torch.testing.assert_close(got, expected(q, k, spec, cu), rtol=0, atol=0)
+    return got
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 63, 65, 130])
+def test_every_length(tokens):
+    check(*tensors(SMALL, tokens, 4, 2, 16)[:3], SMALL, None)
+
+
+@pytest.mark.parametrize("per_group", [1, 2, 3, 6, 8, 12, 16])
+def test_every_group_size(per_group):
+    q, k, lse, _ = tensors(SMALL, 97, per_group, 1, 16, batch=1)
+    check(q, k, lse, SMALL, None, Params(columns=64, tokens=32))
+
+
+def test_groups_wider_than_a_tile():
+    q, k, lse, _ = tensors(SMALL, 97, 32, 1, 16)
+    check(q, k, lse, SMALL, None, Params(columns=16, tokens=16))
+
+
+@pytest.mark.parametrize("dim", [16, 48, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_head_sizes_and_types(dim, dtype):
+    check(*tensors(SMALL, 90, 4, 2, dim, dtype=dtype)[:3], SMALL, None, Params(64, 32))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (4, 1, 8, 5, 0, 1),  # stride 1
+        (8, 8, 8, 5, 2, 2),  # every block alike: no share for the neighbour
+        (16, 4, 16, 3, 0, 0),  # blocks stick out by three quarters; nothing forced
+        (4, 4, 12, 5, 2, 0),  # three compressed tokens in a block: not a power of two
+        (12, 4, 24, 6, 0, 3),
+        (8, 4, 16, 3, 1, 2),  # all places forced
+        (8, 4, 16, 1, 0, 1),
+        (8, 4, 16, 1, 0, 0),
+    ],
+)
+def test_every_geometry(sizes):
+    spec = NSASpec(*sizes, 16)
+    check(*tensors(spec, 110, 2, 1, 16)[:3], spec, None, Params(32, 32))
+
+
+def test_blocks_of_more_compressed_tokens_than_a_tile():
+    spec = NSASpec(32, 1, 32, 3, 0, 1, 16)
+    check(*tensors(spec, 150, 2, 1, 16)[:3], spec, None, Params(16, 16))
+
+
+@pytest.mark.parametrize(
+    "cu",
+    [[0, 120], [0, 5, 100, 120], [0, 0, 37, 37, 38, 120, 120], [0, 70, 77, 84, 150], [0, 1, 2, 3, 4]],
+)
+def test_packed_documents(cu):
+    q, k, lse, borders = tensors(SMALL, cu[-1], 6, 2, 16, cu=cu)
+    k[:, sum(max(0, (b - a - 8) // 4 + 1) for a, b in pairwise(cu)) :] = float("nan")
+    got = selection.forward(q, k, lse, SMALL, borders, Params(64, 32))
+    torch.testing.assert_close(got, expected(q, k.nan_to_num(), SMALL, borders), rtol=0, atol=0)
+
+
+def test_bad_borders_are_bent_never_followed():
+    q, k, lse, _ = tensors(SMALL, 100, 2, 1, 16, cu=[0, 100])
+    borders = torch.tensor([7, 900, -3, 50, 1 << 30], dtype=torch.int32, device=DEVICE)
+    got = selection.forward(q, k, lse, SMALL, borders)
+    assert got.min() >= -1
+    assert got.max() < num_blocks(100, SMALL)
+
+
+def test_ties_go_to_the_lower_index():
+    q, k, _, _ = tensors(SMALL, 150, 3, 1, 16)
+    q.zero_()
+    got = check(q, k, exact_lse(q, k, SMALL, None), SMALL, None)
+    assert got[0, -1, 0].tolist() == [0, 1, 2, 9]
+
+
+@pytest.mark.parametrize("cu", [None, [0, 20, 160]])
+def test_ties_between_repeated_keys(cu):
+    """Whole blocks repeated: scores equal to the last bit in different tiles, and cut off by their rank."""
+    q, k, _, borders = tensors(SMALL, 160, 2, 1, 16, cu=cu)
+    k[:] = k[:, :4].repeat(1, k.shape[1] // 4 + 1, 1, 1)[:, : k.shape[1]]
+    check(q, k, exact_lse(q, k, SMALL, borders), SMALL, borders, Params(32, 16))
+
+
+def test_ties_among_small_integers():
+    spec = NSASpec(4, 4, 8, 6, 1, 1, 16)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randint(0, 2, (1, 140, 2, 16), generator=generator).float().to(DEVICE)
+    k = torch.zeros(1, 35, 1, 16, device=DEVICE)
+    k[0, :, 0, 0] = torch.randint(0, 2, (35,), generator=generator).float().to(DEVICE)
+    check(q, k, exact_lse(q, k, spec, None), spec, None)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_rows_longer_than_the_registers(ties):
+    spec = NSASpec(2, 1, 2, 7, 1, 1, 16)
+    q, k, lse, _ = tensors(spec, 76, 1, 1, 16)
+    if ties:
+        q[:, ::2] = 0
+        lse = exact_lse(q, k, spec, None)
+    check(q, k, lse, spec, None, Params(64, 64, pick_per_thread=1, pick_warps=1))
+
+
+def test_small_workspaces_change_nothing():
+    q, k, lse, _ = tensors(SMALL, 90, 2, 1, 16, batch=2)
+    whole = selection.forward(q, k, lse, SMALL, None, Params(32, 32))
+    for limit in (1, 5_000):
+        params = Params(32, 32, workspace_bytes=limit)
+        assert torch.equal(whole, selection.forward(q, k, lse, SMALL, None, params))
+
+
+def test_chunks_cover_all_queries_within_the_limit():
+    spec, params = NSASpec(), Params()
+    shapes = [(1, 65536, False), (16, 2048, False), (1, 1 << 20, True), (600, 70000, False)]
+    for batch, tokens, packed in shapes:
+        start = 0 if packed else spec.num_selected * spec.sel_block
+        chunks = selection.plan_chunks(batch, tokens, 4 * 2, start, 8, spec, params)
+        covered = 0
+        for b0, b1, first, stop in chunks:
+            size = (b1 - b0) * max(0, stop - max(first, start)) * 8 * 4 * selection.block_width(stop, spec)
+            assert size <= params.workspace_bytes
+            covered += (b1 - b0) * (stop - first)
+        assert covered == batch * tokens
+
+
+def test_strides_do_not_matter():
+    q, k, lse, _ = tensors(SMALL, 80, 4, 2, 16)
+    wanted = selection.forward(q, k, lse, SMALL, None)
+    q_heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    k_spread = torch.stack([k, k], dim=-1)[..., 0]
+    lse_heads_first = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    assert k_spread.stride(-1) == 2
+    assert torch.equal(wanted, selection.forward(q_heads_first, k_spread, lse_heads_first, SMALL, None))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_numbers_stay_inside(bad):
+    q, k, lse, _ = tensors(SMALL, 100, 2, 1, 16)
+    q[:, 70:] = bad
+    lse[:, 60:] = bad
+    got = selection.forward(q, k, lse, SMALL, None)
+    assert torch.equal(got[:, :60], expected(q, k, SMALL, None)[:, :60])
+    own = token_layout(100, SMALL, None, DEVICE).position // SMALL.sel_block
+    assert (got[:, 64:] >= 0).all()
+    assert (got[:, 64:] <= own[64:, None, None]).all()
+    assert (got[:, 64:].diff(dim=-1) > 0).all()
+
+
+def test_float64_is_refused_with_a_reason():
+    q = torch.zeros(1, 4, 2, 16, dtype=torch.float64)
+    assert "float64" in (selection.refusal(q, q, SMALL) or "")
+    assert selection.refusal(q.float(), q.float(), SMALL) is None
+
+
+@pytest.mark.skipif(INTERPRET, reason="needs a GPU")
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(64, 4, 128), (12, 2, 64), (16, 1, 192)])
+def test_real_sizes_differ_only_between_close_scores(heads, groups, dim):
+    spec = NSASpec()
+    q, k, lse, _ = tensors(spec, 4000, heads, groups, dim, dtype=torch.bfloat16)
+    got, want = selection.forward(q, k, lse, spec, None), expected(q, k, spec, None)
+    for b, s, g in (got != want).any(-1).nonzero().tolist():
+        logits = q[b, s].double().view(groups, -1, dim)[g] @ k[b, :, g].double().T * dim**-0.5
+        logits[:, max(0, (s + 1 - 32) // 16 + 1) :] = -torch.inf
+        scores = reference.block_scores(logits.softmax(-1).sum(0), s // 64 + 1, spec)
+        swapped = set(got[b, s, g].tolist()) ^ set(want[b, s, g].tolist())
+        values = scores[torch.tensor(sorted(swapped), device=DEVICE)]
+        assert 0 < values.max() - values.min() <= 1e-5 * values.max()
+
+
+# What the kernels need, compiled without a GPU.
+
+LIMITS = {90: 227 * 1024, 80: 163 * 1024}
+SCORES = [
+    (16, 128, "bf16", False), (6, 64, "bf16", False), (4, 128, "bf16", True), (16, 192, "bf16", False),
+    (1, 64, "bf16", False), (6, 64, "fp32", False), (16, 128, "fp32", False), (4, 256, "fp32", True),
+]  # fmt: skip
+
+
+def compile_kernel(fn, types, constants, arch, **options):
+    """Registers, bytes spilled and shared memory of one kernel, with every stride a multiple of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
+    aligned = [
+        i for i, (name, kind) in enumerate(signature.items())
+        if kind[0] == "*" or name.startswith("stride") or name == "width"
+    ]  # fmt: skip
+    source = ASTSource(
+        fn, signature, constexprs=dict(constants), attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder) / "kernel.ptx"
+        code.write_text(kernel.asm["ptx"])
+        name = {90: "sm_90a", 80: "sm_80"}[arch]
+        command = [str(ptxas), "-v", "--gpu-name", name, str(code), "-o", str(code.with_suffix(".cubin"))]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) reg", report), re.search(r"(\d+) bytes spill stores", report)
+    assert registers
+    assert spills
+    return {"registers": int(registers[1]), "spills": int(spills[1]), "shared": kernel.metadata.shared}
+
+
+def compile_all():
+    spec = NSASpec()
+    for arch in (90, 80):
+        for per_group, dim, kind, packed in SCORES:
+            params = selection.default_params(arch // 10, dim, 4 if kind == "fp32" else 2)
+            constants = selection.score_constants(spec, per_group, dim, False, params) | {"PACKED": packed}
+            types = {
+                "q": f"*{kind}", "k": f"*{kind}", "lse": "*fp32", "out": "*fp32",
+                "doc_start": "*i64", "cmp_start": "*i64", "scale": "fp32",
+            }  # fmt: skip
+            needs = compile_kernel(
+                selection._score_kernel, types, constants, arch,
+                num_warps=params.num_warps, num_stages=params.num_stages,
+            )  # fmt: skip
+            yield {"kernel": f"scores h={per_group} D={dim} {kind} packed={packed}", "arch": arch, **needs}
+        for width in (32, 1024, 16384):
+            constants, warps = selection.pick_constants(spec, width, Params())
+            types = {"scores": "*fp32", "indices": "*i32", "doc_start": "*i64"}
+            constants |= {"PLANES": 2, "PACKED": False}
+            needs = compile_kernel(selection._pick_kernel, types, constants, arch, num_warps=warps)
+            yield {"kernel": f"pick of {width}", "arch": arch, **needs}
+
+
+def test_kernels_fit_both_architectures():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 2 * (len(SCORES) + 3)
+    for report in reports:
+        assert report["shared"] <= LIMITS[report["arch"]], report
+        assert report["spills"] <= 16, report
+
+
+if __name__ == "__main__":
+    for line in compile_all():
+        print(json.dumps(line))
