@@ -1,5 +1,6 @@
 """`nsa config show` and `nsa config check`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,8 @@ app = typer.Typer(help="Look at configurations without running them.", no_args_i
 
 @app.command()
 def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverrides = None) -> None:
-    """Print the resolved configuration: the file, the overrides, and every default."""
-    resolved = load_config(config, all_overrides(overrides, override))
+    """Print the resolved configuration: the file, the overrides, the environment, and every default."""
+    resolved = load_config(config, all_overrides(overrides, override), os.environ)
     print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
 
 

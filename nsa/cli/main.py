@@ -4,6 +4,7 @@ Heavy imports happen inside the commands, so that `nsa --version` and `nsa confi
 """
 
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -39,8 +40,13 @@ def _options(
     pass
 
 
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def main() -> None:
     """Runs the command; an error made for users is printed plainly and sets the exit code."""
+    warnings.showwarning = _print_warning
     try:
         app()
     except NSAError as error:

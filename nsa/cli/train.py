@@ -1,5 +1,6 @@
 """`nsa train`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,8 @@ def train(
     given = all_overrides(overrides, override)
     resolved = load_config(config, given)
     if resolved.train.out_dir is None:
-        resolved = load_config(config, [*given, f"train.out_dir={Path('runs') / config.stem}"])
+        given.append(f"train.out_dir={Path('runs') / config.stem}")
+    resolved = load_config(config, given, os.environ)
     from nsa.train import train as train_model
 
     train_model(resolved, Path(str(resolved.train.out_dir)), fresh=fresh)

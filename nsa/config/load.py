@@ -7,13 +7,15 @@ a key given twice is an error, and every message names the key, where it came fr
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from nsa.config.environment import environment_settings
 from nsa.config.schema import Config
 from nsa.errors import ConfigError
 
@@ -45,8 +47,17 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the whole."""
+class ConfigWarning(UserWarning):
+    """Something about a configuration that does not stop it and should be known."""
+
+
+def load_config(
+    path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> Config:
+    """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the whole.
+
+    Of `environment` the old NSA_* variables fill in what neither the file nor an override sets.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -56,10 +67,12 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: byte {error.start} is not valid UTF-8; save the file as UTF-8 text") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
-    return parse_config(_parse_yaml(text, str(path)), str(path), overrides)
+    return parse_config(_parse_yaml(text, str(path)), str(path), overrides, environment)
 
 
-def parse_config(tree: Any, origin: str, overrides: Iterable[str] = ()) -> Config:
+def parse_config(
+    tree: Any, origin: str, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> Config:
     """Validates a parsed YAML document; `origin` names it in errors."""
     if tree is None:
         tree = {}
@@ -71,6 +84,11 @@ def parse_config(tree: Any, origin: str, overrides: Iterable[str] = ()) -> Confi
         keys, value = _parse_override(override)
         _assign(tree, keys, value, override)
         applied.append((keys, override))
+    for variable, key, value, remark in environment_settings(environment or {}):
+        if key is not None:
+            remark = _fill(tree, key, value, variable)
+        if remark:
+            warnings.warn(remark, ConfigWarning, stacklevel=2)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -123,6 +141,17 @@ def _assign(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: s
             raise ConfigError(f"override '{override}': '{name}' holds no keys; set it as a whole with {name}=VALUE")
         tree = inner
     tree[keys[-1]] = value
+
+
+def _fill(tree: dict[str, Any], keys: tuple[str, ...], value: Any, variable: str) -> str:
+    """Sets the key where nothing is set; says so where something else is."""
+    for key in keys[:-1]:
+        inner = tree.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return ""  # validation will name it
+        tree = inner
+    present = tree.setdefault(keys[-1], value)
+    return "" if present == value else f"{variable}: {'.'.join(keys)} is set to {present!r} explicitly, which wins"
 
 
 def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str, ...], str]]) -> Iterable[str]:

@@ -158,6 +158,24 @@ class TrainConfig(Section):
         return self
 
 
+KernelChoice = Literal["auto", "triton", "reference"]
+
+
+class KernelsConfig(Section):
+    """Who computes each operator: auto takes the fastest that can run, a name insists on that one."""
+
+    phi: KernelChoice = Field("auto", description="compression")
+    cmp: KernelChoice = Field("auto", description="compressed attention")
+    select: KernelChoice = Field("auto", description="choice of blocks")
+    sel: KernelChoice = Field("auto", description="selected attention")
+    win: KernelChoice = Field("auto", description="window attention")
+    mix: KernelChoice = Field("auto", description="gated mix")
+
+    def chosen(self) -> dict[str, str]:
+        """The operators that do not choose for themselves."""
+        return {name: choice for name, choice in self.model_dump().items() if choice != "auto"}
+
+
 class RuntimeConfig(Section):
     """How the machine is used."""
 
@@ -170,6 +188,7 @@ class RuntimeConfig(Section):
     compile: bool = Field(False, description="torch.compile each block")
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
     tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
+    kernels: KernelsConfig = KernelsConfig()
     threads: Positive | None = Field(None, description="CPU threads; PyTorch's own choice when unset")
 
 

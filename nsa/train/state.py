@@ -44,7 +44,8 @@ def build_state(config: Config, tokenizer: Tokenizer) -> RunState:
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     _apply_runtime(config)
-    model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed)
+    kernels = config.runtime.kernels.chosen() or None
+    model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, kernels)
     if config.train.init_from is not None:
         load_weights(model, Path(config.train.init_from))
     apply_recompute(model, config.runtime.gradient_checkpointing)

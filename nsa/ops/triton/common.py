@@ -67,7 +67,7 @@ _LAUNCH_16: dict[tuple[str, int, int], Launch] = {
     ("win_dq", 90, 192): Launch(128, 32, 8, 2, "branch"),
     ("win_dq", 90, 256): Launch(64, 32, 8, 2),
     ("win_dkv", 90, 64): Launch(64, 64, 4, 2, "branch"),
-    ("win_dkv", 90, 128): Launch(32, 64, 4, 3),
+    ("win_dkv", 90, 128): Launch(64, 128, 8, 3, "branch"),
     ("win_dkv", 90, 192): Launch(32, 64, 8, 2, "always"),
     ("win_dkv", 90, 256): Launch(32, 64, 8, 2, "always"),
     ("cmp_forward", 80, 64): Launch(128, 64, 8, 3),

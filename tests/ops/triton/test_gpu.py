@@ -1,0 +1,102 @@
+"""Every operator on a GPU at real sizes against the float64 reference, through the public functions.
+
+Memory that the allocator hands out is NaN, so an element nobody wrote shows.
+"""
+
+import pytest
+import torch
+
+from nsa.errors import BackendError
+from nsa.ops import NSASpec, compress_mean, dispatch, nsa_attention, select_blocks, selected_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
+SPEC = NSASpec()
+TOKENS = 2500
+PACKED = [0, 0, 700, 731, 2499, 2500]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """What was freed last is handed out first: leave NaN behind in blocks of every size."""
+    sizes = [2**n for n in range(9, 30)] * 2
+    blocks = [torch.full((size // 4,), float("nan"), device="cuda") for size in sizes]
+    del blocks
+
+
+def draw(heads, groups, dk, dv, dtype, seed=0):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(h, d):
+        return torch.randn(1, TOKENS, h, d, device="cuda", generator=generator).to(dtype).requires_grad_()
+
+    raw = [normal(heads, dk), *(normal(groups, d) for _ in range(3) for d in (dk, dv))]
+    gates = torch.rand(1, TOKENS, heads, 3, device="cuda", generator=generator).to(dtype).requires_grad_()
+    return [*raw, gates]
+
+
+def run(tensors, cu_seqlens, backend):
+    """Output, gradients, and the selected blocks."""
+    q, k_cmp, v_cmp, *rest, gates = tensors
+    compressed = [compress_mean(x, SPEC, cu_seqlens=cu_seqlens, backend=backend) for x in (k_cmp, v_cmp)]
+    o = nsa_attention(q, *compressed, *rest, gates, SPEC, cu_seqlens=cu_seqlens, backend=backend)
+    do = torch.randn(o.shape, device="cuda", generator=torch.Generator(device="cuda").manual_seed(9)).to(o.dtype)
+    return [o, *torch.autograd.grad(o, tensors, do)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "groups", "dk", "dv"), [(16, 1, 128, 128), (12, 2, 64, 64), (4, 4, 192, 128)])
+def test_whole_attention_agrees_with_float64(heads, groups, dk, dv, dtype, packed, monkeypatch):
+    cu_seqlens = torch.tensor(PACKED, dtype=torch.int32, device="cuda") if packed else None
+    tensors = draw(heads, groups, dk, dv, dtype)
+    chosen = []
+    original = dispatch._triton_module("select").forward
+
+    def remembered(*args):
+        chosen.append(original(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(dispatch._triton_module("select"), "forward", remembered)
+    got = run(tensors, cu_seqlens, "triton")
+    # Paths are compared on equal blocks: the reference reads what the kernels selected.
+    monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", lambda *args: chosen[0])
+    want = run([t.detach().double().requires_grad_() for t in tensors], cu_seqlens, "reference")
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+    assert max(errors) <= LIMIT[dtype], errors
+
+
+def test_two_deterministic_runs_give_the_same_bits():
+    tensors = draw(12, 2, 64, 64, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = run(tensors, None, None), run(tensors, None, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_bad_values_are_masked_and_never_followed():
+    q, _, _, k, v, *_ = draw(12, 2, 64, 64, torch.bfloat16)
+    wild = torch.randint(-(2**31), 2**31 - 1, (1, TOKENS, 2, 16), device="cuda", dtype=torch.int32)
+    o = selected_attention(q, k, v, wild, SPEC, backend="triton")
+    assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
+    borders = torch.tensor([9, -5, 10**6, 40, 7], dtype=torch.int32, device="cuda")
+    compressed = compress_mean(k, SPEC, cu_seqlens=borders, backend="triton")
+    lse = torch.zeros(q.shape[:3], device="cuda")
+    indices = select_blocks(q, compressed, lse, SPEC, cu_seqlens=borders, backend="triton")
+    assert int(indices.min()) >= -1
+    assert int(indices.max()) < -(-TOKENS // SPEC.sel_block)
+
+
+def test_float64_falls_back_and_says_so_once():
+    tensors = [t.detach().double().requires_grad_() for t in draw(4, 2, 16, 16, torch.float32)]
+    dispatch._passed_over.clear()
+    with pytest.warns(dispatch.FallbackWarning, match="float64"):
+        run(tensors, None, None)
+    assert {operator for operator, _ in dispatch.counters()} == set(dispatch.OPERATORS)
+    with pytest.raises(BackendError, match="float64"):
+        run(tensors, None, "triton")
