@@ -80,7 +80,7 @@ def select_blocks(
     q: Tensor, k: Tensor, lse: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
 ) -> Tensor:
     sizes = _checked(spec, cu_seqlens, q)
-    return choose("select", backend, q, q, sizes, count=True).forward(q, k, lse, sizes, cu_seqlens)
+    return choose("select", backend, q, k, sizes, count=True).forward(q, k, lse, sizes, cu_seqlens)
 
 
 @_operator

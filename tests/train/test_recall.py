@@ -12,7 +12,7 @@ import torch
 from nsa.config.schema import ModelConfig, NSAConfig
 from nsa.nn.model import build_model
 
-KEYS, VALUES, SHOWN, ASKED, STEPS, LR = 32, 4, 64, 16, 220, 5e-3
+KEYS, VALUES, SHOWN, ASKED, STEPS, LR = 32, 4, 64, 16, 400, 5e-3
 FILLER = KEYS * VALUES + KEYS
 CHANCE = 1 / VALUES
 

@@ -1,17 +1,12 @@
 """What the Triton modules share on the host: launch parameters, planned launches, refusals.
 
 Launch parameters are fixed tables, keyed by (kernel, architecture, head-size class, element size): nothing is
-tuned at run time. A launch is planned as a `Call` before it runs, so that the same plan can be compiled for a
-card that is not there and its registers and shared memory read.
+tuned at run time.
 """
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +39,7 @@ class Launch:
 
 # (kernel, architecture, head-size class), 16-bit types. Classes: both head sizes up to 64; up to 128; keys
 # over 128 beside values up to 128 (192); up to 256. Two traps that the tests look for: a split loop that the
-# assembler serializes on sm_90 (see `Resources`), and a branch that makes it spill on sm_80.
+# assembler serializes on sm_90, and a branch that makes it spill on sm_80.
 _LAUNCH_16: dict[tuple[str, int, int], Launch] = {
     ("cmp_forward", 90, 64): Launch(128, 64, 4, 3, "branch"),
     ("cmp_forward", 90, 128): Launch(128, 128, 8, 3, "branch"),
@@ -147,14 +142,12 @@ def unit_last(x: Tensor) -> Tensor:
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why no attention kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can."""
+    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can."""
     if q.dtype not in DTYPES:
         name = str(q.dtype).removeprefix("torch.")
         return f"the Triton kernels compute float16, bfloat16 and float32, not {name}"
     if not q.is_cuda and q.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
-    if q.is_cuda and arch_of(q) < 80:
-        return f"the Triton kernels need compute capability 8.0 or more, this card has {arch_of(q) / 10}"
     if max(q.shape[3], v.shape[3]) > 256 or q.shape[3] % 16 or v.shape[3] % 16:
         return f"head sizes must be multiples of 16 up to 256, got {q.shape[3]} and {v.shape[3]}"
     if q.shape[1] * q.shape[2] >= 2**31:
@@ -164,7 +157,7 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel launch, planned: `run` starts it, `compile_call` only compiles it."""
+    """One kernel launch, planned; `run` starts it."""
 
     kernel: Any
     programs: int
@@ -178,84 +171,10 @@ def run(calls: Iterable[Call]) -> None:
     for call in calls:
         if call.programs == 0:
             continue
-        with _device_of(call.where):
+        with launch_on(call.where):
             call.kernel[(call.programs,)](**call.args, num_warps=call.num_warps, num_stages=call.num_stages)
 
 
-def _device_of(x: Tensor | None) -> AbstractContextManager[Any]:
+def launch_on(x: Tensor | None) -> AbstractContextManager[Any]:
+    """Kernels start on the current device: makes it the tensor's."""
     return torch.cuda.device(x.device) if x is not None and x.is_cuda else nullcontext()
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a compiled kernel takes from a multiprocessor.
-
-    registers     per thread
-    spilled       bytes of local memory per thread
-    serialized    the assembler waits for every tensor-core product at once (sm_90): several times slower
-    shared_bytes  shared memory of one program
-    """
-
-    name: str
-    registers: int
-    spilled: int
-    serialized: bool
-    shared_bytes: int
-
-
-def compile_call(call: Call, arch: int) -> Resources:
-    """Compiles a planned launch for a card that need not be present, as the launch itself would."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    signature, constants, attributes = {}, {}, {}
-    for place, param in enumerate(call.kernel.params):
-        value = call.args[param.name]
-        if param.is_constexpr or value is None:
-            signature[param.name], constants[param.name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[param.name] = "*" + _type_name(value.dtype)
-            attributes[(place,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
-        elif value == 1 and not param.do_not_specialize:
-            signature[param.name], constants[param.name] = "constexpr", 1
-        else:
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not param.do_not_specialize:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-    compiled = compile(
-        ASTSource(call.kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": call.num_warps, "num_stages": call.num_stages},
-    )
-    report = _assembler_report(compiled.asm["ptx"])
-    registers = re.search(r"Used (\d+) registers", report)
-    stack = re.search(r"(\d+) bytes stack frame", report)
-    assert registers is not None, report
-    assert stack is not None, report
-    return Resources(
-        name=call.kernel.__name__,
-        registers=int(registers[1]),
-        spilled=int(stack[1]),
-        serialized="serialized" in report,
-        shared_bytes=compiled.metadata.shared,
-    )
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
-    return names[dtype]
-
-
-def _assembler_report(ptx: str) -> str:
-    """What the assembler that ships with Triton says of one kernel."""
-    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target is not None
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [str(tool), "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/kernel.cubin"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-        return done.stderr

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from nsa.ops.triton import common
+from nsa.ops.triton.common import arch_of, unit_last
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,25 @@ class Params:
 
 _MEAN = Params(8, 128)
 _MEAN_BACKWARD = Params(16, 128)
-# (major capability, bytes of an element) -> parameters of the three products; see the benchmark for re-tuning
+# (architecture, bytes of an element) -> parameters of the three products; see the benchmark for re-tuning
 _PRODUCT: dict[tuple[int, int], Params] = {
-    (9, 2): Params(128, 64, 64, 4, 3),
-    (8, 2): Params(64, 64, 64, 4, 3),
-    (9, 4): Params(64, 64, 16, 4, 2),
-    (8, 4): Params(64, 64, 16, 4, 2),
+    (90, 2): Params(128, 64, 64, 4, 3),
+    (80, 2): Params(64, 64, 64, 4, 3),
+    (90, 4): Params(64, 64, 16, 4, 2),
+    (80, 4): Params(64, 64, 16, 4, 2),
 }
 # The weight's gradient has few tiles and a long sum, which is cut into parts until this many programs run.
 _WEIGHT_PROGRAMS = 512
 
 
-def default_product(capability: int, itemsize: int) -> Params:
-    """The table's entry for a compute capability's major number (newer ones count as 9)."""
-    return _PRODUCT[8 if capability < 9 else 9, itemsize]
+def default_product(arch: int, itemsize: int) -> Params:
+    """The table's entry for a compute capability (80, 90; newer ones count as 90)."""
+    return _PRODUCT[80 if arch < 90 else 90, itemsize]
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot summarise tokens of v's type, or None."""
-    if v.dtype not in DTYPES:
-        return f"compression has no Triton kernel for {v.dtype}"
-    return None
+    return common.refusal(v, v)
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | None = None) -> Tensor:
@@ -66,7 +64,7 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | N
     y = torch.empty(batch, slots, groups, dim, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    x = _rows_whole(x)
+    x = unit_last(x)
     first, used = _slot_table(tokens, spec, cu_seqlens, y)
     params = params or _MEAN
     rows, channels = _mean_tile(groups * dim, params)
@@ -90,7 +88,7 @@ def mean_backward(
         return dx
     if slots == 0:
         return dx.zero_()
-    dy = _rows_whole(dy)
+    dy = unit_last(dy)
     first, used = _slot_table(tokens, spec, cu_seqlens, dx)
     doc_start, cmp_start = _token_table(tokens, spec, cu_seqlens, dx)
     params = params or _MEAN_BACKWARD
@@ -114,7 +112,7 @@ def contract(
     y = torch.empty(batch, slots, groups, width, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    x, weight = _rows_whole(x), weight.contiguous()
+    x, weight = unit_last(x), weight.contiguous()
     first, used = _slot_table(tokens, spec, cu_seqlens, y)
     params = params or _product_params(x)
     depth, columns = divisor(dim, params.depth), _tile(width, params.channels)
@@ -140,7 +138,7 @@ def contract_backward(
     """dy [B,N,G,E] -> the gradients of x [B,S,G,D] and weight [cmp_block,D,E]."""
     if dy.numel() == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
-    dy, x, weight = _rows_whole(dy), _rows_whole(x), weight.contiguous()
+    dy, x, weight = unit_last(dy), unit_last(x), weight.contiguous()
     params = params or _product_params(x)
     dx = _contract_dx(dy, x, weight, spec, cu_seqlens, params)
     return dx, _contract_dweight(dy, x, weight, spec, cu_seqlens, params)
@@ -215,12 +213,7 @@ def _mean_tile(channels: int, params: Params) -> tuple[int, int]:
 
 
 def _product_params(x: Tensor) -> Params:
-    major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
-    return default_product(major, x.element_size())
-
-
-def _rows_whole(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return default_product(arch_of(x), x.element_size())
 
 
 def _slot_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from nsa.ops.triton import common
+from nsa.ops.triton.common import unit_last
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,8 @@ _BACKWARD = Params(2048, 4)
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-    """Why these kernels cannot mix branches of q's and v's type, or None."""
-    if v.dtype not in DTYPES:
-        return f"the gated mix has no Triton kernel for {v.dtype}"
-    return None
+    """Why these kernels cannot mix branches of v's type, or None."""
+    return common.refusal(v, v)
 
 
 def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Params | None = None) -> Tensor:
@@ -43,7 +41,7 @@ def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: 
     o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device)
     if o.numel() == 0:
         return o
-    o_cmp, o_sel, o_win = _rows_whole(o_cmp, o_sel, o_win)
+    o_cmp, o_sel, o_win = (unit_last(x) for x in (o_cmp, o_sel, o_win))
     padded, rows, warps = tile(dim, params or _FORWARD)
     with torch.cuda.device_of(o):
         _mix_kernel[(triton.cdiv(tokens * heads, rows), batch)](
@@ -64,7 +62,7 @@ def backward(
     dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     if do.numel() == 0:
         return do_cmp, do_sel, do_win, dgates.zero_()
-    do, o_cmp, o_sel, o_win = _rows_whole(do, o_cmp, o_sel, o_win)
+    do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, o_cmp, o_sel, o_win))
     padded, rows, warps = tile(dim, params or _BACKWARD)
     with torch.cuda.device_of(do):
         _mix_backward_kernel[(triton.cdiv(tokens * heads, rows), batch)](
@@ -79,11 +77,6 @@ def tile(dim: int, params: Params) -> tuple[int, int, int]:
     """(padded head size, rows of a program, warps)."""
     padded = triton.next_power_of_2(dim)
     return padded, max(1, params.elements // padded), params.num_warps
-
-
-def _rows_whole(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each tensor with its last dimension dense; the other strides may be anything, 0 included."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 @triton.jit

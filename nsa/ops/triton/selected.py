@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import selected_backward
+from nsa.ops.triton import common, selected_backward
+from nsa.ops.triton.common import launch_on
 from nsa.ops.triton.selected_backward import BackwardParams
 from nsa.ops.triton.selected_lists import number_blocks
 from nsa.ops.triton.selected_tiles import (
@@ -26,14 +27,12 @@ from nsa.ops.triton.selected_tiles import (
     TileTable,
     choose_tiles,
     decode_tile,
-    launch_on,
     load_tile,
     plan_tiles,
     unit_stride,
 )
 
 MAX_TOKENS = 1 << 30
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _TILES: TileTable = {
     (90, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
@@ -50,15 +49,9 @@ _TILES: TileTable = {
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run on such tensors; None when they can."""
-    if q.dtype not in DTYPES:
-        return f"the selected-attention kernels take float16, bfloat16 and float32, not {q.dtype}"
     if q.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
-    if max(q.shape[3], v.shape[3]) > 256:
-        return "the selected-attention kernels take head sizes up to 256"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
-        return "the selected-attention kernels need a GPU of compute capability 8.0 or newer"
-    return None
+    return common.refusal(q, v)
 
 
 def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> QueryParams:

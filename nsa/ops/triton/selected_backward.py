@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.common import launch_on
 from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_lists, number_blocks, table_bytes
 from nsa.ops.triton.selected_query_grads import query_grads
 from nsa.ops.triton.selected_tiles import (
@@ -26,7 +27,6 @@ from nsa.ops.triton.selected_tiles import (
     TileTable,
     choose_tiles,
     launch_key,
-    launch_on,
     load_tile,
     plan_tiles,
     unit_stride,

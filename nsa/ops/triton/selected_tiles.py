@@ -7,9 +7,7 @@ all queries of the tile read whole come first, so that the attention loop over t
 Legend: B batch, S tokens, G key/value heads, h query heads per group, n indices per query, P = B*G pairs (b, g).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -17,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.common import arch_of
 from nsa.ops.triton.selected_lists import Blocks, block_start
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
@@ -88,7 +87,8 @@ def launch_key(q: Tensor, v: Tensor) -> LaunchKey:
     """Float32 runs on the ordinary cores and has one set of parameters, filed under 80."""
     head_class = max(64, triton.next_power_of_2(max(q.shape[3], v.shape[3])))
     bits = q.element_size() * 8
-    return architecture(q.device) if bits == 16 else 80, head_class, bits
+    arch = 90 if arch_of(q) >= 90 and bits == 16 else 80
+    return arch, head_class, bits
 
 
 def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: TileTable) -> QueryParams:
@@ -282,16 +282,6 @@ def _tile_lists_kernel(
         small_at = pair.to(tl.int64) * small_tiles + small
         entries_small = tl.sum(tl.load(small_counts_ptr + small_at * 2 + 1, mask=small_ok, other=0), axis=1)
         tl.store(take_ptr + out, (num_all * ratio <= entries_small).to(tl.int32), mask=tile < tiles)
-
-
-def architecture(device: torch.device) -> int:
-    """The architecture whose launch parameters fit a device; those of sm_80 are the most modest."""
-    return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 else 80
-
-
-def launch_on(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device: makes it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def unit_stride(x: Tensor) -> Tensor:

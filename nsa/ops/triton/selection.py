@@ -29,10 +29,11 @@ from torch import Tensor
 
 from nsa.ops.layout import num_blocks, token_layout
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton import common
+from nsa.ops.triton.common import arch_of
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -49,37 +50,35 @@ class Params:
     workspace_bytes: int = 256 << 20
 
 
-# (major capability, head size class, bytes of an element) -> parameters; found by counting registers and
+# (architecture, head size class, bytes of an element) -> parameters; found by counting registers and
 # shared memory, see the benchmark for re-tuning. Head size classes are powers of two.
 _TABLE: dict[tuple[int, int, int], Params] = {
-    (9, 64, 2): Params(128, 64, 4, 3),
-    (9, 128, 2): Params(128, 64, 4, 2),
-    (9, 256, 2): Params(128, 64, 4, 2),
-    (8, 64, 2): Params(64, 64, 4, 3),
-    (8, 128, 2): Params(64, 64, 4, 3),
-    (8, 256, 2): Params(64, 64, 4, 2),
-    (9, 64, 4): Params(64, 32, 8, 1),
-    (9, 128, 4): Params(64, 32, 8, 1),
-    (9, 256, 4): Params(32, 32, 4, 1),
-    (8, 64, 4): Params(64, 32, 8, 1),
-    (8, 128, 4): Params(64, 32, 8, 1),
-    (8, 256, 4): Params(32, 32, 4, 1),
+    (90, 64, 2): Params(128, 64, 4, 3),
+    (90, 128, 2): Params(128, 64, 4, 2),
+    (90, 256, 2): Params(128, 64, 4, 2),
+    (80, 64, 2): Params(64, 64, 4, 3),
+    (80, 128, 2): Params(64, 64, 4, 3),
+    (80, 256, 2): Params(64, 64, 4, 2),
+    (90, 64, 4): Params(64, 32, 8, 1),
+    (90, 128, 4): Params(64, 32, 8, 1),
+    (90, 256, 4): Params(32, 32, 4, 1),
+    (80, 64, 4): Params(64, 32, 8, 1),
+    (80, 128, 4): Params(64, 32, 8, 1),
+    (80, 256, 4): Params(32, 32, 4, 1),
 }
 
 
-def default_params(capability: int, dim: int, itemsize: int) -> Params:
-    """The table's entry for a compute capability's major number (newer ones count as 9)."""
+def default_params(arch: int, dim: int, itemsize: int) -> Params:
+    """The table's entry for a compute capability (80, 90; newer ones count as 90)."""
     size = 64 if dim <= 64 else 128 if dim <= 128 else 256
-    return _TABLE[8 if capability < 9 else 9, size, itemsize]
+    return _TABLE[80 if arch < 90 else 90, size, itemsize]
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run queries like q with key/value heads like v's, or None."""
-    if q.dtype not in DTYPES:
-        return f"block selection has no Triton kernel for {q.dtype}"
     if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
         return f"block selection takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    return None
+    return common.refusal(q, v)
 
 
 def forward(
@@ -94,8 +93,7 @@ def forward(
     batch, tokens, heads, dim = q.shape
     groups = k.shape[2]
     if params is None:
-        major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9
-        params = default_params(major, dim, q.element_size())
+        params = default_params(arch_of(q), dim, q.element_size())
     indices = torch.empty(batch, tokens, groups, spec.num_selected, dtype=torch.int32, device=q.device)
     if indices.numel() == 0:
         return indices

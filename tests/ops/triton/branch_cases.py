@@ -5,11 +5,7 @@ parameters and prints what they take, one JSON object a line. That needs a proce
 interpreter that the other tests use is switched on for a whole process.
 """
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +16,6 @@ from nsa.ops.layout import num_slots
 from nsa.ops.reference import compressed as cmp_reference
 from nsa.ops.reference import window as win_reference
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import common, flash
 from nsa.ops.triton import compressed as cmp_triton
 from nsa.ops.triton import window as win_triton
 from nsa.ops.triton.common import Launch
@@ -121,55 +116,3 @@ def poison(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-
-
-# (H, G, Dk, Dv): the shapes whose production kernels are compiled.
-SHAPES = ((64, 4, 128, 128), (12, 2, 64, 64))
-WIDE_SHAPES = ((64, 4, 192, 128), (16, 4, 256, 256), (32, 8, 96, 80))
-
-
-def production_calls(
-    branch: str, arch: int, shape: tuple[int, int, int, int], dtype: torch.dtype, packed: bool
-) -> list[common.Call]:
-    """The launches of a forward and a backward pass on such a card, planned for tensors without memory."""
-    heads, groups, dk, dv = shape
-    module = BRANCHES[branch][0]
-    tokens = 4096
-    keys = num_slots(tokens, NSASpec(), packed=packed) if branch == "cmp" else tokens
-
-    def empty(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.empty(*sizes, dtype=kind, device="meta")
-
-    q, k, v = empty(1, tokens, heads, dk), empty(1, keys, groups, dk), empty(1, keys, groups, dv)
-    sight = module.sight(q, NSASpec(), None)
-    if packed:
-        sight = replace(sight, lo=empty(tokens, kind=torch.int32), hi=empty(tokens, kind=torch.int32))
-    launch = {kind: common.launch_params(f"{branch}_{kind}", arch, dk, dv, dtype) for kind in ("forward", "dq", "dkv")}
-    o, lse, calls = flash.plan_forward(q, k, v, sight, launch["forward"])
-    dkv = replace(launch["dkv"], splits=2)
-    _, _, _, more = flash.plan_backward(o, q, k, v, o, lse, sight, launch["dq"], dkv)
-    return calls + more[:3]
-
-
-def compiled_resources(branch: str, arch: int, *, wide: bool) -> list[dict[str, Any]]:
-    """What the production kernels take, compiled in another process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, __file__, branch, str(arch), "wide" if wide else "usual"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def _main(branch: str, arch: int, which: str) -> None:
-    plans = [(shape, torch.bfloat16, False) for shape in (WIDE_SHAPES if which == "wide" else SHAPES)]
-    if which == "wide":
-        plans += [(SHAPES[0], torch.bfloat16, True), (SHAPES[1], torch.float32, False)]
-    for shape, dtype, packed in plans:
-        for call in production_calls(branch, arch, shape, dtype, packed):
-            found = asdict(common.compile_call(call, arch))
-            print(json.dumps({"shape": shape, "dtype": str(dtype), "packed": packed, **found}))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,210 @@
+"""Compiles every launch that the operators make for given tensors, without a GPU.
+
+The host functions run on meta tensors with the kernels replaced by recorders, so what is compiled is exactly what
+would be launched, and a host function that read a value back from the device would fail. Run as a program (never under
+TRITON_INTERPRET), it prints one JSON line per kernel with what it takes from a multiprocessor.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nsa.ops.layout import num_slots
+from nsa.ops.spec import NSASpec
+
+FILES = (
+    "common", "compress", "compressed", "flash", "mix", "selected", "selected_backward", "selected_lists",
+    "selected_query_grads", "selected_tiles", "selection", "window",
+)  # fmt: skip
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+MULTIPROCESSORS = {80: 108, 90: 132}
+SPEC = NSASpec()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tensors of one attention call."""
+
+    batch: int
+    tokens: int
+    heads: int
+    groups: int
+    dk: int
+    dv: int
+    dtype: str = "bfloat16"
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """spilled: bytes of local memory a thread needs. serialized: the assembler waits for every tensor-core product at
+    once (sm_90), which makes a kernel several times slower."""
+
+    kernel: str
+    constants: str
+    registers: int
+    spilled: int
+    serialized: bool
+    shared: int
+
+
+class Recorder:
+    """Stands in for a kernel and keeps the arguments of its launches."""
+
+    def __init__(self, kernel: Any, launches: list[Any]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def recorded(arch: int, plan: Plan) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The launches of all operators, forward and backward."""
+    launches: list[Any] = []
+    modules = {name: import_module(f"nsa.ops.triton.{name}") for name in FILES}
+    kept = []
+    for module in modules.values():
+        for name, value in list(vars(module).items()):
+            stand_in: Any = None
+            if name.endswith("_kernel"):
+                stand_in = Recorder(value, launches)
+            elif name == "arch_of":
+                stand_in = lambda x: arch  # noqa: E731
+            elif name == "multiprocessors":
+                stand_in = lambda x: MULTIPROCESSORS[arch]  # noqa: E731
+            if stand_in is not None:
+                kept.append((module, name, value))
+                setattr(module, name, stand_in)
+    try:
+        attend(plan, modules)
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+    return launches
+
+
+def attend(plan: Plan, m: dict[str, ModuleType]) -> None:
+    dtype = getattr(torch, plan.dtype)
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    def tokens(heads: int, dim: int) -> Tensor:
+        return tensor(plan.batch, plan.tokens, heads, dim)
+
+    borders = tensor(4, kind=torch.int32) if plan.packed else None
+    q, k, v, do = (
+        tokens(plan.heads, plan.dk),
+        tokens(plan.groups, plan.dk),
+        tokens(plan.groups, plan.dv),
+        tokens(plan.heads, plan.dv),
+    )
+    slots = num_slots(plan.tokens, SPEC, packed=plan.packed)
+    k_cmp = m["compress"].mean(k, SPEC, borders)
+    assert k_cmp.shape[1] == slots
+    m["compress"].mean_backward(k_cmp, plan.tokens, SPEC, borders)
+    weight = tensor(SPEC.cmp_block, plan.dv, plan.dv)
+    v_cmp = m["compress"].contract(v, weight, SPEC, borders)
+    m["compress"].contract_backward(v_cmp, v, weight, SPEC, borders)
+    o, lse = m["compressed"].forward(q, k_cmp, v_cmp, SPEC, borders)
+    m["compressed"].backward(do, q, k_cmp, v_cmp, o, lse, SPEC, borders)
+    indices = m["selection"].forward(q, k_cmp, lse, SPEC, borders)
+    o, lse = m["selected"].forward(q, k, v, indices, SPEC, borders)
+    m["selected"].backward(do, q, k, v, indices, o, lse, SPEC, borders)
+    o, lse = m["window"].forward(q, k, v, SPEC, borders)
+    m["window"].backward(do, q, k, v, o, lse, SPEC, borders)
+    gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
+    m["mix"].forward(o, o, o, gates)
+    m["mix"].backward(do, o, o, o, gates)
+
+
+def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The compiled kernel, with the specialisations a real launch would get."""
+    options = dict(options)
+    launch = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | options
+    signature, constants, attributes = {}, {}, {}
+    for place, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr or value is None:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[param.name] = TYPES[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        elif value == 1 and not param.do_not_specialize:
+            signature[param.name], constants[param.name] = "constexpr", 1
+        else:
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
+
+
+def assembler_report(ptx: str) -> str:
+    """What the assembler that ships with Triton says of one kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [tool, "-v", f"--gpu-name={target[1]}", source, "-o", Path(folder, "kernel.cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def taken(arch: int, plan: Plan) -> list[Taken]:
+    """What each different launch takes."""
+    found: dict[tuple[str, str], Taken] = {}
+    for kernel, args, options in recorded(arch, plan):
+        key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor)}))
+        if key in found:
+            continue
+        compiled = compile_launch(arch, kernel, args, options)
+        report = assembler_report(compiled.asm["ptx"])
+        registers = re.search(r"Used (\d+) registers", report)
+        stack = re.search(r"(\d+) bytes stack frame", report)
+        assert registers is not None, report
+        assert stack is not None, report
+        found[key] = Taken(
+            *key, int(registers[1]), int(stack[1]), "serialized" in report, int(compiled.metadata.shared)
+        )
+    return list(found.values())
+
+
+def taken_elsewhere(arch: int, plan: Plan) -> list[Taken]:
+    """`taken` in a process of its own: this one may interpret its kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, __file__, str(arch), json.dumps(asdict(plan))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [Taken(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    for kernel in taken(int(sys.argv[1]), Plan(**json.loads(sys.argv[2]))):
+        print(json.dumps(asdict(kernel)))

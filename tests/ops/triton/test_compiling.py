@@ -1,0 +1,43 @@
+"""Every kernel compiles for the A100 and the H100 within what the cards have, without a GPU at hand."""
+
+import pytest
+
+from tests.ops.triton.compiling import Plan, taken_elsewhere
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+KERNELS = {
+    "_mean_kernel", "_mean_backward_kernel", "_contract_kernel", "_contract_dx_kernel", "_contract_dweight_kernel",
+    "_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel", "_pick_kernel", "_tile_lists_kernel",
+    "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
+    "_mix_kernel", "_mix_backward_kernel",
+}  # fmt: skip
+PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
+UNUSUAL = [
+    Plan(1, 32768, 32, 8, 128, 128, packed=True),
+    Plan(1, 4096, 64, 4, 192, 128),
+    Plan(1, 4096, 16, 4, 256, 256),
+    Plan(1, 4096, 6, 1, 96, 80, "float32"),
+]
+# A few values parked around a loop cost nothing; a loop that spills needs hundreds of bytes.
+SPILLED = {"_block_grads_kernel": 512}
+
+
+def check(arch, plan, spilled):
+    kernels = taken_elsewhere(arch, plan)
+    assert {k.kernel for k in kernels} >= KERNELS
+    for kernel in kernels:
+        assert kernel.shared <= SHARED_LIMIT[arch], kernel
+        assert kernel.spilled <= SPILLED.get(kernel.kernel, spilled), kernel
+        assert not kernel.serialized, kernel
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("plan", PRODUCTION, ids=str)
+def test_production_kernels_fit_the_card(arch, plan):
+    check(arch, plan, spilled=128)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("plan", UNUSUAL, ids=str)
+def test_kernels_of_other_shapes_fit_the_card(arch, plan):
+    check(arch, plan, spilled=1024)
