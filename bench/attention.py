@@ -186,7 +186,8 @@ def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] 
 
 
 def machine() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    asked = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+    commit = asked.stdout.strip() if asked.returncode == 0 else ""
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,9 +1,13 @@
 """What every operator demands of its arguments, the same for every backend.
 
 Shapes, types and devices are always checked and cost nothing. Values (document borders, block indices) are
-checked on the CPU; on a device they would cost a synchronisation, so there the formulas mask bad ones.
+checked on the CPU; on a device that costs a synchronisation, so there it happens inside `checked_values()` only, and
+elsewhere the formulas mask bad ones.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 
 import torch
@@ -15,6 +19,23 @@ from nsa.ops.spec import NSASpec
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHAPE_NAMES = "[B, S, heads, D]"
+
+
+_checked_everywhere: ContextVar[bool] = ContextVar("checked_everywhere", default=False)
+
+
+@contextmanager
+def checked_values() -> Iterator[None]:
+    """Inside, values are checked on every device. For finding a fault: it synchronises at every operator."""
+    token = _checked_everywhere.set(True)
+    try:
+        yield
+    finally:
+        _checked_everywhere.reset(token)
+
+
+def _checks_values_of(x: Tensor) -> bool:
+    return x.device.type == "cpu" or _checked_everywhere.get()
 
 
 def check_query(q: Tensor) -> None:
@@ -110,8 +131,8 @@ def check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
 
 
 def check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
-    """On the CPU: borders start at 0, end at S and never fall."""
-    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+    """Borders start at 0, end at S and never fall."""
+    if cu_seqlens is None or not _checks_values_of(cu_seqlens):
         return
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != tokens:
@@ -122,8 +143,8 @@ def check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
 
 
 def check_index_values(indices: Tensor, spec: NSASpec) -> None:
-    """On the CPU: every index is -1 or a block of the sequence."""
-    if indices.device.type != "cpu" or indices.numel() == 0:
+    """Every index is -1 or a block of the sequence."""
+    if indices.numel() == 0 or not _checks_values_of(indices):
         return
     blocks = num_blocks(indices.shape[1], spec)
     low, high = int(indices.min()), int(indices.max())

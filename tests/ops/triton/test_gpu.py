@@ -6,8 +6,8 @@ Memory that the allocator hands out is NaN, so an element nobody wrote shows.
 import pytest
 import torch
 
-from nsa.errors import BackendError
-from nsa.ops import NSASpec, compress_mean, dispatch, nsa_attention, select_blocks, selected_attention
+from nsa.errors import ArgumentError, BackendError
+from nsa.ops import NSASpec, checked_values, compress_mean, dispatch, nsa_attention, select_blocks, selected_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,6 +90,17 @@ def test_bad_values_are_masked_and_never_followed():
     indices = select_blocks(q, compressed, lse, SPEC, cu_seqlens=borders, backend="triton")
     assert int(indices.min()) >= -1
     assert int(indices.max()) < -(-TOKENS // SPEC.sel_block)
+
+
+def test_checked_mode_names_the_bad_argument():
+    q, _, _, k, v, *_ = draw(12, 2, 64, 64, torch.bfloat16)
+    far = torch.full((1, TOKENS, 2, 16), 10**6, device="cuda", dtype=torch.int32)
+    falling = torch.tensor([0, 900, 700, TOKENS], dtype=torch.int32, device="cuda")
+    with checked_values():
+        with pytest.raises(ArgumentError, match="indices: must be -1 or one of the 40 blocks"):
+            selected_attention(q, k, v, far, SPEC)
+        with pytest.raises(ArgumentError, match="cu_seqlens: must never fall"):
+            compress_mean(k, SPEC, cu_seqlens=falling)
 
 
 def test_float64_falls_back_and_says_so_once():
