@@ -1,6 +1,6 @@
 # make train   set up, train the quickstart model, let it write
 # make test    the whole test suite      make lint   style, types, import arrows
-# make bench   kernels against dense attention, on a GPU
+# make bench   kernels against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
 # make setup   only the environment in .venv
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test bench lint setup setup-dev clean
+.PHONY: train test test-gpu bench lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -20,6 +20,10 @@ train: setup
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/ops/triton
+
+# Most of a GPU test is compiling its kernels: several processes share one GPU.
+test-gpu: setup-dev
+	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton
 
 bench: setup
 	$(BIN)/python -m bench.attention

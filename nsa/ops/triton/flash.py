@@ -10,9 +10,6 @@ A tile has BLOCK_M rows = QUERIES x HEADS (row r: query r // HEADS, head r % HEA
 HEADS < h only where a group has more heads than a tile has rows. DK, DV: head sizes, BLOCK_D* padded.
 """
 
-# In a kernel, conditions on constants and on values must stay apart.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-
 from dataclasses import dataclass
 
 import torch
