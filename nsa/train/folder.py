@@ -23,8 +23,8 @@ def claim_folder(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise LaunchError(f"train.out_dir: {folder} cannot be used: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+        raise LaunchError(f"train.out_dir: {str(folder)!r} cannot be used: {error}; choose another folder") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ from torch import nn
 from nsa.checkpoint.weights import load_weights
 from nsa.config import Config
 from nsa.data.tokenizers import Tokenizer
-from nsa.errors import ConfigError, LaunchError
+from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.recompute import apply_recompute
 from nsa.train.optimizer import build_optimizer
@@ -47,7 +47,10 @@ def build_state(config: Config, tokenizer: Tokenizer) -> RunState:
     kernels = config.runtime.kernels.chosen() or None
     model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, kernels)
     if config.train.init_from is not None:
-        load_weights(model, Path(config.train.init_from))
+        try:
+            load_weights(model, Path(config.train.init_from))
+        except CheckpointError as error:
+            raise CheckpointError(f"train.init_from: {error}") from None
     apply_recompute(model, config.runtime.gradient_checkpointing)
     model.to(device)
     if config.runtime.compile:
