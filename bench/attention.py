@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
 from nsa.ops import compress_mean, nsa_attention
-from nsa.ops.dispatch import _triton_module
+from nsa.ops.dispatch import triton_module
 
 CHECK_TOKENS = 4096
 LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -44,7 +44,7 @@ def check(shape: Shape, correlated: bool, dtype: torch.dtype) -> dict[str, float
     exact = Inputs(*(t.detach().double().requires_grad_() for t in x.all()))
     errors: dict[str, float] = {}
     do = torch.randn(x.q.shape, device="cuda").to(dtype)
-    modules = {name: _triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
+    modules = {name: triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
     from nsa.ops.reference import compress, compressed, mix, selected, selection, window
 
     def compare(name: str, got: Tensor, want: Tensor) -> None:
@@ -90,8 +90,9 @@ def check(shape: Shape, correlated: bool, dtype: torch.dtype) -> dict[str, float
 
 
 def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
-    """Names whose error is over the limit (or NaN). Selection may differ where two scores are nearly equal."""
-    limits = {"select": 1e-2}
+    """Names whose error is over the limit (or NaN). Of selection it is the share of rows that differ: a few may,
+    where two scores agree to 1e-5; the kernels' tests look at those scores."""
+    limits = {"select": 1e-3}
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
 
 
@@ -141,7 +142,7 @@ def time_ours(x: Inputs, rep: int) -> dict[str, Any]:
 
 def time_parts(x: Inputs, rep: int) -> dict[str, float]:
     """Milliseconds of every kernel by itself."""
-    m = {name: _triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
+    m = {name: triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
     q, raw, gates, tokens = x.q.detach(), x.k_cmp.detach(), x.gates.detach(), x.q.shape[1]
     parts = {"phi.fwd": 2 * median_ms(lambda: m["phi"].mean(raw, SPEC, None), rep)}
     k, v = m["phi"].mean(raw, SPEC, None), m["phi"].mean(x.v_cmp.detach(), SPEC, None)

@@ -20,7 +20,7 @@ import torch
 
 from bench.attention import median_ms
 from bench.shapes import SPEC, Shape, make_inputs
-from nsa.ops.dispatch import _triton_module
+from nsa.ops.dispatch import triton_module
 from nsa.ops.triton import common, selected, selected_backward, selection
 from nsa.ops.triton.common import Launch
 from nsa.ops.triton.selected_tiles import QueryParams, TileParams
@@ -47,10 +47,10 @@ class Case:
 
 
 def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
-    x, module = make_inputs(shape, correlated=False), _triton_module(branch)
+    x, module = make_inputs(shape, correlated=False), triton_module(branch)
     q, k, v = x.q.detach(), x.k_win.detach(), x.v_win.detach()
     if branch == "cmp":
-        k, v = (_triton_module("phi").mean(t, SPEC, None) for t in (k, v))
+        k, v = (triton_module("phi").mean(t, SPEC, None) for t in (k, v))
     o, lse = module.forward(q, k, v, SPEC, None)
     do = torch.randn_like(o)
     for part, sizes in FLASH.items():
@@ -74,9 +74,9 @@ def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
 def selection_cases(shape: Shape) -> Iterator[Case]:
     x = make_inputs(shape, correlated=False)
     q = x.q.detach()
-    k = _triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
-    _, lse = _triton_module("cmp").forward(q, k, k, SPEC, None)
-    default = selection.default_params(9, shape.dim, 2)
+    k = triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
+    _, lse = triton_module("cmp").forward(q, k, k, SPEC, None)
+    default = selection.default_params(common.arch_of(q), shape.dim, 2)
     sizes = [(128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2), (64, 128, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
              (256, 64, 8, 3), (64, 64, 4, 3)]  # fmt: skip
     candidates = [replace(default, columns=c, tokens=t, num_warps=w, num_stages=s) for c, t, w, s in sizes] + [
@@ -93,9 +93,9 @@ def selection_cases(shape: Shape) -> Iterator[Case]:
 def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
     x = make_inputs(shape, correlated=correlated)
     q, k, v = x.q.detach(), x.k_sel.detach(), x.v_sel.detach()
-    k_cmp = _triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
-    _, lse_cmp = _triton_module("cmp").forward(q, k_cmp, k_cmp, SPEC, None)
-    indices = _triton_module("select").forward(q, k_cmp, lse_cmp, SPEC, None)
+    k_cmp = triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
+    _, lse_cmp = triton_module("cmp").forward(q, k_cmp, k_cmp, SPEC, None)
+    indices = triton_module("select").forward(q, k_cmp, lse_cmp, SPEC, None)
     o, lse = selected.forward(q, k, v, indices, SPEC, None)
     do = torch.randn_like(o)
     kind = "correlated" if correlated else "random"

@@ -53,7 +53,7 @@ def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASp
     module = None
     reason = _triton_missing() or _device_refusal(q)
     if reason is None:
-        module = _triton_module(operator)
+        module = triton_module(operator)
         reason = module.refusal(q, v, spec)
     if reason is None:
         assert module is not None
@@ -101,5 +101,6 @@ def _interpreting() -> bool:
 
 
 @cache
-def _triton_module(operator: str) -> ModuleType:
+def triton_module(operator: str) -> ModuleType:
+    """The Triton twin of an operator's reference module, whether or not it can run here."""
     return import_module(_REFERENCE[operator].__name__.replace(".reference.", ".triton."))

@@ -54,13 +54,13 @@ def test_whole_attention_agrees_with_float64(heads, groups, dk, dv, dtype, packe
     cu_seqlens = torch.tensor(PACKED, dtype=torch.int32, device="cuda") if packed else None
     tensors = draw(heads, groups, dk, dv, dtype)
     chosen = []
-    original = dispatch._triton_module("select").forward
+    original = dispatch.triton_module("select").forward
 
     def remembered(*args):
         chosen.append(original(*args))
         return chosen[-1]
 
-    monkeypatch.setattr(dispatch._triton_module("select"), "forward", remembered)
+    monkeypatch.setattr(dispatch.triton_module("select"), "forward", remembered)
     got = run(tensors, cu_seqlens, "triton")
     # Paths are compared on equal blocks: the reference reads what the kernels selected.
     monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", lambda *args: chosen[0])
