@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.common import Launch
+from nsa.ops.triton.flash import LONGEST_SUM, Sight, num_splits
 from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, poison, run_kernels
 
 BRANCH = "cmp"
@@ -49,3 +51,12 @@ def test_later_tokens_change_nothing_before_them():
     assert torch.equal(before["o"][:, :cut], after["o"][:, :cut])
     assert torch.equal(before["dq"][:, :cut], after["dq"][:, :cut])
     assert not torch.equal(before["o"][:, cut], after["o"][:, cut])
+
+
+@pytest.mark.parametrize("groups", [1, 64])
+def test_no_sum_over_queries_runs_over_too_many_rows(groups):
+    tokens, per_group = 300_000, 16
+    q = torch.empty(1, tokens, groups * per_group, 16, device="meta")
+    k = torch.empty(1, tokens // 16, groups, 16, device="meta")
+    splits = num_splits(q, k, Sight(span=32, stride=16, window=0), Launch(64, 64, 4, 1))
+    assert tokens * per_group / splits <= LONGEST_SUM

@@ -27,14 +27,14 @@ def _poisoned_memory():
     del blocks
 
 
-def draw(heads, groups, dk, dv, dtype, seed=0):
+def draw(heads, groups, dk, dv, dtype, seed=0, tokens=TOKENS):
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def normal(h, d):
-        return torch.randn(1, TOKENS, h, d, device="cuda", generator=generator).to(dtype).requires_grad_()
+        return torch.randn(1, tokens, h, d, device="cuda", generator=generator).to(dtype).requires_grad_()
 
     raw = [normal(heads, dk), *(normal(groups, d) for _ in range(3) for d in (dk, dv))]
-    gates = torch.rand(1, TOKENS, heads, 3, device="cuda", generator=generator).to(dtype).requires_grad_()
+    gates = torch.rand(1, tokens, heads, 3, device="cuda", generator=generator).to(dtype).requires_grad_()
     return [*raw, gates]
 
 
@@ -47,26 +47,62 @@ def run(tensors, cu_seqlens, backend):
     return [o, *torch.autograd.grad(o, tensors, do)]
 
 
+@pytest.fixture
+def errors(monkeypatch):
+    """Relative errors of the kernels' output and gradients on equal blocks: the reference reads what they selected."""
+
+    def measure(tensors, cu_seqlens):
+        chosen = []
+        kernels = dispatch.triton_module("select")
+        original = kernels.forward
+
+        def remembered(*args):
+            chosen.append(original(*args))
+            return chosen[-1]
+
+        monkeypatch.setattr(kernels, "forward", remembered)
+        got = run(tensors, cu_seqlens, "triton")
+        monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", lambda *args: chosen[0])
+        want = run([t.detach().double().requires_grad_() for t in tensors], cu_seqlens, "reference")
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+
+    return measure
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "groups", "dk", "dv"), [(16, 1, 128, 128), (12, 2, 64, 64), (4, 4, 192, 128)])
-def test_whole_attention_agrees_with_float64(heads, groups, dk, dv, dtype, packed, monkeypatch):
+def test_whole_attention_agrees_with_float64(heads, groups, dk, dv, dtype, packed, errors):
     cu_seqlens = torch.tensor(PACKED, dtype=torch.int32, device="cuda") if packed else None
-    tensors = draw(heads, groups, dk, dv, dtype)
-    chosen = []
-    original = dispatch.triton_module("select").forward
+    found = errors(draw(heads, groups, dk, dv, dtype), cu_seqlens)
+    assert max(found) <= LIMIT[dtype], found
 
-    def remembered(*args):
-        chosen.append(original(*args))
-        return chosen[-1]
 
-    monkeypatch.setattr(dispatch.triton_module("select"), "forward", remembered)
-    got = run(tensors, cu_seqlens, "triton")
-    # Paths are compared on equal blocks: the reference reads what the kernels selected.
-    monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", lambda *args: chosen[0])
-    want = run([t.detach().double().requires_grad_() for t in tensors], cu_seqlens, "reference")
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-    assert max(errors) <= LIMIT[dtype], errors
+@pytest.mark.parametrize(
+    ("tokens", "borders"), [(65_536 + 37, None), (131_072 + 5, None), (131_072, [0, 70_001, 70_002, 131_072])]
+)
+def test_long_sequences_agree_with_float64(tokens, borders, errors):
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda") if borders else None
+    found = errors(draw(6, 1, 64, 64, torch.bfloat16, tokens=tokens), cu_seqlens)
+    assert max(found) <= LIMIT[torch.bfloat16], found
+
+
+def test_tensors_of_more_than_2_to_the_31_elements():
+    """Groups do not know of each other: the last one of a huge call is as if it had been called alone."""
+    tokens, heads, groups = 131_072 + 5, 144, 9
+    tensors = [t.detach() for t in draw(heads, groups, 128, 128, torch.bfloat16, tokens=tokens)]
+    assert tensors[0].numel() > 2**31
+    alone = [t[:, :, -(t.shape[2] // groups) :].clone().requires_grad_() for t in tensors]
+    huge = run([t.requires_grad_() for t in tensors], None, "triton")
+    huge = [t[:, :, -(t.shape[2] // groups) :].clone() for t in huge]
+    q, k_cmp, v_cmp, *rest, gates = alone
+    compressed = [compress_mean(x, SPEC, backend="triton") for x in (k_cmp, v_cmp)]
+    o = nsa_attention(q, *compressed, *rest, gates, SPEC, backend="triton")
+    generator = torch.Generator(device="cuda").manual_seed(9)
+    do = torch.randn(1, tokens, heads, 128, device="cuda", generator=generator).to(o.dtype)[:, :, -16:].clone()
+    single = [o, *torch.autograd.grad(o, alone, do)]
+    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(huge, single, strict=True)]
+    assert max(errors) <= 1e-3, errors
 
 
 def test_two_deterministic_runs_give_the_same_bits():

@@ -1,0 +1,57 @@
+"""One pass of every kernel, small, for a memory checker; on a CUDA GPU:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.ops.triton.memcheck
+
+Without the caching allocator every tensor has its own bounds. A case's name as argument runs that case alone.
+"""
+
+import sys
+
+import torch
+
+from nsa.ops import NSASpec, compress_contract, compress_mean, nsa_attention, select_blocks, selected_attention
+
+SMALL = NSASpec(8, 4, 16, 4, 1, 1, 24)
+# name: tokens, heads, groups, Dk, Dv, dtype, spec, borders
+CASES = {
+    "h6": (777, 12, 2, 64, 64, torch.bfloat16, NSASpec(), None),
+    "h16-packed": (777, 16, 1, 128, 128, torch.bfloat16, NSASpec(), [0, 5, 5, 300, 777]),
+    "wide-keys-packed": (333, 12, 2, 192, 128, torch.float16, SMALL, [0, 100, 333]),
+    "h1-fp32": (130, 4, 4, 32, 48, torch.float32, SMALL, None),
+    "borders-without-sense": (333, 4, 2, 64, 64, torch.bfloat16, SMALL, [9, -5, 10**6, 40, 7]),
+}
+
+
+def attention(tokens, heads, groups, dk, dv, dtype, spec, borders):
+    generator = torch.Generator(device="cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_()
+
+    q, gates = normal(1, tokens, heads, dk), normal(1, tokens, heads, 3)
+    keys, values = ([normal(1, tokens, groups, d) for _ in range(3)] for d in (dk, dv))
+    weights = normal(spec.cmp_block, dv, 24)
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda") if borders else None
+    k_cmp, v_cmp = (compress_mean(x[0], spec, cu_seqlens=cu_seqlens, backend="triton") for x in (keys, values))
+    o = nsa_attention(
+        q, k_cmp, v_cmp, keys[1], values[1], keys[2], values[2], gates, spec, cu_seqlens=cu_seqlens, backend="triton"
+    )
+    contracted = compress_contract(values[0], weights, spec, cu_seqlens=cu_seqlens, backend="triton")
+    torch.autograd.grad(o.float().sum() + contracted.float().sum(), [q, *keys, *values, gates, weights])
+
+
+def indices_without_sense():
+    q, k, v = (torch.randn(1, 500, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2))
+    wild = torch.randint(-(2**31), 2**31 - 1, (1, 500, 2, 16), device="cuda", dtype=torch.int32)
+    o = selected_attention(q, k, v, wild, NSASpec(), backend="triton")
+    torch.autograd.grad(o.float().sum(), (q, k, v))
+    k_cmp = compress_mean(k, NSASpec(), backend="triton")
+    select_blocks(q, k_cmp, torch.full(q.shape[:3], float("nan"), device="cuda"), NSASpec(), backend="triton")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or [*CASES, "indices-without-sense"]:
+        indices_without_sense() if name not in CASES else attention(*CASES[name])
+        torch.cuda.synchronize()
+        print(f"{name}: ran", flush=True)
