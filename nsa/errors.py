@@ -40,6 +40,24 @@ class LaunchError(NSAError):
     exit_code = 7
 
 
+class RankLostError(NSAError):
+    """Another process of the run is gone or does not answer."""
+
+    exit_code = 8
+
+
+class Preempted(NSAError):  # noqa: N818  (nothing went wrong: the run was asked to stop, and saved)
+    """The run stopped at a signal with everything saved; the same command goes on."""
+
+    exit_code = 75
+
+
+class Interrupted(Preempted):
+    """The same after Ctrl-C."""
+
+    exit_code = 130
+
+
 class SpecError(NSAError, ValueError):
     """An attention geometry that breaks a rule. `field` is the name of the offending size."""
 

@@ -1,7 +1,7 @@
 """A model's weights as one safetensors file: nothing in it can run code, and it appears whole or not at all."""
 
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,39 +9,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
+from nsa.checkpoint.files import write_atomically
 from nsa.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes beside the place, flushes to disk, renames: a reader sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+def spell_weights(tensors: Mapping[str, torch.Tensor], **metadata: str | int | float) -> bytes:
+    """The file's bytes. A tensor that several names share is stored under the first."""
+    stored: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        stored.setdefault(id(tensor), name)
+    whole = {name: tensors[name].detach().cpu().contiguous() for name in stored.values()}
+    return bytes(save(whole, metadata={"nsa": json.dumps(metadata)}))
 
 
 def save_weights(model: nn.Module, path: Path, **metadata: str | int | float) -> None:
     """Every parameter once: of tied ones the first name is stored, `load_weights` restores the tie."""
-    tensors: dict[str, torch.Tensor] = {}
-    stored: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in stored:
-            stored.add(id(tensor))
-            tensors[name] = tensor.detach().cpu().contiguous()
-    write_atomically(path, save(tensors, metadata={"nsa": json.dumps(metadata)}))
+    write_atomically(path, spell_weights(model.state_dict(keep_vars=True), **metadata))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

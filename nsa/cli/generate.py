@@ -30,11 +30,12 @@ def generate(
         raise CheckpointError(f"{run_dir}: is no run folder (no config.yaml in it); give the out_dir of a run")
     config = load_config(run_dir / "config.yaml")
 
-    from nsa.checkpoint.weights import load_weights
+    from nsa.checkpoint.export import load_any_weights
     from nsa.data.tokenizers import load_tokenizer
     from nsa.nn.model import build_model
     from nsa.nn.sampling import sample_tokens
-    from nsa.train.state import pick_device, vocabulary
+    from nsa.parallel.launch import pick_device
+    from nsa.train.state import vocabulary
 
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed)
@@ -57,5 +58,5 @@ def generate(
 
     if beside_untrained:
         write("before training")
-    load_weights(model, run_dir)
+    load_any_weights(model, run_dir)
     write("after training")

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from nsa import __version__
-from nsa.cli import config, generate, train
-from nsa.errors import NSAError
+from nsa.cli import ckpt, config, generate, train
+from nsa.errors import NSAError, Preempted
 
 app = typer.Typer(
     name="nsa",
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(config.app, name="config")
+app.add_typer(ckpt.app, name="ckpt")
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,6 +45,10 @@ def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
+def _label(error: NSAError) -> str:
+    return "stopped" if isinstance(error, Preempted) else "error"
+
+
 def main() -> None:
     """Runs the command; an error made for users is printed plainly and sets the exit code."""
     warnings.showwarning = _print_warning
@@ -51,7 +56,8 @@ def main() -> None:
         app()
     except NSAError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"{_label(error)}: {line}", file=sys.stderr)
+        sys.stdout.flush()
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -14,9 +14,12 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where the folder holds a finished run.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: what the folder holds of this run goes.")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on from a checkpoint of another configuration.")
+    ] = False,
 ) -> None:
-    """Train a model as CONFIG says."""
+    """Train a model as CONFIG says, going on from the newest checkpoint of its folder."""
     given = all_overrides(overrides, override)
     resolved = load_config(config, given)
     if resolved.train.out_dir is None:
@@ -24,4 +27,4 @@ def train(
     resolved = load_config(config, given, os.environ)
     from nsa.train import train as train_model
 
-    train_model(resolved, Path(str(resolved.train.out_dir)), fresh=fresh)
+    train_model(resolved, Path(str(resolved.train.out_dir)), fresh=fresh, accept_changes=accept_changes)

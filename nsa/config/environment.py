@@ -21,23 +21,25 @@ _NOTHING_TO_SWITCH = {
     "NSA_PREFILL_BATCHED": "prefill is always batched",
     "NSA_FSDP_LIMIT_ALL_GATHERS": "all-gathers are always limited",
 }
-_NOT_READ_YET = (
-    "NSA_DISABLE_AUX_STATS",
-    "NSA_DDP_SAFE_MODE",
-    "NSA_DDP_STATIC_GRAPH",
-    "NSA_DDP_FIND_UNUSED",
-    "NSA_DDP_BUCKET_MB",
-    "NSA_FSDP_SHARDING",
-    "NSA_FSDP_FORWARD_PREFETCH",
-    "NSA_ALLOW_SINGLE_RANK",
-    "NSA_FORCE_BRANCH",
-    "NSA_MEM_DUMP_EVERY",
-    "NSA_TRACE_GRADS",
-    "NSA_TRACE_MODULE_BWD",
-    "NSA_TRACE_DDP_BUCKETS",
-    "NSA_TB_DISABLE",
-)
-KNOWN = (*_KERNELS, *_NOTHING_TO_SWITCH, *_NOT_READ_YET)
+_SWITCH: dict[str, Any] = {"0": False, "1": True}
+_SHARDING: dict[str, Any] = {"full": "full", "full_shard": "full", "grad_op": "grad_op", "shard_grad_op": "grad_op"}
+_BRANCH: dict[str, Any] = {"cmp": "cmp", "sel": "sel", "win": "win"}
+# The key each variable sets, and its values; None where a whole number is meant.
+_KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
+    "NSA_DDP_SAFE_MODE": (("parallel", "ddp", "safe_mode"), _SWITCH),
+    "NSA_DDP_STATIC_GRAPH": (("parallel", "ddp", "static_graph"), _SWITCH),
+    "NSA_DDP_FIND_UNUSED": (("parallel", "ddp", "find_unused"), _SWITCH),
+    "NSA_DDP_BUCKET_MB": (("parallel", "ddp", "bucket_mb"), None),
+    "NSA_FSDP_SHARDING": (("parallel", "fsdp", "sharding"), _SHARDING),
+    "NSA_FSDP_FORWARD_PREFETCH": (("parallel", "fsdp", "forward_prefetch"), _SWITCH),
+    "NSA_ALLOW_SINGLE_RANK": (("parallel", "allow_single_rank"), _SWITCH),
+    "NSA_FORCE_BRANCH": (("nsa", "force_branch"), _BRANCH),
+    "NSA_MEM_DUMP_EVERY": (("telemetry", "mem_dump_every"), None),
+    "NSA_TB_DISABLE": (("telemetry", "tensorboard"), {"0": True, "1": False}),
+}
+_NOT_READ_YET = ("NSA_DISABLE_AUX_STATS", "NSA_TRACE_GRADS", "NSA_TRACE_MODULE_BWD", "NSA_TRACE_DDP_BUCKETS")
+_FOR_TESTS = ("NSA_FAULTS",)  # nsa.faults
+KNOWN = (*_KERNELS, *_NOTHING_TO_SWITCH, *_KEYS, *_NOT_READ_YET, *_FOR_TESTS)
 
 
 def environment_settings(
@@ -53,10 +55,21 @@ def environment_settings(
             elif value == switched_off:
                 for kernel in kernels:
                     yield name, ("runtime", "kernels", kernel), "reference", ""
+        elif name in _KEYS:
+            key, values = _KEYS[name]
+            if values is None and value.isascii() and value.isdigit():
+                yield name, key, int(value), ""
+            elif values is not None and value.lower() in values:
+                yield name, key, values[value.lower()], ""
+            else:
+                allowed = "a whole number" if values is None else f"one of {', '.join(values)}"
+                yield name, None, None, f"{name}={value}: must be {allowed}; it is not used"
+        elif name in _FOR_TESTS:
+            yield name, None, None, f"{name}={value}: faults are armed; this is for tests"
         elif name in _NOTHING_TO_SWITCH:
             yield name, None, None, f"{name}: nothing to switch, {_NOTHING_TO_SWITCH[name]}"
         elif name in _NOT_READ_YET:
-            yield name, None, None, f"{name}: this version does not read it; set the configuration key instead"
+            yield name, None, None, f"{name}: this version does not read it yet"
         else:
             close = difflib.get_close_matches(name, KNOWN, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

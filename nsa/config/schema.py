@@ -135,16 +135,20 @@ class TrainConfig(Section):
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of weights, data order and sampling")
     log_every: Positive = Field(10, description="steps between step lines")
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="at a NaN or an infinity: end the run, or leave the step out"
+    )
+    max_skips: Positive = Field(10, description="steps left out before the run ends all the same")
     eval_every: NonNegative = Field(500, description="steps between validations; 0 for none before the end")
     eval_sequences: Positive = Field(64, description="validation sequences, the same ones every time")
     out_dir: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="folder of the run; runs/NAME OF THE FILE when unset"
     )
     init_from: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="run folder or .safetensors file whose weights to start from"
+        None, description="run folder, checkpoint or .safetensors file whose weights to start from"
     )
-    profile_steps: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="first and last step to profile"
+    profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="first and last step to profile, counted from 1"
     )
 
     @model_validator(mode="after")
@@ -230,6 +234,7 @@ class CheckpointConfig(Section):
 
     every: NonNegative = Field(500, description="steps between checkpoints; 0 for the last only")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="newest checkpoints that are kept, beside the best")
+    background: bool = Field(True, description="write while training goes on; false waits for every save")
 
 
 class TelemetryConfig(Section):

@@ -21,10 +21,10 @@ def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: f
 class RunConsole:
     """Prints lines, above a progress bar where the output is a terminal."""
 
-    def __init__(self, total_steps: int, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+    def __init__(self, total_steps: int, console: Console | None = None, *, silent: bool = False):
+        self.console = console or Console(highlight=False, soft_wrap=True, quiet=silent)
         self._progress: Progress | None = None
-        if self.console.is_terminal:
+        if self.console.is_terminal and not silent:
             self._progress = Progress(
                 TextColumn("training"),
                 BarColumn(),

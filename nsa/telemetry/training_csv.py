@@ -1,5 +1,6 @@
 """`training.csv`: one row a step, numbers in full precision, readable while the run goes on."""
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ class TrainingRow:
     mem_gib: float
     val_loss: float | None = None
     val_bits_per_byte: float | None = None
+    skipped: int = 0  # 1: the optimizer did not move, because something was not finite
 
 
 # What differs between two runs that did the same: they depend on the machine, not on the numbers.
@@ -32,12 +34,20 @@ MACHINE_COLUMNS = ("toks_per_s", "step_s", "data_wait_s", "mem_gib")
 
 
 class TrainingCSV:
-    def __init__(self, folder: Path):
+    """Opened at a step, it keeps the rows up to that step and cuts what an interrupted run wrote after them."""
+
+    def __init__(self, folder: Path, done_steps: int = 0):
+        header = ",".join(f.name for f in fields(TrainingRow)) + "\n"
+        path = folder / FILE_NAME
         try:
-            self._file = (folder / FILE_NAME).open("w", encoding="utf-8", newline="")
+            kept = _rows_until(path, header, done_steps)
+            self._file = path.open("r+b" if kept else "wb")
+            self._file.truncate(kept)
+            self._file.seek(kept)
+            if not kept:
+                self._file.write(header.encode())
         except OSError as error:
-            raise LaunchError(f"train.out_dir: {folder / FILE_NAME} cannot be written: {error.strerror}") from None
-        self._file.write(",".join(f.name for f in fields(TrainingRow)) + "\n")
+            raise LaunchError(f"train.out_dir: {path} cannot be written: {error.strerror}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -49,5 +59,27 @@ class TrainingCSV:
 
     def write(self, row: TrainingRow) -> None:
         values = (getattr(row, f.name) for f in fields(row))
-        self._file.write(",".join("" if v is None else repr(v) for v in values) + "\n")
+        self._file.write((",".join("" if v is None else repr(v) for v in values) + "\n").encode())
         self._file.flush()
+
+    def flush_to_disk(self) -> None:
+        """Before a checkpoint is committed: its rows must not be younger than it."""
+        os.fsync(self._file.fileno())
+
+
+def _rows_until(path: Path, header: str, done_steps: int) -> int:
+    """How many bytes of the file hold the header and whole rows of steps up to `done_steps`."""
+    if not done_steps or not path.exists():
+        return 0
+    length = 0
+    with path.open("rb") as file:
+        first = file.readline()
+        if first != header.encode():
+            return 0
+        length = len(first)
+        for line in file:
+            step = line.split(b",", 1)[0]
+            if not line.endswith(b"\n") or not step.isdigit() or int(step) > done_steps:
+                break
+            length += len(line)
+    return length

@@ -1,4 +1,4 @@
-"""The folder of a run: who owns it, whether it is done, what lies in it."""
+"""The folder of a run: who owns it, whether it is done, how it ended, what lies in it."""
 
 import fcntl
 import json
@@ -9,12 +9,13 @@ from typing import Any
 
 import yaml
 
-from nsa.checkpoint.weights import write_atomically
+from nsa.checkpoint.files import write_atomically
 from nsa.config import Config, load_config
-from nsa.errors import CheckpointError, ConfigError, LaunchError
+from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
+ENVIRONMENT_FILE = "env.json"
 
 
 @contextmanager
@@ -35,17 +36,20 @@ def claim_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def refuse_other_config(folder: Path, config: Config) -> None:
-    """A finished run answers for its own configuration only."""
+def changed_keys(folder: Path, config: Config) -> list[str]:
+    """The keys that differ from the configuration that the folder was written with."""
     stored = load_config(folder / CONFIG_FILE).to_dict()
     wanted = config.to_dict()
-    changed = [
-        f"{section}.{key}" for section, keys in wanted.items() for key in keys if stored[section][key] != keys[key]
-    ]
+    return [f"{section}.{key}" for section, keys in wanted.items() for key in keys if stored[section][key] != keys[key]]
+
+
+def refuse_other_config(folder: Path, config: Config) -> None:
+    """A finished run answers for its own configuration only."""
+    changed = changed_keys(folder, config)
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)}: {folder} holds a finished run with another value; "
-            "choose another train.out_dir, or --fresh to train anew over it"
+            f"{', '.join(changed)}: {folder} holds a finished run with another value; choose another train.out_dir, "
+            "--accept-changes to go on from its last checkpoint, or --fresh to train anew over it"
         )
 
 
@@ -53,16 +57,44 @@ def write_config(folder: Path, config: Config) -> None:
     write_atomically(folder / CONFIG_FILE, yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
 def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    write_atomically(folder / METRICS_FILE, json.dumps(metrics, indent=2).encode() + b"\n")
+    write_json(folder / METRICS_FILE, metrics)
 
 
-def finished_metrics(folder: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, or None where the folder holds none."""
+def read_metrics(folder: Path) -> dict[str, Any] | None:
     try:
         metrics = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / METRICS_FILE}: cannot be read: {error}") from None
-    return metrics if isinstance(metrics, dict) and metrics.get("status") == "done" else None
+    return metrics if isinstance(metrics, dict) else None
+
+
+def finished_metrics(folder: Path) -> dict[str, Any] | None:
+    """The summary of a finished run, or None where the folder holds none."""
+    metrics = read_metrics(folder)
+    return metrics if metrics is not None and metrics.get("status") == "done" else None
+
+
+def record_end(folder: Path, error: BaseException, step: int) -> None:
+    """Why the run ended, for whoever finds it. The rank that failed knows better than those that lost it."""
+    try:
+        now = read_metrics(folder) or {}
+        if isinstance(error, RankLostError) and now.get("status") not in ("running", None):
+            return
+        write_metrics(
+            folder,
+            {
+                "status": "preempted" if isinstance(error, Preempted) else "failed",
+                "exit_code": error.exit_code if isinstance(error, NSAError) else 1,
+                "reason": str(error) or type(error).__name__,
+                "steps": step,
+            },
+        )
+    except NSAError:
+        pass  # a full disk must not hide the error that is being reported

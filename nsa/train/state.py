@@ -1,72 +1,134 @@
 """Everything a run holds in memory, and how it is built from a configuration."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from nsa.checkpoint.weights import load_weights
+from nsa.checkpoint.export import load_any_weights
 from nsa.config import Config
 from nsa.data.tokenizers import Tokenizer
-from nsa.errors import CheckpointError, ConfigError, LaunchError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.nn.model import Decoder, build_model
-from nsa.parallel.recompute import apply_recompute
+from nsa.ops.operators import Backend
+from nsa.parallel.launch import World, pick_device
+from nsa.parallel.recompute import apply_recompute, compile_blocks
+from nsa.parallel.strategy import apply_strategy
 from nsa.train.optimizer import build_optimizer
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
+class Progress:
+    """How far a run is. Everything here is saved, and the run goes on from it."""
+
+    step: int = 0  # optimizer steps done, those left out included
+    tokens: int = 0
+    sequences: int = 0  # the data cursor: sequences read by all ranks together
+    skipped: int = 0
+    loss: float | None = None  # of the last step
+    val_loss: float | None = None  # of the last validation
+    val_bits_per_byte: float | None = None
+    best_val_loss: float | None = None
+
+
+@dataclass
+class LossScale:
+    """fp16 gradients are small: the loss is multiplied by `value`, which halves when something overflows."""
+
+    enabled: bool
+    value: float = 1.0
+    clean_steps: int = 0
+
+    GROWTH_INTERVAL = 2000
+    SMALLEST = 2.0**-14
+
+    def overflowed(self) -> None:
+        self.value, self.clean_steps = self.value / 2, 0
+
+    def succeeded(self) -> None:
+        if self.enabled:
+            self.clean_steps += 1
+            if self.clean_steps == self.GROWTH_INTERVAL:
+                self.value, self.clean_steps = self.value * 2, 0
+
+
+@dataclass
 class RunState:
+    """`model` is the decoder itself; `module` is what is called, the decoder in the clothes of its strategy."""
+
     model: Decoder
+    module: nn.Module
     optimizer: torch.optim.AdamW
-    scaler: torch.amp.GradScaler
+    scale: LossScale
     tokenizer: Tokenizer
-    device: torch.device
+    world: World
     precision: str
     grad_clip: float
-    step: int = 0
-    tokens: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.trainable: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
+        # Taken once, sharded as they are between steps: these are the tensors the optimizer moves.
+        self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        self.trainable: list[nn.Parameter] = [p for p in self.parameters.values() if p.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
 
     def autocast(self) -> AbstractContextManager[object]:
         dtype = AUTOCAST_TYPES.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
 
-def build_state(config: Config, tokenizer: Tokenizer) -> RunState:
-    device = pick_device(config.runtime.device)
+def build_state(config: Config, tokenizer: Tokenizer, world: World | None = None) -> RunState:
+    world = world or World(pick_device(config.runtime.device))
     precision = config.runtime.precision
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
+        precision = "bf16" if world.device.type == "cuda" else "fp32"
     _apply_runtime(config)
-    kernels = config.runtime.kernels.chosen() or None
-    model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, kernels)
+    model = build_model(
+        config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config)
+    )
     if config.train.init_from is not None:
         try:
-            load_weights(model, Path(config.train.init_from))
+            load_any_weights(model, Path(config.train.init_from))
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
     apply_recompute(model, config.runtime.gradient_checkpointing)
-    model.to(device)
+    model.to(world.device)
     if config.runtime.compile:
-        for block in model.blocks:
-            block.compile()
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        compile_blocks(model)
+    module = apply_strategy(model, config.parallel, world, precision)
+    scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
-    return RunState(model, optimizer, scaler, tokenizer, device, precision, config.train.grad_clip)
+    return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)
 
 
-def pick_device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise LaunchError("runtime.device: 'cuda' was asked for and PyTorch sees no GPU; use auto or cpu")
-    return torch.device(wanted)
+def chosen_kernels(config: Config) -> Backend:
+    if config.parallel.ddp.safe_mode:
+        return "reference"
+    return config.runtime.kernels.chosen() or None
+
+
+def micro_batch_size(config: Config, world_size: int) -> int:
+    """Sequences one rank runs at once: as many as it has, or what the configuration says."""
+    batch, size = config.train.batch_size, config.train.micro_batch
+    if batch % world_size:
+        raise ConfigError(
+            f"train.batch_size: {batch} sequences cannot be shared by {world_size} ranks; choose a multiple of it"
+        )
+    if size == "auto":
+        return batch // world_size
+    if batch // world_size % size:
+        raise ConfigError(
+            f"train.micro_batch: {size} must divide the {batch // world_size} sequences of a rank "
+            f"({batch} over {world_size} ranks)"
+        )
+    return size
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:

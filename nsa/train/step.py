@@ -1,57 +1,83 @@
-"""One optimizer step, and one validation."""
+"""One optimizer step, and one validation. All ranks call them together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from nsa import faults
 from nsa.data.loader import Batch, Loader
-from nsa.errors import NumericsError
 from nsa.nn.loss import loss_sum
+from nsa.parallel.collectives import sum_over_ranks
+from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
 from nsa.train.state import RunState
 
 
 @dataclass(frozen=True)
 class StepResult:
+    """The same on every rank. `votes` are sums over ranks of what each one brought along."""
+
     loss: float
     grad_norm: float
+    votes: tuple[int, ...] = ()
+    moved: bool = True  # False: something was not finite, and the optimizer left the weights as they were
 
 
-def train_step(state: RunState, batches: Iterator[Batch], targets: int, lr: float) -> StepResult:
-    """Forward and backward over the micro-batches, clip, finite?, optimizer.
+def train_step(
+    state: RunState, batches: Iterable[Batch], targets: int, lr: float, votes: tuple[int, ...] = ()
+) -> StepResult:
+    """Forward and backward over this rank's micro-batches, clip, finite?, optimizer.
 
-    The loss is the sum over target tokens divided by `targets`, their count in the whole step, so that any
-    split into micro-batches gives the same gradient.
+    The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
+    that any split into ranks and micro-batches gives the same gradient. Gradients travel with the last micro-batch.
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=state.device)
-    for batch in batches:
-        with state.autocast():
-            loss = loss_sum(state.model(batch.inputs, batch.cu_seqlens), batch.targets) / targets
-        state.scaler.scale(loss).backward()
+    for batch, is_last in _mark_last(batches):
+        with gradient_sync(state.module, wanted=is_last):
+            with state.autocast():
+                loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens), batch.targets) / targets
+            if faults.spoiled("step.loss"):
+                loss = loss * math.nan
+            faults.point("step.forward")
+            (loss * state.scale.value).backward()
         total += loss.detach()
-    state.scaler.unscale_(state.optimizer)
-    limit = state.grad_clip or math.inf
-    norm = nn.utils.clip_grad_norm_(state.trainable, limit, foreach=True)
-    result = StepResult(float(total), float(norm))
-    _check_finite(result, state)
+    faults.point("step.backward")
+    norm = _unscaled_norm(state)
+    # The loss and everything the ranks have to agree on, in one small message.
+    agreed = sum_over_ranks(torch.stack([total, *(torch.full_like(total, v) for v in votes)]), state.world).tolist()
+    result = StepResult(agreed[0], float(norm), tuple(int(v) for v in agreed[1:]))
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        state.optimizer.zero_grad(set_to_none=True)
+        return StepResult(result.loss, result.grad_norm, result.votes, moved=False)
+    if state.grad_clip:
+        nn.utils.clip_grads_with_norm_(state.trainable, state.grad_clip, norm, foreach=True)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    faults.point("step.optimizer")
+    state.optimizer.step()
+    state.scale.succeeded()
+    faults.point("step.end")
     return result
 
 
-def _check_finite(result: StepResult, state: RunState) -> None:
-    """Stops before the optimizer has moved. An overflow that fp16's scale caused is the scaler's to skip."""
-    if not math.isfinite(result.loss):
-        raise NumericsError(f"step {state.step + 1}: the loss is {result.loss}; the weights were not changed by it")
-    if not math.isfinite(result.grad_norm) and not state.scaler.is_enabled():
-        raise NumericsError(
-            f"step {state.step + 1}: the gradient norm is {result.grad_norm}; the weights were not changed by it"
-        )
+def _unscaled_norm(state: RunState) -> torch.Tensor:
+    if state.scale.enabled:
+        gradients = [p.grad for p in state.trainable if p.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / state.scale.value)
+    return gradient_norm(state.trainable)
+
+
+def _mark_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    waiting: Batch | None = None
+    for batch in batches:
+        if waiting is not None:
+            yield waiting, False
+        waiting = batch
+    assert waiting is not None, "a step needs a batch"
+    yield waiting, True
 
 
 @dataclass(frozen=True)
@@ -64,18 +90,28 @@ class Validation:
 
 @torch.no_grad()
 def validate(state: RunState, loader: Loader, sequences: int, micro_batch: int) -> Validation:
-    """The mean loss over the first `sequences` validation sequences: the same ones every time."""
+    """The mean loss over the first `sequences` validation sequences, shared by the ranks: the same ones every time.
+
+    Every rank runs as many passes as the others, as a sharded model demands; one without a share runs along.
+    """
     if loader.num_sequences is not None:
         sequences = min(sequences, loader.num_sequences)
-    state.model.eval()
-    nats, tokens, text_bytes = 0.0, 0, 0
+    world = state.world
+    state.module.eval()
+    totals = torch.zeros(3, dtype=torch.float64)
     byte_lengths = torch.from_numpy(state.tokenizer.byte_lengths)
-    for first in range(0, sequences, micro_batch):
-        batch = loader.batch(first, min(micro_batch, sequences - first))
-        text_bytes += int(byte_lengths[batch.targets].sum())
-        tokens += batch.targets.numel()
-        batch = batch.to(state.device)
+    for start in range(0, sequences, micro_batch * world.size):
+        faults.point("validate")
+        first = start + world.rank * micro_batch
+        count = max(0, min(micro_batch, sequences - first))
+        batch = loader.batch(first if count else 0, count or 1)
+        text_bytes = int(byte_lengths[batch.targets].sum())
+        moved = batch.to(state.device)
         with state.autocast():
-            nats += float(loss_sum(state.model(batch.inputs, batch.cu_seqlens), batch.targets))
-    state.model.train()
+            nats = float(loss_sum(state.module(moved.inputs, moved.cu_seqlens), moved.targets))
+        if count:
+            totals += torch.tensor([nats, batch.targets.numel(), text_bytes], dtype=torch.float64)
+    state.module.train()
+    settle(state.module)
+    nats, tokens, text_bytes = sum_over_ranks(totals.to(state.device), world).tolist()
     return Validation(nats / tokens, nats / math.log(2) / max(1, text_bytes))

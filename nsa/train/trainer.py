@@ -1,78 +1,326 @@
-"""A run from its configuration to trained weights."""
+"""A run from its configuration to trained weights, on one process or many."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nsa.checkpoint.weights import WEIGHTS_FILE, save_weights
+from nsa import faults
+from nsa.checkpoint import layout
+from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.save import Saver
+from nsa.checkpoint.weights import WEIGHTS_FILE, spell_weights
 from nsa.config import Config
-from nsa.data.loader import Batch, Data, build_data
+from nsa.data.loader import Batch, build_data
 from nsa.data.tokenizers import load_tokenizer
-from nsa.errors import ConfigError, LaunchError
+from nsa.errors import CheckpointError, Interrupted, NumericsError, Preempted
 from nsa.nn.flops import flops_per_token
+from nsa.parallel.collectives import as_lost_rank, on_first_rank
+from nsa.parallel.ddp import effective
+from nsa.parallel.launch import World, read_place, start_world
+from nsa.parallel.strategy import full_tensor, host_mesh
 from nsa.telemetry.console import RunConsole, step_line
+from nsa.telemetry.environment import describe_environment
+from nsa.telemetry.events import EventLog
 from nsa.telemetry.memory import memory_gib
+from nsa.telemetry.profile import StepProfiler
+from nsa.telemetry.tensorboard import TensorBoard
 from nsa.telemetry.training_csv import TrainingCSV, TrainingRow
-from nsa.train.folder import claim_folder, finished_metrics, refuse_other_config, write_config, write_metrics
+from nsa.train import nonfinite
+from nsa.train.folder import (
+    ENVIRONMENT_FILE,
+    changed_keys,
+    claim_folder,
+    finished_metrics,
+    record_end,
+    refuse_other_config,
+    write_config,
+    write_json,
+    write_metrics,
+)
+from nsa.train.resume import check_same_config, restore
+from nsa.train.saving import Saving
 from nsa.train.schedule import learning_rate
-from nsa.train.state import RunState, build_state
+from nsa.train.signals import StopRequest
+from nsa.train.state import RunState, build_state, micro_batch_size
 from nsa.train.step import StepResult, Validation, train_step, validate
 
 
-def train(config: Config, folder: Path, *, fresh: bool = False) -> None:
-    """Trains as configured into `folder`. A run that is done already says so and is left as it is."""
-    _refuse_unavailable(config)
-    with claim_folder(folder):
-        done = None if fresh else finished_metrics(folder)
-        if done:
-            refuse_other_config(folder, config)
-            print(f"{folder}: this run is done ({done['steps']} steps); --fresh trains it again from the start")
+def train(config: Config, folder: Path, *, fresh: bool = False, accept_changes: bool = False) -> None:
+    """Trains as configured into `folder`, going on from its newest sound checkpoint.
+
+    A run that is done already says so and is left as it is. `fresh` starts over; `accept_changes` goes on although
+    the configuration is another one than the checkpoint's.
+    """
+    place = read_place(os.environ)
+    faults.arm(os.environ.get("NSA_FAULTS", ""), place.rank, place.attempt)
+    with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
+        print(world.banner(), flush=True)
+        micro_batch_size(config, world.size)
+        on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
+        done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
+        if done is not None:
+            if world.is_first:
+                print(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start")
             return
-        run(config, folder)
+        run = Run(config, folder, world, fresh=fresh, accept_changes=accept_changes)
+        try:
+            run.start()
+            run.loop()
+            run.end()
+        except BaseException as error:
+            lost = as_lost_rank(error, world)
+            record_end(folder, lost or error, run.step)
+            if lost is not None:
+                raise lost from error
+            raise
 
 
-def run(config: Config, folder: Path) -> None:
-    started = time.perf_counter()
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    data = build_data(config.data, config.train, tokenizer)
-    state = build_state(config, tokenizer)
-    write_config(folder, config)
-    write_metrics(folder, {"status": "running", "steps": 0})
-    with RunConsole(config.train.steps) as console, TrainingCSV(folder) as csv:
-        for line in describe(config, state, data, folder):
-            console.say(line)
-        validation = None
-        while state.step < config.train.steps:
-            lr = learning_rate(state.step, config.train)
-            clock = StepClock()
-            batches = micro_batches(config, data, state, clock)
-            targets = config.train.batch_size * config.train.seq_len
-            result = train_step(state, batches, targets, lr)
-            state.step += 1
-            state.tokens += targets
-            row = make_row(state, result, lr, clock)
-            validation = maybe_validate(config, state, data)
-            report(config, console, csv, row, validation)
-        save_weights(state.model, folder / WEIGHTS_FILE, step=state.step)
-        write_metrics(folder, summary(state, row, validation, time.perf_counter() - started))
+def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
+    """Steps of the finished run that lies here, where there is nothing left to do."""
+    metrics = finished_metrics(folder)
+    if metrics is None or (accept_changes and changed_keys(folder, config)):
+        return None
+    refuse_other_config(folder, config)
+    return int(metrics["steps"])
 
 
-def micro_batches(config: Config, data: Data, state: RunState, clock: "StepClock") -> Iterator[Batch]:
-    """The step's sequences in pieces that fit at once; where they lie depends on the step alone."""
-    size = micro_batch_size(config)
-    first = state.step * config.train.batch_size
-    for offset in range(0, config.train.batch_size, size):
-        began = time.perf_counter()
-        batch = data.train.batch(first + offset, size)
-        clock.data_wait_s += time.perf_counter() - began
-        yield batch.to(state.device)
+class Run:
+    """One run in one process. Rank 0 alone talks and writes; every rank computes, agrees and saves its shards."""
 
+    def __init__(self, config: Config, folder: Path, world: World, *, fresh: bool, accept_changes: bool):
+        self.config, self.folder, self.world = config, folder, world
+        self.fresh, self.accept_changes = fresh, accept_changes
+        self.started = time.perf_counter()
+        self.state: RunState | None = None
 
-def micro_batch_size(config: Config) -> int:
-    size = config.train.micro_batch
-    return config.train.batch_size if size == "auto" else size
+    @property
+    def step(self) -> int:
+        return self.state.progress.step if self.state else 0
+
+    def start(self) -> None:
+        """Builds everything, takes up the newest checkpoint, opens the files."""
+        config, folder, world = self.config, self.folder, self.world
+        self.events = EventLog(folder, world.rank)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        self.data = build_data(config.data, config.train, tokenizer)
+        self.state = state = build_state(config, tokenizer, world)
+        self.micro_batch = micro_batch_size(config, world.size)
+        self.console = RunConsole(config.train.steps, silent=not world.is_first)
+        taken_up = None if self.fresh else self._take_up()
+        root = folder / layout.FOLDER
+        if self.fresh and world.is_first and root.exists():
+            shutil.rmtree(root)
+        self.csv = TrainingCSV(folder, self.step) if world.is_first else None
+        self.tensorboard = TensorBoard(
+            folder, wanted=config.telemetry.tensorboard and world.is_first, first_step=self.step
+        )
+        self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
+        saver = Saver(
+            root,
+            config.checkpoint.keep,
+            rank=world.rank,
+            size=world.size,
+            group=world.cpu_group,
+            mesh=host_mesh(world),
+        )
+        saver.last_good = taken_up
+        self.saving = Saving(config, state, saver, self._flush, self._incident, self.step if taken_up else -1)
+        if world.is_first:
+            write_config(folder, config)
+            write_json(folder / ENVIRONMENT_FILE, describe_environment(config.to_dict(), world.size, world.strategy))
+            write_metrics(folder, {"status": "running", "steps": self.step})
+            for line in self._describe(taken_up):
+                self.console.say(line)
+        self.events.emit("start", self.step, strategy=world.strategy, world_size=world.size, from_checkpoint=taken_up)
+
+    def loop(self) -> None:
+        assert self.state is not None
+        config, progress = self.config, self.state.progress
+        with StopRequest() as stop, self.console:
+            while progress.step < config.train.steps:
+                clock = StepClock()
+                self.profiler.before(progress.step + 1)
+                faults.point("step.begin")
+                lr = learning_rate(progress.step, config.train)
+                votes = (int(stop.terminate), int(stop.interrupt), self.saving.vote())
+                targets = config.train.batch_size * config.train.seq_len
+                result = train_step(self.state, self._micro_batches(clock), targets, lr, votes)
+                if not result.moved:
+                    self._handle_non_finite(result)
+                progress.step += 1
+                progress.tokens += targets
+                progress.sequences += config.train.batch_size
+                progress.loss = result.loss
+                row = make_row(self.state, result, lr, clock, targets)
+                validation, is_best = self._maybe_validate()
+                self._report(row, validation)
+                self.saving.after_step(result.votes[2], is_best=is_best)
+                self._stop_if_asked(result.votes)
+
+    def end(self) -> None:
+        """The last checkpoint, the weights in one file, the summary."""
+        assert self.state is not None
+        self.saving.now()
+        weights = {name: full_tensor(p.detach()) for name, p in self.state.parameters.items()}
+        if self.world.is_first:
+            progress = self.state.progress
+            write_atomically(self.folder / WEIGHTS_FILE, spell_weights(weights, step=progress.step))
+            write_metrics(
+                self.folder,
+                {
+                    "status": "done",
+                    "exit_code": 0,
+                    "steps": progress.step,
+                    "tokens": progress.tokens,
+                    "loss": progress.loss,
+                    "val_loss": progress.val_loss,
+                    "val_bits_per_byte": progress.val_bits_per_byte,
+                    "best_val_loss": progress.best_val_loss,
+                    "skipped_steps": progress.skipped,
+                    "incidents": self.events.incidents,
+                    "strategy": self.world.strategy,
+                    "world_size": self.world.size,
+                    "seconds": time.perf_counter() - self.started,
+                },
+            )
+        self.tensorboard.close()
+        self.events.emit("end", self.step)
+
+    def _take_up(self) -> str | None:
+        """Goes on from the newest sound checkpoint; its name, or None at the start of a run."""
+        root = self.folder / layout.FOLDER
+        name, damage, changes = on_first_rank(self.world, lambda: self._choose_checkpoint(root))
+        for message in damage:
+            self._incident("damaged_checkpoint", message)
+        if name is None:
+            return None
+        assert self.state is not None
+        restore(self.state, root / name)
+        for line in changes:
+            self.console.say(f"changed {line}")
+        return name
+
+    def _choose_checkpoint(self, root: Path) -> tuple[str | None, list[str], list[str]]:
+        damage: list[str] = []
+        chosen = layout.newest_verified(root, lambda error: damage.append(str(error)))
+        if chosen is None:
+            if damage:
+                raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")
+            return None, [], []
+        return chosen.name, damage, check_same_config(chosen, self.config, accept=self.accept_changes)
+
+    def _micro_batches(self, clock: "StepClock") -> Iterator[Batch]:
+        """This rank's sequences of the step in pieces that fit at once. Which sequences a step reads, over all
+        ranks, depends on the data cursor alone."""
+        assert self.state is not None
+        first = self.state.progress.sequences + self.world.rank * self.micro_batch
+        for offset in range(0, self.config.train.batch_size, self.micro_batch * self.world.size):
+            began = time.perf_counter()
+            batch = self.data.train.batch(first + offset, self.micro_batch)
+            clock.data_wait_s += time.perf_counter() - began
+            yield batch.to(self.world.device)
+
+    def _handle_non_finite(self, result: StepResult) -> None:
+        """The weights have not moved. Overflow under fp16 halves its scale; anything else is dumped, then the run
+        stops or leaves the step out."""
+        assert self.state is not None
+        scale, progress = self.state.scale, self.state.progress
+        if scale.enabled and scale.value > scale.SMALLEST:
+            scale.overflowed()  # this is how the scale is found: nothing to report
+            return
+        place = nonfinite.dump(self.folder, self.config, self.state, list(self._micro_batches(StepClock())), result)
+        what = f"step {progress.step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}"
+        self._incident("non_finite", f"{what}; dumped to {place}")
+        progress.skipped += 1
+        if self.config.train.non_finite == "stop":
+            raise NumericsError(f"{what}; the weights were not changed by it, and the step is in {place}")
+        if progress.skipped > self.config.train.max_skips:
+            raise NumericsError(f"{what}; {progress.skipped} steps were left out, train.max_skips allows no more")
+
+    def _maybe_validate(self) -> tuple[Validation | None, bool]:
+        """Every `eval_every` steps and after the last, where there is a validation split; and whether it was best."""
+        assert self.state is not None
+        every, progress = self.config.train.eval_every, self.state.progress
+        due = progress.step == self.config.train.steps or (every and progress.step % every == 0)
+        if not due or self.data.validation is None:
+            return None, False
+        validation = validate(self.state, self.data.validation, self.config.train.eval_sequences, self.micro_batch)
+        progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
+        is_best = progress.best_val_loss is None or validation.loss < progress.best_val_loss
+        if is_best:
+            progress.best_val_loss = validation.loss
+        return validation, is_best
+
+    def _report(self, row: TrainingRow, validation: Validation | None) -> None:
+        if validation is not None:
+            row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
+        if self.csv is not None:
+            self.csv.write(row)
+        self.tensorboard.write(row)
+        trace = self.profiler.after(row.step)
+        self.console.advance(row.step, row.loss)
+        if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
+            self.console.say(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
+        if validation is not None:
+            self.console.say(
+                f"step {row.step:04d} | validation loss {validation.loss:.4f} nats"
+                f" | {validation.bits_per_byte:.4f} bits per byte"
+            )
+        if trace is not None:
+            self.console.say(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
+
+    def _stop_if_asked(self, votes: tuple[int, ...]) -> None:
+        """All ranks saw the same sums: if one of them got a signal, all save and stop here."""
+        terminate, interrupt, _ = votes
+        if not (terminate or interrupt) or self.step == self.config.train.steps:
+            return
+        self.saving.now()
+        self.events.emit("preempted", self.step)
+        kind = Preempted if terminate else Interrupted
+        raise kind(f"asked to stop: step {self.step} is saved in {self.folder}; the same command goes on from there")
+
+    def _flush(self) -> None:
+        if self.csv is not None:
+            self.csv.flush_to_disk()
+
+    def _incident(self, kind: str, message: str) -> None:
+        self.events.incident(kind, message, self.step)
+        self.console.say(f"incident {kind}: {message}")
+
+    def _describe(self, taken_up: str | None) -> Iterator[str]:
+        config, state = self.config, self.state
+        assert state is not None
+        flops = flops_per_token(state.model, config.model, config.nsa, config.train.seq_len)
+        yield f"data    {self.data.summary}"
+        yield (
+            f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
+            f"{config.model.attention} attention, {state.precision} on {state.device}"
+        )
+        costs = f"{flops.sparse:.3g} FLOPs per token with NSA, " if config.model.attention == "nsa" else ""
+        yield (
+            f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
+            f"at {config.train.seq_len} tokens (estimates, forward and backward)"
+        )
+        passes = config.train.batch_size // (self.micro_batch * self.world.size)
+        yield (
+            f"batch   {config.train.batch_size} sequences a step: {self.world.size} ranks x {passes} passes "
+            f"x {self.micro_batch}"
+        )
+        if config.parallel.ddp.safe_mode:
+            used = effective(config.parallel.ddp)
+            yield (
+                f"safe    safe_mode: reference kernels, find_unused={used.find_unused}, bucket_mb={used.bucket_mb}, "
+                f"bucket_view={used.bucket_view}, broadcast_buffers={used.broadcast_buffers}"
+            )
+        if config.nsa.force_branch:
+            yield f"branch  {config.nsa.force_branch} alone"
+        yield f"folder  {self.folder}"
+        if taken_up:
+            yield f"resume  {taken_up}: step {self.step} of {config.train.steps} is done"
 
 
 @dataclass
@@ -85,84 +333,17 @@ class StepClock:
         self.began = time.perf_counter()
 
 
-def make_row(state: RunState, result: StepResult, lr: float, clock: StepClock) -> TrainingRow:
+def make_row(state: RunState, result: StepResult, lr: float, clock: StepClock, targets: int) -> TrainingRow:
     elapsed = time.perf_counter() - clock.began
-    step_tokens = state.tokens // state.step
     return TrainingRow(
-        step=state.step,
-        tokens=state.tokens,
+        step=state.progress.step,
+        tokens=state.progress.tokens,
         loss=result.loss,
         lr=lr,
         grad_norm=result.grad_norm,
-        toks_per_s=step_tokens / elapsed,
+        toks_per_s=targets / elapsed,
         step_s=elapsed,
         data_wait_s=clock.data_wait_s,
         mem_gib=memory_gib(state.device),
+        skipped=int(not result.moved),
     )
-
-
-def maybe_validate(config: Config, state: RunState, data: Data) -> Validation | None:
-    """Every `eval_every` steps and after the last, where there is a validation split."""
-    every = config.train.eval_every
-    due = state.step == config.train.steps or (every and state.step % every == 0)
-    if not due or data.validation is None:
-        return None
-    return validate(state, data.validation, config.train.eval_sequences, micro_batch_size(config))
-
-
-def report(
-    config: Config, console: RunConsole, csv: TrainingCSV, row: TrainingRow, validation: Validation | None
-) -> None:
-    if validation is not None:
-        row = TrainingRow(**{**vars(row), "val_loss": validation.loss, "val_bits_per_byte": validation.bits_per_byte})
-    csv.write(row)
-    console.advance(row.step, row.loss)
-    if row.step % config.train.log_every == 0 or row.step in (1, config.train.steps):
-        console.say(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
-    if validation is not None:
-        console.say(
-            f"step {row.step:04d} | validation loss {validation.loss:.4f} nats"
-            f" | {validation.bits_per_byte:.4f} bits per byte"
-        )
-
-
-def describe(config: Config, state: RunState, data: Data, folder: Path) -> Iterator[str]:
-    flops = flops_per_token(state.model, config.model, config.nsa, config.train.seq_len)
-    yield f"data    {data.summary}"
-    yield (
-        f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
-        f"{config.model.attention} attention, {state.precision} on {state.device}"
-    )
-    costs = f"{flops.sparse:.3g} FLOPs per token with NSA, " if config.model.attention == "nsa" else ""
-    yield (
-        f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
-        f"at {config.train.seq_len} tokens (estimates, forward and backward)"
-    )
-    yield f"folder  {folder}"
-
-
-def summary(
-    state: RunState, row: TrainingRow, validation: Validation | None, seconds: float
-) -> dict[str, str | int | float | None]:
-    return {
-        "status": "done",
-        "steps": state.step,
-        "tokens": state.tokens,
-        "loss": row.loss,
-        "val_loss": validation.loss if validation else None,
-        "val_bits_per_byte": validation.bits_per_byte if validation else None,
-        "seconds": seconds,
-    }
-
-
-def _refuse_unavailable(config: Config) -> None:
-    """What the schema knows and this version cannot run yet is an error before anything starts."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        raise LaunchError(f"WORLD_SIZE={world_size}: this version trains in one process; start it without torchrun")
-    if config.parallel.strategy not in ("auto", "single"):
-        raise ConfigError(
-            f"parallel.strategy: {config.parallel.strategy!r} is not available in this version; use auto or single"
-        )
-    if config.train.profile_steps is not None:
-        raise ConfigError("train.profile_steps: profiling is not available in this version; leave it unset")

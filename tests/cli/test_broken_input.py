@@ -124,9 +124,7 @@ BROKEN_RULES = [
 
 # Known to the schema, refused until it is built: take a case out when it runs.
 NOT_AVAILABLE_YET = [
-    override("ddp", "parallel.strategy=ddp", "parallel.strategy", "use auto or single"),
     override("fineweb", "data.source=fineweb_edu", "data.source", "use python, text or synthetic"),
-    override("profiler", "train.profile_steps=[0, 0]", "train.profile_steps", "leave it unset"),
 ]
 
 BROKEN_FILES = [

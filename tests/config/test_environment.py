@@ -42,9 +42,44 @@ def test_an_explicit_key_wins_with_a_warning():
         ("NSA_USE_FA3", "0", "unknown variable; did you mean NSA_USE_FA2"),
         ("NSA_USE_SEL_PACK", "1", "nothing to switch"),
         ("NSA_USE_FA2", "no", "must be 0 or 1"),
-        ("NSA_DDP_BUCKET_MB", "5", "does not read it"),
+        ("NSA_TRACE_GRADS", "1", "does not read it yet"),
+        ("NSA_FSDP_LIMIT_ALL_GATHERS", "1", "always limited"),
+        ("NSA_DDP_SAFE_MODE", "yes", "must be one of 0, 1"),
+        ("NSA_DDP_BUCKET_MB", "-3", "must be a whole number"),
+        ("NSA_FSDP_SHARDING", "half", "must be one of full"),
     ],
 )
 def test_what_cannot_be_followed_is_said(variable, value, told):
     with pytest.warns(ConfigWarning, match=told):
         assert kernels({variable: value}) == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "section", "key", "wanted"),
+    [
+        ("NSA_DDP_SAFE_MODE", "1", "parallel.ddp", "safe_mode", True),
+        ("NSA_DDP_STATIC_GRAPH", "1", "parallel.ddp", "static_graph", True),
+        ("NSA_DDP_FIND_UNUSED", "1", "parallel.ddp", "find_unused", True),
+        ("NSA_DDP_BUCKET_MB", "7", "parallel.ddp", "bucket_mb", 7),
+        ("NSA_FSDP_SHARDING", "SHARD_GRAD_OP", "parallel.fsdp", "sharding", "grad_op"),
+        ("NSA_FSDP_SHARDING", "full", "parallel.fsdp", "sharding", "full"),
+        ("NSA_FSDP_FORWARD_PREFETCH", "0", "parallel.fsdp", "forward_prefetch", False),
+        ("NSA_ALLOW_SINGLE_RANK", "1", "parallel", "allow_single_rank", True),
+        ("NSA_FORCE_BRANCH", "cmp", "nsa", "force_branch", "cmp"),
+        ("NSA_MEM_DUMP_EVERY", "100", "telemetry", "mem_dump_every", 100),
+        ("NSA_TB_DISABLE", "1", "telemetry", "tensorboard", False),
+    ],
+)
+def test_a_variable_sets_its_key_and_an_explicit_one_wins(variable, value, section, key, wanted):
+    def read(config):
+        for name in section.split("."):
+            config = getattr(config, name)
+        return getattr(config, key)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(parse_config({}, "test", (), {variable: value})) == wanted
+    other = {True: "false", False: "true", "full": "grad_op", "grad_op": "full", "cmp": "win"}.get(wanted, "3")
+    with pytest.warns(ConfigWarning, match=rf"{variable}: {section}\.{key} is set to .* explicitly"):
+        config = parse_config({}, "test", [f"{section}.{key}={other}"], {variable: value})
+    assert read(config) != wanted

@@ -190,7 +190,7 @@ def test_an_unknown_key_gets_the_closest_valid_one(mistakes, override, suggestio
 
 def test_a_key_like_no_other_gets_the_list_of_valid_ones(mistakes):
     [line] = mistakes("checkpoint: {zzz: 3}")
-    assert line.endswith("checkpoint.zzz: unknown key; valid here: every, keep")
+    assert line.endswith("checkpoint.zzz: unknown key; valid here: every, keep, background")
 
 
 def test_all_mistakes_are_reported_together(mistakes):

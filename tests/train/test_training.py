@@ -14,7 +14,7 @@ from nsa.checkpoint.weights import load_weights, save_weights
 from nsa.config import parse_config
 from nsa.data.loader import build_data
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import CheckpointError, ConfigError, LaunchError, NumericsError
+from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.nn.model import build_model
 from nsa.telemetry.training_csv import MACHINE_COLUMNS
 from nsa.train import train
@@ -29,10 +29,11 @@ TINY = {
     "train": {"steps": 6, "seq_len": 64, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "eval_sequences": 4},
     "runtime": {"device": "cpu", "threads": 1},
 }
+NO_TENSORBOARD = {"telemetry": {"tensorboard": False}}  # its import takes seconds
 
 
 def tiny(*overrides):
-    return parse_config(json.loads(json.dumps(TINY)), "test", overrides)
+    return parse_config(json.loads(json.dumps(TINY | NO_TENSORBOARD)), "test", overrides)
 
 
 def rows_of(folder):
@@ -140,8 +141,9 @@ def test_a_non_finite_loss_stops_before_the_weights_move():
     with torch.no_grad():
         state.model.norm.weight[0] = math.nan
     before = [p.detach().clone() for p in state.trainable]
-    with pytest.raises(NumericsError, match="step 1: the loss is nan"):
-        train_step(state, iter([data.train.batch(0, 4)]), 256, lr=1e-3)
+    result = train_step(state, iter([data.train.batch(0, 4)]), 256, lr=1e-3)
+    assert not result.moved
+    assert math.isnan(result.loss)
     assert all(torch.equal(a, b.detach()) or a.isnan().any() for a, b in zip(before, state.trainable, strict=True))
     assert not state.optimizer.state
 
@@ -167,12 +169,6 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
     train(tiny(), tmp_path, fresh=True)
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns != stamp
-
-
-def test_several_processes_are_refused_until_they_can_train(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LaunchError, match="WORLD_SIZE=2"):
-        train(tiny(), tmp_path)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
@@ -225,7 +221,8 @@ def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path)
     assert "bits per byte" in out
     run = tmp_path / "runs" / "tiny"
     names = {p.name for p in run.iterdir()}
-    assert names == {".lock", "config.yaml", "metrics.json", "model.safetensors", "training.csv"}
+    files = {"config.yaml", "env.json", "metrics.json", "model.safetensors", "training.csv", "heartbeat_rank0.jsonl"}
+    assert names == {".lock", "checkpoints", "tb", *files}
     assert json.loads((run / "metrics.json").read_text())["steps"] == 4
     same = [nsa("generate", str(run), "--prompt", "ka lo", "--max-tokens", "12", "--seed", "3") for _ in range(2)]
     assert same[0] == same[1]

@@ -541,4 +541,4 @@ def num_splits(q: Tensor, k: Tensor, sight: Sight, launch: Launch) -> int:
     queries = min(q.shape[1], sight.window + launch.block_n) if sight.window else q.shape[1]
     rows = queries * (q.shape[2] // k.shape[2])
     wanted: int = triton.cdiv((3 if sight.window else 8) * multiprocessors(q), programs)
-    return max(1, min(wanted, rows // launch.block_m // 16, 32), triton.cdiv(rows, LONGEST_SUM))
+    return max(1, min(wanted, rows // launch.block_m // 16, 32), -(-rows // LONGEST_SUM))

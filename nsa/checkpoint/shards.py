@@ -1,0 +1,155 @@
+"""Tensors through torch's distributed checkpoint, which reshards them between world sizes and strategies.
+
+Torch pickles its metadata. Here it is read through an allow-list of the types it consists of, entries that are no
+tensors are refused, and no shard outside the checkpoint's manifest is opened.
+"""
+
+import logging
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from nsa import faults
+from nsa.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",  # to say that it is refused
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+}
+
+
+def shard_names(folder: Path, rank: int) -> Iterable[str]:
+    """The files that this rank wrote."""
+    return [path.name for path in folder.glob(f"__{rank}_*")]
+
+
+def save_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Every rank writes its part of `tensors`; a tensor that all have is written once."""
+    with _quiet():
+        save(tensors, storage_writer=_Writer(folder), process_group=group, no_dist=group is None)
+
+
+def load_tensors(
+    tensors: dict[str, Tensor], folder: Path, files: Iterable[str], group: dist.ProcessGroup | None
+) -> None:
+    """Fills `tensors` in place, whatever the world that saved them looked like."""
+    try:
+        with _quiet():
+            reader = _Reader(folder, files)
+            load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        causes = "; ".join(dict.fromkeys(str(cause[0]) for cause in error.failures.values()))
+        raise CheckpointError(f"{folder}: cannot be loaded: {causes}") from None
+
+
+def saved_shapes(folder: Path, files: Iterable[str]) -> dict[str, torch.Size]:
+    """Name and shape of every saved tensor."""
+    metadata = _Reader(folder, files).read_metadata()
+    return {name: entry.size for name, entry in _tensor_entries(metadata, folder).items()}
+
+
+class _Writer(FileSystemWriter):
+    def __init__(self, folder: Path):
+        super().__init__(folder, sync_files=True, overwrite=True)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        faults.point("save.shard")
+        written = super().write_data(*args, **kwargs)
+        faults.point("save.shard_written")
+        return written
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        faults.point("save.metadata")
+        super().finish(*args, **kwargs)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # without the path, which is no business of the checkpoint
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path, files: Iterable[str]):
+        super().__init__(folder)
+        self._folder = folder
+        self._files = set(files)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._folder / METADATA_FILE
+        if METADATA_FILE not in self._files:
+            raise CheckpointError(f"{path}: is not in the manifest")
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except Exception as error:  # whatever a damaged pickle does to the machine that reads it
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{path}: holds no checkpoint metadata")
+        _tensor_entries(metadata, self._folder)
+        for info in metadata.storage_data.values():
+            if getattr(info, "relative_path", None) not in self._files:
+                raise CheckpointError(f"{path}: points to a file that is not in the manifest")
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"{path}: asks for a transformation of its shards, which is not done here")
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds the listed types and nothing else; anything that could run code is an error."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _TYPES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(f"refused: it asks for {module}.{name}, which no checkpoint of ours needs")
+
+
+def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStorageMetadata]:
+    entries = metadata.state_dict_metadata
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder / METADATA_FILE}: holds no checkpoint metadata")
+    for name, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{folder / METADATA_FILE}: entry {name!r} is no tensor; such entries are refused")
+    return entries  # type: ignore[return-value]
+
+
+class _quiet:  # noqa: N801  (used like a function)
+    """Keeps torch's remarks about running without a process group from the user."""
+
+    def __enter__(self) -> None:
+        self._catch = warnings.catch_warnings()
+        self._catch.__enter__()
+        warnings.simplefilter("ignore")
+        self._logger = logging.getLogger("torch.distributed.checkpoint")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)
+        self._catch.__exit__(None, None, None)

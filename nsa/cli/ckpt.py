@@ -1,0 +1,83 @@
+"""`nsa ckpt list`, `nsa ckpt verify`, `nsa ckpt export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nsa.errors import CheckpointError
+
+app = typer.Typer(help="Look at, check and export checkpoints.", no_args_is_help=True)
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)]
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run (its newest) or one checkpoint.", show_default=False)
+]
+
+
+@app.command("list")
+def list_checkpoints(run_dir: RunFolder) -> None:
+    """Every checkpoint of a run, the newest first."""
+    from nsa.checkpoint import layout
+    from nsa.checkpoint.load import read_state
+
+    root = _root(run_dir)
+    latest, best = layout.pointed(root, layout.LATEST), layout.pointed(root, layout.BEST)
+    for path in layout.committed(root):
+        marks = [mark for mark, name in (("latest", latest), ("best", best)) if name == path.name]
+        try:
+            state = read_state(path)
+            progress = state["progress"]
+            size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+            val = progress["val_loss"]
+            about = (
+                f"{progress['tokens']:,} tokens | loss {progress['loss']:.4f} | "
+                f"validation {'-' if val is None else format(val, '.4f')} | "
+                f"{state['strategy']} x {state['world_size']} | {size:.1f} MiB"
+            )
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            about = f"cannot be read: {error}"
+        print(f"{path.name} | {about}{' | ' if marks else ''}{', '.join(marks)}")
+
+
+@app.command()
+def verify(source: Source) -> None:
+    """Read every byte and compare it with the manifest; exit code 4 if a checkpoint is damaged."""
+    from nsa.checkpoint import layout
+    from nsa.checkpoint.manifest import MANIFEST_FILE
+    from nsa.checkpoint.manifest import verify as verify_one
+
+    checkpoints = [source] if (source / MANIFEST_FILE).exists() else layout.committed(_root(source))
+    problems: list[str] = []
+    for path in checkpoints:
+        try:
+            files = verify_one(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            print(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+@app.command()
+def export(
+    source: Source,
+    target: Annotated[Path, typer.Argument(metavar="FILE.safetensors", show_default=False)],
+) -> None:
+    """Write a checkpoint's weights as one safetensors file."""
+    from nsa.checkpoint.export import export_weights, find_checkpoint
+    from nsa.checkpoint.layout import step_of
+
+    checkpoint = find_checkpoint(source)
+    count = export_weights(checkpoint, target, step_of(checkpoint))
+    print(f"{target}: {count} tensors of {checkpoint}")
+
+
+def _root(run_dir: Path) -> Path:
+    from nsa.checkpoint import layout
+
+    root = run_dir / layout.FOLDER
+    if not layout.committed(root):
+        raise CheckpointError(f"{run_dir}: holds no checkpoint; give the out_dir of a run")
+    return root

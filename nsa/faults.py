@@ -1,0 +1,89 @@
+"""Faults on purpose: named points where a test can kill, stop or starve a process.
+
+While nothing is armed a point costs one look at a module variable. `arm` reads texts such as
+`save.rename:kill`, `save.shard:enospc:hit=2:rank=1` or `step.loss:nan:hit=5`, several with commas between: at the
+second time rank 1 comes to `save.shard` its disk is full. `nsa train` arms what NSA_FAULTS says.
+"""
+
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass, field, fields
+
+from nsa.errors import ConfigError
+
+ACTIONS = ("kill", "stop", "terminate", "usr1", "enospc", "eio", "raise", "sleep", "nan")
+
+
+@dataclass
+class Fault:
+    """Done when the process comes to `point` for the `hit`th time; `times` hits in a row from there on."""
+
+    point: str
+    action: str
+    hit: int = 1
+    times: int = 1
+    rank: int = -1  # every rank
+    attempt: int = -1  # every attempt of torchrun
+    seconds: int = 3600  # of sleep
+    seen: int = field(default=0, init=False)
+
+    def due(self) -> bool:
+        self.seen += 1
+        return self.hit <= self.seen < self.hit + self.times
+
+
+_armed: list[Fault] = []
+
+
+def arm(text: str, rank: int = 0, attempt: int = 0) -> None:
+    """Replaces what is armed by what `text` says for this rank and attempt; an empty text disarms."""
+    faults = [_parse(part) for part in text.split(",") if part.strip()]
+    _armed[:] = [f for f in faults if f.rank in (-1, rank) and f.attempt in (-1, attempt)]
+
+
+def point(name: str) -> None:
+    """A place where an armed fault happens."""
+    if _armed:
+        for fault in _armed:
+            if fault.point == name and fault.action != "nan" and fault.due():
+                _happen(fault)
+
+
+def spoiled(name: str) -> bool:
+    """Whether the value computed here is to become a NaN."""
+    return bool(_armed) and any(f.point == name and f.action == "nan" and f.due() for f in _armed)
+
+
+def _happen(fault: Fault) -> None:
+    signals = {
+        "kill": signal.SIGKILL,
+        "stop": signal.SIGSTOP,
+        "terminate": signal.SIGTERM,
+        "usr1": signal.SIGUSR1,
+    }
+    if fault.action in signals:
+        os.kill(os.getpid(), signals[fault.action])
+    elif fault.action == "sleep":
+        time.sleep(fault.seconds)
+    elif fault.action == "raise":
+        raise RuntimeError(f"fault at {fault.point}")
+    else:
+        number = errno.ENOSPC if fault.action == "enospc" else errno.EIO
+        raise OSError(number, os.strerror(number))
+
+
+def _parse(text: str) -> Fault:
+    name, *rest = text.strip().split(":")
+    numbers = {f.name for f in fields(Fault) if f.init} - {"point", "action"}
+    try:
+        action, *settings = rest
+        values = {key: int(value) for key, value in (s.split("=") for s in settings)}
+    except ValueError:
+        raise ConfigError(f"NSA_FAULTS: cannot read {text!r}; write POINT:ACTION[:hit=N][:rank=N]") from None
+    if action not in ACTIONS or not values.keys() <= numbers:
+        raise ConfigError(
+            f"NSA_FAULTS: {text!r}: an action is one of {', '.join(ACTIONS)}; settings are {sorted(numbers)}"
+        )
+    return Fault(name, action, **values)

@@ -1,0 +1,66 @@
+"""One model under each strategy: how it is wrapped, when gradients travel, what their true norm is.
+
+Gradients are summed over ranks, never averaged: the loss is already divided by the global number of targets.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.config.schema import ParallelConfig
+from nsa.parallel.ddp import wrap_ddp
+from nsa.parallel.fsdp import shard
+from nsa.parallel.launch import World
+
+
+def apply_strategy(model: nn.Module, parallel: ParallelConfig, world: World, precision: str) -> nn.Module:
+    """The module to call in place of `model`. Weights must lie on the world's device already."""
+    if world.strategy == "ddp":
+        return wrap_ddp(model, parallel.ddp, world)
+    if world.strategy == "fsdp":
+        return shard(model, parallel.fsdp, world, precision)
+    return model
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, *, wanted: bool) -> Iterator[None]:
+    """Forward and backward inside leave gradients on their rank unless `wanted`: an accumulation travels once."""
+    if isinstance(module, DistributedDataParallel) and not wanted:
+        with module.no_sync():
+            yield
+    else:
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(wanted)
+        yield
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of the whole gradient, over all parameters and all their shards, on every rank."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; every rank must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def settle(module: nn.Module) -> None:
+    """Sharded again after a forward pass without a backward, so that parameters are the optimizer's own."""
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
+
+
+def host_mesh(world: World) -> DeviceMesh | None:
+    """The ranks as a mesh of host memory, on which copies of shards can be laid out; None without shards."""
+    if world.strategy != "fsdp":
+        return None
+    return init_device_mesh("cpu", (world.size,))

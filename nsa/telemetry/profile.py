@@ -1,0 +1,37 @@
+"""`train.profile_steps`: PyTorch's profiler over some steps, as a trace file and a table of the costliest operators."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class StepProfiler:
+    """Records steps first..last (counted from 1) into `profile_rank{r}.json` and `.txt`."""
+
+    def __init__(self, folder: Path, rank: int, steps: list[int] | None, device: torch.device):
+        self.steps = steps
+        self._stem = folder / f"profile_rank{rank}"
+        self._device = device
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        if self.steps and self._profile is None and self.steps[0] <= step <= self.steps[1]:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities)
+            self._profile.start()
+
+    def after(self, step: int) -> Path | None:
+        """The trace file, when this was the last profiled step."""
+        if self._profile is None or self.steps is None or step < self.steps[1]:
+            return None
+        self._profile.stop()
+        key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=key, row_limit=10)
+        self._stem.with_suffix(".txt").write_text(table, encoding="utf-8")
+        trace = self._stem.with_suffix(".json")
+        self._profile.export_chrome_trace(str(trace))
+        self._profile = None
+        return trace

@@ -1,0 +1,70 @@
+"""When a loss or a gradient is not finite: what is kept, so that the very step can be run again.
+
+nonfinite/step_00000151/report.json            step, loss, gradient norm, configuration
+nonfinite/step_00000151/batch_rank{r}.safetensors   what each rank read
+nonfinite/step_00000151/weights.safetensors    the weights before the step; in the first such folder of a run
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.weights import load_weights, spell_weights
+from nsa.config import Config, parse_config
+from nsa.data.loader import Batch
+from nsa.data.tokenizers import load_tokenizer
+from nsa.errors import CheckpointError
+from nsa.parallel.strategy import full_tensor
+from nsa.train.state import RunState, build_state
+from nsa.train.step import StepResult, train_step
+
+FOLDER = "nonfinite"
+
+
+def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
+    """Every rank calls this, with the step's own batches and the weights as they were before it."""
+    place = folder / FOLDER / f"step_{state.progress.step + 1:08d}"
+    has_weights = state.progress.skipped == 0
+    weights = {name: full_tensor(p.detach()) for name, p in state.parameters.items()} if has_weights else {}
+    tensors: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        for name, tensor in vars(batch).items():
+            if tensor is not None:
+                tensors[f"{number}/{name}"] = tensor.cpu()
+    place.mkdir(parents=True, exist_ok=True)
+    write_atomically(place / f"batch_rank{state.world.rank}.safetensors", save(tensors))
+    if state.world.is_first:
+        if weights:
+            write_atomically(place / "weights.safetensors", spell_weights(weights, step=state.progress.step))
+        report = {
+            "step": state.progress.step + 1,
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+            "precision": state.precision,
+            "world_size": state.world.size,
+            "config": config.to_dict(),
+        }
+        write_atomically(place / "report.json", json.dumps(report, indent=1).encode() + b"\n")
+    return place
+
+
+def reproduce(place: Path) -> StepResult:
+    """Runs the dumped step again in one process: the loss and gradient norm that were not finite."""
+    try:
+        report: dict[str, Any] = json.loads((place / "report.json").read_text(encoding="utf-8"))
+        parts = [load_file(place / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{place}: is no whole dump of a step: {error}") from None
+    config = parse_config(report["config"], str(place / "report.json"), ["parallel.strategy=single"])
+    state = build_state(config, load_tokenizer(config.data.tokenizer))
+    load_weights(state.model, place / "weights.safetensors")
+    batches = []
+    for tensors in parts:
+        for number in range(len({name.split("/")[0] for name in tensors})):
+            batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
+            batches.append(batch.to(state.device))
+    return train_step(state, batches, sum(b.targets.numel() for b in batches), lr=0.0)
