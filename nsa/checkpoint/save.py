@@ -93,8 +93,12 @@ class Saver:
         return self._failure
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part: its shards, and of what all ranks hold whole its share, so that no copy is made twice."""
         staged = {}
+        owners = _share_out({n: t for n, t in tensors.items() if not isinstance(t, DTensor)}, self.size)
         for name, tensor in tensors.items():
+            if owners.get(name, self.rank) != self.rank:
+                continue
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != local.shape:
@@ -195,6 +199,16 @@ class Saver:
             if failed is not None:
                 raise CheckpointError(failed if self.size == 1 else f"rank {rank}: {failed}")
         return [v for v, _ in results]  # type: ignore[misc]
+
+
+def _share_out(tensors: dict[str, Tensor], size: int) -> dict[str, int]:
+    """A rank for every tensor, the same on all of them, with about as many bytes for each."""
+    loads = [0] * size
+    owners = {}
+    for name, tensor in tensors.items():
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += tensor.numel() * tensor.element_size()
+    return owners
 
 
 def _reason(error: BaseException) -> str:

@@ -3,9 +3,11 @@
 Heavy imports happen inside the commands, so that `nsa --version` and `nsa config` answer at once.
 """
 
+import os
 import sys
+import traceback
 import warnings
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -57,8 +59,21 @@ def main() -> None:
     except NSAError as error:
         for line in str(error).splitlines():
             print(f"{_label(error)}: {line}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _leave(130)
+    except Exception:  # a defect of ours, or a machine that broke: all of it is shown
+        traceback.print_exc()
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process. Among several ranks at once: an orderly end would wait for threads that wait for ranks
+    which are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        os._exit(code)
+    sys.exit(code)

@@ -1,6 +1,7 @@
 """Configurations: the schema, and how a YAML file with overrides becomes one. Needs neither torch nor a GPU."""
 
+from nsa.config.differences import differences
 from nsa.config.load import load_config, parse_config
 from nsa.config.schema import Config
 
-__all__ = ["Config", "load_config", "parse_config"]
+__all__ = ["Config", "differences", "load_config", "parse_config"]

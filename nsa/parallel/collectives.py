@@ -46,7 +46,7 @@ def gather(value: T, world: World) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-_LOST = ("connection", "timed out", "timeout", "broken pipe", "socket", "peer", "store", "nccl", "gloo")
+_LOST = ("gloo", "nccl", "connection reset by peer", "connection closed by peer", "broken pipe")
 
 
 def as_lost_rank(error: BaseException, world: World) -> RankLostError | None:

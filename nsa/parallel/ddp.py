@@ -36,7 +36,7 @@ def wrap_ddp(model: nn.Module, options: DDPConfig, world: World) -> DistributedD
     return wrapped
 
 
-def _sum(_: Any, bucket: "dist.GradBucket") -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     summed: torch.futures.Future[torch.Tensor] = future.then(_first)
     return summed

@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
@@ -112,6 +113,37 @@ def choose_strategy(wanted: str, size: int) -> Strategy:
     return wanted
 
 
+def meet(place: Place, environment: Mapping[str, str], timeout: timedelta) -> TCPStore:
+    """A store of this attempt's own. torchrun's lives on over restarts and would hand out the addresses of ranks
+    that are dead; in it rank 0 only leaves word where the new one is."""
+    agent = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if place.rank == 0:
+        host = _address_towards(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        store = TCPStore(host, 0, place.size, is_master=True, wait_for_workers=False, timeout=timeout)
+        agent.set("nsa/meeting", f"{host} {store.port}")
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        host, port = agent.get("nsa/meeting").decode().split()
+        try:
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
+        except dist.DistError:  # the word of an attempt before: nobody listens there any more
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            store.set_timeout(timeout)
+            return store
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address as seen from there; nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 @contextmanager
 def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
     """The process group of a run, from the launcher's word to its end."""
@@ -128,11 +160,13 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     timeout = timedelta(seconds=parallel.timeout_s)
     # Tensors on the host always travel over gloo: checkpoints and small agreements need no GPU.
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    alone: dict[str, Any] = (
-        {"store": HashStore(), "rank": 0, "world_size": 1} if "WORLD_SIZE" not in environment else {}
-    )
+    meeting: dict[str, Any] = {}
+    if "WORLD_SIZE" not in environment:
+        meeting = {"store": HashStore(), "rank": 0, "world_size": 1}
+    elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        meeting = {"store": meet(place, environment, timeout), "rank": place.rank, "world_size": place.size}
     on_device: dict[str, Any] = {"device_id": chosen} if backend == "nccl" else {}
-    dist.init_process_group(both, timeout=timeout, **alone, **on_device)
+    dist.init_process_group(both, timeout=timeout, **meeting, **on_device)
     group = dist.new_group(backend="gloo", timeout=timeout) if place.size > 1 else None
     yield World(chosen, strategy, place.rank, place.local_rank, place.size, backend, group)
     dist.destroy_process_group()  # not after an error: the others may be gone, and this would wait for them

@@ -3,7 +3,7 @@
 Gradients are summed over ranks, never averaged: the loss is already divided by the global number of targets.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -47,9 +47,15 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; every rank must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def gather_weights(parameters: Mapping[str, nn.Parameter], world: World) -> dict[str, Tensor]:
+    """Every parameter whole, in host memory, on rank 0; nothing on the others. All ranks call it."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        tensor = parameter.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.is_first:
+            weights[name] = whole.cpu()
+    return weights
 
 
 def settle(module: nn.Module) -> None:

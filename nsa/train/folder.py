@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from nsa.checkpoint.files import write_atomically
-from nsa.config import Config, load_config
+from nsa.config import Config, differences, load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
 
 CONFIG_FILE = "config.yaml"
@@ -29,18 +29,18 @@ def claim_folder(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise LaunchError(
                 f"train.out_dir: another run is writing into {folder}; wait for it or choose another folder"
             ) from None
+        except OSError as error:
+            raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
         yield
 
 
 def changed_keys(folder: Path, config: Config) -> list[str]:
-    """The keys that differ from the configuration that the folder was written with."""
-    stored = load_config(folder / CONFIG_FILE).to_dict()
-    wanted = config.to_dict()
-    return [f"{section}.{key}" for section, keys in wanted.items() for key in keys if stored[section][key] != keys[key]]
+    """How the configuration differs from the one that the folder was written with, a line a key."""
+    return differences(load_config(folder / CONFIG_FILE).to_dict(), config)
 
 
 def refuse_other_config(folder: Path, config: Config) -> None:
@@ -48,7 +48,7 @@ def refuse_other_config(folder: Path, config: Config) -> None:
     changed = changed_keys(folder, config)
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)}: {folder} holds a finished run with another value; choose another train.out_dir, "
+            f"{'; '.join(changed)}: {folder} holds a finished run; choose another train.out_dir, "
             "--accept-changes to go on from its last checkpoint, or --fresh to train anew over it"
         )
 

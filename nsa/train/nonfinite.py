@@ -18,7 +18,7 @@ from nsa.config import Config, parse_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import CheckpointError
-from nsa.parallel.strategy import full_tensor
+from nsa.parallel.strategy import gather_weights
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
 
@@ -29,7 +29,7 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
     """Every rank calls this, with the step's own batches and the weights as they were before it."""
     place = folder / FOLDER / f"step_{state.progress.step + 1:08d}"
     has_weights = state.progress.skipped == 0
-    weights = {name: full_tensor(p.detach()) for name, p in state.parameters.items()} if has_weights else {}
+    weights = gather_weights(state.parameters, state.world) if has_weights else {}
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in vars(batch).items():
@@ -61,6 +61,8 @@ def reproduce(place: Path) -> StepResult:
         raise CheckpointError(f"{place}: is no whole dump of a step: {error}") from None
     config = parse_config(report["config"], str(place / "report.json"), ["parallel.strategy=single"])
     state = build_state(config, load_tokenizer(config.data.tokenizer))
+    if not (place / "weights.safetensors").exists():
+        raise CheckpointError(f"{place}: has no weights; only the first dump of a run has them")
     load_weights(state.model, place / "weights.safetensors")
     batches = []
     for tensors in parts:

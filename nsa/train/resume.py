@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.checkpoint.load import STATE_VERSION, fill, read_random, read_state, saved_names
 from nsa.checkpoint.save import Snapshot
-from nsa.config import Config
+from nsa.config import Config, differences
 from nsa.errors import CheckpointError, ConfigError
 from nsa.train.state import Progress, RunState
 
@@ -67,30 +67,22 @@ def restore(state: RunState, checkpoint: Path) -> None:
 
 def check_same_config(checkpoint: Path, config: Config, *, accept: bool) -> list[str]:
     """Every key that differs from what the checkpoint was saved with, as a line each; an error unless accepted."""
-    differences = list(_differences(read_state(checkpoint).get("config", {}), config.to_dict()))
-    if differences and not accept:
-        lines = "\n".join(f"  {line}" for line in differences)
+    changes = differences(read_state(checkpoint).get("config"), config)
+    if changes and not accept:
+        lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
             f"{checkpoint}: was saved with another configuration:\n{lines}\n"
             "--accept-changes goes on with the new values, --fresh starts over, train.out_dir chooses another folder"
         )
-    return differences
+    return changes
 
 
-def _differences(stored: Any, wanted: dict[str, Any], prefix: str = "") -> list[str]:
-    lines: list[str] = []
-    stored = stored if isinstance(stored, dict) else {}
-    for key, value in wanted.items():
-        name = f"{prefix}{key}"
-        if name == "train.out_dir":  # a run may be moved as a whole
-            continue
-        if isinstance(value, dict):
-            lines += _differences(stored.get(key), value, f"{name}.")
-        elif key not in stored:
-            lines.append(f"{name}: not known then, now {value!r}")
-        elif stored[key] != value:
-            lines.append(f"{name}: {stored[key]!r} then, {value!r} now")
-    return lines
+def seed_generators(seed: int, rank: int) -> None:
+    """Every generator from the run's seed, another stream on each rank."""
+    words = np.random.SeedSequence([seed, rank]).generate_state(4)
+    torch.manual_seed(int(words[0]) | int(words[1]) << 32)
+    random.seed(int(words[2]))
+    np.random.seed(int(words[3]))  # the global one, in case somebody draws from it
 
 
 def read_generators(device: torch.device) -> dict[str, Any]:

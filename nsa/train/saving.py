@@ -31,6 +31,7 @@ class Saving:
         self.before_save, self.incident = before_save, incident
         self.saved_step = saved_step  # the newest step that is safe
         self._writing_step = 0
+        self._writing_best = False
         self._failures = 0
         self._pending = False
         self._best_pending = False
@@ -64,16 +65,17 @@ class Saving:
     def _begin(self) -> None:
         self.before_save()
         self.saver.begin(snapshot(self.state, self.config, is_best=self._best_pending))
-        self._writing_step = self.state.progress.step
-        self._pending = False
+        self._writing_step, self._writing_best = self.state.progress.step, self._best_pending
+        self._pending = self._best_pending = False
 
     def _end(self) -> None:
         failure = self.saver.finish()
         if failure is None:
-            self.saved_step, self._failures, self._best_pending = self._writing_step, 0, False
+            self.saved_step, self._failures = self._writing_step, 0
             return
         self._failures += 1
         self._pending = True
+        self._best_pending |= self._writing_best
         self.incident("save_failed", f"step {self._writing_step} could not be saved: {failure}")
         if self._failures == TRIES:
             last = self.saver.last_good or "none of this process"

@@ -1,5 +1,6 @@
 """Everything a run holds in memory, and how it is built from a configuration."""
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +100,8 @@ def build_state(config: Config, tokenizer: Tokenizer, world: World | None = None
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
     apply_recompute(model, config.runtime.gradient_checkpointing)
-    model.to(world.device)
+    if world.strategy != "fsdp":  # which moves every unit by itself, so that no card holds the whole
+        model.to(world.device)
     if config.runtime.compile:
         compile_blocks(model)
     module = apply_strategy(model, config.parallel, world, precision)
@@ -122,11 +124,15 @@ def micro_batch_size(config: Config, world_size: int) -> int:
             f"train.batch_size: {batch} sequences cannot be shared by {world_size} ranks; choose a multiple of it"
         )
     if size == "auto":
-        return batch // world_size
+        size = batch // world_size
     if batch // world_size % size:
         raise ConfigError(
             f"train.micro_batch: {size} must divide the {batch // world_size} sequences of a rank "
             f"({batch} over {world_size} ranks)"
+        )
+    if config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode and batch // world_size > size:
+        raise ConfigError(
+            "parallel.ddp.static_graph: works with one pass a step only; leave train.micro_batch at auto or turn it off"
         )
     return size
 
@@ -144,6 +150,8 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 def _apply_runtime(config: Config) -> None:
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
+    if config.runtime.deterministic:  # cuBLAS asks for a fixed workspace before its first use
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.runtime.deterministic)
     torch.backends.cuda.matmul.allow_tf32 = config.runtime.tf32
     torch.backends.cudnn.allow_tf32 = config.runtime.tf32

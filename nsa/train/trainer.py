@@ -16,12 +16,12 @@ from nsa.checkpoint.weights import WEIGHTS_FILE, spell_weights
 from nsa.config import Config
 from nsa.data.loader import Batch, build_data
 from nsa.data.tokenizers import load_tokenizer
-from nsa.errors import CheckpointError, Interrupted, NumericsError, Preempted
+from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, Preempted
 from nsa.nn.flops import flops_per_token
 from nsa.parallel.collectives import as_lost_rank, on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
-from nsa.parallel.strategy import full_tensor, host_mesh
+from nsa.parallel.strategy import gather_weights, host_mesh
 from nsa.telemetry.console import RunConsole, step_line
 from nsa.telemetry.environment import describe_environment
 from nsa.telemetry.events import EventLog
@@ -41,7 +41,7 @@ from nsa.train.folder import (
     write_json,
     write_metrics,
 )
-from nsa.train.resume import check_same_config, restore
+from nsa.train.resume import check_same_config, restore, seed_generators
 from nsa.train.saving import Saving
 from nsa.train.schedule import learning_rate
 from nsa.train.signals import StopRequest
@@ -56,10 +56,11 @@ def train(config: Config, folder: Path, *, fresh: bool = False, accept_changes: 
     the configuration is another one than the checkpoint's.
     """
     place = read_place(os.environ)
+    if fresh and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise LaunchError("--fresh: would start over at every restart of torchrun; start without --max-restarts")
     faults.arm(os.environ.get("NSA_FAULTS", ""), place.rank, place.attempt)
     with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
         print(world.banner(), flush=True)
-        micro_batch_size(config, world.size)
         on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
         done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
         if done is not None:
@@ -68,9 +69,10 @@ def train(config: Config, folder: Path, *, fresh: bool = False, accept_changes: 
             return
         run = Run(config, folder, world, fresh=fresh, accept_changes=accept_changes)
         try:
-            run.start()
-            run.loop()
-            run.end()
+            with StopRequest() as stop:
+                run.start()
+                run.loop(stop)
+                run.end()
         except BaseException as error:
             lost = as_lost_rank(error, world)
             record_end(folder, lost or error, run.step)
@@ -104,12 +106,13 @@ class Run:
     def start(self) -> None:
         """Builds everything, takes up the newest checkpoint, opens the files."""
         config, folder, world = self.config, self.folder, self.world
+        self.micro_batch = micro_batch_size(config, world.size)
         self.events = EventLog(folder, world.rank)
         tokenizer = load_tokenizer(config.data.tokenizer)
         self.data = build_data(config.data, config.train, tokenizer)
         self.state = state = build_state(config, tokenizer, world)
-        self.micro_batch = micro_batch_size(config, world.size)
         self.console = RunConsole(config.train.steps, silent=not world.is_first)
+        seed_generators(config.train.seed, world.rank)
         taken_up = None if self.fresh else self._take_up()
         root = folder / layout.FOLDER
         if self.fresh and world.is_first and root.exists():
@@ -137,10 +140,10 @@ class Run:
                 self.console.say(line)
         self.events.emit("start", self.step, strategy=world.strategy, world_size=world.size, from_checkpoint=taken_up)
 
-    def loop(self) -> None:
+    def loop(self, stop: StopRequest) -> None:
         assert self.state is not None
         config, progress = self.config, self.state.progress
-        with StopRequest() as stop, self.console:
+        with self.console:
             while progress.step < config.train.steps:
                 clock = StepClock()
                 self.profiler.before(progress.step + 1)
@@ -165,7 +168,7 @@ class Run:
         """The last checkpoint, the weights in one file, the summary."""
         assert self.state is not None
         self.saving.now()
-        weights = {name: full_tensor(p.detach()) for name, p in self.state.parameters.items()}
+        weights = gather_weights(self.state.parameters, self.world)
         if self.world.is_first:
             progress = self.state.progress
             write_atomically(self.folder / WEIGHTS_FILE, spell_weights(weights, step=progress.step))
@@ -313,8 +316,9 @@ class Run:
         if config.parallel.ddp.safe_mode:
             used = effective(config.parallel.ddp)
             yield (
-                f"safe    safe_mode: reference kernels, find_unused={used.find_unused}, bucket_mb={used.bucket_mb}, "
-                f"bucket_view={used.bucket_view}, broadcast_buffers={used.broadcast_buffers}"
+                f"safe    safe_mode: reference kernels; under ddp find_unused={used.find_unused}, "
+                f"bucket_mb={used.bucket_mb}, bucket_view={used.bucket_view}, "
+                f"broadcast_buffers={used.broadcast_buffers}"
             )
         if config.nsa.force_branch:
             yield f"branch  {config.nsa.force_branch} alone"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config, load_config
+from nsa.train.state import micro_batch_size
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -95,10 +96,10 @@ def test_the_one_gpu_production_file_recomputes_and_promises_less_than_30_gib():
 
 
 @pytest.mark.parametrize("name", ["m7c_125m_2xa100_production.yaml", "m7c_125m_2xa100_shake.yaml"])
-def test_two_gpu_files_leave_the_strategy_to_the_launcher_and_accumulate_evenly(name):
+def test_two_gpu_files_leave_the_strategy_to_the_launcher_and_run_on_more_ranks_too(name):
     config = shipped(name)
     assert config.parallel.strategy == "auto"
-    assert config.train.batch_size % (2 * config.train.micro_batch) == 0
+    assert [micro_batch_size(config, ranks) for ranks in (1, 2, 4, 8)] == [16, 8, 4, 2]
 
 
 def test_the_shake_run_has_500_steps_and_reaches_every_rare_event_within_them():

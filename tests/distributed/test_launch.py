@@ -1,0 +1,57 @@
+"""The launch guard (F6): a job that would leave GPUs idle is stopped with the command to use instead."""
+
+import sys
+
+import pytest
+import torch
+
+from nsa.config.schema import ParallelConfig
+from nsa.errors import ConfigError, LaunchError
+from nsa.parallel.launch import Place, choose_strategy, guard, pick_device, read_place
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["nsa", "train", "run.yaml", "train.steps=3"])
+
+
+def test_one_process_on_a_node_with_four_gpus_is_refused_with_the_right_command(four_gpus):
+    with pytest.raises(LaunchError) as refused:
+        guard(Place(), CUDA, ParallelConfig(), {})
+    assert "torchrun --standalone --nproc-per-node 4 -m nsa train run.yaml train.steps=3" in str(refused.value)
+    assert "parallel.allow_single_rank=true" in str(refused.value)
+    assert refused.value.exit_code == 7
+
+
+def test_it_runs_where_that_is_meant(four_gpus):
+    guard(Place(), CUDA, ParallelConfig(allow_single_rank=True), {})
+    guard(Place(), torch.device("cpu"), ParallelConfig(), {})
+    guard(Place(1, 1, 4), CUDA, ParallelConfig(), {})
+    with pytest.warns(UserWarning, match="3 would be idle"):
+        guard(Place(), CUDA, ParallelConfig(), {"CI": "true"})
+
+
+def test_more_ranks_than_gpus_are_refused(four_gpus):
+    assert pick_device("cuda", 3) == torch.device("cuda", 3)
+    with pytest.raises(LaunchError, match="--nproc-per-node 4"):
+        pick_device("cuda", 4)
+
+
+def test_a_rank_finds_its_place():
+    assert read_place({}) == Place()
+    launched = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert read_place(launched) == Place(5, 1, 8, 2)
+    for wrong in ({"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "7"}):
+        with pytest.raises(LaunchError, match="torchrun"):
+            read_place({**launched, **wrong})
+
+
+def test_auto_is_single_for_one_rank_and_ddp_for_more():
+    assert [choose_strategy("auto", size) for size in (1, 2)] == ["single", "ddp"]
+    assert [choose_strategy(name, 1) for name in ("ddp", "fsdp")] == ["ddp", "fsdp"]
+    with pytest.raises(ConfigError, match=r"parallel\.strategy"):
+        choose_strategy("single", 2)

@@ -1,0 +1,202 @@
+"""One process, DDP and FSDP are the same run: losses, gradient norms, validation, with and without checkpointing.
+
+12 layers, 20 steps, two real processes over gloo (F1, F2, F3, F7 of the requirements; row 6 of reliability.md).
+"""
+
+import copy
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from nsa.checkpoint.export import find_checkpoint, read_weights
+from nsa.config import parse_config
+from nsa.data.loader import build_data
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.nn.model import build_model
+from tests.distributed.launching import TINY, numbers_of, rows_of, start_ranks, wait_all
+
+DEEP = {"model": {"n_layers": 12}, "train": {"steps": 20, "eval_every": 10}, "checkpoint": {"every": 0}}
+SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
+
+
+def tree(*layers):
+    """TINY with the sections of each layer laid over it; nested sections are joined."""
+    joined = copy.deepcopy(TINY)
+
+    def lay(below, above):
+        for key, value in above.items():
+            if isinstance(value, dict):
+                lay(below.setdefault(key, {}), value)
+            else:
+                below[key] = value
+
+    for layer in layers:
+        lay(joined, layer)
+    return joined
+
+
+def recompute(granularity):
+    return {"runtime": {"gradient_checkpointing": granularity}}
+
+
+def strategy(name, **options):
+    return {"parallel": {"strategy": name, name: options}} if options else {"parallel": {"strategy": name}}
+
+
+ONE_RANK = {
+    "single": tree(DEEP),
+    "single-block": tree(DEEP, recompute("block")),
+    "single-branch": tree(DEEP, recompute("branch")),
+    "short": tree(SHORT),
+    "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
+    "short-cmp": tree(SHORT, {"nsa": {"force_branch": "cmp"}}),
+    "ddp-alone": tree(SHORT, strategy("ddp")),
+    "fsdp-alone": tree(SHORT, strategy("fsdp")),
+    "constant": tree({"train": {"steps": 8, "schedule": "constant"}}),
+}
+TWO_RANKS = {
+    **{f"{s}-{g}": tree(DEEP, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("none", "block", "branch")},
+    **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in ("ddp", "fsdp")},
+    **{f"{s}-cmp": tree(SHORT, strategy(s), {"nsa": {"force_branch": "cmp"}}) for s in ("ddp", "fsdp")},
+    **{
+        f"{s}-{p}": tree(SHORT, strategy(s), {"runtime": {"precision": p}})
+        for s in ("ddp", "fsdp")
+        for p in ("bf16", "fp16")
+    },
+    "ddp-safe": tree(SHORT, strategy("ddp", safe_mode=True)),
+    "ddp-static": tree(SHORT, strategy("ddp", static_graph=True), recompute("block")),
+    "ddp-unused": tree(SHORT, strategy("ddp", find_unused=True, bucket_view=False), recompute("block")),
+    "ddp-buckets": tree(SHORT, strategy("ddp", bucket_mb=1, broadcast_buffers=True)),
+    "fsdp-grad-op": tree(SHORT, strategy("fsdp", sharding="grad_op", forward_prefetch=False)),
+    "fsdp-units": tree(SHORT, strategy("fsdp", blocks_per_unit=2), {"model": {"n_layers": 5}}),
+    "units": tree(SHORT, strategy("ddp"), {"model": {"n_layers": 5}}),
+    "fsdp-tied": tree(SHORT, strategy("fsdp"), {"model": {"tied_head": True}}),
+    "ddp-tied": tree(SHORT, strategy("ddp"), {"model": {"tied_head": True}}),
+    "fsdp-reduce-bf16": tree(SHORT, strategy("fsdp", reduce_dtype="bf16")),
+    "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every run above, trained once."""
+    folder = tmp_path_factory.mktemp("runs")
+    for size, named in ((1, ONE_RANK), (2, TWO_RANKS)):
+        train_all(folder, size, [{"name": name, "config": config} for name, config in named.items()])
+    return folder
+
+
+def train_all(folder, size, jobs):
+    jobs = [{**job, "folder": str(folder / job["name"])} for job in jobs]
+    listed = folder / f"jobs{size}.json"
+    listed.write_text(json.dumps(jobs))
+    ended = wait_all(start_ranks(size, str(listed), module="tests.distributed.worker"), timeout_s=280)
+    assert [e.code for e in ended] == [0] * size, ended[0].output + ended[-1].output
+    for job in jobs:
+        for rank in range(size):
+            outcome = json.loads((folder / job["name"] / f"outcome_rank{rank}.json").read_text())
+            assert outcome == {"code": 0, "error": ""}, job["name"]
+
+
+def column(run, name):
+    return [float(row[name]) for row in rows_of(run) if row[name]]
+
+
+def assert_same(a, b, loss, norm):
+    assert column(a, "loss") == pytest.approx(column(b, "loss"), rel=loss, abs=0)
+    assert column(a, "grad_norm") == pytest.approx(column(b, "grad_norm"), rel=norm, abs=0)
+
+
+@pytest.mark.parametrize("granularity", ["none", "block", "branch"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
+    one, many = runs / "single", runs / f"{kind}-{granularity}"
+    assert column(many, "loss")[0] == pytest.approx(column(one, "loss")[0], rel=1e-6)
+    assert_same(many, one, loss=1e-5, norm=1e-4)
+    assert column(many, "val_loss") == pytest.approx(column(one, "val_loss"), rel=1e-5)
+    assert [row["tokens"] for row in rows_of(many)] == [row["tokens"] for row in rows_of(one)]
+
+
+@pytest.mark.parametrize("granularity", ["block", "branch"])
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
+def test_checkpointing_changes_no_bit(runs, kind, granularity):
+    plain = runs / ("single" if kind == "single" else f"{kind}-none")
+    assert numbers_of(runs / f"{kind}-{granularity}") == numbers_of(plain)
+
+
+@pytest.mark.parametrize("kind", ["short", "ddp", "fsdp"])
+def test_accumulation_gives_the_same_run(runs, kind):
+    assert_same(runs / f"{kind}-accumulated", runs / "short", loss=1e-6, norm=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp-alone", "fsdp-alone", "ddp-safe", "ddp-static", "ddp-unused", "ddp-buckets", "fsdp-grad-op"]
+)
+def test_an_option_changes_how_and_not_what(runs, name):
+    assert_same(runs / name, runs / "short", loss=1e-6, norm=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("fsdp-units", "units"), ("fsdp-tied", "ddp-tied"), ("fsdp-cmp", "ddp-cmp"), ("ddp-cmp", "short-cmp")],
+)
+def test_pairs_agree(runs, name, other):
+    assert_same(runs / name, runs / other, loss=1e-6, norm=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_stays_close(runs, kind, precision):
+    assert column(runs / f"{kind}-{precision}", "loss") == pytest.approx(column(runs / "short", "loss"), rel=2e-2)
+    assert [row["skipped"] for row in rows_of(runs / f"{kind}-{precision}")].count("0") >= 3
+
+
+def test_gradients_reduced_in_bf16_stay_close(runs):
+    assert column(runs / "fsdp-reduce-bf16", "loss") == pytest.approx(column(runs / "short", "loss"), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-none", "ddp-block", "fsdp-none", "fsdp-block"])
+def test_the_logged_gradient_norm_is_the_true_one(runs, name):
+    config = parse_config(tree(DEEP), "test")
+    batch = build_data(config.data, config.train, ByteTokenizer()).train.batch(0, 4)
+    model = build_model(config.model, config.nsa, 256, seed=0)
+    logits = model(batch.inputs, batch.cu_seqlens)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
+    by_hand = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    assert column(runs / name, "grad_norm")[0] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_safe_mode_and_the_ranks_say_what_they_are(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(tree(SHORT, {"train": {"steps": 1}}, strategy("ddp", safe_mode=True)))
+    )
+    ended = wait_all(start_ranks(2, "train", str(tmp_path / "run.yaml"), f"train.out_dir={tmp_path / 'run'}"))
+    assert [e.code for e in ended] == [0, 0]
+    assert "safe_mode: reference kernels; under ddp find_unused=True, bucket_mb=2, bucket_view=False" in ended[0].output
+    for rank, one in enumerate(ended):
+        assert f"rank {rank} of 2 | local rank {rank} | device cpu | backend gloo | strategy ddp" in one.output
+    assert "loss" not in ended[1].output
+
+
+def test_a_checkpoint_of_two_sharded_ranks_goes_on_anywhere(runs, tmp_path):
+    """Weights and optimizer are exact in another world: the rest of the run has the numbers of an unbroken one."""
+    whole = find_checkpoint(runs / "half")
+    weights = read_weights(whole)
+    from safetensors.torch import load_file
+
+    exported = load_file(runs / "half" / "model.safetensors")
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[name], exported[name]) for name in weights)
+    for size, names in ((1, ["single"]), (2, ["ddp", "fsdp"])):
+        jobs = []
+        for name in names:
+            shutil.copytree(runs / "half", tmp_path / name)
+            config = tree({"train": {"steps": 8, "schedule": "constant"}}, strategy(name))
+            jobs.append({"name": name, "config": config, "accept_changes": True})
+        train_all(tmp_path, size, jobs)
+        for name in names:
+            assert [row["step"] for row in rows_of(tmp_path / name)] == [str(n) for n in range(1, 9)]
+            assert_same(tmp_path / name, runs / "constant", loss=1e-5, norm=1e-4)

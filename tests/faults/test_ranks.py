@@ -1,0 +1,190 @@
+"""Ranks that vanish, disagree or cannot write: what the others do (rows 4, 5, 8, 14, 15)."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nsa.checkpoint.export import find_checkpoint
+from nsa.train.nonfinite import reproduce
+from tests.distributed.launching import (
+    ROOT,
+    environment,
+    events_of,
+    free_port,
+    metrics_of,
+    numbers_of,
+    rows_of,
+    run_ranks,
+    start_ranks,
+    wait_all,
+    write_config,
+)
+from tests.faults.kills import assert_equal_to_the_bit, make_runs
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_survivors_of_a_lost_rank_end_with_code_8_and_say_so(tmp_path, strategy):
+    runs = make_runs(tmp_path, strategy)
+    began = time.monotonic()
+    ended = runs.train("run", "step.backward:kill:hit=3:rank=1")
+    assert [e.code for e in ended] == [8, -9]
+    assert time.monotonic() - began < 60
+    assert "another rank is gone" in ended[0].output.splitlines()[-1]
+    assert metrics_of(tmp_path / "run")["exit_code"] == 8
+
+
+def test_a_stopped_rank_is_given_up_after_the_timeout(tmp_path):
+    config = write_config(tmp_path, parallel={"strategy": "ddp", "timeout_s": 5.0}, train={"steps": 8})
+    processes = start_ranks(
+        2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.backward:stop:hit=3:rank=1"
+    )
+    try:
+        output, _ = processes[0].communicate(timeout=60)
+        assert processes[0].returncode == 8, output
+    finally:
+        processes[1].send_signal(signal.SIGKILL)
+        processes[1].communicate()
+    assert len(rows_of(tmp_path / "run")) == 2
+
+
+STATIC = "parallel.ddp.static_graph=true"
+
+
+def torchrun(*arguments, **more):
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return subprocess.Popen(
+        command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(tmp_path):
+    runs = make_runs(tmp_path, "ddp")
+    runs.finish("whole")
+    job = torchrun(
+        *("--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-m", "nsa", "train", runs.config),
+        f"train.out_dir={tmp_path / 'run'}",
+        NSA_FAULTS="step.optimizer:kill:hit=5:rank=1:attempt=0",
+    )
+    [ended] = wait_all([job])
+    assert ended.code == 0, ended.output
+    assert len([e for e in events_of(tmp_path / "run") if e["event"] == "start"]) == 2
+    assert_equal_to_the_bit(tmp_path / "run", tmp_path / "whole", 2)
+
+
+def test_two_nodes_of_torchrun_are_one_run(tmp_path):
+    runs = make_runs(tmp_path, "fsdp")
+    runs.finish("whole")
+    port = free_port()
+    nodes = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "-m", "nsa", "train", runs.config),
+            f"train.out_dir={tmp_path / 'run'}",
+        )
+        for _ in range(2)
+    ]
+    ended = wait_all(nodes)
+    assert [e.code for e in ended] == [0, 0], ended[0].output + ended[1].output
+    assert any("rank 1 of 2 | local rank 0" in e.output for e in ended)
+    assert_equal_to_the_bit(tmp_path / "run", tmp_path / "whole", 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_nan_on_one_rank_stops_all_at_the_same_step_before_the_weights_move(tmp_path, strategy):
+    runs = make_runs(tmp_path, strategy)
+    ended = runs.train("run", "step.loss:nan:hit=4:rank=1")
+    assert [e.code for e in ended] == [5, 5], ended[0].output
+    for one in ended:
+        assert "step 4: the loss is nan" in one.output.splitlines()[-1]
+    assert len(rows_of(tmp_path / "run")) == 3
+    assert metrics_of(tmp_path / "run")["exit_code"] == 5
+    place = tmp_path / "run" / "nonfinite" / "step_00000004"
+    assert {p.name for p in place.iterdir()} == {
+        *("report.json", "weights.safetensors", "batch_rank0.safetensors", "batch_rank1.safetensors")
+    }
+    runs.finish("whole")
+    again = reproduce(place)  # the NaN was injected: without it, the dumped step has the unbroken run's numbers
+    assert again.loss == pytest.approx(float(rows_of(tmp_path / "whole")[3]["loss"]), rel=1e-6)
+    assert again.grad_norm == pytest.approx(float(rows_of(tmp_path / "whole")[3]["grad_norm"]), rel=1e-5)
+
+
+def test_a_nan_is_left_out_on_all_ranks_where_that_is_asked_for(tmp_path):
+    config = write_config(tmp_path, train={"steps": 8, "non_finite": "skip"}, parallel={"strategy": "fsdp"})
+    ended = run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.loss:nan:hit=4:rank=1")
+    assert [e.code for e in ended] == [0, 0], ended[0].output
+    assert [row["skipped"] for row in rows_of(tmp_path / "run")] == list("00010000")
+    assert metrics_of(tmp_path / "run")["skipped_steps"] == 1
+    assert [e["kind"] for e in events_of(tmp_path / "run", 1) if e["event"] == "incident"] == ["non_finite"]
+
+
+@pytest.mark.parametrize("point", ["save.shard", "save.own"])
+def test_a_full_disk_on_one_rank_is_an_incident_and_the_save_is_tried_again(tmp_path, point):
+    runs = make_runs(tmp_path, "ddp")
+    runs.finish("whole")
+    ended = runs.train("run", f"{point}:enospc:rank=1")
+    assert [e.code for e in ended] == [0, 0], ended[0].output
+    for rank in range(2):
+        [incident] = [e for e in events_of(tmp_path / "run", rank) if e["event"] == "incident"]
+        assert incident["kind"] == "save_failed"
+        assert "No space left on device" in incident["message"]
+    assert numbers_of(tmp_path / "run") == numbers_of(tmp_path / "whole")
+
+
+def test_three_failed_saves_end_the_run_and_name_the_last_good_one(tmp_path):
+    runs = make_runs(tmp_path, "ddp")
+    ended = runs.train("run", "save.own:eio:hit=2:times=9:rank=1")
+    assert [e.code for e in ended] == [4, 4], ended[0].output
+    last = find_checkpoint(tmp_path / "run")
+    for one in ended:
+        assert "saving failed 3 times in a row" in one.output.splitlines()[-1]
+        assert f"the last good checkpoint: {last.name}" in one.output.splitlines()[-1]
+    runs.finish("run")
+    runs.finish("whole")
+    assert_equal_to_the_bit(tmp_path / "run", tmp_path / "whole", 2)
+
+
+def test_a_mistake_ends_every_rank_with_its_own_code(tmp_path):
+    config = write_config(tmp_path, train={"steps": 2, "batch_size": 3})
+    for codes, text, overrides in [
+        ([2, 2], "train.batch_size: 3 sequences cannot be shared by 2 ranks", []),
+        ([2, 2], "parallel.strategy: 'single' and 2 processes do not fit", ["parallel.strategy=single"]),
+        ([2, 2], "train.micro_batch: 4 must divide the 6", ["train.batch_size=12", "train.micro_batch=4"]),
+        ([2, 2], "static_graph: works with one pass", ["train.batch_size=4", "train.micro_batch=1", STATIC]),
+        ([3, 3], "file matches /nowhere/*", ["train.batch_size=4", "data.source=text", "data.paths=[/nowhere/*.txt]"]),
+    ]:
+        ended = run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}", *overrides)
+        assert [e.code for e in ended] == codes, ended[0].output
+        assert text in ended[0].output
+        assert "Traceback" not in ended[0].output + ended[1].output
+    assert metrics_of(tmp_path / "run")["exit_code"] == 3
+
+
+def test_a_second_run_is_refused_on_every_rank_while_the_first_lives(tmp_path):
+    runs = make_runs(tmp_path, "ddp")
+    first = start_ranks(
+        2, "train", runs.config, f"train.out_dir={tmp_path / 'run'}", faults="step.begin:sleep:hit=3:seconds=15"
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "training.csv").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    second = runs.train("run")
+    assert [e.code for e in second] == [7, 7], second[0].output
+    assert all("another run is writing into" in e.output for e in second)
+    assert [e.code for e in wait_all(first)] == [0, 0]
+    again = runs.train("run")
+    assert [e.code for e in again] == [0, 0]
+    assert "this run is done (8 steps)" in again[0].output
+
+
+def test_half_a_launch_is_refused(tmp_path):
+    config = write_config(tmp_path)
+    command = [sys.executable, "-m", "nsa", "train", config, f"train.out_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=environment(WORLD_SIZE="2"), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 7
+    assert "start the run with torchrun" in done.stderr
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())

@@ -1,0 +1,74 @@
+"""Preemption (row 9): a signal to any rank saves and stops all of them at the end of the step, exactly resumable."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import events_of, metrics_of, rows_of, start_ranks, wait_all
+from tests.faults.kills import assert_equal_to_the_bit, assert_prefix_equal, make_runs
+
+LONG = 100_000  # steps that no test waits for
+
+
+def start(runs, name, steps=LONG, faults=""):
+    arguments = ["train", runs.config, f"train.out_dir={runs.folder / name}", f"train.steps={steps}"]
+    return start_ranks(runs.size, *arguments, faults=faults)
+
+
+def wait_for_rows(run: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "training.csv").exists() or len(rows_of(run)) < count:
+        assert time.monotonic() < deadline, "the run does not get going"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "action", "rank"), [("single", "terminate", 0), ("ddp", "usr1", 1), ("fsdp", "terminate", 0)]
+)
+def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_goes_on(tmp_path, strategy, action, rank):
+    runs = make_runs(tmp_path, strategy, recompute="block")
+    runs.finish("whole")
+    # In the middle of step 4: nobody saves there by itself.
+    ended = runs.train("stopped", f"step.forward:{action}:hit=4:rank={rank}")
+    assert [e.code for e in ended] == [75] * runs.size, ended[0].output
+    assert "asked to stop" in ended[0].output.splitlines()[-1]
+    assert metrics_of(tmp_path / "stopped")["status"] == "preempted"
+    assert metrics_of(tmp_path / "stopped")["exit_code"] == 75
+    steps = assert_prefix_equal(tmp_path / "stopped", tmp_path / "whole")
+    assert steps in (4, 5)  # the votes of step 4 were cast at its beginning
+    runs.finish("stopped")
+    resumed = [e for e in events_of(tmp_path / "stopped") if e["event"] == "start"][-1]
+    assert resumed["from_checkpoint"] == f"step_{steps:08d}"
+    assert_equal_to_the_bit(tmp_path / "stopped", tmp_path / "whole", runs.size)
+
+
+def test_ctrl_c_once_saves_and_says_130(tmp_path):
+    runs = make_runs(tmp_path, "single")
+    processes = start(runs, "run")
+    wait_for_rows(tmp_path / "run", 3)
+    processes[0].send_signal(signal.SIGINT)
+    [ended] = wait_all(processes)
+    assert ended.code == 130
+    steps = len(rows_of(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{steps:08d}" / "manifest.json").exists()
+
+
+def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
+    runs = make_runs(tmp_path, "single")
+    # Asleep inside a step: it would not come to its end for an hour.
+    processes = start(runs, "run", faults="step.forward:sleep:hit=4")
+    wait_for_rows(tmp_path / "run", 3)
+    time.sleep(0.5)
+    processes[0].send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert processes[0].poll() is None
+    processes[0].send_signal(signal.SIGINT)
+    [ended] = wait_all(processes, timeout_s=10)
+    assert ended.code == 130
+    runs_again = make_runs(tmp_path, "single")
+    runs_again.finish("whole")
+    again = start(runs_again, "run", steps=8)
+    assert wait_all(again)[0].code == 2  # train.steps differs: it says so and touches nothing
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").exists()
