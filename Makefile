@@ -1,5 +1,6 @@
 # make train   set up, train the quickstart model, let it write
 # make test    the whole test suite      make lint   style, types, import arrows
+# make test-long   the full matrices of kills and of torch.compile, half an hour
 # make bench   kernels against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
 # make setup   only the environment in .venv
 
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test test-gpu bench lint setup setup-dev clean
+.PHONY: train test test-gpu test-long bench lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -17,13 +18,19 @@ train: setup
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
+# Tests with several processes of their own share folders of runs: a file stays on one worker.
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton --ignore=tests/distributed --ignore=tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed tests/faults
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/ops/triton
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
 	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton
+
+# The full matrices behind docs/reliability.md: before a release.
+test-long: setup-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
 
 bench: setup
 	$(BIN)/python -m bench.attention

@@ -7,13 +7,11 @@ from torch import Tensor, nn
 
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.layout import FOLDER, newest_verified
-from nsa.checkpoint.load import fill
+from nsa.checkpoint.load import MODEL, fill
 from nsa.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
 from nsa.checkpoint.shards import saved_shapes
 from nsa.checkpoint.weights import WEIGHTS_FILE, load_weights, spell_weights
 from nsa.errors import CheckpointError
-
-_PREFIX = "model/"
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -33,10 +31,13 @@ def find_checkpoint(path: Path) -> Path:
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The model's tensors, whole, whatever strategy saved them."""
     shapes = saved_shapes(checkpoint, read_manifest(checkpoint))
-    names = [name for name in shapes if name.startswith(_PREFIX)]
-    tensors = {name: torch.empty(shapes[name]) for name in names}
+    names = [name for name in shapes if name.startswith(MODEL)]
+    try:
+        tensors = {name: torch.empty(shapes[name]) for name in names}
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint}: its weights do not fit into memory: {error}") from None
     fill(tensors, checkpoint)
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
 def export_weights(checkpoint: Path, target: Path, step: int) -> int:
@@ -54,7 +55,7 @@ def load_any_weights(model: nn.Module, path: Path) -> None:
         and (is_checkpoint or not (path / WEIGHTS_FILE).exists())
         and (is_checkpoint or (path / FOLDER).is_dir())
     ):
-        tensors = {_PREFIX + name: p.detach() for name, p in model.named_parameters()}
+        tensors = {MODEL + name: p.detach() for name, p in model.named_parameters()}
         fill(tensors, find_checkpoint(path))
     else:
         load_weights(model, path)

@@ -69,7 +69,13 @@ def pointed(root: Path, pointer: str) -> str | None:
 
 def sweep_asides(root: Path) -> None:
     for path in root.glob(".writing-*"):
-        shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for pointer in (LATEST, BEST):
+        for path in root.glob(f".{pointer}.*"):
+            path.unlink()
 
 
 def retain(root: Path, keep: int, is_sound: Callable[[Path], bool]) -> None:

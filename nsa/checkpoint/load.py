@@ -13,6 +13,7 @@ from nsa.checkpoint.shards import load_tensors, saved_shapes
 from nsa.errors import CheckpointError
 
 STATE_VERSION = 1
+MODEL = "model/"  # what a tensor of the model is called by
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -22,6 +23,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint / STATE_FILE}: version {state.get('version')!r} is not the {STATE_VERSION} that can be read"
         )
     return state
+
+
+def read_step(checkpoint: Path) -> int:
+    """The step that was saved, whatever its folder is called."""
+    try:
+        return int(read_state(checkpoint)["progress"]["step"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{checkpoint / STATE_FILE}: says no step: {error}") from None
 
 
 def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
@@ -36,14 +45,18 @@ def saved_names(checkpoint: Path) -> set[str]:
 
 
 def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Fills every tensor in place. One that is missing or has another shape is an error, before any is touched."""
+    """Fills every tensor in place, the model's among them.
+
+    One that is missing or has another shape, or a model's that is left over, is an error before any is touched.
+    """
     files = read_manifest(checkpoint)
     saved = saved_shapes(checkpoint, files)
     missing = sorted(set(tensors) - set(saved))
-    if missing:
+    unknown = sorted(name for name in set(saved) - set(tensors) if name.startswith(MODEL))
+    if missing or unknown:
         raise CheckpointError(
-            f"{checkpoint}: does not fit this model: {', '.join(missing[:3])} not in it; "
-            "is the configuration the one it was saved with?"
+            f"{checkpoint}: does not fit this model: missing {missing[:3] or 'nothing'}, unknown "
+            f"{unknown[:3] or 'nothing'}; is the configuration the one it was saved with?"
         )
     for name, tensor in tensors.items():
         if tensor.shape != saved[name]:

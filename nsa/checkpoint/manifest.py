@@ -14,6 +14,7 @@ from nsa.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
 VERSION = 1
+ALWAYS_THERE = (".metadata", "state.json")
 _LARGEST = 64 * 2**20  # of a manifest that is read
 
 
@@ -42,10 +43,10 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}; it is no whole checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     for name in entries:
-        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or "\0" in name:
+        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or not name.isprintable():
             raise CheckpointError(f"{path}: {name!r} is no name of a file in this folder")
     if raw != _spell(files):
         raise CheckpointError(f"{path}: was changed after it was written")
@@ -55,6 +56,9 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
 def verify(folder: Path) -> dict[str, FileEntry]:
     """Reads every file and compares; returns the manifest, or raises with the first file that differs."""
     entries = read_manifest(folder)
+    for name in ALWAYS_THERE:
+        if name not in entries:
+            raise CheckpointError(f"{folder / MANIFEST_FILE}: does not list {name}; it is no whole checkpoint")
     for name, entry in entries.items():
         path = folder / name
         try:

@@ -160,6 +160,7 @@ class Saver:
         faults.point("save.renamed")
         flush_folder(self.root)
         self._sound.add(place)
+        self.last_good = place.name  # whatever becomes of the rest: this one is there
         faults.point("save.latest")
         layout.point_to(self.root, layout.LATEST, place.name)
         if snapshot.is_best:

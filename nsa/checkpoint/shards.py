@@ -8,6 +8,7 @@ import logging
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def load_tensors(
             reader = _Reader(folder, files)
             load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        causes = "; ".join(dict.fromkeys(str(cause[0]) for cause in error.failures.values()))
+        causes = "; ".join(dict.fromkeys(str(cause[0]) or type(cause[0]).__name__ for cause in error.failures.values()))
         raise CheckpointError(f"{folder}: cannot be loaded: {causes}") from None
 
 
@@ -110,7 +111,8 @@ class _Reader(FileSystemReader):
             raise CheckpointError(f"{path}: holds no checkpoint metadata")
         _tensor_entries(metadata, self._folder)
         for info in metadata.storage_data.values():
-            if getattr(info, "relative_path", None) not in self._files:
+            shard = getattr(info, "relative_path", None)
+            if not isinstance(shard, str) or shard not in self._files:
                 raise CheckpointError(f"{path}: points to a file that is not in the manifest")
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{path}: asks for a transformation of its shards, which is not done here")
@@ -118,8 +120,13 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds the listed types and nothing else; anything that could run code is an error."""
+class _Unpickler(pickle._Unpickler):
+    """Builds the listed types and nothing else; anything that could run code is an error.
+
+    The one in Python, because the one in C sets attributes of whatever it found, of a class too.
+    """
+
+    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _TYPES.get(module, ()):
@@ -128,15 +135,37 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         raise CheckpointError(f"refused: it asks for {module}.{name}, which no checkpoint of ours needs")
 
+    def load_build(self) -> None:
+        built = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(built, type) or not is_dataclass(built):
+            raise CheckpointError("refused: it changes something that was there before")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
 
 def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStorageMetadata]:
     entries = metadata.state_dict_metadata
     if not isinstance(entries, dict):
         raise CheckpointError(f"{folder / METADATA_FILE}: holds no checkpoint metadata")
     for name, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{folder / METADATA_FILE}: entry {name!r} is no tensor; such entries are refused")
+        if not _is_whole(entry):
+            raise CheckpointError(f"{folder / METADATA_FILE}: the parts of {name!r} are not the whole tensor")
     return entries  # type: ignore[return-value]
+
+
+def _is_whole(entry: TensorStorageMetadata) -> bool:
+    """Whether every part lies within the tensor, and they have as many numbers. Nothing would fill the rest."""
+    try:
+        size, inside = entry.size, True
+        for chunk in entry.chunks:
+            edges = zip(size, chunk.offsets, chunk.sizes, strict=True)
+            inside &= all(offset >= 0 and length >= 0 and offset + length <= edge for edge, offset, length in edges)
+        return isinstance(size, torch.Size) and inside and sum(c.sizes.numel() for c in entry.chunks) == size.numel()
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 class _quiet:  # noqa: N801  (used like a function)

@@ -67,10 +67,10 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as one safetensors file."""
     from nsa.checkpoint.export import export_weights, find_checkpoint
-    from nsa.checkpoint.layout import step_of
+    from nsa.checkpoint.load import read_step
 
     checkpoint = find_checkpoint(source)
-    count = export_weights(checkpoint, target, step_of(checkpoint))
+    count = export_weights(checkpoint, target, read_step(checkpoint))
     print(f"{target}: {count} tensors of {checkpoint}")
 
 

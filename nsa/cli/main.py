@@ -56,6 +56,8 @@ def main() -> None:
     warnings.showwarning = _print_warning
     try:
         app()
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     except NSAError as error:
         for line in str(error).splitlines():
             print(f"{_label(error)}: {line}", file=sys.stderr)
@@ -69,11 +71,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process. Among several ranks at once: an orderly end would wait for threads that wait for ranks
-    which are gone."""
+    """Ends the process. Among several ranks at once: their network threads may wait for ranks that are gone, and
+    do not always survive an interpreter that is taken down around them."""
     sys.stdout.flush()
     sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)
     sys.exit(code)

@@ -26,17 +26,23 @@ class TrainingRow:
     mem_gib: float
     val_loss: float | None = None
     val_bits_per_byte: float | None = None
+    save_wait_s: float = 0.0  # how long training stood still for a checkpoint before this step
     skipped: int = 0  # 1: the optimizer did not move, because something was not finite
 
 
 # What differs between two runs that did the same: they depend on the machine, not on the numbers.
-MACHINE_COLUMNS = ("toks_per_s", "step_s", "data_wait_s", "mem_gib")
+MACHINE_COLUMNS = ("toks_per_s", "step_s", "data_wait_s", "mem_gib", "save_wait_s")
 
 
 class TrainingCSV:
-    """Opened at a step, it keeps the rows up to that step and cuts what an interrupted run wrote after them."""
+    """Opened at a step, it keeps the rows up to that step and cuts what an interrupted run wrote after them.
+
+    A disk that is full later on does not stop the run: failures are counted.
+    """
 
     def __init__(self, folder: Path, done_steps: int = 0):
+        self.failures = 0
+        self.last_failure = ""
         header = ",".join(f.name for f in fields(TrainingRow)) + "\n"
         path = folder / FILE_NAME
         try:
@@ -55,16 +61,29 @@ class TrainingCSV:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            self.failures += 1
 
     def write(self, row: TrainingRow) -> None:
         values = (getattr(row, f.name) for f in fields(row))
-        self._file.write((",".join("" if v is None else repr(v) for v in values) + "\n").encode())
-        self._file.flush()
+        line = ",".join("" if v is None else repr(v) for v in values) + "\n"
+        try:
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:  # what could not be written stays in the buffer and is tried again with the next row
+            self.failures += 1
+            self.last_failure = str(error.strerror)
 
     def flush_to_disk(self) -> None:
         """Before a checkpoint is committed: its rows must not be younger than it."""
-        os.fsync(self._file.fileno())
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.failures += 1
+            self.last_failure = str(error.strerror)
 
 
 def _rows_until(path: Path, header: str, done_steps: int) -> int:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Any
 
 import yaml
 
+from nsa.checkpoint import layout
 from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.weights import WEIGHTS_FILE
 from nsa.config import Config, differences, load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
 ENVIRONMENT_FILE = "env.json"
+NONFINITE_FOLDER = "nonfinite"
 
 
 @contextmanager
@@ -73,6 +77,17 @@ def read_metrics(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / METRICS_FILE}: cannot be read: {error}") from None
     return metrics if isinstance(metrics, dict) else None
+
+
+def start_over(folder: Path) -> None:
+    """Removes what an earlier run left: first its claim to be finished, then its results."""
+    write_metrics(folder, {"status": "running", "steps": 0})
+    for name in (layout.FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def finished_metrics(folder: Path) -> dict[str, Any] | None:

@@ -19,22 +19,21 @@ from nsa.data.loader import Batch
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import CheckpointError
 from nsa.parallel.strategy import gather_weights
+from nsa.train.folder import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
-
-FOLDER = "nonfinite"
 
 
 def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
     """Every rank calls this, with the step's own batches and the weights as they were before it."""
-    place = folder / FOLDER / f"step_{state.progress.step + 1:08d}"
+    place = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
     has_weights = state.progress.skipped == 0
     weights = gather_weights(state.parameters, state.world) if has_weights else {}
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in vars(batch).items():
             if tensor is not None:
-                tensors[f"{number}/{name}"] = tensor.cpu()
+                tensors[f"{number}/{name}"] = tensor.cpu().clone()  # inputs and targets of one row overlap
     place.mkdir(parents=True, exist_ok=True)
     write_atomically(place / f"batch_rank{state.world.rank}.safetensors", save(tensors))
     if state.world.is_first:

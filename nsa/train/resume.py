@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.load import STATE_VERSION, fill, read_random, read_state, saved_names
+from nsa.checkpoint.load import MODEL, STATE_VERSION, fill, read_random, read_state, saved_names
 from nsa.checkpoint.save import Snapshot
 from nsa.config import Config, differences
 from nsa.errors import CheckpointError, ConfigError
 from nsa.train.state import Progress, RunState
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_OPTIMIZER = "optimizer/"
 
 
 def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snapshot:
     tensors: dict[str, Tensor] = {}
     for name, parameter in state.parameters.items():
-        tensors[_MODEL + name] = parameter
+        tensors[MODEL + name] = parameter
         for key, value in state.optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{name}/{key}"] = value
     saved = {
@@ -39,7 +39,7 @@ def restore(state: RunState, checkpoint: Path) -> None:
     """Weights, optimizer, progress and random state as they were when `checkpoint` was saved."""
     saved = read_state(checkpoint)
     names = saved_names(checkpoint)
-    tensors: dict[str, Tensor] = {_MODEL + name: p.detach() for name, p in state.parameters.items()}
+    tensors: dict[str, Tensor] = {MODEL + name: p.detach() for name, p in state.parameters.items()}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in state.parameters.items():
         prefix = f"{_OPTIMIZER}{name}/"
@@ -55,14 +55,24 @@ def restore(state: RunState, checkpoint: Path) -> None:
         if moments[name]:
             state.optimizer.state[parameter] = moments[name]
     try:
-        state.progress = Progress(**saved["progress"])
+        state.progress = _read_progress(saved["progress"])
         state.scale.value = float(saved["loss_scale"]["value"])
         state.scale.clean_steps = int(saved["loss_scale"]["clean_steps"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
     generators = read_random(checkpoint, state.world.rank)
     if generators is not None:
         write_generators(generators, state.device)
+
+
+def _read_progress(saved: dict[str, Any]) -> Progress:
+    progress = Progress(**saved)
+    for name, value in asdict(progress).items():
+        is_count = isinstance(getattr(Progress, name), int)
+        sound = type(value) is int and value >= 0 if is_count else value is None or isinstance(value, (int, float))
+        if not sound:
+            raise ValueError(f"progress.{name} is {value!r}")
+    return progress
 
 
 def check_same_config(checkpoint: Path, config: Config, *, accept: bool) -> list[str]:
@@ -110,7 +120,7 @@ def write_generators(state: dict[str, Any], device: torch.device) -> None:
         np.random.set_state({**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}})
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"the saved random state cannot be read: {error}") from None
 
 

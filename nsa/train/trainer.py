@@ -1,7 +1,7 @@
 """A run from its configuration to trained weights, on one process or many."""
 
+import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,6 +37,7 @@ from nsa.train.folder import (
     finished_metrics,
     record_end,
     refuse_other_config,
+    start_over,
     write_config,
     write_json,
     write_metrics,
@@ -115,8 +116,8 @@ class Run:
         seed_generators(config.train.seed, world.rank)
         taken_up = None if self.fresh else self._take_up()
         root = folder / layout.FOLDER
-        if self.fresh and world.is_first and root.exists():
-            shutil.rmtree(root)
+        if self.fresh and world.is_first:
+            start_over(folder)
         self.csv = TrainingCSV(folder, self.step) if world.is_first else None
         self.tensorboard = TensorBoard(
             folder, wanted=config.telemetry.tensorboard and world.is_first, first_step=self.step
@@ -143,6 +144,7 @@ class Run:
     def loop(self, stop: StopRequest) -> None:
         assert self.state is not None
         config, progress = self.config, self.state.progress
+        save_wait_s = 0.0
         with self.console:
             while progress.step < config.train.steps:
                 clock = StepClock()
@@ -158,10 +160,12 @@ class Run:
                 progress.tokens += targets
                 progress.sequences += config.train.batch_size
                 progress.loss = result.loss
-                row = make_row(self.state, result, lr, clock, targets)
+                row = make_row(self.state, result, lr, clock, targets, save_wait_s)
                 validation, is_best = self._maybe_validate()
                 self._report(row, validation)
+                began = time.perf_counter()
                 self.saving.after_step(result.votes[2], is_best=is_best)
+                save_wait_s = time.perf_counter() - began
                 self._stop_if_asked(result.votes)
 
     def end(self) -> None:
@@ -253,7 +257,8 @@ class Run:
             return None, False
         validation = validate(self.state, self.data.validation, self.config.train.eval_sequences, self.micro_batch)
         progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
-        is_best = progress.best_val_loss is None or validation.loss < progress.best_val_loss
+        best = math.inf if progress.best_val_loss is None else progress.best_val_loss
+        is_best = validation.loss < best  # never a NaN, which nothing would be better than
         if is_best:
             progress.best_val_loss = validation.loss
         return validation, is_best
@@ -262,7 +267,10 @@ class Run:
         if validation is not None:
             row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
         if self.csv is not None:
+            failures = self.csv.failures
             self.csv.write(row)
+            if self.csv.failures and not failures:
+                self._incident("telemetry", f"training.csv cannot be written: {self.csv.last_failure}")
         self.tensorboard.write(row)
         trace = self.profiler.after(row.step)
         self.console.advance(row.step, row.loss)
@@ -337,7 +345,9 @@ class StepClock:
         self.began = time.perf_counter()
 
 
-def make_row(state: RunState, result: StepResult, lr: float, clock: StepClock, targets: int) -> TrainingRow:
+def make_row(
+    state: RunState, result: StepResult, lr: float, clock: StepClock, targets: int, save_wait_s: float
+) -> TrainingRow:
     elapsed = time.perf_counter() - clock.began
     return TrainingRow(
         step=state.progress.step,
@@ -349,5 +359,6 @@ def make_row(state: RunState, result: StepResult, lr: float, clock: StepClock, t
         step_s=elapsed,
         data_wait_s=clock.data_wait_s,
         mem_gib=memory_gib(state.device),
+        save_wait_s=save_wait_s,
         skipped=int(not result.moved),
     )

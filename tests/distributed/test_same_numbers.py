@@ -16,9 +16,14 @@ from nsa.config import parse_config
 from nsa.data.loader import build_data
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.nn.model import build_model
-from tests.distributed.launching import TINY, numbers_of, rows_of, start_ranks, wait_all
+from tests.distributed.launching import TINY, rows_of, start_ranks, wait_all
 
-DEEP = {"model": {"n_layers": 12}, "train": {"steps": 20, "eval_every": 10}, "checkpoint": {"every": 0}}
+DEEP = {
+    "model": {"n_layers": 12},
+    "train": {"steps": 20, "eval_every": 10, "schedule": "constant"},
+    "checkpoint": {"every": 0},
+}
+FEW = {"train": {"steps": 4}}  # the first steps of DEEP
 SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
 
 
@@ -49,7 +54,7 @@ def strategy(name, **options):
 ONE_RANK = {
     "single": tree(DEEP),
     "single-block": tree(DEEP, recompute("block")),
-    "single-branch": tree(DEEP, recompute("branch")),
+    "single-branch": tree(DEEP, FEW, recompute("branch")),
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
     "short-cmp": tree(SHORT, {"nsa": {"force_branch": "cmp"}}),
@@ -58,7 +63,8 @@ ONE_RANK = {
     "constant": tree({"train": {"steps": 8, "schedule": "constant"}}),
 }
 TWO_RANKS = {
-    **{f"{s}-{g}": tree(DEEP, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("none", "block", "branch")},
+    **{f"{s}-{g}": tree(DEEP, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("none", "block")},
+    **{f"{s}-branch": tree(DEEP, FEW, strategy(s), recompute("branch")) for s in ("ddp", "fsdp")},
     **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in ("ddp", "fsdp")},
     **{f"{s}-cmp": tree(SHORT, strategy(s), {"nsa": {"force_branch": "cmp"}}) for s in ("ddp", "fsdp")},
     **{
@@ -110,7 +116,7 @@ def assert_same(a, b, loss, norm):
     assert column(a, "grad_norm") == pytest.approx(column(b, "grad_norm"), rel=norm, abs=0)
 
 
-@pytest.mark.parametrize("granularity", ["none", "block", "branch"])
+@pytest.mark.parametrize("granularity", ["none", "block"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
     one, many = runs / "single", runs / f"{kind}-{granularity}"
@@ -124,7 +130,9 @@ def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
 @pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
 def test_checkpointing_changes_no_bit(runs, kind, granularity):
     plain = runs / ("single" if kind == "single" else f"{kind}-none")
-    assert numbers_of(runs / f"{kind}-{granularity}") == numbers_of(plain)
+    recomputed = runs / f"{kind}-{granularity}"
+    for name in ("loss", "grad_norm"):
+        assert column(recomputed, name) == column(plain, name)[: len(column(recomputed, name))]
 
 
 @pytest.mark.parametrize("kind", ["short", "ddp", "fsdp"])

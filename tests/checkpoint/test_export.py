@@ -1,0 +1,242 @@
+"""`nsa ckpt list`, `verify` and `export`, and starting a run from what they know."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from nsa.checkpoint.export import read_weights
+from nsa.checkpoint.layout import FOLDER
+from nsa.checkpoint.manifest import MANIFEST_FILE
+from nsa.cli.main import main
+from nsa.errors import CheckpointError
+from nsa.train import train
+from tests.checkpoint.helpers import (
+    KINDS,
+    SHARD,
+    checkpoint_of,
+    flip_byte,
+    rows_of,
+    small,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def nsa(monkeypatch, capsys):
+    """The command inside this process: its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["nsa", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def without_weights(run, target):
+    """A copy of a run that has its checkpoints only, as one that has not finished."""
+    return Path(shutil.copytree(run, target, ignore=shutil.ignore_patterns("model.safetensors", "metrics.json")))
+
+
+def test_the_weights_of_a_checkpoint_are_those_of_the_run_to_the_last_bit(whole_run, tmp_path, nsa):
+    exit_code, out, err = nsa("ckpt", "export", whole_run, tmp_path / "out.safetensors")
+    assert (exit_code, err) == (0, "")
+    own = load_file(whole_run / "model.safetensors")
+    exported = load_file(tmp_path / "out.safetensors")
+    assert exported.keys() == own.keys()
+    assert all(torch.equal(exported[name], own[name]) for name in own)
+    assert (tmp_path / "out.safetensors").read_bytes() == (whole_run / "model.safetensors").read_bytes()
+    assert out == f"{tmp_path / 'out.safetensors'}: {len(own)} tensors of {checkpoint_of(whole_run, 6)}\n"
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_tied_head_is_exported_once_as_the_run_does(tied, tmp_path, nsa):
+    train(small(f"model.tied_head={tied}", "train.steps=2"), tmp_path / "run")
+    assert nsa("ckpt", "export", tmp_path / "run", tmp_path / "out.safetensors")[0] == 0
+    own = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == own
+    assert ("head.weight" in load_file(tmp_path / "out.safetensors")) == (tied == "false")
+
+
+def test_an_older_checkpoint_can_be_exported_by_its_folder_whatever_that_is_called(whole_run, tmp_path, nsa):
+    older = checkpoint_of(whole_run, 3)
+    renamed = shutil.copytree(older, tmp_path / "the good one")
+    for source in (older, renamed):
+        exit_code, _, err = nsa("ckpt", "export", source, tmp_path / "out.safetensors")
+        assert (exit_code, err) == (0, "")
+        exported = load_file(tmp_path / "out.safetensors")
+        weights = read_weights(older)
+        assert exported.keys() == weights.keys()
+        assert all(torch.equal(exported[name], weights[name]) for name in weights)
+        with safe_open(tmp_path / "out.safetensors", "pt") as file:
+            assert file.metadata() == {"nsa": '{"step": 3}'}
+    final = load_file(whole_run / "model.safetensors")
+    assert not torch.equal(exported["embedding.weight"], final["embedding.weight"])
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_is_exported_from_the_one_before(whole_run, tmp_path, nsa):
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    flip_byte(checkpoint_of(run, 6) / SHARD, 0.5)
+    exit_code, out, _ = nsa("ckpt", "export", run, tmp_path / "out.safetensors")
+    assert exit_code == 0
+    assert "step_00000004" in out
+    exit_code, _, err = nsa("ckpt", "export", checkpoint_of(run, 6), tmp_path / "none.safetensors")
+    assert exit_code == 4
+    assert f"{checkpoint_of(run, 6) / SHARD}: its content differs" in err
+    assert not (tmp_path / "none.safetensors").exists()
+
+
+def test_an_export_into_a_folder_that_is_not_there_is_refused(whole_run, tmp_path, nsa):
+    exit_code, _, err = nsa("ckpt", "export", whole_run, tmp_path / "no" / "out.safetensors")
+    assert exit_code == 4
+    assert err == f"error: {tmp_path / 'no' / 'out.safetensors'}: cannot be written: No such file or directory\n"
+
+
+def test_the_list_says_what_each_checkpoint_is(whole_run, nsa):
+    exit_code, out, err = nsa("ckpt", "list", whole_run)
+    assert (exit_code, err) == (0, "")
+    lines = [line.split(" | ") for line in out.splitlines()]
+    assert [line[0] for line in lines] == ["step_00000006", "step_00000004", "step_00000003"]
+    rows = {int(row["step"]): row for row in rows_of(whole_run)}
+    for line, step in zip(lines, (6, 4, 3), strict=True):
+        assert line[1] == f"{64 * step} tokens"
+        assert line[2] == f"loss {float(rows[step]['loss']):.4f}"
+        assert line[4] == "single x 1"
+    assert lines[0][3] == f"validation {float(rows[6]['val_loss']):.4f}"
+    assert lines[1][3] == f"validation {float(rows[3]['val_loss']):.4f}", "the last one before it"
+    assert [line[6:] for line in lines] == [["latest, best"], [], []]
+
+
+def test_the_list_shows_a_damaged_state_beside_the_others(crashed_run, nsa):
+    (checkpoint_of(crashed_run, 3) / "state.json").write_text("[]")
+    exit_code, out, _ = nsa("ckpt", "list", crashed_run)
+    assert exit_code == 0
+    newest, damaged, oldest = out.splitlines()
+    assert newest.startswith("step_00000004 | 256 tokens | ")
+    assert damaged.startswith("step_00000003 | cannot be read: ")
+    assert damaged.endswith(" | best")
+    assert oldest.startswith("step_00000002 | 128 tokens | ")
+
+
+def test_sound_checkpoints_verify_one_by_one_and_all_together(whole_run, nsa):
+    exit_code, out, err = nsa("ckpt", "verify", whole_run)
+    assert (exit_code, err) == (0, "")
+    assert [line.split(": ")[0] for line in out.splitlines()] == [str(checkpoint_of(whole_run, n)) for n in (6, 4, 3)]
+    assert all(re.search(r": ok, 4 files, [\d,]+ bytes$", line) for line in out.splitlines())
+    exit_code, one, _ = nsa("ckpt", "verify", checkpoint_of(whole_run, 4))
+    assert exit_code == 0
+    assert one == out.splitlines(keepends=True)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verifying_a_damaged_checkpoint_names_the_file_and_exits_with_4(kind, crashed_run, nsa):
+    damaged = checkpoint_of(crashed_run, 3) / kind
+    flip_byte(damaged, 0.5)
+    for source in (crashed_run, damaged.parent):
+        exit_code, out, err = nsa("ckpt", "verify", source)
+        assert exit_code == 4
+        (line,) = err.splitlines()
+        assert line.startswith(f"error: {damaged}: ")
+        assert "step_00000003" not in out, "what is damaged is not called sound"
+    assert nsa("ckpt", "verify", checkpoint_of(crashed_run, 4))[0] == 0
+
+
+def test_every_damaged_checkpoint_is_named(crashed_run, nsa):
+    (checkpoint_of(crashed_run, 2) / SHARD).unlink()
+    (checkpoint_of(crashed_run, 4) / MANIFEST_FILE).unlink()
+    exit_code, out, err = nsa("ckpt", "verify", crashed_run)
+    assert exit_code == 4
+    assert err.splitlines() == [
+        f"error: {checkpoint_of(crashed_run, 4)}: has no manifest.json; it is no whole checkpoint",
+        f"error: {checkpoint_of(crashed_run, 2) / SHARD}: is missing",
+    ]
+    assert out.startswith(f"{checkpoint_of(crashed_run, 3)}: ok")
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "export"])
+@pytest.mark.parametrize("folder", ["empty", "missing", "a file", "emptied"])
+def test_a_folder_without_checkpoints_exits_with_4(command, folder, tmp_path, nsa):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "emptied" / FOLDER).mkdir(parents=True)
+    target = [tmp_path / "out.safetensors"] if command == "export" else []
+    exit_code, out, err = nsa("ckpt", command, tmp_path / folder, *target)
+    assert (exit_code, out) == (4, "")
+    assert err.startswith(f"error: {tmp_path / folder}: holds no ")
+    assert "Traceback" not in err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_process_of_its_own_ends_with_the_same_message_and_code(crashed_run):
+    flip_byte(checkpoint_of(crashed_run, 4) / SHARD, 0.9)
+    command = [sys.executable, "-m", "nsa", "ckpt", "verify", str(crashed_run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4
+    assert done.stderr == (
+        f"error: {checkpoint_of(crashed_run, 4) / SHARD}: its content differs from the manifest's SHA-256\n"
+    )
+    assert [line.split(": ")[0] for line in done.stdout.splitlines()] == [
+        str(checkpoint_of(crashed_run, step)) for step in (3, 2)
+    ]
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "run with checkpoints only", "finished run", "file", "exported"])
+def test_a_run_starts_from_the_weights_of(source, whole_run, tmp_path, nsa):
+    paths = {
+        "checkpoint": checkpoint_of(whole_run, 6),
+        "run with checkpoints only": without_weights(whole_run, tmp_path / "unfinished"),
+        "finished run": whole_run,
+        "file": whole_run / "model.safetensors",
+        "exported": tmp_path / "exported.safetensors",
+    }
+    nsa("ckpt", "export", whole_run, paths["exported"])
+    train(small(f"train.init_from={paths[source]}", "train.lr=1e-30", "train.steps=1"), tmp_path / "run")
+    own = load_file(whole_run / "model.safetensors")
+    begun = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(begun[name], own[name]) for name in own), "a rate of 1e-30 moves nothing"
+    assert rows_of(tmp_path / "run")[-1]["val_loss"] == rows_of(whole_run)[-1]["val_loss"]
+
+
+def test_a_run_starts_from_a_checkpoint_with_a_tied_head(tmp_path):
+    train(small("model.tied_head=true", "train.steps=2"), tmp_path / "first")
+    train(
+        small("model.tied_head=true", "train.lr=1e-30", f"train.init_from={checkpoint_of(tmp_path / 'first', 2)}"),
+        tmp_path / "second",
+    )
+    own = load_file(tmp_path / "first" / "model.safetensors")
+    begun = load_file(tmp_path / "second" / "model.safetensors")
+    assert all(torch.equal(begun[name], own[name]) for name in own)
+
+
+def test_starting_from_a_damaged_checkpoint_is_refused(crashed_run, tmp_path):
+    damaged = checkpoint_of(crashed_run, 4)
+    flip_byte(damaged / SHARD, 0.5)
+    with pytest.raises(CheckpointError, match=r"train\.init_from: .*__0_0\.distcp: its content differs"):
+        train(small(f"train.init_from={damaged}"), tmp_path / "run")
+
+
+WRONG_MODELS = {
+    "model.mlp_dim=48": r"model/blocks\.0\.mlp\.\w+\.weight is \[",
+    "model.n_layers=2": r"missing \['model/blocks\.1\.",
+    "model.tied_head=true": r"unknown \['model/head\.weight'\]",
+}
+
+
+@pytest.mark.parametrize("change", WRONG_MODELS)
+def test_starting_from_a_checkpoint_of_another_model_names_the_tensor(change, whole_run, tmp_path):
+    with pytest.raises(CheckpointError, match=rf"train\.init_from: .*{WRONG_MODELS[change]}"):
+        train(small(change, f"train.init_from={checkpoint_of(whole_run, 6)}"), tmp_path / "run")
+    assert not (tmp_path / "run" / "training.csv").exists()

@@ -1,0 +1,157 @@
+"""A disk that is full or broken: training goes on, the save is tried again, and three failures end the run."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nsa.checkpoint
+from nsa.checkpoint.layout import FOLDER, LATEST, committed, pointed
+from nsa.checkpoint.manifest import verify
+from nsa.errors import CheckpointError
+from nsa.train import train
+from tests.checkpoint.helpers import (
+    SMALL,
+    checkpoint_of,
+    faults_armed,
+    incidents_of,
+    metrics_of,
+    rows_of,
+    saved_steps,
+    small,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_WRITING = {"save.begin", "save.staged"}  # on the training thread, before anything is written
+WRITES = [
+    "save.prepare",
+    "save.shard",
+    "save.shard_written",
+    "save.metadata",
+    "save.own",
+    "save.state",
+    "save.manifest",
+    "save.rename",
+    "save.renamed",
+    "save.latest",
+    "save.best",
+    "save.retention",
+    "save.done",
+]
+ERRORS = {"enospc": "No space left on device", "eio": "Input/output error"}
+ONE_VALIDATION = "train.eval_every=0"  # after the last step: saves are those of every second step
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(small(ONE_VALIDATION), folder)
+    return folder
+
+
+def test_every_point_of_a_save_is_tried_here():
+    sources = Path(nsa.checkpoint.__file__).parent.glob("*.py")
+    points = {name for path in sources for name in re.findall(r'faults\.point\("(save\..+?)"\)', path.read_text())}
+    assert points == {*WRITES, *NOT_WRITING}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", WRITES)
+def test_a_save_that_fails_is_an_incident_and_is_tried_again(point, error, tmp_path, undisturbed):
+    with faults_armed(f"{point}:{error}"):
+        train(small(ONE_VALIDATION), tmp_path)
+    assert rows_of(tmp_path) == rows_of(undisturbed)
+    (incident,) = incidents_of(tmp_path)
+    failed = 6 if point == "save.best" else 2
+    assert incident["kind"] == "save_failed"
+    assert f"step {failed} could not be saved" in incident["message"]
+    assert ERRORS[error] in incident["message"]
+    assert metrics_of(tmp_path)["incidents"] == 1
+    if point != "save.best":
+        assert 3 in saved_steps(tmp_path), "tried again at the next step"
+    for checkpoint in committed(tmp_path / FOLDER):
+        verify(checkpoint)
+    assert pointed(tmp_path / FOLDER, LATEST) == "step_00000006"
+    assert not list((tmp_path / FOLDER).glob(".*")), "nothing is left of the failed one"
+    assert (tmp_path / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+def test_a_save_that_fails_in_the_background_does_not_touch_the_numbers(tmp_path, undisturbed):
+    with faults_armed("save.shard:eio,save.manifest:enospc"):
+        train(small(ONE_VALIDATION, "checkpoint.background=true"), tmp_path)
+    assert rows_of(tmp_path) == rows_of(undisturbed)
+    assert [incident["kind"] for incident in incidents_of(tmp_path)] == ["save_failed", "save_failed"]
+    verify(checkpoint_of(tmp_path, 6))
+
+
+@pytest.mark.parametrize(("error", "times"), [("enospc", 3), ("eio", 99)])
+def test_the_disk_may_fail_twice_in_a_row_but_not_three_times(error, times, tmp_path, undisturbed):
+    # The second fault counts from the first save that the first one let through.
+    with faults_armed(f"save.own:{error}:times=2,save.own:{error}:hit=2:times=2"):
+        train(small(ONE_VALIDATION), tmp_path / "twice")
+    assert len(incidents_of(tmp_path / "twice")) == 4, "two failures, a good one, two more"
+    assert rows_of(tmp_path / "twice") == rows_of(undisturbed)
+    verify(checkpoint_of(tmp_path / "twice", 6))
+    with faults_armed(f"save.own:{error}:times={times}"), pytest.raises(CheckpointError, match="3 times in a row"):
+        train(small(ONE_VALIDATION), tmp_path / "thrice")
+
+
+@pytest.mark.parametrize("point", WRITES)
+def test_three_failures_in_a_row_end_the_run_and_name_the_last_good_checkpoint(point, tmp_path):
+    every_save_is_best = ["train.eval_every=1"] if point == "save.best" else [ONE_VALIDATION]
+    with faults_armed(f"{point}:enospc:hit=2:times=3"), pytest.raises(CheckpointError) as raised:
+        train(small("train.steps=9", *every_save_is_best), tmp_path)
+    message = str(raised.value)
+    assert raised.value.exit_code == 4
+    assert ERRORS["enospc"] in message
+    named = re.search(r"the last good checkpoint: (step_\d{8})$", message)
+    assert named is not None, message
+    verify(tmp_path / FOLDER / named[1])
+    assert [incident["kind"] for incident in incidents_of(tmp_path)] == ["save_failed"] * 3
+    steps = 4 if point == "save.best" else 6
+    assert metrics_of(tmp_path) == {"status": "failed", "exit_code": 4, "reason": message, "steps": steps}
+    assert len(rows_of(tmp_path)) == steps
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_the_same_command_goes_on_when_the_disk_is_well_again(tmp_path, undisturbed):
+    with faults_armed("save.shard:enospc:hit=2:times=3"), pytest.raises(CheckpointError, match="step_00000002"):
+        train(small(ONE_VALIDATION), tmp_path)
+    train(small(ONE_VALIDATION), tmp_path)
+    assert rows_of(tmp_path) == rows_of(undisturbed)
+    assert (tmp_path / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+def test_a_file_where_the_folder_of_checkpoints_should_be_ends_the_run_with_its_name(tmp_path):
+    (tmp_path / FOLDER).write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"3 times in a row.*checkpoints.*the last good checkpoint: none"):
+        train(small(), tmp_path)
+    assert (tmp_path / FOLDER).read_text() == "not a folder"
+
+
+def test_a_process_that_may_not_write_large_files_ends_with_the_cause_and_no_traceback(tmp_path):
+    """A real limit: the shard has 300 kB and cannot be written, training.csv and the rest can."""
+    config = tmp_path / "small.yaml"
+    config.write_text(json.dumps(SMALL))
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa", "train", str(config), f"train.out_dir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 4, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: saving failed 3 times in a row")
+    assert "File too large" in line
+    assert "Traceback" not in done.stdout
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == ["1", "2", "3", "4"]
+    assert metrics_of(tmp_path / "run")["exit_code"] == 4
+    assert committed(tmp_path / "run" / FOLDER) == []

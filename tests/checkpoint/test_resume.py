@@ -1,0 +1,286 @@
+"""A run that was interrupted goes on as if nothing had been: to the last bit, and only with what it was told."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import nsa.train.trainer
+from nsa.checkpoint.layout import BEST, FOLDER, LATEST, name_of
+from nsa.checkpoint.load import read_random, read_state, saved_names
+from nsa.data.loader import Loader
+from nsa.errors import CheckpointError, ConfigError
+from nsa.train import train
+from tests.checkpoint.helpers import (
+    assert_same_contents,
+    assert_same_run,
+    checkpoint_of,
+    contents_of,
+    faults_armed,
+    forget_generators,
+    metrics_of,
+    rows_of,
+    saved_steps,
+    small,
+    train_until,
+)
+
+INTERRUPTIONS = {
+    "before the first step": "step.begin:raise",
+    "before anything was saved": "step.begin:raise:hit=2",
+    "right after a save": "step.begin:raise:hit=3",
+    "after two steps that were not saved": "step.begin:raise:hit=6",
+    "in a forward pass": "step.forward:raise:hit=4",
+    "between backward and optimizer": "step.backward:raise:hit=5",
+    "with all gradients there": "step.optimizer:raise:hit=4",
+    "when the weights have just moved": "step.end:raise:hit=6",
+    "in a validation": "validate:raise",
+    "in the last validation": "validate:raise:hit=2",
+    "before a save": "save.begin:raise:hit=3",
+    "with a save prepared": "save.staged:raise:hit=4",
+}
+
+
+def interrupt(fault, folder, *overrides, **options):
+    with faults_armed(fault), pytest.raises(RuntimeError, match="fault at"):
+        train(small(*overrides), folder, **options)
+    forget_generators()  # the next process knows nothing of this one
+
+
+@pytest.mark.parametrize("place", INTERRUPTIONS)
+def test_an_interrupted_run_ends_bit_equal_to_one_that_was_not(place, tmp_path, whole_run):
+    interrupt(INTERRUPTIONS[place], tmp_path)
+    assert metrics_of(tmp_path)["status"] == "failed"
+    train(small(), tmp_path)
+    assert_same_run(tmp_path, whole_run)
+    assert metrics_of(tmp_path)["status"] == "done"
+    assert metrics_of(tmp_path)["best_val_loss"] == metrics_of(whole_run)["best_val_loss"]
+
+
+def test_a_run_may_be_interrupted_again_and_again(tmp_path, whole_run):
+    for steps in (3, 1, 1, 0, 1):
+        interrupt(f"step.begin:raise:hit={steps + 1}", tmp_path)
+    train(small(), tmp_path)
+    assert_same_run(tmp_path, whole_run)
+
+
+def test_saving_in_the_background_resumes_to_the_same_bits(tmp_path, whole_run):
+    options = ("checkpoint.background=true", "checkpoint.every=1")
+    interrupt("step.begin:raise:hit=5", tmp_path, *options)
+    train(small(*options), tmp_path)
+    assert rows_of(tmp_path) == rows_of(whole_run)
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole_run / "model.safetensors").read_bytes()
+
+
+def test_rows_of_steps_that_were_lost_are_cut_and_every_step_is_there_once(tmp_path):
+    interrupt("step.begin:raise:hit=6", tmp_path)
+    lost = rows_of(tmp_path)
+    assert [row["step"] for row in lost] == ["1", "2", "3", "4", "5"]
+    with (tmp_path / "training.csv").open("a") as file:
+        file.write("6,1234,0.5")  # a row that was being written when the machine went down
+    interrupt("step.begin:raise", tmp_path)
+    assert rows_of(tmp_path) == lost[:4]
+    train(small(), tmp_path)
+    assert [row["step"] for row in rows_of(tmp_path)] == ["1", "2", "3", "4", "5", "6"]
+
+
+VARIANTS = {
+    "tied head": ["model.tied_head=true"],
+    "one branch, the others frozen": ["nsa.force_branch=cmp"],
+    "dense twin": ["model.attention=dense"],
+    "bf16, recomputed, in small pieces": [
+        "runtime.precision=bf16",
+        "runtime.gradient_checkpointing=block",
+        "train.micro_batch=1",
+    ],
+    "no validation": ["data.validation_fraction=0"],
+    "every step saved": ["checkpoint.every=1"],
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_run_resumes_to_the_same_bits(variant, tmp_path):
+    train(small(*VARIANTS[variant]), tmp_path / "whole")
+    interrupt("step.begin:raise:hit=6", tmp_path / "cut", *VARIANTS[variant])
+    train(small(*VARIANTS[variant]), tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_frozen_parameters_have_no_optimizer_state_before_and_after(tmp_path):
+    train(small("nsa.force_branch=cmp", "train.steps=2"), tmp_path / "cmp")
+    train(small("train.steps=2"), tmp_path / "all")
+    names, every = (saved_names(checkpoint_of(tmp_path / run, 2)) for run in ("cmp", "all"))
+    assert {n for n in names if n.startswith("model/")} == {n for n in every if n.startswith("model/")}
+    frozen = {n for n in every - names if n.startswith("optimizer/")}
+    assert frozen, "the case needs a parameter that does not move"
+    assert all(n.startswith("optimizer/") for n in every - names)
+
+
+def test_the_loss_scale_of_fp16_survives(tmp_path):
+    overflow = "step.loss:nan:hit=2"  # the scale halves, and counts its clean steps anew
+    with faults_armed(overflow):
+        train(small("runtime.precision=fp16"), tmp_path / "whole")
+    train_until(5, tmp_path / "cut", "runtime.precision=fp16", also=overflow)
+    forget_generators()
+    assert read_state(checkpoint_of(tmp_path / "cut", 4))["loss_scale"] == {"value": 32768.0, "clean_steps": 2}
+    train(small("runtime.precision=fp16"), tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert read_state(checkpoint_of(tmp_path / "cut", 6))["loss_scale"] == {"value": 32768.0, "clean_steps": 4}
+    assert [row["skipped"] for row in rows_of(tmp_path / "cut")] == ["0", "1", "0", "0", "0", "0"]
+
+
+def test_all_generators_go_on_where_they_were(tmp_path, monkeypatch):
+    """Nothing in a step draws by chance today, so the rate does here, from each of them."""
+    plain = nsa.train.trainer.learning_rate
+
+    def drawn(step, config):
+        return plain(step, config) * (0.5 + (random.random() + np.random.rand() + torch.rand(()).item()) / 6)
+
+    monkeypatch.setattr(nsa.train.trainer, "learning_rate", drawn)
+    train(small(), tmp_path / "whole")
+    interrupt("step.begin:raise:hit=6", tmp_path / "cut")
+    train(small(), tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    early, late = (read_random(checkpoint_of(tmp_path / "cut", step), 0) for step in (4, 6))
+    assert all(early[name] != late[name] for name in ("torch", "python", "numpy")), "all of them were drawn"
+
+
+# What a run was told: the configuration of its checkpoints.
+
+
+def test_another_configuration_is_refused_and_every_changed_key_is_named(crashed_run):
+    before = rows_of(crashed_run), (crashed_run / "config.yaml").read_bytes(), saved_steps(crashed_run)
+    changes = {
+        "train.lr": ("0.01", "0.005"),
+        "train.schedule": ("'cosine'", "'constant'"),
+        "nsa.window": ("8", "4"),
+        "runtime.precision": ("'auto'", "'bf16'"),
+        "parallel.ddp.bucket_mb": ("25", "7"),
+        "checkpoint.keep": ("3", "9"),
+    }
+    with pytest.raises(ConfigError) as raised:
+        train(small(*(f"{key}={new}".replace("'", "") for key, (_, new) in changes.items())), crashed_run)
+    first, *lines, last = str(raised.value).splitlines()
+    assert first == f"{checkpoint_of(crashed_run, 4)}: was saved with another configuration:"
+    told = dict(line.strip().split(": ", 1) for line in lines)
+    assert told == {key: f"{old} then, {new} now" for key, (old, new) in changes.items()}
+    assert "--accept-changes" in last
+    assert "--fresh" in last
+    assert (rows_of(crashed_run), (crashed_run / "config.yaml").read_bytes(), saved_steps(crashed_run)) == before
+    train(small(), crashed_run)  # and the right one still goes on
+
+
+def test_accepted_changes_are_said_and_used_from_the_checkpoint_on(crashed_run, whole_run, capsys):
+    changes = ("train.lr=5e-3", "train.schedule=constant")
+    train(small(*changes), crashed_run, accept_changes=True)
+    said = capsys.readouterr().out
+    assert "changed train.lr: 0.01 then, 0.005 now" in said
+    assert "changed train.schedule: 'cosine' then, 'constant' now" in said
+    rows = rows_of(crashed_run)
+    assert rows[:4] == rows_of(whole_run)[:4]
+    assert [row["lr"] for row in rows[4:]] == ["0.005", "0.005"]
+    assert yaml.safe_load((crashed_run / "config.yaml").read_text())["train"]["lr"] == 0.005
+    assert read_state(checkpoint_of(crashed_run, 6))["config"]["train"]["lr"] == 0.005
+    train(small(*changes), crashed_run)
+    assert "this run is done (6 steps)" in capsys.readouterr().out
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_accepted(tmp_path):
+    constant = "train.schedule=constant"
+    train(small(constant, "train.steps=9"), tmp_path / "nine")
+    train(small(constant), tmp_path / "six")
+    six = rows_of(tmp_path / "six")
+    forget_generators()
+    with pytest.raises(ConfigError, match=r"train\.steps: .* holds a finished run"):
+        train(small(constant, "train.steps=9"), tmp_path / "six")
+    train(small(constant, "train.steps=9"), tmp_path / "six", accept_changes=True)
+    assert rows_of(tmp_path / "six")[:6] == six
+    assert rows_of(tmp_path / "six") == rows_of(tmp_path / "nine")
+    assert (tmp_path / "six" / "model.safetensors").read_bytes() == (
+        tmp_path / "nine" / "model.safetensors"
+    ).read_bytes()
+    assert metrics_of(tmp_path / "six")["steps"] == 9
+    one, other = (contents_of(checkpoint_of(tmp_path / run, 9)) for run in ("six", "nine"))
+    assert_same_contents(one, other)
+
+
+def test_another_batch_size_goes_on_at_the_data_that_was_not_read(tmp_path, monkeypatch):
+    read = []
+    plain = Loader.batch
+    monkeypatch.setattr(
+        Loader,
+        "batch",
+        lambda self, first, count: read.extend(range(first, first + count)) or plain(self, first, count),
+    )
+    only_training = "data.validation_fraction=0"
+    train_until(3, tmp_path, only_training, "checkpoint.every=1")
+    assert read == list(range(6))
+    read.clear()
+    with pytest.raises(ConfigError, match=r"train\.batch_size: 2 then, 5 now"):
+        train(small(only_training, "checkpoint.every=1", "train.batch_size=5"), tmp_path)
+    train(small(only_training, "checkpoint.every=1", "train.batch_size=5"), tmp_path, accept_changes=True)
+    assert read == list(range(6, 21)), "three steps of five, none twice and none left out"
+    assert [int(row["tokens"]) for row in rows_of(tmp_path)] == [64, 128, 192, 352, 512, 672]
+    assert read_state(checkpoint_of(tmp_path, 6))["progress"]["sequences"] == 21
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tensor"),
+    [
+        ("model.mlp_dim=64", "model.mlp_dim=48", r"model/blocks\.0\.mlp\.\w+\.weight is \[.*64.*\] in the checkpoint"),
+        ("model.n_layers=1", "model.n_layers=2", r"missing \['model/blocks\.1\."),
+        ("model.n_layers=2", "model.n_layers=1", r"unknown \['model/blocks\.1\."),
+        ("model.tied_head=false", "model.tied_head=true", r"unknown \['model/head\.weight'\]"),
+        ("model.tied_head=true", "model.tied_head=false", r"missing \['model/head\.weight'"),
+    ],
+)
+def test_a_model_of_another_size_cannot_be_accepted_and_the_tensor_is_named(before, after, tensor, tmp_path):
+    train_until(3, tmp_path, before)
+    with pytest.raises(CheckpointError, match=tensor) as raised:
+        train(small(after), tmp_path, accept_changes=True)
+    assert raised.value.exit_code == 4
+    assert len(rows_of(tmp_path)) == 3, "nothing was cut"
+    train(small(before), tmp_path)
+    assert metrics_of(tmp_path)["status"] == "done"
+
+
+def test_fresh_starts_over_and_the_old_checkpoints_are_gone(crashed_run, whole_run):
+    train_until(1, crashed_run, fresh=True)
+    assert saved_steps(crashed_run) == []
+    assert not (crashed_run / FOLDER / LATEST).exists()
+    assert not (crashed_run / FOLDER / BEST).exists()
+    assert rows_of(crashed_run) == rows_of(whole_run)[:1]
+    train(small(), crashed_run)
+    assert_same_run(crashed_run, whole_run)
+
+
+def test_fresh_takes_any_configuration(crashed_run):
+    train(small("model.n_layers=2", "train.steps=2"), crashed_run, fresh=True)
+    assert saved_steps(crashed_run) == [2]
+    assert len(rows_of(crashed_run)) == 2
+
+
+def test_a_finished_run_started_again_says_so_and_touches_nothing(whole_run, tmp_path, capsys):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    for options in ({}, {"accept_changes": True}):
+        train(small(), folder, **options)
+        assert f"{folder}: this run is done (6 steps)" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"} == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_may_be_moved_as_a_whole(finished, tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    if finished:
+        train(small(f"train.out_dir={old}"), old)
+    else:
+        train_until(5, old, f"train.out_dir={old}")
+    shutil.move(old, new)
+    train(small(f"train.out_dir={new}"), new)
+    said = capsys.readouterr().out
+    assert ("this run is done (6 steps)" if finished else f"resume  {name_of(4)}: step 4 of 6 is done") in said
+    assert metrics_of(new)["status"] == "done"
