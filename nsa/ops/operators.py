@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError
-from nsa.ops import checks, library
+from nsa.ops import checks, library, memory
 from nsa.ops.dispatch import OPERATORS
 from nsa.ops.spec import NSASpec
 
@@ -68,10 +69,16 @@ def select_blocks(
     checks.check_borders(cu_seqlens, q)
     checks.check_keys("k_cmp", k_cmp, q, length=checks.compressed_length(q, spec, cu_seqlens))
     checks.check_lse(lse, q)
-    indices: Tensor = library.select_blocks(
-        q.detach(), k_cmp.detach(), lse.detach(), spec.as_ints(), cu_seqlens, backend
-    )
-    return indices
+
+    def compute() -> Tensor:
+        indices: Tensor = library.select_blocks(
+            q.detach(), k_cmp.detach(), lse.detach(), spec.as_ints(), cu_seqlens, backend
+        )
+        return indices
+
+    # A compiler sees the operator itself and keeps its output where it is told to.
+    kept = None if torch.compiler.is_compiling() else memory.active()
+    return compute() if kept is None else kept.select(compute)
 
 
 def selected_attention(

@@ -1,10 +1,13 @@
 """Gradient checkpointing: activations are recomputed in backward, selected blocks never are.
 
 Always the non-reentrant kind. The outputs of `nsa::select_blocks` are kept from the forward pass, so that
-backward reads the very blocks the forward pass read. Modules keep their place, type and names: only their
-`forward` is replaced.
+backward reads the very blocks the forward pass read: by a SelectionMemory, or in compiled blocks by torch's selective
+checkpointing, which a compiler understands and which costs a Python call per operator otherwise. Modules keep their
+place, type and names: only their `forward` is replaced.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -14,19 +17,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import nsa.ops.library  # noqa: F401  (registers torch.ops.nsa)
 from nsa.nn.block import DecoderBlock
+from nsa.ops.memory import SelectionMemory
 
 Granularity = Literal["none", "block", "branch"]
 
 
-def apply_recompute(model: nn.Module, granularity: Granularity) -> None:
+def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> None:
     """Recomputes every decoder block ("block"), or each block's attention and MLP by itself ("branch")."""
+    context_fn = partial(create_selective_checkpoint_contexts, _keep_selection) if compiled else _remember_selection
     for module in model.modules():
         if isinstance(module, DecoderBlock):
             if granularity == "block":
-                _recompute(module)
+                _recompute(module, context_fn)
             elif granularity == "branch":
-                _recompute(module.attention)
-                _recompute(module.mlp)
+                _recompute(module.attention, context_fn)
+                _recompute(module.mlp, context_fn)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -36,15 +41,34 @@ def compile_blocks(model: nn.Module) -> None:
             module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
-def _recompute(module: nn.Module) -> None:
+def _recompute(module: nn.Module, context_fn: Callable[[], Any]) -> None:
     # No layer draws random numbers, so there is no random state to put back.
     module.forward = partial(
         checkpoint,
         module.forward,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _keep_selection),
+        context_fn=context_fn,
     )
+
+
+def _remember_selection() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    memory = SelectionMemory()
+    return memory.record(), Repeatable(memory.replay)
+
+
+class Repeatable:
+    """A context that can be entered more than once: backward may run twice over one forward pass."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._current = self._make()
+        self._current.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._current.__exit__(*error)
 
 
 def _keep_selection(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

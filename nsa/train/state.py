@@ -99,7 +99,7 @@ def build_state(config: Config, tokenizer: Tokenizer, world: World | None = None
             load_any_weights(model, Path(config.train.init_from))
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
-    apply_recompute(model, config.runtime.gradient_checkpointing)
+    apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
     if world.strategy != "fsdp":  # which moves every unit by itself, so that no card holds the whole
         model.to(world.device)
     if config.runtime.compile:
