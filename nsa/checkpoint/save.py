@@ -74,15 +74,18 @@ class Saver:
         """Whether this rank's thread is through; the others may not be."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Copies the tensors to host memory and starts writing them; training may go on at once."""
+    def begin(self, snapshot: Snapshot, *, pause_s: float = 0.0) -> None:
+        """Copies the tensors to host memory and starts writing them; training may go on at once.
+
+        `pause_s` before each tensor leaves the interpreter to the thread that trains.
+        """
         assert self._thread is None, "finish() the save before"
         faults.point("save.begin")
         copy = Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.state, snapshot.random, snapshot.is_best)
         faults.point("save.staged")
         self._failure = None
         # A daemon: a run that ends by an error does not wait for a save that may never end.
-        self._thread = threading.Thread(target=self._run, args=(copy,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(copy, pause_s), name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> str | None:
@@ -115,17 +118,17 @@ class Saver:
             torch.cuda.synchronize()
         return staged
 
-    def _run(self, snapshot: Snapshot) -> None:
+    def _run(self, snapshot: Snapshot, pause_s: float) -> None:
         try:
-            self._write(snapshot)
+            self._write(snapshot, pause_s)
             self.last_good = layout.name_of(snapshot.step)
         except BaseException as error:  # torch reports a failure of any rank as a BaseException
             self._failure = _reason(error)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, pause_s: float) -> None:
         aside = layout.aside_of(self.root, snapshot.step)
         self._together(lambda: self._prepare(aside), first_only=True)
-        save_tensors(snapshot.tensors, aside, self.group)
+        save_tensors(snapshot.tensors, aside, self.group, pause_s=pause_s)
         mine = self._together(lambda: self._write_own(aside, snapshot))
         files = {name: entry for part in mine for name, entry in part.items()}
         self._together(lambda: self._commit(aside, snapshot, files), first_only=True)

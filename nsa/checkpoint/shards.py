@@ -6,6 +6,7 @@ tensors are refused, and no shard outside the checkpoint's manifest is opened.
 
 import logging
 import pickle
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -47,10 +50,17 @@ def shard_names(folder: Path, rank: int) -> Iterable[str]:
     return [path.name for path in folder.glob(f"__{rank}_*")]
 
 
-def save_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Every rank writes its part of `tensors`; a tensor that all have is written once."""
+def save_tensors(
+    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None, *, pause_s: float = 0.0
+) -> None:
+    """Every rank writes its part of `tensors`; a tensor that all have is written once.
+
+    `pause_s` rests before each tensor: what is Python in writing one stops the thread that trains, and is better
+    spread over many steps than put into one.
+    """
     with _quiet():
-        save(tensors, storage_writer=_Writer(folder), process_group=group, no_dist=group is None)
+        planner = _Planner(pause_s)
+        save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
 def load_tensors(
@@ -70,6 +80,17 @@ def saved_shapes(folder: Path, files: Iterable[str]) -> dict[str, torch.Size]:
     """Name and shape of every saved tensor."""
     metadata = _Reader(folder, files).read_metadata()
     return {name: entry.size for name, entry in _tensor_entries(metadata, folder).items()}
+
+
+class _Planner(DefaultSavePlanner):
+    def __init__(self, pause_s: float):
+        super().__init__()
+        self._pause_s = pause_s
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if self._pause_s:
+            time.sleep(self._pause_s)
+        return super().resolve_data(write_item)
 
 
 class _Writer(FileSystemWriter):

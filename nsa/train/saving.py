@@ -13,6 +13,7 @@ from nsa.train.resume import snapshot
 from nsa.train.state import RunState
 
 TRIES = 3
+PAUSE_S = 0.005  # before each tensor of a save in the background: a 125M model is written in 3 s and more
 
 
 class Saving:
@@ -50,8 +51,9 @@ class Saving:
         if is_best and self.saver.busy:
             self._end()  # the best is this very step, not one a little later
         if self._pending and not self.saver.busy:  # else at a later step: training does not wait
-            self._begin()
-            if not self.config.checkpoint.background:
+            background = self.config.checkpoint.background
+            self._begin(PAUSE_S if background else 0.0)
+            if not background:
                 self._end()
 
     def now(self) -> None:
@@ -62,9 +64,9 @@ class Saving:
             self._begin()
             self._end()
 
-    def _begin(self) -> None:
+    def _begin(self, pause_s: float = 0.0) -> None:
         self.before_save()
-        self.saver.begin(snapshot(self.state, self.config, is_best=self._best_pending))
+        self.saver.begin(snapshot(self.state, self.config, is_best=self._best_pending), pause_s=pause_s)
         self._writing_step, self._writing_best = self.state.progress.step, self._best_pending
         self._pending = self._best_pending = False
 

@@ -1,0 +1,67 @@
+"""What a run leaves in its folder besides numbers: its environment, events, curves and profiles."""
+
+import json
+
+import pytest
+
+from nsa.errors import LaunchError
+from nsa.telemetry.events import EventLog
+from nsa.train import train
+from tests.train.test_training import rows_of, tiny
+
+
+def test_env_json_tells_what_a_run_was_started_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_FORCE_BRANCH", "win")
+    train(tiny(), tmp_path)
+    told = json.loads((tmp_path / "env.json").read_text())
+    assert told["config"]["train"]["steps"] == 6
+    assert told["variables"]["NSA_FORCE_BRANCH"] == "win"
+    assert told["packages"]["torch"]
+    assert told["world_size"] == 1
+    assert told["strategy"] == "single"
+    assert isinstance(told["command"], list)
+
+
+def test_profiled_steps_leave_a_trace_and_the_ten_costliest_operators(tmp_path):
+    train(tiny("train.profile_steps=[2, 3]"), tmp_path)
+    trace = json.loads((tmp_path / "profile_rank0.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    table = (tmp_path / "profile_rank0.txt").read_text()
+    assert "Self CPU" in table
+    operators = [line for line in table.splitlines() if line.strip() and not line.startswith(("-", "Self"))]
+    assert len(operators) == 11  # the head and ten rows
+
+
+def test_tensorboard_gets_every_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny("telemetry.tensorboard=true"), tmp_path)
+    curves = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [e.step for e in curves.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [e.value for e in curves.Scalars("train/loss")] == pytest.approx(
+        [float(r["loss"]) for r in rows_of(tmp_path)]
+    )
+    assert [e.step for e in curves.Scalars("train/val_loss")] == [3, 6]
+
+
+def test_a_tensorboard_that_cannot_write_changes_nothing(tmp_path):
+    train(tiny(), tmp_path / "plain")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tb").write_text("a file where a folder should be")
+    train(tiny("telemetry.tensorboard=true"), tmp_path / "broken")
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "broken")]
+    assert losses[0] == losses[1]
+
+
+def test_events_that_cannot_be_written_are_counted(tmp_path):
+    log = EventLog(tmp_path / "nowhere", rank=0)
+    log.incident("save_failed", "no room", step=3)
+    assert (log.dropped, log.incidents) == (1, 1)
+
+
+def test_fresh_under_a_restarting_torchrun_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(LaunchError, match="--fresh"):
+        train(tiny(), tmp_path, fresh=True)
+    train(tiny(), tmp_path)
