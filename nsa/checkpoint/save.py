@@ -64,6 +64,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._sound: set[Path] = set()  # verified by this process
+        self._own: set[Path] = set()  # written by it
 
     @property
     def busy(self) -> bool:
@@ -156,13 +157,14 @@ class Saver:
         flush_folder(aside)
         place = self.root / layout.name_of(snapshot.step)
         faults.point("save.rename")
-        if not (place.exists() and self._is_sound(place)):  # a sound one of the same step is the same
+        if place not in self._own:  # one of the same step that this process wrote is the same
             if place.exists():
                 place.rename(place.with_name(f".writing-damaged-{place.name}"))
             aside.rename(place)
         faults.point("save.renamed")
         flush_folder(self.root)
         self._sound.add(place)
+        self._own.add(place)
         self.last_good = place.name  # whatever becomes of the rest: this one is there
         faults.point("save.latest")
         layout.point_to(self.root, layout.LATEST, place.name)
@@ -191,7 +193,7 @@ class Saver:
         if self.rank == 0 or not first_only:
             try:
                 value = function()
-            except (OSError, CheckpointError) as error:
+            except Exception as error:  # whatever it is, the others must hear of it
                 failure = _reason(error)
         if self.group is None:
             results = [(value, failure)]

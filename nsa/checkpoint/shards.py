@@ -58,22 +58,28 @@ def save_tensors(
     `pause_s` rests before each tensor: what is Python in writing one stops the thread that trains, and is better
     spread over many steps than put into one.
     """
-    with _quiet():
-        planner = _Planner(pause_s)
-        save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group, no_dist=group is None)
+    _hush()
+    planner = _Planner(pause_s)
+    save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
 def load_tensors(
     tensors: dict[str, Tensor], folder: Path, files: Iterable[str], group: dist.ProcessGroup | None
 ) -> None:
     """Fills `tensors` in place, whatever the world that saved them looked like."""
+    _hush()
     try:
-        with _quiet():
-            reader = _Reader(folder, files)
-            load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        load(dict(tensors), storage_reader=_Reader(folder, files), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         causes = "; ".join(dict.fromkeys(str(cause[0]) or type(cause[0]).__name__ for cause in error.failures.values()))
         raise CheckpointError(f"{folder}: cannot be loaded: {causes}") from None
+
+
+def _hush() -> None:
+    """Keeps torch's remarks about running without a process group from the user. The filter stays: putting the old
+    ones back, from a thread of its own, could undo what another thread did meanwhile."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 
 def saved_shapes(folder: Path, files: Iterable[str]) -> dict[str, torch.Size]:
@@ -95,7 +101,8 @@ class _Planner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path):
-        super().__init__(folder, sync_files=True, overwrite=True)
+        # Everything is in host memory already: no copying ahead, which would open a CUDA context in this thread.
+        super().__init__(folder, sync_files=True, overwrite=True, per_thread_copy_ahead=0)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         faults.point("save.shard")
@@ -187,19 +194,3 @@ def _is_whole(entry: TensorStorageMetadata) -> bool:
         return isinstance(size, torch.Size) and inside and sum(c.sizes.numel() for c in entry.chunks) == size.numel()
     except (AttributeError, TypeError, ValueError):
         return False
-
-
-class _quiet:  # noqa: N801  (used like a function)
-    """Keeps torch's remarks about running without a process group from the user."""
-
-    def __enter__(self) -> None:
-        self._catch = warnings.catch_warnings()
-        self._catch.__enter__()
-        warnings.simplefilter("ignore")
-        self._logger = logging.getLogger("torch.distributed.checkpoint")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
-        self._catch.__exit__(None, None, None)

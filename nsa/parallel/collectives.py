@@ -1,12 +1,12 @@
 """Small agreements between processes. Whoever calls one of these, all ranks call it."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.errors import NSAError, RankLostError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError, RankLostError
 from nsa.parallel.launch import World
 
 T = TypeVar("T")
@@ -23,42 +23,36 @@ def on_first_rank(world: World, function: Callable[[], T]) -> T:
     """What `function` returns or raises on rank 0, returned or raised on every rank. The others do not call it."""
     if world.size == 1:
         return function()
-    answer: list[tuple[bool, object]] = [(False, None)]
+    answer: list[Any] = [None]
+    failure: Exception | None = None
     if world.is_first:
         try:
-            answer = [(True, function())]
-        except NSAError as error:
-            answer = [(False, error)]
+            answer = [(None, function())]
+        except Exception as error:
+            failure = error
+            answer = [((getattr(error, "exit_code", None), str(error)), None)]
     dist.broadcast_object_list(answer, src=0, group=world.cpu_group)
-    succeeded, value = answer[0]
-    if not succeeded:
-        assert isinstance(value, NSAError)
-        raise value
-    return value  # type: ignore[return-value]
+    if failure is not None:
+        raise failure
+    told, value = answer[0]
+    if told is not None:
+        code, text = told
+        kind = next((k for k in (ConfigError, DataError, CheckpointError, LaunchError) if k.exit_code == code), None)
+        raise RankLostError(f"rank 0 failed: {text}") if kind is None else kind(text)
+    return value  # type: ignore[no-any-return]
 
 
-def gather(value: T, world: World) -> list[T]:
-    """Everybody's value, by rank, on every rank."""
-    if world.size == 1:
-        return [value]
-    values: list[T | None] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.cpu_group)
-    return values  # type: ignore[return-value]
+_LOST = ("gloo", "nccl", "connection reset by peer", "connection closed by peer")
 
 
-_LOST = ("gloo", "nccl", "connection reset by peer", "connection closed by peer", "broken pipe")
-
-
-def as_lost_rank(error: BaseException, world: World) -> RankLostError | None:
-    """The error as the loss of another rank, where it looks like one; None where this process itself failed."""
-    if world.size == 1 or isinstance(error, NSAError):
+def lost_rank(reason: BaseException | str, rank: int, size: int) -> RankLostError | None:
+    """The failure as the loss of another rank, where it looks like one; None where this process itself failed."""
+    text = str(reason).strip()
+    is_network = isinstance(reason, str | RuntimeError) and any(word in text.lower() for word in _LOST)
+    if size == 1 or isinstance(reason, NSAError) or not (is_network or isinstance(reason, dist.DistError)):
         return None
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
-    ):
-        return RankLostError(
-            f"rank {world.rank}: another rank is gone or does not answer ({text}); its own last lines say why. "
-            "The same command goes on from the last checkpoint"
-        )
-    return None
+    first = text.splitlines()[0] if text else type(reason).__name__
+    return RankLostError(
+        f"rank {rank}: another rank is gone or does not answer ({first}); its own last lines say why. "
+        "The same command goes on from the last checkpoint"
+    )

@@ -3,6 +3,7 @@
 `torchrun` says rank and world size in the environment; without it a run is one process.
 """
 
+import ipaddress
 import os
 import shlex
 import socket
@@ -137,11 +138,13 @@ def meet(place: Place, environment: Mapping[str, str], timeout: timedelta) -> TC
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address as seen from there; nothing is sent."""
+    """This machine's address as seen from there; nothing is sent. A name that means this very machine, which may be a
+    loopback address here and no other's business, is left to the others to resolve."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        return str(probe.getsockname()[0])
+        own = str(probe.getsockname()[0])
+    return host if ipaddress.ip_address(own.split("%")[0]).is_loopback else own
 
 
 @contextmanager

@@ -27,11 +27,14 @@ class StepProfiler:
         """The trace file, when this was the last profiled step."""
         if self._profile is None or self.steps is None or step < self.steps[1]:
             return None
-        self._profile.stop()
+        recorded, self._profile = self._profile, None
+        recorded.stop()
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=key, row_limit=10)
-        self._stem.with_suffix(".txt").write_text(table, encoding="utf-8")
+        table = recorded.key_averages().table(sort_by=key, row_limit=10)
         trace = self._stem.with_suffix(".json")
-        self._profile.export_chrome_trace(str(trace))
-        self._profile = None
+        try:
+            self._stem.with_suffix(".txt").write_text(table, encoding="utf-8")
+            recorded.export_chrome_trace(str(trace))
+        except (OSError, RuntimeError):  # nowhere to write: a profile is no reason to stop
+            return None
         return trace

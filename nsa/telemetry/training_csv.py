@@ -3,8 +3,6 @@
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from nsa.errors import LaunchError
 
@@ -47,20 +45,18 @@ class TrainingCSV:
         path = folder / FILE_NAME
         try:
             kept = _rows_until(path, header, done_steps)
+            if done_steps and not kept and path.is_file():  # of a version with other columns: not thrown away
+                path.rename(path.with_suffix(".old.csv"))
             self._file = path.open("r+b" if kept else "wb")
-            self._file.truncate(kept)
-            self._file.seek(kept)
-            if not kept:
+            if kept:
+                self._file.truncate(kept)
+                self._file.seek(kept)
+            else:
                 self._file.write(header.encode())
         except OSError as error:
             raise LaunchError(f"train.out_dir: {path} cannot be written: {error.strerror}") from None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         try:
             self._file.close()
         except OSError:

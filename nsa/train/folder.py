@@ -96,11 +96,16 @@ def finished_metrics(folder: Path) -> dict[str, Any] | None:
     return metrics if metrics is not None and metrics.get("status") == "done" else None
 
 
-def record_end(folder: Path, error: BaseException, step: int) -> None:
-    """Why the run ended, for whoever finds it. The rank that failed knows better than those that lost it."""
+def record_end(folder: Path, error: BaseException, step: int | None) -> None:
+    """Why the run ended, for whoever finds it. The rank that failed knows better than those that lost it.
+
+    Without a `step` it never began: what a finished run left stays, and of an unfinished one how far it was.
+    """
     try:
         now = read_metrics(folder) or {}
         if isinstance(error, RankLostError) and now.get("status") not in ("running", None):
+            return
+        if step is None and now.get("status") == "done":
             return
         write_metrics(
             folder,
@@ -108,7 +113,7 @@ def record_end(folder: Path, error: BaseException, step: int) -> None:
                 "status": "preempted" if isinstance(error, Preempted) else "failed",
                 "exit_code": error.exit_code if isinstance(error, NSAError) else 1,
                 "reason": str(error) or type(error).__name__,
-                "steps": step,
+                "steps": now.get("steps", 0) if step is None else step,
             },
         )
     except NSAError:

@@ -27,8 +27,7 @@ from nsa.train.step import StepResult, train_step
 def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
     """Every rank calls this, with the step's own batches and the weights as they were before it."""
     place = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
-    has_weights = state.progress.skipped == 0
-    weights = gather_weights(state.parameters, state.world) if has_weights else {}
+    weights = gather_weights(state.parameters, state.world)  # before anything can fail on one rank alone
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in vars(batch).items():
@@ -37,8 +36,7 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
     place.mkdir(parents=True, exist_ok=True)
     write_atomically(place / f"batch_rank{state.world.rank}.safetensors", save(tensors))
     if state.world.is_first:
-        if weights:
-            write_atomically(place / "weights.safetensors", spell_weights(weights, step=state.progress.step))
+        write_atomically(place / "weights.safetensors", spell_weights(weights, step=state.progress.step))
         report = {
             "step": state.progress.step + 1,
             "loss": str(result.loss),
@@ -61,7 +59,7 @@ def reproduce(place: Path) -> StepResult:
     config = parse_config(report["config"], str(place / "report.json"), ["parallel.strategy=single"])
     state = build_state(config, load_tokenizer(config.data.tokenizer))
     if not (place / "weights.safetensors").exists():
-        raise CheckpointError(f"{place}: has no weights; only the first dump of a run has them")
+        raise CheckpointError(f"{place}: has no weights; the dump was cut short")
     load_weights(state.model, place / "weights.safetensors")
     batches = []
     for tensors in parts:

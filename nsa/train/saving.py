@@ -9,6 +9,7 @@ from collections.abc import Callable
 from nsa.checkpoint.save import Saver
 from nsa.config import Config
 from nsa.errors import CheckpointError
+from nsa.parallel.collectives import lost_rank
 from nsa.train.resume import snapshot
 from nsa.train.state import RunState
 
@@ -48,18 +49,22 @@ class Saving:
         every, step = self.config.checkpoint.every, self.state.progress.step
         self._best_pending |= is_best
         self._pending |= is_best or bool(every and step % every == 0)
-        if is_best and self.saver.busy:
-            self._end()  # the best is this very step, not one a little later
+        if is_best:
+            self.settle()  # the best is this very step, not one a little later
         if self._pending and not self.saver.busy:  # else at a later step: training does not wait
             background = self.config.checkpoint.background
             self._begin(PAUSE_S if background else 0.0)
             if not background:
                 self._end()
 
-    def now(self) -> None:
-        """Returns when the present step is safe."""
+    def settle(self) -> None:
+        """Waits for a save that is under way."""
         if self.saver.busy:
             self._end()
+
+    def now(self) -> None:
+        """Returns when the present step is safe."""
+        self.settle()
         while self.saved_step != self.state.progress.step:
             self._begin()
             self._end()
@@ -77,8 +82,12 @@ class Saving:
             return
         self._failures += 1
         self._pending = True
-        self._best_pending |= self._writing_best
-        self.incident("save_failed", f"step {self._writing_step} could not be saved: {failure}")
+        lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
+        if lost is not None:
+            raise lost
+        # Tried again with the weights of a later step, which are not the best.
+        unmarked = "; it had the best validation loss" if self._writing_best else ""
+        self.incident("save_failed", f"step {self._writing_step} could not be saved: {failure}{unmarked}")
         if self._failures == TRIES:
             last = self.saver.last_good or "none of this process"
             raise CheckpointError(

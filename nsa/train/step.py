@@ -1,7 +1,7 @@
 """One optimizer step, and one validation. All ranks call them together."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,17 @@ class StepResult:
 
 
 def train_step(
-    state: RunState, batches: Iterable[Batch], targets: int, lr: float, votes: tuple[int, ...] = ()
+    state: RunState,
+    batches: Iterable[Batch],
+    targets: int,
+    lr: float,
+    votes: Callable[[], tuple[int, ...]] = tuple,
 ) -> StepResult:
     """Forward and backward over this rank's micro-batches, clip, finite?, optimizer.
 
     The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
     that any split into ranks and micro-batches gives the same gradient. Gradients travel with the last micro-batch.
+    `votes` is asked after backward: what happened during the step counts at its end.
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=state.device)
@@ -47,7 +52,7 @@ def train_step(
     faults.point("step.backward")
     norm = _unscaled_norm(state)
     # The loss and everything the ranks have to agree on, in one small message.
-    agreed = sum_over_ranks(torch.stack([total, *(torch.full_like(total, v) for v in votes)]), state.world).tolist()
+    agreed = sum_over_ranks(torch.stack([total, *(torch.full_like(total, v) for v in votes())]), state.world).tolist()
     result = StepResult(agreed[0], float(norm), tuple(int(v) for v in agreed[1:]))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         state.optimizer.zero_grad(set_to_none=True)

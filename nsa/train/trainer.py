@@ -18,7 +18,7 @@ from nsa.data.loader import Batch, build_data
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, Preempted
 from nsa.nn.flops import flops_per_token
-from nsa.parallel.collectives import as_lost_rank, on_first_rank
+from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
 from nsa.parallel.strategy import gather_weights, host_mesh
@@ -60,26 +60,34 @@ def train(config: Config, folder: Path, *, fresh: bool = False, accept_changes: 
     if fresh and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise LaunchError("--fresh: would start over at every restart of torchrun; start without --max-restarts")
     faults.arm(os.environ.get("NSA_FAULTS", ""), place.rank, place.attempt)
-    with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
-        print(world.banner(), flush=True)
-        on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
-        done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
-        if done is not None:
-            if world.is_first:
-                print(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start")
-            return
-        run = Run(config, folder, world, fresh=fresh, accept_changes=accept_changes)
-        try:
-            with StopRequest() as stop:
-                run.start()
-                run.loop(stop)
-                run.end()
-        except BaseException as error:
-            lost = as_lost_rank(error, world)
-            record_end(folder, lost or error, run.step)
-            if lost is not None:
-                raise lost from error
+    try:
+        with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
+            print(world.banner(), flush=True)
+            on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
+            done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
+            if done is not None:
+                if world.is_first:
+                    print(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start")
+                return
+            _run(Run(config, folder, world, fresh=fresh, accept_changes=accept_changes))
+    except Exception as error:
+        lost = lost_rank(error, place.rank, place.size)
+        if lost is None:
             raise
+        raise lost from error
+
+
+def _run(run: "Run") -> None:
+    """The whole run, and if it does not come to its end, why."""
+    try:
+        with StopRequest() as stop:
+            run.start()
+            run.loop(stop)
+            run.end()
+    except BaseException as error:
+        reason = lost_rank(error, run.world.rank, run.world.size) or error
+        record_end(run.folder, reason, run.step if run.announced else None)
+        raise
 
 
 def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
@@ -88,7 +96,7 @@ def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
     if metrics is None or (accept_changes and changed_keys(folder, config)):
         return None
     refuse_other_config(folder, config)
-    return int(metrics["steps"])
+    return int(metrics["steps"]) if metrics["steps"] == config.train.steps else None
 
 
 class Run:
@@ -99,6 +107,7 @@ class Run:
         self.fresh, self.accept_changes = fresh, accept_changes
         self.started = time.perf_counter()
         self.state: RunState | None = None
+        self.announced = False  # in metrics.json, as running
 
     @property
     def step(self) -> int:
@@ -134,11 +143,13 @@ class Run:
         saver.last_good = taken_up
         self.saving = Saving(config, state, saver, self._flush, self._incident, self.step if taken_up else -1)
         if world.is_first:
+            write_metrics(folder, {"status": "running", "steps": self.step})  # first: what lies here is not done
+            faults.point("start.running")
             write_config(folder, config)
             write_json(folder / ENVIRONMENT_FILE, describe_environment(config.to_dict(), world.size, world.strategy))
-            write_metrics(folder, {"status": "running", "steps": self.step})
             for line in self._describe(taken_up):
                 self.console.say(line)
+        self.announced = True
         self.events.emit("start", self.step, strategy=world.strategy, world_size=world.size, from_checkpoint=taken_up)
 
     def loop(self, stop: StopRequest) -> None:
@@ -151,9 +162,8 @@ class Run:
                 self.profiler.before(progress.step + 1)
                 faults.point("step.begin")
                 lr = learning_rate(progress.step, config.train)
-                votes = (int(stop.terminate), int(stop.interrupt), self.saving.vote())
                 targets = config.train.batch_size * config.train.seq_len
-                result = train_step(self.state, self._micro_batches(clock), targets, lr, votes)
+                result = train_step(self.state, self._micro_batches(clock), targets, lr, lambda: self._votes(stop))
                 if not result.moved:
                     self._handle_non_finite(result)
                 progress.step += 1
@@ -173,9 +183,14 @@ class Run:
         assert self.state is not None
         self.saving.now()
         weights = gather_weights(self.state.parameters, self.world)
+        if self.csv is not None:
+            self.csv.close()
+        self.tensorboard.close()
         if self.world.is_first:
+            faults.point("end.weights")
             progress = self.state.progress
             write_atomically(self.folder / WEIGHTS_FILE, spell_weights(weights, step=progress.step))
+            faults.point("end.metrics")
             write_metrics(
                 self.folder,
                 {
@@ -183,19 +198,23 @@ class Run:
                     "exit_code": 0,
                     "steps": progress.step,
                     "tokens": progress.tokens,
-                    "loss": progress.loss,
+                    "loss": progress.loss if math.isfinite(progress.loss or 0.0) else None,
                     "val_loss": progress.val_loss,
                     "val_bits_per_byte": progress.val_bits_per_byte,
                     "best_val_loss": progress.best_val_loss,
                     "skipped_steps": progress.skipped,
                     "incidents": self.events.incidents,
+                    "telemetry_failures": self._telemetry_failures(),
                     "strategy": self.world.strategy,
                     "world_size": self.world.size,
                     "seconds": time.perf_counter() - self.started,
                 },
             )
-        self.tensorboard.close()
         self.events.emit("end", self.step)
+
+    def _telemetry_failures(self) -> int:
+        """What could not be written and was left out."""
+        return self.events.dropped + self.tensorboard.failures + (self.csv.failures if self.csv else 0)
 
     def _take_up(self) -> str | None:
         """Goes on from the newest sound checkpoint; its name, or None at the start of a run."""
@@ -239,12 +258,19 @@ class Run:
         if scale.enabled and scale.value > scale.SMALLEST:
             scale.overflowed()  # this is how the scale is found: nothing to report
             return
-        place = nonfinite.dump(self.folder, self.config, self.state, list(self._micro_batches(StepClock())), result)
+        batches = list(self._micro_batches(StepClock()))
+        try:
+            kept = f"the step is in {nonfinite.dump(self.folder, self.config, self.state, batches, result)}"
+        except (OSError, CheckpointError) as error:
+            kept = f"the step could not be written down: {error}"
         what = f"step {progress.step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}"
-        self._incident("non_finite", f"{what}; dumped to {place}")
+        self._incident("non_finite", f"{what}; {kept}")
         progress.skipped += 1
-        if self.config.train.non_finite == "stop":
-            raise NumericsError(f"{what}; the weights were not changed by it, and the step is in {place}")
+        stops = self.config.train.non_finite == "stop"
+        if stops or progress.skipped > self.config.train.max_skips:
+            self.saving.settle()  # all ranks are here: what is being saved is not thrown away
+        if stops:
+            raise NumericsError(f"{what}; the weights were not changed by it; {kept}")
         if progress.skipped > self.config.train.max_skips:
             raise NumericsError(f"{what}; {progress.skipped} steps were left out, train.max_skips allows no more")
 
@@ -283,6 +309,10 @@ class Run:
             )
         if trace is not None:
             self.console.say(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
+
+    def _votes(self, stop: StopRequest) -> tuple[int, int, int]:
+        """What this rank has to say at the end of a step."""
+        return int(stop.terminate), int(stop.interrupt), self.saving.vote()
 
     def _stop_if_asked(self, votes: tuple[int, ...]) -> None:
         """All ranks saw the same sums: if one of them got a signal, all save and stop here."""

@@ -30,12 +30,14 @@ SAVE_POINTS = (
     "save.retention",
     "save.done",
 )
-POINTS = (*STEP_POINTS, *SAVE_POINTS, "validate")
+END_POINTS = ("start.running", "end.weights", "end.metrics")  # passed once in a start
+POINTS = (*STEP_POINTS, *SAVE_POINTS, "validate", *END_POINTS)
 ONLY_FIRST_RANK = {"save.prepare", "save.metadata", "save.state", "save.manifest", "save.rename", "save.renamed"} | {
     "save.latest",
     "save.best",
     "save.retention",
     "save.done",
+    *END_POINTS,
 }
 
 

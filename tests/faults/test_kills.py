@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.distributed.launching import rows_of, run_ranks
 from tests.faults.kills import (
+    END_POINTS,
     ONLY_FIRST_RANK,
     POINTS,
     SAVE_POINTS,
@@ -35,10 +37,13 @@ CHAIN = [
     ("save.best", 1),
     ("save.retention", 1),
     ("save.done", 1),
+    ("start.running", 1),
+    ("end.weights", 1),
+    ("end.metrics", 1),
 ]
 
 
-def test_twenty_two_kills_of_one_process_change_no_bit(tmp_path):
+def test_twenty_five_kills_of_one_process_change_no_bit(tmp_path):
     runs = make_runs(tmp_path, "single", steps=24)
     runs.finish("whole")
     for point, hit in CHAIN:
@@ -65,6 +70,22 @@ def test_kills_among_two_ranks_change_no_bit(tmp_path, strategy, recompute, kill
     assert_equal_to_the_bit(tmp_path / "killed", tmp_path / "whole", 2)
 
 
+def test_a_rank_lost_in_the_last_save_is_no_failed_save(tmp_path):
+    runs = make_runs(tmp_path, "ddp", steps=3)
+    ended = runs.train("run", "save.own:kill:hit=2:rank=1")
+    assert [e.code for e in ended] == [8, -9], ended[0].output
+    runs.finish("run")
+
+
+def test_a_longer_run_that_is_killed_while_it_starts_is_not_taken_for_done(tmp_path):
+    runs = make_runs(tmp_path, "single", steps=4)
+    runs.finish("run")
+    arguments = ["train", runs.config, "train.steps=6", f"train.out_dir={tmp_path / 'run'}", "--accept-changes"]
+    assert run_ranks(1, *arguments, faults="start.running:kill")[0].code == -9
+    assert run_ranks(1, *arguments)[0].code == 0
+    assert len(rows_of(tmp_path / "run")) == 6
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     """The run that is never killed, once for each strategy and granularity."""
@@ -87,7 +108,7 @@ def unbroken(tmp_path_factory):
 def test_one_kill_at_every_point_changes_no_bit(unbroken, strategy, recompute, point):
     runs = unbroken(strategy, recompute)
     rank = 0 if strategy == "single" or point in ONLY_FIRST_RANK else POINTS.index(point) % 2
-    hit = 2 if point in SAVE_POINTS or point == "validate" else 4
+    hit = 1 if point in END_POINTS else 2 if point in SAVE_POINTS or point == "validate" else 4
     name = point.replace(".", "-")
     runs.kill(name, f"{point}:kill:hit={hit}:rank={rank}")
     runs.finish(name)

@@ -6,6 +6,7 @@ import pytest
 
 from nsa.errors import LaunchError
 from nsa.telemetry.events import EventLog
+from nsa.telemetry.training_csv import TrainingCSV
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
@@ -52,6 +53,32 @@ def test_a_tensorboard_that_cannot_write_changes_nothing(tmp_path):
     train(tiny("telemetry.tensorboard=true"), tmp_path / "broken")
     losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "broken")]
     assert losses[0] == losses[1]
+
+
+def test_a_full_disk_under_training_csv_is_an_incident_and_changes_nothing(tmp_path):
+    train(tiny(), tmp_path / "plain")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "training.csv").symlink_to("/dev/full")
+    train(tiny(), tmp_path / "full")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "full")]
+    assert weights[0] == weights[1]
+    events = [json.loads(line) for line in (tmp_path / "full" / "heartbeat_rank0.jsonl").read_text().splitlines()]
+    assert [e["message"] for e in events if e["event"] == "incident"] == [
+        "training.csv cannot be written: No space left on device"
+    ]
+    assert json.loads((tmp_path / "full" / "metrics.json").read_text())["telemetry_failures"] >= 6
+
+
+def test_a_profile_that_cannot_be_written_does_not_stop_training(tmp_path):
+    (tmp_path / "profile_rank0.txt").mkdir()
+    train(tiny("train.profile_steps=[2, 3]"), tmp_path)
+    assert len(rows_of(tmp_path)) == 6
+
+
+def test_rows_of_other_columns_are_kept_aside(tmp_path):
+    (tmp_path / "training.csv").write_text("step,loss\n1,5.0\n")
+    TrainingCSV(tmp_path, done_steps=1).close()
+    assert (tmp_path / "training.old.csv").read_text() == "step,loss\n1,5.0\n"
 
 
 def test_events_that_cannot_be_written_are_counted(tmp_path):
