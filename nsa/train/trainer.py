@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from nsa import faults
 from nsa.checkpoint import layout
 from nsa.checkpoint.files import write_atomically
@@ -179,38 +181,41 @@ class Run:
                 self._stop_if_asked(result.votes)
 
     def end(self) -> None:
-        """The last checkpoint, the weights in one file, the summary."""
+        """The last checkpoint, the weights in one file, the summary. No rank is done before all of it is there."""
         assert self.state is not None
         self.saving.now()
         weights = gather_weights(self.state.parameters, self.world)
         if self.csv is not None:
             self.csv.close()
         self.tensorboard.close()
-        if self.world.is_first:
-            faults.point("end.weights")
-            progress = self.state.progress
-            write_atomically(self.folder / WEIGHTS_FILE, spell_weights(weights, step=progress.step))
-            faults.point("end.metrics")
-            write_metrics(
-                self.folder,
-                {
-                    "status": "done",
-                    "exit_code": 0,
-                    "steps": progress.step,
-                    "tokens": progress.tokens,
-                    "loss": progress.loss if math.isfinite(progress.loss or 0.0) else None,
-                    "val_loss": progress.val_loss,
-                    "val_bits_per_byte": progress.val_bits_per_byte,
-                    "best_val_loss": progress.best_val_loss,
-                    "skipped_steps": progress.skipped,
-                    "incidents": self.events.incidents,
-                    "telemetry_failures": self._telemetry_failures(),
-                    "strategy": self.world.strategy,
-                    "world_size": self.world.size,
-                    "seconds": time.perf_counter() - self.started,
-                },
-            )
+        on_first_rank(self.world, lambda: self._write_results(weights))
         self.events.emit("end", self.step)
+
+    def _write_results(self, weights: dict[str, Tensor]) -> None:
+        assert self.state is not None
+        progress = self.state.progress
+        faults.point("end.weights")
+        write_atomically(self.folder / WEIGHTS_FILE, spell_weights(weights, step=progress.step))
+        faults.point("end.metrics")
+        write_metrics(
+            self.folder,
+            {
+                "status": "done",
+                "exit_code": 0,
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "loss": progress.loss if math.isfinite(progress.loss or 0.0) else None,
+                "val_loss": progress.val_loss,
+                "val_bits_per_byte": progress.val_bits_per_byte,
+                "best_val_loss": progress.best_val_loss,
+                "skipped_steps": progress.skipped,
+                "incidents": self.events.incidents,
+                "telemetry_failures": self._telemetry_failures(),
+                "strategy": self.world.strategy,
+                "world_size": self.world.size,
+                "seconds": time.perf_counter() - self.started,
+            },
+        )
 
     def _telemetry_failures(self) -> int:
         """What could not be written and was left out."""
