@@ -19,6 +19,9 @@ from nsa.data.tokenizers import ByteTokenizer
 from nsa.nn.model import build_model
 from tests.distributed.launching import TINY, rows_of, start_ranks, wait_all
 
+# The first test waits for all runs, minutes on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 DEEP = {
     "model": {"n_layers": 12},
     # A rate at which this model learns quietly: at 1e-2 its gradients spike, and rounding grows with every spike.
@@ -101,7 +104,7 @@ def train_all(folder, size, jobs):
     jobs = [{**job, "folder": str(folder / job["name"])} for job in jobs]
     listed = folder / f"jobs{size}.json"
     listed.write_text(json.dumps(jobs))
-    ended = wait_all(start_ranks(size, str(listed), module="tests.distributed.worker"), timeout_s=280)
+    ended = wait_all(start_ranks(size, str(listed), module="tests.distributed.worker"), timeout_s=800)
     assert [e.code for e in ended] == [0] * size, ended[0].output + ended[-1].output
     for job in jobs:
         for rank in range(size):
