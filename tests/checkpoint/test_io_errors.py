@@ -25,24 +25,11 @@ from tests.checkpoint.helpers import (
     saved_steps,
     small,
 )
+from tests.faults.kills import SAVE_POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_WRITING = {"save.begin", "save.staged"}  # on the training thread, before anything is written
-WRITES = [
-    "save.prepare",
-    "save.shard",
-    "save.shard_written",
-    "save.metadata",
-    "save.own",
-    "save.state",
-    "save.manifest",
-    "save.rename",
-    "save.renamed",
-    "save.latest",
-    "save.best",
-    "save.retention",
-    "save.done",
-]
+WRITES = [point for point in SAVE_POINTS if point not in NOT_WRITING]
 ERRORS = {"enospc": "No space left on device", "eio": "Input/output error"}
 ONE_VALIDATION = "train.eval_every=0"  # after the last step: saves are those of every second step
 

@@ -430,7 +430,7 @@ def _sum_parts_kernel(parts_ptr, out_ptr, numel, splits, BLOCK: tl.constexpr):
 
 
 _FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
-LONGEST_SUM = 2**18  # rows of queries that one accumulator of dK or dV may run over
+LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
 
 _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 

@@ -102,8 +102,7 @@ def test_tensors_of_more_than_2_to_the_31_elements():
     do = torch.randn(1, tokens, heads, 128, device="cuda", generator=generator).to(o.dtype)[:, :, -16:].clone()
     single = [o, *torch.autograd.grad(o, alone, do)]
     errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(huge, single, strict=True)]
-    # The two sum dK and dV of compressed keys in different orders, then round to bf16: half a unit in the last place.
-    assert max(errors) <= 2**-9, errors
+    assert max(errors) <= 1e-3, errors
 
 
 def test_two_deterministic_runs_give_the_same_bits():
