@@ -22,8 +22,7 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.checks import check_borders
-from nsa.ops.layout import slot_layout, token_layout
-from nsa.ops.operators import Backend, backend_of
+from nsa.ops.operators import Backend, backend_of, positions
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
@@ -87,8 +86,7 @@ class NSAAttention(nn.Module):
         check_borders(cu_seqlens, x_BSC)
         spec, tokens = self.spec, x_BSC.shape[1]
         q_BSHK = self.q(x_BSC).unflatten(-1, (self.num_heads, self.head_dim_k))
-        position_S = token_layout(tokens, spec, cu_seqlens, x_BSC.device).position
-        position_N = slot_layout(tokens, spec, cu_seqlens, x_BSC.device).position
+        position_S, position_N = positions(tokens, spec, cu_seqlens, x_BSC.device)
         token_tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
         slot_tables = rotary_tables(position_N, self.head_dim_k, self.rope_base)
 

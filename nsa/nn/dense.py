@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops.checks import check_borders
-from nsa.ops.layout import token_layout
+from nsa.ops.operators import positions
 from nsa.ops.spec import NSASpec
 
 
@@ -29,15 +29,15 @@ class DenseAttention(nn.Module):
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         check_borders(cu_seqlens, x_BSC)
         tokens = x_BSC.shape[1]
-        layout = token_layout(tokens, NSASpec(), cu_seqlens, x_BSC.device)
-        tables = rotary_tables(layout.position, self.head_dim_k, self.rope_base)
+        position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
+        tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
         q_BSHK = rotate(self.q(x_BSC).unflatten(-1, (self.num_heads, self.head_dim_k)), tables)
         k_BSGK = rotate(self.k(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_k)), tables)
         v_BSGV = self.v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         mask = None
         if cu_seqlens is not None:
             index = torch.arange(tokens, device=x_BSC.device)
-            mask = (index >= layout.doc_start[:, None]) & (index <= index[:, None])
+            mask = (index >= (index - position_S)[:, None]) & (index <= index[:, None])
         o_BHSV = scaled_dot_product_attention(
             q_BSHK.transpose(1, 2),
             k_BSGK.transpose(1, 2),

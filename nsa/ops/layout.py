@@ -2,21 +2,29 @@
 
 The reference, the kernels, the layer and the tests take their geometry from here. Positions count from 0
 inside a document; without `cu_seqlens` the whole sequence is one document. Nothing here reads a value of a
-device tensor back to the host.
+device tensor back to the host. What follows from a `cu_seqlens` is worked out once and kept as long as that tensor
+lives: every operator of every layer asks for it.
 
 Legend: S tokens, N compressed tokens (slots, when packed).
 """
 
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nsa.ops.spec import NSASpec
 
 IntLike = TypeVar("IntLike", int, Tensor)
+Kept = TypeVar("Kept")
+
+_kept: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version, what was worked out from it, by key)
+_kept_lock = threading.Lock()
 
 
 def num_compressed(length: int, spec: NSASpec) -> int:
@@ -66,10 +74,15 @@ class TokenLayout:
 
 
 def token_layout(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device | str) -> TokenLayout:
+    if cu_seqlens is not None:
+        return keep_with(cu_seqlens, ("tokens", tokens, spec), lambda: _packed_tokens(tokens, spec, cu_seqlens))
     index = torch.arange(tokens, device=device)
-    if cu_seqlens is None:
-        zero = torch.zeros_like(index)
-        return TokenLayout(index, zero, zero)
+    zero = torch.zeros_like(index)
+    return TokenLayout(index, zero, zero)
+
+
+def _packed_tokens(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> TokenLayout:
+    index = torch.arange(tokens, device=cu_seqlens.device)
     bounds = _safe_bounds(cu_seqlens, tokens)
     doc = _segment_of(index, bounds)
     doc_start = bounds[doc]
@@ -91,11 +104,15 @@ class SlotLayout:
 
 
 def slot_layout(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device | str) -> SlotLayout:
-    slots = num_slots(tokens, spec, packed=cu_seqlens is not None)
-    index = torch.arange(slots, device=device)
-    if cu_seqlens is None:
-        start = index * spec.cmp_stride
-        return SlotLayout(start, start, torch.ones_like(index, dtype=torch.bool))
+    if cu_seqlens is not None:
+        return keep_with(cu_seqlens, ("slots", tokens, spec), lambda: _packed_slots(tokens, spec, cu_seqlens))
+    index = torch.arange(num_slots(tokens, spec, packed=False), device=device)
+    start = index * spec.cmp_stride
+    return SlotLayout(start, start, torch.ones_like(index, dtype=torch.bool))
+
+
+def _packed_slots(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> SlotLayout:
+    index = torch.arange(num_slots(tokens, spec, packed=True), device=cu_seqlens.device)
     bounds = _safe_bounds(cu_seqlens, tokens)
     cmp_bounds = _compressed_bounds(bounds, spec)
     doc = _segment_of(index, cmp_bounds)
@@ -103,6 +120,24 @@ def slot_layout(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: t
     position = torch.where(used, (index - cmp_bounds[doc]) * spec.cmp_stride, 0)
     first_token = torch.where(used, bounds[doc] + position, 0)
     return SlotLayout(first_token, position, used)
+
+
+def keep_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Kept]) -> Kept:
+    """`compute()`, kept under `key` until `cu_seqlens` is written to or gone. Whoever gets it only reads it.
+
+    Nothing is kept while a CUDA graph is captured: its replays must follow the borders they find.
+    """
+    if cu_seqlens.is_inference() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return compute()
+    version = cu_seqlens._version
+    with _kept_lock:
+        found = _kept.get(cu_seqlens)
+        if found is None or found[0] != version:
+            found = _kept[cu_seqlens] = (version, {})
+    values = found[1]
+    if key not in values:
+        values[key] = compute()
+    return cast(Kept, values[key])
 
 
 def _safe_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.ops import checks
 from nsa.ops.dispatch import choose
-from nsa.ops.layout import num_slots
+from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
 
 Grads = tuple[Tensor | None, ...]
@@ -111,6 +111,15 @@ def mix_branches(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, bac
     return choose("mix", backend, o_cmp, o_cmp, NSASpec(), count=True).forward(o_cmp, o_sel, o_win, gates)
 
 
+@_operator
+def packed_positions(cu_seqlens: Tensor, tokens: int, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Places of tokens [S] and compressed tokens [N] inside their documents. Copies: a compiler may write over them."""
+    sizes = _spec(*spec)
+    token = token_layout(tokens, sizes, cu_seqlens, cu_seqlens.device).position
+    slot = slot_layout(tokens, sizes, cu_seqlens, cu_seqlens.device).position
+    return token.clone(), slot.clone()
+
+
 def _checked(spec: Sequence[int], cu_seqlens: Tensor | None, x: Tensor) -> NSASpec:
     checks.check_border_values(cu_seqlens, x.shape[1])
     return _spec(*spec)
@@ -197,6 +206,12 @@ def mix_branches_backward(
 
 def _slots(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None) -> int:
     return num_slots(x.shape[1], _spec(*spec), packed=cu_seqlens is not None)
+
+
+@_shape_of(packed_positions)
+def _(cu_seqlens: Tensor, tokens: int, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
+    slots = num_slots(tokens, _spec(*spec), packed=True)
+    return tuple(cu_seqlens.new_empty(length, dtype=torch.int64) for length in (tokens, slots))  # type: ignore[return-value]
 
 
 @_shape_of(mean_blocks)

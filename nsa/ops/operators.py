@@ -8,10 +8,19 @@ from torch import Tensor
 from nsa.errors import ArgumentError
 from nsa.ops import checks, library, memory
 from nsa.ops.dispatch import OPERATORS
+from nsa.ops.layout import slot_layout, token_layout
 from nsa.ops.spec import NSASpec
 
 # One name for all operators, or a name by operator; operators that are not named choose for themselves.
 Backend = str | Mapping[str, str] | None
+
+
+def positions(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where every token [S] and every compressed token [N] stands in its document, for rotary tables."""
+    if cu_seqlens is None:
+        return token_layout(tokens, spec, None, device).position, slot_layout(tokens, spec, None, device).position
+    in_document: tuple[Tensor, Tensor] = library.packed_positions(cu_seqlens, tokens, spec.as_ints())
+    return in_document
 
 
 def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, backend: str | None = None) -> Tensor:

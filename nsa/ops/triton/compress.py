@@ -221,7 +221,7 @@ def _slot_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: T
     if cu_seqlens is None:
         return unread, unread
     layout = slot_layout(tokens, spec, cu_seqlens, unread.device)
-    return layout.first_token, layout.used.to(torch.int8)
+    return layout.first_token, layout.used.view(torch.int8)
 
 
 def _token_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ launch parameters, for tests and tuning.
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import token_layout, visible_compressed
+from nsa.ops.layout import keep_with, token_layout, visible_compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import common, flash
 from nsa.ops.triton.common import Launch
@@ -23,7 +23,11 @@ def sight(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
     """Which compressed tokens each query sees."""
     if cu_seqlens is None:
         return Sight(spec.cmp_block, spec.cmp_stride, 0)
-    layout = token_layout(q.shape[1], spec, cu_seqlens, q.device)
+    return keep_with(cu_seqlens, ("cmp", q.shape[1], spec), lambda: _packed_sight(q.shape[1], spec, cu_seqlens))
+
+
+def _packed_sight(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Sight:
+    layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
     hi = layout.cmp_start + visible_compressed(layout.position, spec)
     return Sight(spec.cmp_block, spec.cmp_stride, 0, layout.cmp_start.to(torch.int32), hi.to(torch.int32))
 

@@ -10,7 +10,7 @@ A tile has BLOCK_M rows = QUERIES x HEADS (row r: query r // HEADS, head r % HEA
 HEADS < h only where a group has more heads than a tile has rows. DK, DV: head sizes, BLOCK_D* padded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -40,15 +40,18 @@ class Sight:
     window: int
     lo: Tensor | None = None
     hi: Tensor | None = None
+    _turned: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def queries_of(self, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
         """The tables turned round: `first` and `behind` by key. Both lie in 0..S whatever the tables hold."""
         if self.lo is None or self.hi is None:
             return None, None
-        key = torch.arange(num_keys, device=self.lo.device, dtype=torch.int32)
-        first = torch.searchsorted(self.hi, key, right=True, out_int32=True)
-        behind = torch.searchsorted(self.lo, key, right=True, out_int32=True)
-        return first, behind
+        if num_keys not in self._turned:
+            key = torch.arange(num_keys, device=self.lo.device, dtype=torch.int32)
+            first = torch.searchsorted(self.hi, key, right=True, out_int32=True)
+            behind = torch.searchsorted(self.lo, key, right=True, out_int32=True)
+            self._turned[num_keys] = (first, behind)
+        return self._turned[num_keys]
 
 
 @triton.jit

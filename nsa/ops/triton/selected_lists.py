@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.layout import token_layout
+from nsa.ops.layout import keep_with, token_layout
 from nsa.ops.spec import NSASpec
 
 SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
@@ -45,6 +45,11 @@ def number_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device:
     if cu_seqlens is None:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         return Blocks(-(-tokens // spec.sel_block), False, nothing, nothing, nothing)
+    return keep_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
+
+
+def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:
+    device = cu_seqlens.device
     layout = token_layout(tokens, spec, cu_seqlens, device)
     # Every document adds at most one block that is cut short.
     count = min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)

@@ -7,7 +7,7 @@ launch parameters, for tests and tuning.
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import token_layout
+from nsa.ops.layout import keep_with, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import common, flash
 from nsa.ops.triton.common import Launch
@@ -23,7 +23,11 @@ def sight(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
     """Which tokens each query sees."""
     if cu_seqlens is None:
         return Sight(1, 1, spec.window)
-    layout = token_layout(q.shape[1], spec, cu_seqlens, q.device)
+    return keep_with(cu_seqlens, ("win", q.shape[1], spec), lambda: _packed_sight(q.shape[1], spec, cu_seqlens))
+
+
+def _packed_sight(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Sight:
+    layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
     token = layout.doc_start + layout.position
     lo = torch.maximum(layout.doc_start, token + (1 - spec.window))
     return Sight(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
