@@ -63,6 +63,7 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self._hurry = threading.Event()  # somebody waits: no more pauses
         self._sound: set[Path] = set()  # verified by this process
         self._own: set[Path] = set()  # written by it
 
@@ -78,13 +79,14 @@ class Saver:
     def begin(self, snapshot: Snapshot, *, pause_s: float = 0.0) -> None:
         """Copies the tensors to host memory and starts writing them; training may go on at once.
 
-        `pause_s` before each tensor leaves the interpreter to the thread that trains.
+        `pause_s` before each tensor leaves the interpreter to the thread that trains, until `finish` is called.
         """
         assert self._thread is None, "finish() the save before"
         faults.point("save.begin")
         copy = Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.state, snapshot.random, snapshot.is_best)
         faults.point("save.staged")
         self._failure = None
+        self._hurry.clear()
         # A daemon: a run that ends by an error does not wait for a save that may never end.
         self._thread = threading.Thread(target=self._run, args=(copy, pause_s), name="checkpoint", daemon=True)
         self._thread.start()
@@ -92,6 +94,7 @@ class Saver:
     def finish(self) -> str | None:
         """Waits for the save. None, or why it failed, the same on every rank."""
         assert self._thread is not None
+        self._hurry.set()
         self._thread.join()
         self._thread = None
         return self._failure
@@ -129,7 +132,7 @@ class Saver:
     def _write(self, snapshot: Snapshot, pause_s: float) -> None:
         aside = layout.aside_of(self.root, snapshot.step)
         self._together(lambda: self._prepare(aside), first_only=True)
-        save_tensors(snapshot.tensors, aside, self.group, pause_s=pause_s)
+        save_tensors(snapshot.tensors, aside, self.group, pause=lambda: self._hurry.wait(pause_s))
         mine = self._together(lambda: self._write_own(aside, snapshot))
         files = {name: entry for part in mine for name, entry in part.items()}
         self._together(lambda: self._commit(aside, snapshot, files), first_only=True)

@@ -6,9 +6,8 @@ tensors are refused, and no shard outside the checkpoint's manifest is opened.
 
 import logging
 import pickle
-import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -51,15 +50,19 @@ def shard_names(folder: Path, rank: int) -> Iterable[str]:
 
 
 def save_tensors(
-    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None, *, pause_s: float = 0.0
+    tensors: dict[str, Tensor],
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    *,
+    pause: Callable[[], object] = lambda: None,
 ) -> None:
     """Every rank writes its part of `tensors`; a tensor that all have is written once.
 
-    `pause_s` rests before each tensor: what is Python in writing one stops the thread that trains, and is better
+    `pause` is called before each tensor: what is Python in writing one stops the thread that trains, and is better
     spread over many steps than put into one.
     """
     _hush()
-    planner = _Planner(pause_s)
+    planner = _Planner(pause)
     save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
@@ -89,13 +92,12 @@ def saved_shapes(folder: Path, files: Iterable[str]) -> dict[str, torch.Size]:
 
 
 class _Planner(DefaultSavePlanner):
-    def __init__(self, pause_s: float):
+    def __init__(self, pause: Callable[[], object]):
         super().__init__()
-        self._pause_s = pause_s
+        self._pause = pause
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        if self._pause_s:
-            time.sleep(self._pause_s)
+        self._pause()
         return super().resolve_data(write_item)
 
 
