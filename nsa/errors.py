@@ -22,6 +22,10 @@ class DataError(NSAError):
     exit_code = 3
 
 
+class DataUnavailableError(DataError):
+    """A source that does not answer: a hub that cannot be reached, a deadline that passed."""
+
+
 class CheckpointError(NSAError):
     """Saved weights or state that cannot be written or read."""
 

@@ -31,13 +31,13 @@ def generate(
     config = load_config(run_dir / "config.yaml")
 
     from nsa.checkpoint.export import load_any_weights
-    from nsa.data.tokenizers import load_tokenizer
+    from nsa.data.build import tokenizer_for
     from nsa.nn.model import build_model
     from nsa.nn.sampling import sample_tokens
     from nsa.parallel.launch import pick_device
     from nsa.train.state import vocabulary
 
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_for(config.data)
     model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed)
     model.to(pick_device(config.runtime.device)).eval()
 

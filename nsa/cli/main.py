@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from nsa import __version__
-from nsa.cli import ckpt, config, generate, train
+from nsa.cli import ckpt, config, data, generate, train
 from nsa.errors import NSAError, Preempted
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(data.app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

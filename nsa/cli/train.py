@@ -16,7 +16,10 @@ def train(
     override: JoinedOverrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: what the folder holds of this run goes.")] = False,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on from a checkpoint of another configuration.")
+        bool, typer.Option("--accept-changes", help="Go on from a checkpoint of another configuration or other data.")
+    ] = False,
+    synthetic_on_fail: Annotated[
+        bool, typer.Option("--synthetic-on-fail", help="Train on invented text if the source does not answer.")
     ] = False,
 ) -> None:
     """Train a model as CONFIG says, going on from the newest checkpoint of its folder."""
@@ -27,4 +30,10 @@ def train(
     resolved = load_config(config, given, os.environ)
     from nsa.train import train as train_model
 
-    train_model(resolved, Path(str(resolved.train.out_dir)), fresh=fresh, accept_changes=accept_changes)
+    train_model(
+        resolved,
+        Path(str(resolved.train.out_dir)),
+        fresh=fresh,
+        accept_changes=accept_changes,
+        synthetic_on_fail=synthetic_on_fail,
+    )

@@ -88,27 +88,70 @@ class NSAConfig(Section):
         )
 
 
-class DataConfig(Section):
-    """What is read, and how it becomes tokens."""
+class SourceConfig(Section):
+    """Where documents come from."""
 
-    source: Literal["synthetic", "python", "text", "fineweb_edu"] = Field("python", description="where text comes from")
+    source: Literal["synthetic", "python", "text", "fineweb_edu", "prepared"] = Field(
+        "python", description="where text comes from"
+    )
     paths: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="files, folders or globs of the text source, or a local mirror"
+        [],
+        description="text: files, folders or globs; prepared: folders of `nsa data prepare`; "
+        "fineweb_edu: a local mirror instead of the hub",
     )
     text_field: Annotated[str, Field(min_length=1)] = Field(
-        "text", description="field of a .jsonl line that holds the text"
+        "text", description="field of a .jsonl line or column of a .parquet file that holds the text"
     )
-    tokenizer: str = Field("bytes", description="bytes, gpt2, or the path of a tokenizer.json")
-    isolate_documents: bool = Field(True, description="attention never crosses a document border")
-    validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
+    subset: Annotated[str, Field(min_length=1)] = Field(
+        "sample-10BT", description="fineweb_edu: sample-10BT, sample-100BT, sample-350BT, a crawl, or default for all"
+    )
+    revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu: branch, tag or commit")
 
     @model_validator(mode="after")
-    def _text_has_paths(self) -> Self:
+    def _has_paths(self) -> Self:
         if self.source == "text" and not self.paths:
             raise field_error(
                 "paths", "the text source needs a file, folder or glob, for example data.paths=[notes.txt]"
             )
+        if self.source == "prepared" and not self.paths:
+            raise field_error("paths", "the prepared source needs a folder that `nsa data prepare` wrote")
         return self
+
+
+class MixturePart(SourceConfig):
+    """One source of a mixture."""
+
+    weight: Annotated[float, Field(gt=0.0)] = Field(1.0, description="share of the sequences, relative to the others'")
+
+
+class DataConfig(SourceConfig):
+    """What is read, and how it becomes tokens."""
+
+    mixture: list[MixturePart] = Field([], description="several sources with weights, instead of source")
+    tokenizer: Annotated[str, Field(min_length=1)] = Field(
+        "bytes", description="bytes, gpt2, or the path of a tokenizer.json"
+    )
+    tokenizer_path: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="gpt2: folder with vocab.bpe and encoder.json; downloaded and checked when unset"
+    )
+    separator: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="token of a tokenizer.json that stands before every document; found by name when unset"
+    )
+    isolate_documents: bool = Field(True, description="attention never crosses a document border")
+    packing: Literal["concat", "best_fit"] = Field(
+        "concat",
+        description="documents back to back and cut, or whole where they fit, with padding where none does",
+    )
+    validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
+    workers: NonNegative = Field(2, description="threads of a rank that read, tokenise and pack ahead; 0 for none")
+    prefetch: Positive = Field(4, description="batches of a rank that wait ready")
+    first_batch_s: Annotated[float, Field(gt=0.0)] = Field(
+        60.0, description="how long a source may take to its first batch"
+    )
+    stall_s: Annotated[float, Field(gt=0.0)] = Field(10.0, description="wait for a batch that is reported as a stall")
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(
+        300.0, description="how long a source that does not answer is tried again before the run ends"
+    )
 
 
 class TrainConfig(Section):

@@ -1,70 +1,170 @@
-"""Tokenised documents in memory, split into training and validation by what they contain.
+"""Tokenised documents, and their split into training and validation by what they contain.
 
 A document's side depends on a hash of its text alone: equal documents are always on one side, so the two
 never overlap, and adding documents moves none.
 """
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nsa.data.sources.base import Skipped, Source, Unit
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError
+
+Keys = NDArray[np.uint64]
+Counts = NDArray[np.int64]
+KEY_BITS = 48  # of a document's key that decide its side
+BATCH = 64  # documents that go to the tokenizer at once
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """Documents back to back, each behind a separator: the tokens, how many each has, and what each hashes to."""
+
+    tokens: TokenArray
+    lengths: Counts
+    keys: Keys
+    text_bytes: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents back to back, each behind a separator: document d is tokens[starts[d]:starts[d+1]]."""
+    """The documents of one side. Document d is `lengths[d]` tokens from place `starts[d]` on, where places count
+    through all `pieces`, in memory or mapped; no document crosses from one piece to the next."""
 
-    tokens: TokenArray
-    starts: NDArray[np.int64]
+    pieces: Sequence[TokenArray]
+    starts: Counts
+    lengths: Counts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ends", list(accumulate(map(len, self.pieces))))
 
     @property
     def num_documents(self) -> int:
-        return len(self.starts) - 1
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        return self.pieces[0].dtype
+
+    def read(self, document: int, offset: int, out: TokenArray) -> None:
+        """Fills `out` with the tokens of a document from `offset` on."""
+        ends: list[int] = self._ends  # type: ignore[attr-defined]
+        place = int(self.starts[document]) + offset
+        piece = bisect_right(ends, place)
+        place -= ends[piece - 1] if piece else 0
+        out[:] = self.pieces[piece][place : place + len(out)]
 
 
-def build_corpora(
-    documents: Iterable[str], tokenizer: Tokenizer, validation_fraction: float
-) -> tuple[Corpus, Corpus | None]:
-    """(training, validation); validation is None for a fraction of 0."""
-    sides: dict[bool, list[TokenArray]] = {False: [], True: []}
-    lowest: tuple[float, int] = (2.0, -1)
-    separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
-    distinct: set[float] = set()
-    for text in documents:
-        rank = _rank(text)
-        side = sides[rank < validation_fraction]
-        side.append(np.concatenate([separator, tokenizer.encode(text)]))
-        distinct.add(rank)
-        if rank >= validation_fraction:
-            lowest = min(lowest, (rank, len(side) - 1))
-    if not sides[False] and not sides[True]:
-        raise DataError("data.source: the corpus is empty, no document has any text; give data.paths with text in them")
-    if validation_fraction and len(distinct) < 2:
-        raise DataError(
-            "data.validation_fraction: a split needs at least 2 different documents and the corpus has 1; "
-            "give more files, or set data.validation_fraction=0 to train without validation"
-        )
-    if validation_fraction and not sides[True]:
-        # Too few documents for the fraction: the one nearest to the border goes over, with its equals.
-        moved = sides[False][lowest[1]]
-        sides[True] = [d for d in sides[False] if np.array_equal(d, moved)]
-        sides[False] = [d for d in sides[False] if not np.array_equal(d, moved)]
-    if not sides[False]:
-        raise DataError("data.validation_fraction: every document fell into validation; choose a smaller fraction")
-    return _join(sides[False]), _join(sides[True]) if validation_fraction else None
-
-
-def _rank(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
+def key_of(text: str) -> int:
+    """64 bits that depend on the text alone."""
     digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
+    return int.from_bytes(digest[:8], "big")
 
 
-def _join(documents: list[TokenArray]) -> Corpus:
-    lengths = np.array([0, *map(len, documents)], dtype=np.int64)
-    return Corpus(np.concatenate(documents), np.cumsum(lengths))
+def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | None = None) -> Tokenised:
+    separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
+    parts: list[TokenArray] = []
+    lengths: list[int] = []
+    keys: list[int] = []
+    text_bytes = 0
+    for texts in _batches(documents):
+        for text, tokens in zip(texts, tokenizer.encode_many(texts), strict=True):
+            parts += (separator, tokens)
+            lengths.append(1 + len(tokens))
+            keys.append(key_of(text))
+            text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype=tokenizer.dtype)
+    return Tokenised(
+        tokens, np.array(lengths, dtype=np.int64), np.array(keys, dtype=np.uint64), text_bytes, skipped or Skipped()
+    )
+
+
+def tokenise_unit(source: Source, unit: Unit, tokenizer: Tokenizer) -> Tokenised:
+    skipped = Skipped()
+    return tokenise(source.documents(unit, skipped), tokenizer, skipped)
+
+
+def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:
+    """The side of every document by its key alone."""
+    return (keys >> np.uint64(64 - KEY_BITS)) < np.uint64(math.ceil(fraction * 2**KEY_BITS))
+
+
+def split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
+    """Which documents of a whole corpus are for validation. Where the fraction is too small for the corpus, the
+    document nearest to the border goes over, with its equals."""
+    if len(keys) == 0:
+        raise DataError("data.source: the corpus is empty, no document has any text; give data.paths with text in them")
+    mask = in_validation(keys, fraction)
+    if fraction and (mask.all() or not mask.any()):
+        if len(np.unique(keys)) < 2:
+            raise DataError(
+                "data.validation_fraction: a split needs at least 2 different documents and the corpus has 1; "
+                "give more files, or set data.validation_fraction=0 to train without validation"
+            )
+        if mask.all():
+            raise DataError("data.validation_fraction: every document fell into validation; choose a smaller fraction")
+        mask = keys == keys.min()
+    return mask
+
+
+def take_side(pieces: Sequence[TokenArray], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
+    """The chosen documents of pieces in which all documents lie back to back."""
+    starts = np.cumsum(lengths) - lengths
+    return Corpus(pieces, starts[chosen], lengths[chosen])
+
+
+def build_corpora(everything: Tokenised, fraction: float) -> tuple[Corpus, Corpus | None]:
+    """(training, validation) in memory; no validation for a fraction of 0."""
+    return split_corpus([everything.tokens], everything.lengths, everything.keys, fraction)
+
+
+def split_corpus(
+    pieces: Sequence[TokenArray], lengths: Counts, keys: Keys, fraction: float
+) -> tuple[Corpus, Corpus | None]:
+    mask = split(keys, fraction)
+    return take_side(pieces, lengths, ~mask), take_side(pieces, lengths, mask) if fraction else None
+
+
+def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | None = None) -> Tokenised:
+    """All parts as one. More than `limit_bytes` of tokens are an error: they belong into shards."""
+    found: list[Tokenised] = []
+    skipped = Skipped()
+    size = 0
+    for part in parts:
+        found.append(part)
+        skipped.merge(part.skipped)
+        size += part.tokens.nbytes
+        if limit_bytes is not None and size > limit_bytes:
+            raise DataError(
+                f"data.paths: more than {limit_bytes / 2**30:.0f} GiB of tokens do not fit into memory; write them to "
+                "shards with `nsa data prepare FOLDER` and the same data.* keys, then train with data.source=prepared "
+                "data.paths=[FOLDER]"
+            )
+    if not found:
+        return tokenise([], tokenizer)
+    return Tokenised(
+        np.concatenate([p.tokens for p in found]),
+        np.concatenate([p.lengths for p in found]),
+        np.concatenate([p.keys for p in found]),
+        sum(p.text_bytes for p in found),
+        skipped,
+    )
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    remaining = iter(documents)
+    while texts := list(islice(remaining, BATCH)):
+        yield texts

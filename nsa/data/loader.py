@@ -1,140 +1,177 @@
-"""Batches as a pure function of (seed, global position).
+"""Batches as a pure function of their sequences' numbers, and a thread that makes them before they are asked for."""
 
-An epoch's stream is cut into sequences of S inputs and, one further, S targets; the sequences come in an order
-drawn from (seed, epoch), so that a batch mixes documents. What is left at an epoch's end, fewer than S tokens, is
-read in another epoch's order or not at all. A separator stands before every document, so the last target of a
-document is "it ends here" and every target counts.
-"""
-
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from nsa.config.schema import DataConfig, TrainConfig
-from nsa.data.corpus import Corpus, build_corpora
-from nsa.data.sources import Skipped, python_documents, text_documents
-from nsa.data.stream import PackedStream, SyntheticStream, TokenStream, random_order
-from nsa.data.tokenizers import Tokenizer
-from nsa.errors import ConfigError, DataError
-
-_SEQUENCE_KEYS = 1 << 63  # sets the keys of sequence orders apart from those of document orders
-_VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed
+from nsa import faults
+from nsa.data.sequences import Row, Sequences
+from nsa.errors import DataUnavailableError
 
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs and targets [B, S] int64. With document borders: B = 1, sequences back to back, `cu_seqlens` int32."""
+    """inputs and targets [B, S] int64. With document borders: B = 1, sequences back to back, `cu_seqlens` int32.
+
+    A target of -100 does not count.
+    """
 
     inputs: Tensor
     targets: Tensor
     cu_seqlens: Tensor | None
 
     def to(self, device: torch.device) -> "Batch":
-        borders = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
-        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), borders)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """In memory that a GPU copies from while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        borders = None if self.cu_seqlens is None else change(self.cu_seqlens)
+        return Batch(change(self.inputs), change(self.targets), borders)
 
 
 class Loader:
-    """Cuts a stream into sequences and sequences into batches."""
+    """Joins sequences into batches."""
 
-    def __init__(self, stream: TokenStream, seq_len: int, seed: int, *, isolate_documents: bool):
-        self.stream = stream
+    def __init__(self, sequences: Sequences, seq_len: int, *, isolate_documents: bool):
+        self.sequences = sequences
         self.seq_len = seq_len
-        self.seed = seed
         self.isolate_documents = isolate_documents
-        self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
 
     @property
     def num_sequences(self) -> int | None:
         """Sequences in one epoch; None for an endless stream."""
-        return None if self.stream.length is None else self.stream.length // self.seq_len
+        return self.sequences.count
 
-    def first_token(self, sequence: int) -> int:
-        """Where in the stream sequence number `sequence` of the run starts."""
-        if self.stream.length is None or self.num_sequences is None:
-            return sequence * self.seq_len
-        epoch, place = divmod(sequence, self.num_sequences)
-        return epoch * self.stream.length + int(self._epoch_order(epoch)[place]) * self.seq_len
+    def num_targets(self, first: int, count: int) -> int:
+        """Targets that count in `count` sequences from `first` on."""
+        return self.sequences.num_targets(range(first, first + count))
 
-    def _compute_epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        assert self.num_sequences is not None
-        return random_order(self.num_sequences, self.seed, epoch + _SEQUENCE_KEYS)
+    def batch(self, first: int, count: int, stride: int = 1) -> Batch:
+        """The sequences first, first + stride, ..., `count` of them."""
+        numbers = range(first, first + count * stride, stride)
+        self.sequences.expect(numbers)
+        return self._join([self.sequences.row(number) for number in numbers])
 
-    def batch(self, first_sequence: int, count: int) -> Batch:
-        rows, starts = [], []
-        for row in range(count):
-            tokens, borders = self.stream.read(self.first_token(first_sequence + row), self.seq_len + 1)
-            rows.append(tokens.astype(np.int64))
-            inside = borders[(borders > 0) & (borders < self.seq_len)]
-            starts.append(np.concatenate([[0], inside]) + row * self.seq_len)
-        joined = torch.from_numpy(np.stack(rows))
-        inputs, targets = joined[:, :-1].contiguous(), joined[:, 1:].contiguous()
+    def _join(self, rows: list[Row]) -> Batch:
+        joined = torch.empty(2, len(rows), self.seq_len, dtype=torch.int64)
+        array = joined.numpy()
+        for place, row in enumerate(rows):
+            array[0, place], array[1, place] = row.inputs, row.targets
         if not self.isolate_documents:
-            return Batch(inputs, targets, None)
-        cu_seqlens = np.concatenate([*starts, [count * self.seq_len]]).astype(np.int32)
-        return Batch(inputs.view(1, -1), targets.view(1, -1), torch.from_numpy(cu_seqlens))
+            return Batch(joined[0], joined[1], None)
+        starts = [row.starts + place * self.seq_len for place, row in enumerate(rows)]
+        cu_seqlens = np.concatenate([*starts, [len(rows) * self.seq_len]]).astype(np.int32)
+        return Batch(joined[0].view(1, -1), joined[1].view(1, -1), torch.from_numpy(cu_seqlens))
 
 
 @dataclass(frozen=True)
-class Data:
-    """What a run reads: training batches, validation batches (None without a split), and a line about both."""
+class Request:
+    """What `Loader.batch` is asked for."""
 
-    train: Loader
-    validation: Loader | None
-    summary: str
-
-
-def build_data(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Data:
-    if data.source == "synthetic":
-        return _synthetic(data, train, tokenizer)
-    skipped = Skipped()
-    if data.source == "python":
-        documents = python_documents(skipped)
-    elif data.source == "text":
-        documents = text_documents(data.paths, data.text_field, skipped)
-    else:
-        raise ConfigError(
-            f"data.source: {data.source!r} is not available in this version; use python, text or synthetic"
-        )
-    training, validation = build_corpora(documents, tokenizer, data.validation_fraction)
-    _check_length(training, train.seq_len, "training", "use more text or a smaller train.seq_len")
-    train_loader = _loader(PackedStream(training, train.seed), train.seed, data, train)
-    validation_loader = None
-    if validation is not None:
-        remedy = "use more text, a larger data.validation_fraction (0 for no validation) or a smaller train.seq_len"
-        _check_length(validation, train.seq_len, "validation", remedy)
-        validation_loader = _loader(PackedStream(validation, _VALIDATION_SEED), _VALIDATION_SEED, data, train)
-    return Data(train_loader, validation_loader, _summary(data.source, training, validation, skipped))
+    first: int
+    count: int
+    stride: int = 1
 
 
-def _loader(stream: TokenStream, seed: int, data: DataConfig, train: TrainConfig) -> Loader:
-    return Loader(stream, train.seq_len, seed, isolate_documents=data.isolate_documents)
+@dataclass(frozen=True)
+class Patience:
+    """How long a batch may take: the first, any later one, and the wait after which it is said aloud."""
+
+    first_s: float
+    later_s: float
+    stall_s: float
 
 
-def _synthetic(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer) -> Data:
-    def loader(validation: bool) -> Loader:
-        stream = SyntheticStream(train.seed, train.seq_len, tokenizer.separator, validation=validation)
-        return _loader(stream, train.seed, data, train)
+class Prefetcher:
+    """The batches of `requests` in their order, made ahead by a thread.
 
-    validation = loader(True) if data.validation_fraction else None
-    return Data(loader(False), validation, "synthetic: invented phrases without end")
+    `next` gives the next one and never waits in silence: every `stall_s` seconds `report` is called with how long it
+    has been and what is being waited for. Patience that is at its end is a DataUnavailableError; an error of the
+    source is raised by the `next` that would have got its batch.
+    """
 
+    def __init__(
+        self,
+        loader: Loader,
+        requests: Iterable[Request],
+        *,
+        ahead: int,
+        device: torch.device,
+        patience: Patience,
+        report: Callable[[float, str], None],
+        waiting_for: Callable[[], str | None],
+    ):
+        self.loader, self.device, self.patience = loader, device, patience
+        self.report, self.waiting_for = report, waiting_for
+        self.first_wait_s: float | None = None  # how long the first batch took
+        self._began = time.perf_counter()
+        self._requests = iter(requests)
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=ahead)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+        self._thread.start()
 
-def _check_length(corpus: Corpus, seq_len: int, side: str, remedy: str) -> None:
-    tokens = len(corpus.tokens)
-    if tokens <= seq_len:
-        raise DataError(
-            f"train.seq_len: a sequence needs {seq_len + 1} tokens and the {side} documents hold {tokens}; {remedy}"
-        )
+    def _work(self) -> None:
+        if self.device.type == "cuda":  # else this thread would open a context on the first GPU
+            torch.cuda.set_device(self.device)
+        try:
+            for batch in self._make(self._requests):
+                if not self._put(batch):
+                    return
+            self._put(None)
+        except BaseException as error:  # whatever it is, the thread that trains must hear of it
+            self._put(error)
 
+    def _make(self, requests: Iterator[Request]) -> Iterator[Batch]:
+        for request in requests:
+            faults.point("data.batch")
+            batch = self.loader.batch(request.first, request.count, request.stride)
+            yield batch.pinned() if self.device.type == "cuda" else batch
 
-def _summary(source: str, training: Corpus, validation: Corpus | None, skipped: Skipped) -> str:
-    parts = [f"{training.num_documents:,} training documents, {len(training.tokens):,} tokens"]
-    if validation is not None:
-        parts.append(f"{validation.num_documents:,} validation documents, {len(validation.tokens):,} tokens")
-    parts += [f"skipped {count:,} ({reason})" for reason, count in sorted(skipped.reasons.items())]
-    return f"{source}: " + "; ".join(parts)
+    def _put(self, item: Batch | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def next(self) -> Batch:
+        began = time.perf_counter()
+        is_first = self.first_wait_s is None
+        limit = self.patience.first_s if is_first else self.patience.later_s
+        while True:
+            waited = time.perf_counter() - (self._began if is_first else began)
+            if waited >= limit:
+                raise DataUnavailableError(self._say(waited))
+            try:
+                item = self._ready.get(timeout=min(self.patience.stall_s, limit - waited))
+                break
+            except queue.Empty:
+                waited = time.perf_counter() - (self._began if is_first else began)
+                if waited < limit:
+                    self.report(waited, self._say(waited))
+        if isinstance(item, BaseException):
+            raise item
+        assert item is not None, "more batches were taken than asked for"
+        if is_first:
+            self.first_wait_s = time.perf_counter() - self._began
+        return item
+
+    def _say(self, waited: float) -> str:
+        what = self.waiting_for()
+        which = "the first batch" if self.first_wait_s is None else "the next batch"
+        return f"data: waiting for {which} since {waited:.1f} s" + (f"; {what}" if what else "")
+
+    def close(self) -> None:
+        self._closed.set()

@@ -41,29 +41,34 @@ class PackedStream:
     def __init__(self, corpus: Corpus, seed: int):
         self.corpus = corpus
         self.seed = seed
-        self.length: int = int(corpus.starts[-1])
+        self.length: int = corpus.num_tokens
         self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
 
     def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
-        tokens = np.empty(count, dtype=self.corpus.tokens.dtype)
+        tokens = np.empty(count, dtype=self.corpus.dtype)
         borders: list[int] = []
         filled = 0
+        epoch, place = divmod(start, self.length)
+        order, starts = self._epoch_order(epoch)
+        which = int(np.searchsorted(starts, place, side="right")) - 1
         while filled < count:
-            epoch, place = divmod(start + filled, self.length)
-            order, starts = self._epoch_order(epoch)
-            which = int(np.searchsorted(starts, place, side="right")) - 1
-            if starts[which] == place:
+            if which == len(order):
+                epoch, which, place = epoch + 1, 0, 0
+                order, starts = self._epoch_order(epoch)
+            first, stop = int(starts[which]), int(starts[which + 1])
+            if first == place:
                 borders.append(filled)
-            source = int(self.corpus.starts[order[which]]) + place - int(starts[which])
-            part = min(count - filled, int(starts[which + 1]) - place)
-            tokens[filled : filled + part] = self.corpus.tokens[source : source + part]
+            part = min(count - filled, stop - place)
+            self.corpus.read(int(order[which]), place - first, tokens[filled : filled + part])
             filled += part
+            place += part
+            which += 1
         return tokens, np.array(borders, dtype=np.int64)
 
     def _compute_epoch_order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Documents in the epoch's order, and where each starts in the epoch."""
         order = random_order(self.corpus.num_documents, self.seed, epoch)
-        lengths = np.diff(self.corpus.starts)[order]
+        lengths = self.corpus.lengths[order]
         return order, np.concatenate([[0], np.cumsum(lengths)])
 
 
@@ -71,7 +76,7 @@ class SyntheticStream:
     """Documents made on the fly: phrases of invented words, drawn unevenly, so that a model has much to learn.
 
     Every document is `document_length` tokens long. Of twenty consecutive documents one is for validation,
-    so the two sides share the phrases and never a document.
+    so the two sides share the phrases and never a document. Tokens are bytes, which every vocabulary has room for.
     """
 
     PHRASES = 512
@@ -102,8 +107,10 @@ class SyntheticStream:
         uniform = random_bits(needed, self.seed, number + 1).astype(np.float64) / 2**64
         chosen = (uniform**2 * self.PHRASES).astype(np.int64)
         text = b"".join([self._phrases[i] for i in chosen.tolist()])
-        body = np.frombuffer(text, dtype=np.uint8)[: self.document_length - 1]
-        return np.concatenate([np.array([self.separator], dtype=np.uint8), body])
+        document = np.empty(self.document_length, dtype=np.min_scalar_type(max(255, self.separator)))
+        document[0] = self.separator
+        document[1:] = np.frombuffer(text, dtype=np.uint8)[: self.document_length - 1]
+        return document
 
 
 def _invent_phrases(seed: int, count: int) -> list[bytes]:

@@ -15,8 +15,9 @@ from torch import Tensor
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.weights import load_weights, spell_weights
 from nsa.config import Config, parse_config
+from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
-from nsa.data.tokenizers import load_tokenizer
+from nsa.data.sequences import IGNORED
 from nsa.errors import CheckpointError
 from nsa.parallel.strategy import gather_weights
 from nsa.train.folder import NONFINITE_FOLDER
@@ -57,7 +58,7 @@ def reproduce(place: Path) -> StepResult:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{place}: is no whole dump of a step: {error}") from None
     config = parse_config(report["config"], str(place / "report.json"), ["parallel.strategy=single"])
-    state = build_state(config, load_tokenizer(config.data.tokenizer))
+    state = build_state(config, tokenizer_for(config.data))
     if not (place / "weights.safetensors").exists():
         raise CheckpointError(f"{place}: has no weights; the dump was cut short")
     load_weights(state.model, place / "weights.safetensors")
@@ -66,4 +67,4 @@ def reproduce(place: Path) -> StepResult:
         for number in range(len({name.split("/")[0] for name in tensors})):
             batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
             batches.append(batch.to(state.device))
-    return train_step(state, batches, sum(b.targets.numel() for b in batches), lr=0.0)
+    return train_step(state, batches, sum(int((b.targets != IGNORED).sum()) for b in batches), lr=0.0)

@@ -31,6 +31,7 @@ def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snaps
         "strategy": state.world.strategy,
         "world_size": state.world.size,
         "config": config.to_dict(),
+        "data": state.data,
     }
     return Snapshot(state.progress.step, tensors, saved, read_generators(state.device), is_best)
 
@@ -58,6 +59,7 @@ def restore(state: RunState, checkpoint: Path) -> None:
         state.progress = _read_progress(saved["progress"])
         state.scale.value = float(saved["loss_scale"]["value"])
         state.scale.clean_steps = int(saved["loss_scale"]["clean_steps"])
+        state.data = None if saved.get("data") is None else str(saved["data"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
     generators = read_random(checkpoint, state.world.rank)

@@ -70,6 +70,7 @@ class RunState:
     precision: str
     grad_clip: float
     progress: Progress = field(default_factory=Progress)
+    data: str | None = None  # fingerprint of what the run reads
 
     def __post_init__(self) -> None:
         # Taken once, sharded as they are between steps: these are the tensors the optimizer moves.

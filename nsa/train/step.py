@@ -9,6 +9,7 @@ from torch import nn
 
 from nsa import faults
 from nsa.data.loader import Batch, Loader
+from nsa.data.sequences import IGNORED
 from nsa.nn.loss import loss_sum
 from nsa.parallel.collectives import sum_over_ranks
 from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
@@ -110,12 +111,13 @@ def validate(state: RunState, loader: Loader, sequences: int, micro_batch: int) 
         first = start + world.rank * micro_batch
         count = max(0, min(micro_batch, sequences - first))
         batch = loader.batch(first if count else 0, count or 1)
-        text_bytes = int(byte_lengths[batch.targets].sum())
+        counted = batch.targets[batch.targets != IGNORED]
+        text_bytes = int(byte_lengths[counted].sum())
         moved = batch.to(state.device)
         with state.autocast():
             nats = float(loss_sum(state.module(moved.inputs, moved.cu_seqlens), moved.targets))
         if count:
-            totals += torch.tensor([nats, batch.targets.numel(), text_bytes], dtype=torch.float64)
+            totals += torch.tensor([nats, counted.numel(), text_bytes], dtype=torch.float64)
     state.module.train()
     settle(state.module)
     nats, tokens, text_bytes = sum_over_ranks(totals.to(state.device), world).tolist()

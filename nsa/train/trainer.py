@@ -16,8 +16,8 @@ from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.save import Saver
 from nsa.checkpoint.weights import WEIGHTS_FILE, spell_weights
 from nsa.config import Config
-from nsa.data.loader import Batch, build_data
-from nsa.data.tokenizers import load_tokenizer
+from nsa.data.build import tokenizer_for
+from nsa.data.loader import Batch
 from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, Preempted
 from nsa.nn.flops import flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
@@ -32,6 +32,7 @@ from nsa.telemetry.profile import StepProfiler
 from nsa.telemetry.tensorboard import TensorBoard
 from nsa.telemetry.training_csv import TrainingCSV, TrainingRow
 from nsa.train import nonfinite
+from nsa.train.feed import Feed
 from nsa.train.folder import (
     ENVIRONMENT_FILE,
     changed_keys,
@@ -52,11 +53,19 @@ from nsa.train.state import RunState, build_state, micro_batch_size
 from nsa.train.step import StepResult, Validation, train_step, validate
 
 
-def train(config: Config, folder: Path, *, fresh: bool = False, accept_changes: bool = False) -> None:
+def train(
+    config: Config,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    synthetic_on_fail: bool = False,
+) -> None:
     """Trains as configured into `folder`, going on from its newest sound checkpoint.
 
     A run that is done already says so and is left as it is. `fresh` starts over; `accept_changes` goes on although
-    the configuration is another one than the checkpoint's.
+    the configuration or the data are others than the checkpoint's; `synthetic_on_fail` trains on invented text where
+    the source does not answer.
     """
     place = read_place(os.environ)
     if fresh and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
@@ -71,7 +80,16 @@ def train(config: Config, folder: Path, *, fresh: bool = False, accept_changes: 
                 if world.is_first:
                     print(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start")
                 return
-            _run(Run(config, folder, world, fresh=fresh, accept_changes=accept_changes))
+            _run(
+                Run(
+                    config,
+                    folder,
+                    world,
+                    fresh=fresh,
+                    accept_changes=accept_changes,
+                    synthetic_on_fail=synthetic_on_fail,
+                )
+            )
     except Exception as error:
         lost = lost_rank(error, place.rank, place.size)
         if lost is None:
@@ -104,9 +122,18 @@ def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
 class Run:
     """One run in one process. Rank 0 alone talks and writes; every rank computes, agrees and saves its shards."""
 
-    def __init__(self, config: Config, folder: Path, world: World, *, fresh: bool, accept_changes: bool):
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        world: World,
+        *,
+        fresh: bool,
+        accept_changes: bool,
+        synthetic_on_fail: bool = False,
+    ):
         self.config, self.folder, self.world = config, folder, world
-        self.fresh, self.accept_changes = fresh, accept_changes
+        self.fresh, self.accept_changes, self.synthetic_on_fail = fresh, accept_changes, synthetic_on_fail
         self.started = time.perf_counter()
         self.state: RunState | None = None
         self.announced = False  # in metrics.json, as running
@@ -120,12 +147,12 @@ class Run:
         config, folder, world = self.config, self.folder, self.world
         self.micro_batch = micro_batch_size(config, world.size)
         self.events = EventLog(folder, world.rank)
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        self.data = build_data(config.data, config.train, tokenizer)
-        self.state = state = build_state(config, tokenizer, world)
+        self.state = state = build_state(config, tokenizer_for(config.data), world)
         self.console = RunConsole(config.train.steps, silent=not world.is_first)
         seed_generators(config.train.seed, world.rank)
         taken_up = None if self.fresh else self._take_up()
+        self.feed = Feed(config, state, folder, self.micro_batch, self.events, self.console)
+        self.feed.open(synthetic_on_fail=self.synthetic_on_fail, accept_changes=self.accept_changes)
         root = folder / layout.FOLDER
         if self.fresh and world.is_first:
             start_over(folder)
@@ -164,12 +191,12 @@ class Run:
                 self.profiler.before(progress.step + 1)
                 faults.point("step.begin")
                 lr = learning_rate(progress.step, config.train)
-                targets = config.train.batch_size * config.train.seq_len
+                targets = self.feed.num_targets()
                 result = train_step(self.state, self._micro_batches(clock), targets, lr, lambda: self._votes(stop))
                 if not result.moved:
                     self._handle_non_finite(result)
                 progress.step += 1
-                progress.tokens += targets
+                progress.tokens += config.train.batch_size * config.train.seq_len
                 progress.sequences += config.train.batch_size
                 progress.loss = result.loss
                 row = make_row(self.state, result, lr, clock, targets, save_wait_s)
@@ -188,6 +215,7 @@ class Run:
         if self.csv is not None:
             self.csv.close()
         self.tensorboard.close()
+        self.feed.close()
         on_first_rank(self.world, lambda: self._write_results(weights))
         self.events.emit("end", self.step)
 
@@ -209,6 +237,7 @@ class Run:
                 "val_bits_per_byte": progress.val_bits_per_byte,
                 "best_val_loss": progress.best_val_loss,
                 "skipped_steps": progress.skipped,
+                "data": self.feed.describe(),
                 "incidents": self.events.incidents,
                 "telemetry_failures": self._telemetry_failures(),
                 "strategy": self.world.strategy,
@@ -245,13 +274,10 @@ class Run:
         return chosen.name, damage, check_same_config(chosen, self.config, accept=self.accept_changes)
 
     def _micro_batches(self, clock: "StepClock") -> Iterator[Batch]:
-        """This rank's sequences of the step in pieces that fit at once. Which sequences a step reads, over all
-        ranks, depends on the data cursor alone."""
-        assert self.state is not None
-        first = self.state.progress.sequences + self.world.rank * self.micro_batch
-        for offset in range(0, self.config.train.batch_size, self.micro_batch * self.world.size):
+        """This rank's sequences of the step in pieces that fit at once."""
+        for _ in range(self.feed.passes):
             began = time.perf_counter()
-            batch = self.data.train.batch(first + offset, self.micro_batch)
+            batch = self.feed.next()
             clock.data_wait_s += time.perf_counter() - began
             yield batch.to(self.world.device)
 
@@ -263,7 +289,7 @@ class Run:
         if scale.enabled and scale.value > scale.SMALLEST:
             scale.overflowed()  # this is how the scale is found: nothing to report
             return
-        batches = list(self._micro_batches(StepClock()))
+        batches = [batch.to(self.world.device) for batch in self.feed.again()]
         try:
             kept = f"the step is in {nonfinite.dump(self.folder, self.config, self.state, batches, result)}"
         except (OSError, CheckpointError) as error:
@@ -284,9 +310,9 @@ class Run:
         assert self.state is not None
         every, progress = self.config.train.eval_every, self.state.progress
         due = progress.step == self.config.train.steps or (every and progress.step % every == 0)
-        if not due or self.data.validation is None:
+        if not due or self.feed.validation is None:
             return None, False
-        validation = validate(self.state, self.data.validation, self.config.train.eval_sequences, self.micro_batch)
+        validation = validate(self.state, self.feed.validation, self.config.train.eval_sequences, self.micro_batch)
         progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
         best = math.inf if progress.best_val_loss is None else progress.best_val_loss
         is_best = validation.loss < best  # never a NaN, which nothing would be better than
@@ -341,7 +367,8 @@ class Run:
         config, state = self.config, self.state
         assert state is not None
         flops = flops_per_token(state.model, config.model, config.nsa, config.train.seq_len)
-        yield f"data    {self.data.summary}"
+        yield f"data    {self.feed.summary}"
+        yield f"first   batch after {self.feed.first_batch_s:.2f} s"
         yield (
             f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
             f"{config.model.attention} attention, {state.precision} on {state.device}"
@@ -351,9 +378,8 @@ class Run:
             f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
             f"at {config.train.seq_len} tokens (estimates, forward and backward)"
         )
-        passes = config.train.batch_size // (self.micro_batch * self.world.size)
         yield (
-            f"batch   {config.train.batch_size} sequences a step: {self.world.size} ranks x {passes} passes "
+            f"batch   {config.train.batch_size} sequences a step: {self.world.size} ranks x {self.feed.passes} passes "
             f"x {self.micro_batch}"
         )
         if config.parallel.ddp.safe_mode:

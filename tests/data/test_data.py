@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from nsa.config.schema import DataConfig, TrainConfig
-from nsa.data.corpus import build_corpora
-from nsa.data.loader import build_data
-from nsa.data.sources import Skipped, python_documents, text_documents
+from nsa.data.build import build_data
+from nsa.data.corpus import build_corpora, tokenise
+from nsa.data.sources.base import Skipped
+from nsa.data.sources.python import PythonSource
+from nsa.data.sources.text import TextSource
 from nsa.data.stream import PackedStream, SyntheticStream
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
@@ -20,6 +22,10 @@ TOKENIZER = ByteTokenizer()
 
 def numbered(count, length=40):
     return [f"document {i} " + chr(97 + i % 26) * (length + i % 7) for i in range(count)]
+
+
+def documents_of(source, skipped):
+    return [text for unit in source.units() for text in source.documents(unit, skipped)]
 
 
 def data_of(tmp_path, documents, *, seq_len=32, seed=0, **options):
@@ -39,7 +45,7 @@ def test_any_text_survives_the_byte_tokenizer(text):
 
 def test_an_epoch_holds_every_training_document_once_and_whole():
     documents = numbered(30)
-    training, _ = build_corpora(documents, TOKENIZER, 0.0)
+    training, _ = build_corpora(tokenise(documents, TOKENIZER), 0.0)
     stream = PackedStream(training, seed=1)
     for epoch in range(3):
         tokens, borders = stream.read(epoch * stream.length, stream.length)
@@ -51,7 +57,7 @@ def test_an_epoch_holds_every_training_document_once_and_whole():
 
 
 def test_reading_in_pieces_equals_reading_at_once():
-    training, _ = build_corpora(numbered(9), TOKENIZER, 0.0)
+    training, _ = build_corpora(tokenise(numbered(9), TOKENIZER), 0.0)
     stream = PackedStream(training, seed=1)
     count = 2 * stream.length + 17
     whole, borders = stream.read(0, count)
@@ -63,22 +69,26 @@ def test_reading_in_pieces_equals_reading_at_once():
 
 def test_the_split_follows_the_text_and_never_overlaps():
     documents = numbered(200) + numbered(50)  # fifty come twice
-    training, validation = build_corpora(documents, TOKENIZER, 0.2)
+    training, validation = build_corpora(tokenise(documents, TOKENIZER), 0.2)
 
     def texts(corpus):
-        bounds = zip(corpus.starts, corpus.starts[1:], strict=False)
-        return [TOKENIZER.decode(corpus.tokens[a:b].tolist()) for a, b in bounds]
+        found = []
+        for document in range(corpus.num_documents):
+            tokens = np.empty(corpus.lengths[document], dtype=corpus.dtype)
+            corpus.read(document, 0, tokens)
+            found.append(TOKENIZER.decode(tokens.tolist()))
+        return found
 
     train_texts, validation_texts = texts(training), texts(validation)
     assert not set(train_texts) & set(validation_texts)
     assert sorted(train_texts + validation_texts) == sorted(documents)
     assert 0.1 < len(validation_texts) / len(documents) < 0.3
-    grown, _ = build_corpora([*numbered(300, length=60), *documents], TOKENIZER, 0.2)
+    grown, _ = build_corpora(tokenise([*numbered(300, length=60), *documents], TOKENIZER), 0.2)
     assert set(train_texts) <= set(texts(grown)), "new documents must not move old ones"
 
 
 def test_few_documents_still_give_a_validation_document():
-    training, validation = build_corpora(["one " * 9, "two " * 9, "one " * 9], TOKENIZER, 0.001)
+    training, validation = build_corpora(tokenise(["one " * 9, "two " * 9, "one " * 9], TOKENIZER), 0.001)
     assert {training.num_documents, validation.num_documents} == {1, 2}
 
 
@@ -100,10 +110,11 @@ def test_a_batch_is_a_pure_function_of_seed_and_position(tmp_path):
 
 def test_an_epoch_of_sequences_covers_the_stream_once_in_mixed_order(tmp_path):
     loader = data_of(tmp_path, numbered(60)).train
-    starts = [loader.first_token(n) for n in range(loader.num_sequences)]
+    cut = loader.sequences
+    starts = [cut.first_token(n) for n in range(loader.num_sequences)]
     assert sorted(starts) == [i * 32 for i in range(loader.num_sequences)]
     assert starts != sorted(starts)
-    assert loader.first_token(loader.num_sequences) >= loader.stream.length
+    assert cut.first_token(loader.num_sequences) >= cut.stream.length
 
 
 def test_targets_are_the_next_tokens_and_borders_are_where_documents_begin(tmp_path):
@@ -141,7 +152,7 @@ def test_synthetic_text_repeats_with_its_seed_and_splits_without_overlap():
 
 def test_the_standard_library_is_a_corpus_of_real_text():
     skipped = Skipped()
-    documents = list(python_documents(skipped))
+    documents = documents_of(PythonSource(), skipped)
     assert len(documents) > 300
     assert sum(map(len, documents)) > 5_000_000
     assert any("def dedent(" in d for d in documents)
@@ -155,7 +166,7 @@ def test_text_files_folders_globs_and_jsonl_are_read_once_each(tmp_path):
     (tmp_path / "sub" / "ignored.bin").write_bytes(b"\xff")
     skipped = Skipped()
     paths = [str(tmp_path / "a.txt"), str(tmp_path / "*.txt"), str(tmp_path / "sub")]
-    assert list(text_documents(paths, "body", skipped)) == ["first", "second", "third", "fourth"]
+    assert documents_of(TextSource(paths, "body"), skipped) == ["first", "second", "third", "fourth"]
     assert skipped.reasons == {"empty": 1}
 
 
@@ -163,8 +174,8 @@ def test_a_bad_file_is_named_with_the_place(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl, line 2: field 'text' must be a text, got int"):
-        list(text_documents([str(bad)], "text", Skipped()))
+        documents_of(TextSource([str(bad)]), Skipped())
     broken = tmp_path / "broken.txt"
     broken.write_bytes(b"ab\xffcd")
     with pytest.raises(DataError, match=r"broken\.txt: byte 2 is not valid UTF-8"):
-        list(text_documents([str(broken)], "text", Skipped()))
+        documents_of(TextSource([str(broken)]), Skipped())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from nsa.checkpoint.export import find_checkpoint, read_weights
 from nsa.config import parse_config
-from nsa.data.loader import build_data
+from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.nn.model import build_model
 from tests.distributed.launching import TINY, rows_of, start_ranks, wait_all

@@ -12,7 +12,7 @@ import torch
 
 from nsa.checkpoint.weights import load_weights, save_weights
 from nsa.config import parse_config
-from nsa.data.loader import build_data
+from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.nn.model import build_model

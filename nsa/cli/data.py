@@ -1,0 +1,162 @@
+"""`nsa data prepare`, `nsa data stats`, `nsa data verify`."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.config import load_config, parse_config
+from nsa.config.schema import Config
+from nsa.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from nsa.data.statistics import Statistics
+
+app = typer.Typer(help="Prepare, look at and check training data.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the shards go, or lie.", show_default=False)]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="CONFIG", help="YAML file whose data section to start from.")
+]
+
+
+@app.command()
+def prepare(
+    folder: Folder,
+    overrides: Overrides = None,
+    override: JoinedOverrides = None,
+    config: ConfigOption = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that tokenise; as many as there are cores when unset.")
+    ] = None,
+    shard_mb: Annotated[int, typer.Option(min=1, help="MiB of text in a shard, about.")] = 64,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
+) -> None:
+    """Write a source's documents as token shards; the same command goes on after it was stopped.
+
+    For example: nsa data prepare shards data.source=text data.paths=[books] data.tokenizer=gpt2
+    """
+    data = _resolve(config, overrides, override).data
+    if data.mixture:
+        raise ConfigError("data.mixture: prepare each source into a folder of its own, then mix the folders")
+    from nsa import faults
+    from nsa.data.build import open_source, tokenizer_for
+    from nsa.data.prepare import prepare as write_shards
+
+    faults.arm(os.environ.get("NSA_FAULTS", ""))
+    bar = _Bar()
+    with bar:
+        manifest = write_shards(
+            open_source(data, data.timeout_s),
+            tokenizer_for(data),
+            folder,
+            workers=workers or os.cpu_count() or 1,
+            shard_bytes=shard_mb << 20,
+            fresh=fresh,
+            progress=bar.show,
+        )
+    print(f"{folder}: {_totals(manifest)} in {len(manifest['shards']):,} shards")
+    for reason, count in sorted(manifest["skipped"].items()):
+        print(f"skipped {count:,} ({reason})")
+    print(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={manifest['tokenizer']['name']}")
+
+
+@app.command()
+def stats(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Prepared shards; unset: the source.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    override: JoinedOverrides = None,
+    config: ConfigOption = None,
+    samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
+    limit: Annotated[int, typer.Option(min=1, help="Documents of a source to look at.")] = 10_000,
+) -> None:
+    """Documents, tokens, how long documents are, and a few of them: of prepared shards, or of a source."""
+    from nsa.data.statistics import of_shards, of_source
+
+    if folder is not None and "=" in str(folder):  # an override, there being no folder
+        overrides, folder = [str(folder), *(overrides or [])], None
+    resolved = _resolve(config, overrides, override)
+    if folder is not None:
+        _print(of_shards(folder, resolved.data, samples))
+    else:
+        _print(of_source(resolved.data, samples, limit))
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Read every byte of prepared shards and compare it with the manifest; exit code 3 if one is damaged."""
+    from nsa.data.shards import verify as verify_shards
+
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    manifest = verify_shards(folder)
+    print(f"{folder}: ok, {len(manifest['shards']):,} shards, {_totals(manifest)}")
+
+
+def _resolve(config: Path | None, overrides: list[str] | None, override: list[str] | None) -> Config:
+    given = all_overrides(overrides, override)
+    if config is not None:
+        return load_config(config, given, os.environ)
+    return parse_config({}, "the command line", given)
+
+
+def _totals(manifest: dict[str, Any]) -> str:
+    return (
+        f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
+        f"of {manifest['text_bytes'] / 2**20:,.1f} MiB text"
+    )
+
+
+def _print(found: "Statistics") -> None:
+    print(f"{found.about}: {found.documents:,} documents, {found.tokens:,} tokens", end="")
+    print(f", {found.text_bytes:,} bytes of text" if found.text_bytes else "")
+    if found.documents:
+        print(
+            f"tokens in a document: median {found.median:,}, mean {found.mean:,.1f}, "
+            f"shortest {found.shortest:,}, longest {found.longest:,}"
+        )
+    widest = max((count for _, count in found.histogram), default=0)
+    for bounds, count in found.histogram:
+        print(f"{bounds:>24} {count:>12,} {'#' * max(1, round(40 * count / widest))}")
+    for reason, count in sorted(found.skipped.items()):
+        print(f"skipped {count:,} ({reason})")
+    for number, text in enumerate(found.samples, start=1):
+        print(f"--- sample {number} ---\n{text}")
+
+
+class _Bar:
+    """A progress bar on a terminal, a line every tenth elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            "{task.description}",
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("prepare", total=None)
+        self._tenth = -1
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int, text_bytes: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        tenth = 10 * done // max(1, total)
+        if not self._console.is_terminal and tenth > self._tenth:
+            self._tenth = tenth
+            print(f"prepare {10 * tenth:3d} % | {text_bytes / 2**20:,.0f} MiB of text", flush=True)

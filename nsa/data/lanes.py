@@ -1,0 +1,259 @@
+"""Sequences from units that are read and tokenised on the way: nothing is stored, and the order is exact all the same.
+
+The units of an epoch come in an order drawn from (seed, epoch) and are dealt out to lanes like cards. A lane is a
+stream of its own: its units one after the other, the documents of each in an order drawn from (seed, epoch, unit), cut
+into sequences. Sequence n of the run is the next one of lane n % lanes. So ranks that read different lanes read
+different units, and neither their number nor that of the threads changes a token.
+
+Where a sequence lies follows from the lengths of the units before it in its lane. They are learned by reading, and kept
+in a file beside the run, so that a run that goes on after a break finds its place at once. Without the file it reads
+those units again: slower, to the same place.
+"""
+
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nsa.data.corpus import Corpus, Tokenised, in_validation, join, take_side, tokenise_unit
+from nsa.data.pool import DaemonPool
+from nsa.data.sequences import Row, begin_with_zero
+from nsa.data.sources.base import Skipped, Source
+from nsa.data.stream import Borders, random_order
+from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.errors import DataError
+
+INDEX_PREFIX = "data_index_rank"
+_UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
+VALIDATION_UNITS = 512  # at most as many are searched for validation documents
+
+
+class LengthIndex:
+    """Training tokens of every unit that was read, by any rank of any start of the run; a line a unit.
+
+    A line that is damaged, or a file about other data, is left out: it costs time and nothing else.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, fingerprint: str):
+        self._lengths: dict[int, int] = {}
+        self._path = folder / f"{INDEX_PREFIX}{rank}.txt" if folder else None
+        self._head = f"lengths {fingerprint}\n"
+        self._lock = threading.Lock()
+        if folder is not None:
+            for path in sorted(folder.glob(f"{INDEX_PREFIX}*.txt")):
+                self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            head, *lines = path.read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
+        except (OSError, ValueError):
+            return
+        if head != self._head:
+            return
+        for line in lines:
+            fields = line.split()
+            if len(fields) == 3 and line.endswith("\n") and fields[2] == _check(fields[0], fields[1]):
+                self._lengths[int(fields[0])] = int(fields[1])
+
+    def get(self, unit: int) -> int | None:
+        return self._lengths.get(unit)
+
+    def put(self, unit: int, length: int) -> None:
+        with self._lock:
+            if unit in self._lengths:
+                return
+            self._lengths[unit] = length
+            if self._path is None:
+                return
+            try:
+                fresh = not self._path.exists() or not self._starts_well()
+                with self._path.open("w" if fresh else "a", encoding="ascii") as file:
+                    file.write((self._head if fresh else "") + f"{unit} {length} {_check(str(unit), str(length))}\n")
+            except OSError:
+                self._path = None  # a cache that cannot be written is done without
+
+    def _starts_well(self) -> bool:
+        assert self._path is not None
+        with self._path.open(encoding="ascii", errors="replace") as file:
+            return file.readline() == self._head
+
+
+def _check(unit: str, length: str) -> str:
+    return format(zlib.crc32(f"{unit} {length}".encode()), "08x")
+
+
+class UnitReader:
+    """Units of a source as tokens, read ahead by threads. `threads` = 0 reads when asked, in the asking thread."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
+        self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
+        self.units = source.units()
+        self.index = index
+        self.skipped = Skipped()
+        self._pool = DaemonPool(threads, "data") if threads else None
+        self._pending: dict[int, Future[Tokenised]] = {}
+        self._lock = threading.Lock()
+
+    def expect(self, unit: int) -> None:
+        with self._lock:
+            if self._pool is not None and unit not in self._pending:
+                self._pending[unit] = self._pool.submit(self._read, unit)
+
+    def read(self, unit: int) -> Tokenised:
+        """All documents of a unit, of both sides."""
+        with self._lock:
+            pending = self._pending.pop(unit, None)
+        return pending.result() if pending else self._read(unit)
+
+    def _read(self, unit: int) -> Tokenised:
+        found = tokenise_unit(self.source, self.units[unit], self.tokenizer)
+        with self._lock:
+            self.skipped.merge(found.skipped)
+        length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
+        known = self.index.get(unit)
+        if known is not None and known != length:
+            raise DataError(
+                f"{self.units[unit].path}, part {self.units[unit].part}: had {known} tokens when this run first read "
+                f"it and has {length} now; the file changed, and the run cannot go on where it was"
+            )
+        self.index.put(unit, length)
+        return found
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+class _Lane:
+    """One lane's tokens: where each unit it visits starts, and the two it is reading."""
+
+    def __init__(
+        self, number: int, lanes: int, seed: int, reader: UnitReader, order: Callable[[int], NDArray[np.int64]]
+    ):
+        self.number, self.lanes, self.seed, self.reader, self.order = number, lanes, seed, reader, order
+        self.per_epoch = (len(reader.units) - number + lanes - 1) // lanes
+        self.starts = [0]  # token at which the k-th visit starts; the last entry is where the known part ends
+        self._asked = 0  # visits before this one were asked for
+        self._visit = lru_cache(maxsize=2)(self._read_visit)
+
+    def unit(self, visit: int) -> tuple[int, int]:
+        """Epoch and unit of a visit."""
+        epoch, place = divmod(visit, self.per_epoch)
+        return epoch, int(self.order(epoch)[self.number + self.lanes * place])
+
+    def visit_at(self, position: int) -> int:
+        """The visit that holds a token; units whose length is not known yet are read."""
+        while not self._is_known(position):
+            self._visit(len(self.starts) - 1)
+        return bisect_right(self.starts, position) - 1
+
+    def _is_known(self, position: int) -> bool:
+        """Follows the lane as far as lengths are known; whether that is beyond a token."""
+        while self.starts[-1] <= position:
+            visit = len(self.starts) - 1
+            length = self.reader.index.get(self.unit(visit)[1])
+            if length is None:
+                return False
+            if visit >= self.per_epoch and self.starts[self.per_epoch] == 0:
+                raise DataError(
+                    f"data.source: {self.per_epoch} of the {len(self.reader.units)} parts of {self.reader.source.name} "
+                    "hold no training document; use more text, or a smaller data.validation_fraction"
+                )
+            self.starts.append(self.starts[-1] + length)
+        return True
+
+    def expect(self, position: int) -> None:
+        """Has the unit of a token read ahead, as far as is known which one it is, and the one behind it."""
+        self._is_known(position)
+        visit = bisect_right(self.starts, position) - 1
+        for ahead in range(max(visit, self._asked), visit + 2):
+            self.reader.expect(self.unit(ahead)[1])
+            self._asked = ahead + 1
+
+    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
+        tokens = np.empty(count, dtype=self.reader.tokenizer.dtype)
+        borders: list[NDArray[np.int64]] = []
+        filled = 0
+        while filled < count:
+            position = start + filled
+            visit = self.visit_at(position)
+            held, begins = self._visit(visit)
+            offset = position - self.starts[visit]
+            part = min(count - filled, len(held) - offset)
+            tokens[filled : filled + part] = held[offset : offset + part]
+            inside = begins[(begins >= offset) & (begins < offset + part)]
+            borders.append(inside - offset + filled)
+            filled += part
+        return tokens, np.concatenate(borders)
+
+    def _read_visit(self, visit: int) -> tuple[TokenArray, NDArray[np.int64]]:
+        """The training documents of a visit's unit in the visit's order, and where each begins."""
+        epoch, unit = self.unit(visit)
+        found = self.reader.read(unit)
+        mine = np.flatnonzero(~in_validation(found.keys, self.reader.fraction))
+        mine = mine[random_order(len(mine), self.seed, epoch + _UNIT_KEYS + (unit << 20))]
+        ends = np.cumsum(found.lengths)
+        parts = [found.tokens[ends[d] - found.lengths[d] : ends[d]] for d in mine]
+        lengths = found.lengths[mine]
+        joined = np.concatenate(parts) if parts else found.tokens[:0]
+        return joined, np.cumsum(lengths) - lengths
+
+
+class StreamedSequences:
+    count = None
+
+    def __init__(self, reader: UnitReader, seq_len: int, seed: int, lanes: int):
+        self.reader, self.seq_len, self.lanes = reader, seq_len, lanes
+        units = len(reader.units)
+        order = lru_cache(maxsize=4)(lambda epoch: random_order(units, seed, epoch))
+        self._lanes = [_Lane(number, lanes, seed, reader, order) for number in range(lanes)]
+
+    def row(self, number: int) -> Row:
+        nth, lane = divmod(number, self.lanes)
+        tokens, borders = self._lanes[lane].read(nth * self.seq_len, self.seq_len + 1)
+        return Row(tokens[:-1], tokens[1:], begin_with_zero(borders, self.seq_len))
+
+    def num_targets(self, numbers: range) -> int:
+        return len(numbers) * self.seq_len
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            nth, lane = divmod(number, self.lanes)
+            self._lanes[lane].expect(nth * self.seq_len)
+
+    def shares(self, number: int) -> dict[str, int]:
+        return {self.reader.source.name: number}
+
+
+def choose_lanes(batch_size: int, units: int, most: int = 32) -> int:
+    """As many lanes as divide the sequences of a step, so that a rank always reads the same ones."""
+    return max(n for n in range(1, min(most, units, batch_size) + 1) if batch_size % n == 0)
+
+
+def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
+    """Validation documents of at least `tokens` tokens, or all there are, from units in an order that never changes."""
+    found: list[Tokenised] = []
+    total = 0
+    order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
+    for place, unit in enumerate(order):
+        for ahead in order[place : place + 4]:
+            reader.expect(ahead)
+        part = reader.read(unit)
+        found.append(part)
+        total += int(part.lengths[in_validation(part.keys, reader.fraction)].sum())
+        if total >= tokens:
+            break
+    everything = join(found, reader.tokenizer)
+    corpus = take_side([everything.tokens], everything.lengths, in_validation(everything.keys, reader.fraction))
+    if not corpus.num_documents:
+        raise DataError(
+            f"data.validation_fraction: no validation document in {len(found):,} row groups; "
+            "choose a larger fraction, or 0 for no validation"
+        )
+    return corpus

@@ -1,0 +1,317 @@
+"""FineWeb-Edu: parquet files on the Hugging Face hub, in its local cache, or in a mirror on disk.
+
+From the hub only footers and the text column of the row groups that are read are fetched, as byte ranges, at the
+commit that the revision stood for at the first contact.
+"""
+
+import hashlib
+import os
+import re
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from nsa.data.sources.base import Skipped, Unit
+from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_snapshot, is_offline
+from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
+from nsa.errors import DataError, DataUnavailableError
+
+REPO = "HuggingFaceFW/fineweb-edu"
+FOOTER_THREADS = 16
+TAIL_BYTES = 64 << 10  # what arrow reads first of a file; most of the time not yet the whole footer
+MAX_FOOTER_BYTES = 256 << 20
+# A footer of 700 row groups is 1.4 MB, half of what a row group's text is: kept compressed, so that those of 250
+# files stay, rather than fetched again for every row group.
+FOOTER_CACHE_BYTES = 128 << 20
+
+
+class Files(Protocol):
+    """Parquet files by name, wherever they are."""
+
+    commit: str | None
+    entries: dict[str, Entry]
+
+    def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
+        """The file for reading; `what` says in messages what it is read for."""
+        ...
+
+
+class FineWebEdu:
+    """A document per row. Units are row groups, in the order of file names.
+
+    `paths` are files or folders of a mirror to read instead of the hub. `deadline_s` is how long an operation on the
+    hub may go without any success before it is a `DataUnavailableError`.
+    """
+
+    name = "fineweb_edu"
+
+    def __init__(
+        self,
+        subset: str = "sample-10BT",
+        revision: str = "main",
+        paths: Sequence[str] = (),
+        text_field: str = "text",
+        deadline_s: float = 60.0,
+    ):
+        self.subset = subset
+        self.revision = revision
+        self.paths = tuple(paths)
+        self.text_field = text_field
+        self.deadline_s = deadline_s
+        self._hub: Hub | None = None
+        self._files: Files | None = None
+        self._units: list[Unit] | None = None
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_units": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that is read, from the first contact on; None for a mirror, which has none."""
+        return self._listed().commit
+
+    def units(self) -> Sequence[Unit]:
+        with self._lock:
+            if self._units is None:
+                files = self._listed()
+                with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
+                    footers = [pool.submit(self._units_of, files, name) for name in sorted(files.entries)]
+                    try:
+                        for footer in wait(footers, return_when=FIRST_EXCEPTION).done:
+                            footer.result()
+                        self._units = [unit for footer in footers for unit in footer.result()]
+                    except BaseException:
+                        # Nobody waits for the other files any more: after a Ctrl-C, that would take a whole deadline.
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        self.give_up()
+                        raise
+            return self._units
+
+    def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
+        with self._listed().open(unit.path, f"row group {unit.part}") as file:
+            yield from parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name, entry in sorted(self._listed().entries.items()):
+            digest.update(f"{name}\0{entry.size}\0{entry.content_id}\n".encode())
+        return digest.hexdigest()
+
+    def waiting_for(self) -> str | None:
+        """What is waited for, as "FILE, row group 3: try 4, 12 s, last: HTTP 503"; None when nothing is slow."""
+        hub = self._hub
+        return None if hub is None else hub.waiting_for()
+
+    def be_patient(self, deadline_s: float) -> None:
+        """Another deadline from now on: a run that is under way waits longer than one that has not begun."""
+        self.deadline_s = deadline_s
+        if self._hub is not None:
+            self._hub.be_patient(deadline_s)
+
+    def give_up(self) -> None:
+        """Reads of the hub that are under way in other threads end soon, with an error."""
+        if self._hub is not None:
+            self._hub.give_up()
+
+    def _units_of(self, files: Files, name: str) -> list[Unit]:
+        with files.open(name, "footer") as file:
+            return parquet_units(name, file, self.text_field)
+
+    def _listed(self) -> Files:
+        files = self._files
+        if files is not None:  # without waiting for a thread that reads footers
+            return files
+        with self._lock:
+            if self._files is None:
+                if self.paths:
+                    self._files = LocalFiles(_mirrored(self.paths, self.subset))
+                elif is_offline():
+                    self._files = _cached(self.subset, self.revision)
+                else:
+                    self._hub = self._hub or Hub(REPO, self.deadline_s)
+                    self._files = _on_hub(self._hub, self.subset, self.revision)
+            return self._files
+
+
+class LocalFiles:
+    """Files on disk, by the names they have in the source."""
+
+    def __init__(self, paths: dict[str, Path], commit: str | None = None):
+        self.commit = commit
+        self.paths = paths
+        self.entries = {}
+        for name, path in paths.items():
+            with file_errors(path):
+                self.entries[name] = Entry(name, path.stat().st_size)
+
+    def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
+        if name not in self.paths:
+            raise _no_such_file(name)
+        return open_file(self.paths[name])
+
+
+class HubFiles:
+    """Files of the hub at one commit. Footers are kept, everything else is fetched when it is read."""
+
+    def __init__(self, hub: Hub, commit: str, entries: dict[str, Entry]):
+        self.hub = hub
+        self.commit: str | None = commit
+        self.entries = entries
+        self._tails: OrderedDict[str, bytes] = OrderedDict()
+        self._tails_bytes = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.hub, self.commit, self.entries)
+
+    @contextmanager
+    def open(self, name: str, what: str) -> Iterator[BinaryIO]:
+        if name not in self.entries:
+            raise _no_such_file(name)
+        entry, tail = self.entries[name], self._tail(name)
+
+        def fetch(start: int, stop: int) -> bytes:
+            return self._fetch(entry, start, stop, what)
+
+        yield cast(BinaryIO, RemoteFile(entry.size, tail, fetch))
+
+    def _tail(self, name: str) -> bytes:
+        with self._lock:
+            packed = self._tails.get(name)
+            if packed is not None:
+                self._tails.move_to_end(name)
+        if packed is not None:
+            return zlib.decompress(packed)
+        entry = self.entries[name]
+        tail = self._fetch(entry, max(0, entry.size - TAIL_BYTES), entry.size, "footer")
+        # The last eight bytes: how long the footer is, and four letters. Whether they make sense arrow will say.
+        missing = int.from_bytes(tail[-8:-4], "little") + 8 - len(tail)
+        if 0 < missing <= min(entry.size - len(tail), MAX_FOOTER_BYTES) and tail.endswith(b"PAR1"):
+            start = entry.size - len(tail)
+            tail = self._fetch(entry, start - missing, start, "footer") + tail
+        self._keep(name, zlib.compress(tail, 1))
+        return tail
+
+    def _keep(self, name: str, packed: bytes) -> None:
+        with self._lock:
+            self._tails_bytes += len(packed) - len(self._tails.pop(name, b""))
+            self._tails[name] = packed
+            while self._tails_bytes > FOOTER_CACHE_BYTES:
+                self._tails_bytes -= len(self._tails.popitem(last=False)[1])
+
+    def _fetch(self, entry: Entry, start: int, stop: int, what: str) -> bytes:
+        assert self.commit is not None
+        return self.hub.read(self.commit, entry.name, start, stop, entry.size, f"{entry.name}, {what}")
+
+
+def subset_folder(subset: str) -> str | None:
+    """The repository's folder for a subset; None for a name that no subset can have."""
+    if subset == "default":
+        return "data"
+    if sample := re.fullmatch(r"sample-(\w+)", subset):
+        return f"sample/{sample[1]}"
+    return f"data/{subset}" if re.fullmatch(r"CC-MAIN-[\w-]+", subset) else None
+
+
+def _on_hub(hub: Hub, subset: str, revision: str) -> HubFiles:
+    commit = revision if re.fullmatch(r"[0-9a-f]{40}", revision) else hub.commit(revision)
+    folder = subset_folder(subset)
+    entries = hub.tree(commit, folder, recursive=True) if folder else []
+    found = {entry.name: entry for entry in entries if _is_parquet(entry.name) and not entry.is_folder}
+    if not found:
+        folders = [e.name for top in ("sample", "data") for e in hub.tree(commit, top, recursive=False) if e.is_folder]
+        raise _unknown_subset(subset, f"{REPO} at {revision}", folders)
+    return HubFiles(hub, commit, found)
+
+
+def _cached(subset: str, revision: str) -> LocalFiles:
+    folder = subset_folder(subset)
+    if folder is None:
+        raise DataError(
+            f"data.subset: {subset!r} is no subset of {REPO}; name sample-10BT, sample-100BT, sample-350BT, a crawl "
+            "such as CC-MAIN-2024-10, or default for all"
+        )
+    snapshot = cached_snapshot(REPO, revision, folder)
+    found = _parquet_below(snapshot / folder) if snapshot is not None else []
+    if snapshot is None or not found:
+        raise DataUnavailableError(
+            f"{REPO}, {subset}: offline mode is on and the local cache does not hold all of it at {revision}; unset "
+            f"HF_HUB_OFFLINE, or download it with `huggingface-cli download {REPO} --repo-type dataset --include "
+            f'"{folder}/*"`, or set data.paths to a mirror'
+        )
+    return LocalFiles({path.relative_to(snapshot).as_posix(): path for path in found}, commit=snapshot.name)
+
+
+def _mirrored(paths: Sequence[str], subset: str) -> dict[str, Path]:
+    """The files that `data.paths` names, each once. Names are relative to the folder that was named."""
+    found: dict[str, Path] = {}
+    seen: set[str] = set()
+    for number, given in enumerate(paths):
+        top = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
+        with file_errors(top):
+            inside = _in_folder(top, subset) if top.is_dir() else [top] if top.is_file() else []
+        if not top.exists():
+            raise DataError(f"data.paths: no such file or folder: {given}; relative paths start at {Path.cwd()}")
+        if not any(_is_parquet(path.name) for path in inside):
+            raise DataError(f"data.paths: {given} holds no .parquet file; name a mirror of {REPO}, or a folder of it")
+        for path in inside:
+            real = os.path.realpath(path)
+            if real not in seen:
+                seen.add(real)
+                name = path.relative_to(top).as_posix() if path != top else path.name
+                found[name if name not in found else f"{number}/{name}"] = path
+    return found
+
+
+def _in_folder(top: Path, subset: str) -> list[Path]:
+    folder = subset_folder(subset)
+    if folder is not None and (top / folder).is_dir():
+        return _parquet_below(top / folder)
+    # In a mirror of the repository another subset must not be taken for the one that was asked for.
+    others = [p for pattern in ("sample/*BT", "data/CC-MAIN-*") for p in top.glob(pattern) if p.is_dir()]
+    if others:
+        raise _unknown_subset(subset, f"the mirror {top}", [p.relative_to(top).as_posix() for p in others])
+    return _parquet_below(top)
+
+
+def _parquet_below(folder: Path) -> list[Path]:
+    """Every .parquet file below a folder. Links to folders are followed, each folder is entered once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found, entered = [], set()
+    with file_errors(folder):
+        for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+            real = os.path.realpath(here)
+            if real in entered:
+                folders.clear()
+                continue
+            entered.add(real)
+            found += [Path(here, name) for name in names if _is_parquet(name)]
+    return sorted(found)
+
+
+def _is_parquet(name: str) -> bool:
+    return name.lower().endswith(".parquet")
+
+
+def _unknown_subset(subset: str, where: str, folders: Sequence[str]) -> DataError:
+    samples = sorted(f.replace("sample/", "sample-") for f in folders if f.startswith("sample/"))
+    crawls = sorted(f.removeprefix("data/") for f in folders if f.startswith("data/"))
+    shown = crawls if len(crawls) <= 8 else [*crawls[:3], f"{len(crawls) - 6} more crawls", *crawls[-3:]]
+    names = ", ".join([*samples, *shown, *(["default (all crawls)"] if crawls else [])])
+    return DataError(f"data.subset: {where} has no {subset!r}; it has {names or 'no subsets at all'}")
+
+
+def _no_such_file(name: str) -> DataError:
+    return DataError(f"{name}: is not among the files of this source; did data.paths or data.subset change?")

@@ -1,0 +1,347 @@
+"""Documents out of open files, format by format: plain text, JSON lines (also compressed) and parquet.
+
+Memory stays bounded whatever a file holds or claims. What cannot be read is a `DataError` with file and place;
+documents that are left out are counted with the reason. Nothing here keeps state between calls, so any number of
+threads may read at once.
+"""
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nsa.data.sources.base import MAX_DOCUMENT_BYTES, Skipped, Unit
+from nsa.errors import DataError
+
+MAX_TEXT_BYTES = 1 << 30  # of a .txt file, which is one document
+MAX_CHUNK_BYTES = 2 << 30  # of one row group: a unit is worked on at once
+BLOCK_BYTES = 1 << 20  # read from a file at once
+# Real text shrinks three- to tenfold. Both must be exceeded, so that a short repetitive file passes.
+BOMB_BYTES = 256 << 20
+BOMB_RATIO = 200
+# A dictionary of one long text can stand for thousands of rows. A batch holds few enough for memory to bear that,
+# and enough for speed.
+BATCH_BYTES = 512 << 20
+BATCH_ROWS = (64, 1024)
+FOLDED_ROWS = 1 << 20
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG = "empty", "no text", "not UTF-8", f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
+
+Read = Callable[[int], bytes]
+
+
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """What the system refuses becomes a `DataError` with its reason."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{path}: cannot be read: {reason}; fix it or take it out of data.paths") from None
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file for reading. That it is gone, is no file or fails while it is read becomes a `DataError`."""
+    with file_errors(path):
+        # Opening a pipe would wait for a writer that may never come.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("not a regular file")
+        with path.open("rb") as file:
+            yield file
+
+
+def files_fingerprint(paths: Iterable[Path]) -> str:
+    """Of names, sizes and modification times. Contents may be too long to be read for it."""
+    digest = sha256()
+    for path in sorted(paths):
+        with file_errors(path):
+            status = path.stat()
+        digest.update(os.fsencode(path) + f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def unpacked(name: str, file: BinaryIO, codec: str) -> Read:
+    """`read` for the contents of a gzip or zstd file: all of its members or frames, one after another.
+
+    A file that is cut, damaged or followed by something else is a `DataError`, and so is one that expands as no
+    text does.
+    """
+    stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+    done = 0
+
+    def read(count: int) -> bytes:
+        nonlocal done
+        try:
+            block: bytes = stream.read(count)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{name}: its {codec} data is broken after {done} bytes of contents: {error}; "
+                "get the file again or take it out of data.paths"
+            ) from None
+        packed = file.tell()
+        if not packed:
+            raise DataError(f"{name}: is empty, a {codec} file never is; get it again or take it out of data.paths")
+        done += len(block)
+        if done > BOMB_BYTES and done > BOMB_RATIO * packed:
+            raise DataError(
+                f"{name}: expands more than {BOMB_RATIO}-fold ({packed} bytes of {codec} gave {done}), which text does "
+                "not; take it out of data.paths"
+            )
+        return block
+
+    return read
+
+
+def text_document(name: str, read: Read, skipped: Skipped) -> Iterator[str]:
+    """Everything that `read` gives as one document, without the byte order mark some editors put before it."""
+    blocks, size = [], 0
+    while block := read(BLOCK_BYTES):
+        blocks.append(block)
+        size += len(block)
+        if size > MAX_TEXT_BYTES:
+            raise text_too_long(name)
+    data = b"".join(blocks)
+    blocks.clear()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, error.start) from None
+    text = text.removeprefix("\ufeff")
+    if _is_text(text, skipped):
+        yield text
+
+
+def lines(read: Read, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, bytes | None]]:
+    """Offset and bytes of every line that starts in [start, stop); None for a line that is longer than a document.
+
+    `read` goes on from byte start - 1, or 0. Too long a line is thrown away as it comes.
+    """
+    position = offset = max(start - 1, 0)  # of what is read next, and of the line under way
+    pieces: list[bytes] = []  # of that line
+    dropping = start > 0  # up to the next line: this one belongs to the unit before, or is too long
+    while block := read(BLOCK_BYTES):
+        position += len(block)
+        if dropping:
+            newline = block.find(b"\n")
+            if newline < 0:
+                if position >= stop:
+                    return
+                continue
+            offset = position - len(block) + newline + 1
+            block, dropping = block[newline + 1 :], False
+        *whole, tail = block.split(b"\n")
+        if whole and pieces:
+            whole[0] = b"".join([*pieces, whole[0]])
+            pieces.clear()
+        for line in whole:
+            if offset >= stop:
+                return
+            yield offset, line if len(line) <= MAX_DOCUMENT_BYTES else None
+            offset += len(line) + 1
+        if offset >= stop:
+            return
+        if tail:
+            pieces.append(tail)
+        if position - offset > MAX_DOCUMENT_BYTES:
+            yield offset, None
+            pieces.clear()
+            dropping = True
+    if pieces:
+        yield offset, b"".join(pieces)
+
+
+def jsonl_documents(
+    name: str, read: Read, text_field: str, skipped: Skipped, start: int = 0, stop: int = sys.maxsize
+) -> Iterator[str]:
+    """The texts of the lines that start in [start, stop). Places are lines from the file's start, bytes elsewhere."""
+    for number, (offset, line) in enumerate(lines(read, start, stop), start=1):
+        if line is None:
+            skipped.add(TOO_LONG)
+            continue
+        try:
+            record = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(name, offset + error.start, "" if start else f" (line {number})") from None
+        if not offset:
+            record = record.removeprefix("\ufeff")
+        if not record or record.isspace():
+            continue
+        try:
+            text = _text_of(record, text_field)
+        except _BadLineError as error:
+            raise DataError(f"{name}, {f'byte {offset}' if start else f'line {number}'}: {error}") from None
+        if _is_text(text, skipped):
+            yield text
+
+
+def parquet_units(name: str, file: Any, text_field: str = "text") -> list[Unit]:
+    """A unit per row group, from the footer alone. `file` is a path or an open, seekable binary file.
+
+    `part` is the row group, `start` and `stop` count rows, `size` is what its columns unpack to, nearly all of which is
+    text. An `NSAError` that reading from `file` raises passes through, here and below.
+    """
+    with _parquet_errors(name), _open_parquet(file) as parquet:
+        _check_column(name, parquet, text_field)
+        units, first = [], 0
+        for row_group in range(parquet.num_row_groups):
+            rows, size = _claims(name, parquet, row_group)
+            units.append(Unit(name, row_group, first, first + rows, size))
+            first += rows
+    return units
+
+
+def parquet_texts(name: str, file: Any, row_group: int, text_field: str = "text") -> Iterator[Any]:
+    """The text column of a row group, and nothing else of the file, as arrow arrays of strings in bounded batches."""
+    with _parquet_errors(name, row_group), _open_parquet(file) as parquet:
+        # Arrow's own dictionaries stay folded until they are decoded, but come whole with every batch.
+        folded = pa.types.is_dictionary(_check_column(name, parquet, text_field))
+        if not 0 <= row_group < parquet.num_row_groups:
+            raise pa.ArrowInvalid(f"it has {parquet.num_row_groups} row groups")
+        rows, size = _claims(name, parquet, row_group)
+        few = max(BATCH_ROWS[0], min(BATCH_BYTES // max(size, 1), BATCH_ROWS[1]))
+        rows_read = bytes_read = 0
+        for batch in parquet.iter_batches(FOLDED_ROWS if folded else few, [row_group], [text_field], use_threads=False):
+            texts = batch.column(0)
+            rows_read += len(texts)
+            for first in range(0, len(texts), few):
+                part = texts.slice(first, few)
+                part = part.dictionary_decode() if folded else part
+                bytes_read += part.nbytes
+                if bytes_read > MAX_CHUNK_BYTES:  # whatever the footer says
+                    raise _chunk_too_long(name, row_group, bytes_read)
+                yield part
+        if rows_read != rows:
+            raise pa.ArrowInvalid(f"{rows_read} rows instead of {rows}")
+
+
+def parquet_documents(name: str, file: Any, row_group: int, text_field: str, skipped: Skipped) -> Iterator[str]:
+    """The documents of a row group, in order. `file` is a path or an open, seekable binary file."""
+    for texts in parquet_texts(name, file, row_group, text_field):
+        for text in _to_strings(texts, skipped):
+            if _is_text(text, skipped):
+                yield text
+
+
+def text_too_long(name: str) -> DataError:
+    return DataError(
+        f"{name}: more than {MAX_TEXT_BYTES >> 20} MiB, too long for one document; split it, or make it a .jsonl with "
+        "a document per line"
+    )
+
+
+class _BadLineError(ValueError):
+    """What is wrong with a line and what to do; whoever knows the place adds it."""
+
+
+def _text_of(record: str, text_field: str) -> str | None:
+    try:
+        values: Any = json.loads(record)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        raise _BadLineError(f"not valid JSON: {error}; fix the line or take the file out of data.paths") from None
+    remedy = "set data.text_field to the one that holds the text"
+    if not isinstance(values, dict) or text_field not in values:
+        raise _BadLineError(f"no field {text_field!r}; {remedy}")
+    text = values[text_field]
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise _BadLineError(f"field {text_field!r} must be a text, got {type(text).__name__}; {remedy}")
+    # A lone surrogate survives JSON, as an escape, but is no text.
+    if text.isascii() or "\\u" not in record:
+        return text
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
+    if text is None:
+        skipped.add(NO_TEXT)
+    elif not text or text.isspace():
+        skipped.add(EMPTY)
+    else:
+        return True
+    return False
+
+
+def _not_utf8(name: str, byte: int, line: str = "") -> DataError:
+    return DataError(f"{name}: byte {byte} is not valid UTF-8{line}; convert the file or take it out of data.paths")
+
+
+@contextmanager
+def _parquet_errors(name: str, row_group: int | None = None) -> Iterator[None]:
+    try:
+        yield
+    # What arrow raises at damage: its own errors, which are ValueErrors and the like, an OSError at a cut file, a
+    # MemoryError at a size no machine has, a UnicodeDecodeError at a column's name.
+    except (pa.ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
+        place = "" if row_group is None else f", row group {row_group}"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(
+            f"{name}{place}: cannot be read as parquet: {reason}; get the file again or take it out of data.paths"
+        ) from None
+
+
+def _open_parquet(file: Any) -> Any:
+    # Reading ahead would fetch the other columns of a remote file too. Checksums are compared where there are any.
+    return pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True)
+
+
+def _check_column(name: str, parquet: Any, text_field: str) -> Any:
+    """The text column's type, when there is one such column and it holds text."""
+    schema = parquet.schema_arrow
+    remedy = "set data.text_field to the one that holds the text"
+    if text_field not in schema.names:
+        raise DataError(f"{name}: no column {text_field!r}; it has {', '.join(schema.names) or 'none'}; {remedy}")
+    kind = schema.field(schema.names.index(text_field)).type
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if values not in (pa.string(), pa.large_string(), pa.string_view()):
+        raise DataError(f"{name}: column {text_field!r} must be a text, its type is {kind}; {remedy}")
+    # A field within another one can have the same name with a dot in it, and would be read along.
+    columns = sum(parquet.schema.column(i).path == text_field for i in range(len(parquet.schema)))
+    if columns != 1:
+        raise DataError(f"{name}: {columns} columns are named {text_field!r}; rename all but one")
+    return kind
+
+
+def _claims(name: str, parquet: Any, row_group: int) -> tuple[int, int]:
+    """Rows and bytes of a row group, as the footer has them."""
+    # Not of the text column alone: at some damaged footers pyarrow ends the process when it is asked for a column's.
+    group = parquet.metadata.row_group(row_group)
+    rows, size = group.num_rows, group.total_byte_size
+    if rows < 0 or size < 0:
+        raise pa.ArrowInvalid(f"row group {row_group} has {rows} rows and {size} bytes in the footer")
+    if size > MAX_CHUNK_BYTES:
+        raise _chunk_too_long(name, row_group, size)
+    return rows, size
+
+
+def _chunk_too_long(name: str, row_group: int, size: int) -> DataError:
+    return DataError(
+        f"{name}, row group {row_group}: unpacks to {size} bytes or more, over the limit of {MAX_CHUNK_BYTES}; write "
+        "the file again with smaller row groups"
+    )
+
+
+def _to_strings(texts: Any, skipped: Skipped) -> Iterator[str | None]:
+    """Rows of an arrow array, None where there is no value, without those that are too long or not UTF-8."""
+    if texts.nbytes <= MAX_DOCUMENT_BYTES:  # no row can be too long
+        with suppress(UnicodeDecodeError):
+            yield from texts.to_pylist()
+            return
+    for text in texts:
+        if text.is_valid and text.as_buffer().size > MAX_DOCUMENT_BYTES:
+            skipped.add(TOO_LONG)
+            continue
+        try:
+            yield text.as_py()
+        except UnicodeDecodeError:
+            skipped.add(NOT_UTF8)

@@ -1,0 +1,179 @@
+"""The user's own files: plain text, JSON lines (also compressed) and parquet, from files, folders and globs."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from glob import glob, has_magic
+from pathlib import Path
+
+from nsa.data.sources.base import Skipped, Unit
+from nsa.data.sources.readers import (
+    CODECS,
+    MAX_TEXT_BYTES,
+    file_errors,
+    files_fingerprint,
+    jsonl_documents,
+    open_file,
+    parquet_documents,
+    parquet_units,
+    text_document,
+    text_too_long,
+    unpacked,
+)
+from nsa.errors import DataError
+
+RANGE_BYTES = 16 << 20  # of a .jsonl file in one unit
+UNPACKED_RATIO = 3  # about how much longer text is than its compressed file
+KINDS = (".txt", ".jsonl")  # each of them also compressed
+SUFFIXES = (*KINDS, *(kind + packed for kind in KINDS for packed in CODECS), ".parquet")
+# For messages: " or ".join(SUFFIXES) would hide the two that nearly everybody has.
+READABLE = ".txt or .jsonl file, plain or as .gz or .zst, and no .parquet file"
+
+
+class TextSource:
+    """A document per .txt file, per .jsonl line and per .parquet row.
+
+    Units are files; of a .jsonl file, which has no parts of its own, ranges of `range_bytes` with the lines that start
+    there; of a .parquet file row groups.
+    """
+
+    name = "text"
+
+    def __init__(self, paths: Sequence[str], text_field: str = "text", *, range_bytes: int = RANGE_BYTES):
+        self.paths = list(paths)
+        self.text_field = text_field
+        self.range_bytes = range_bytes
+
+    def units(self) -> Sequence[Unit]:
+        return [unit for path in expand_paths(self.paths) for unit in self._units_of(path)]
+
+    def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
+        path = Path(unit.path)
+        kind, codec = _kind_and_codec(path)
+        with open_file(path) as file:
+            if kind == ".parquet":
+                yield from parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
+                return
+            size = os.fstat(file.fileno()).st_size
+            if size < unit.stop:
+                raise DataError(
+                    f"{path}: has {size} bytes and had at least {unit.stop} before; files must not change during a run"
+                )
+            read = unpacked(unit.path, file, codec) if codec else file.read
+            if kind == ".txt":
+                yield from text_document(unit.path, read, skipped)
+            elif codec:
+                yield from jsonl_documents(unit.path, read, self.text_field, skipped)
+            else:
+                file.seek(max(unit.start - 1, 0))
+                yield from jsonl_documents(unit.path, read, self.text_field, skipped, unit.start, unit.stop)
+
+    def fingerprint(self) -> str:
+        return files_fingerprint(expand_paths(self.paths))
+
+    def _units_of(self, path: Path) -> list[Unit]:
+        kind, codec = _kind_and_codec(path)
+        name = str(path)
+        with open_file(path) as file:
+            if kind == ".parquet":
+                return parquet_units(name, file, self.text_field)
+            size = os.fstat(file.fileno()).st_size
+        if codec:
+            return [Unit(name, stop=size, size=UNPACKED_RATIO * size)]
+        if kind == ".txt":
+            if size > MAX_TEXT_BYTES:
+                raise text_too_long(name)
+            return [Unit(name, stop=size, size=size)]
+        starts = range(0, size, self.range_bytes)
+        stops = [*starts[1:], size]
+        return [Unit(name, i, a, b, b - a) for i, (a, b) in enumerate(zip(starts, stops, strict=False))]
+
+
+def expand_paths(paths: Sequence[str]) -> list[Path]:
+    """Every regular file that `data.paths` names, each once, in order."""
+    found: dict[Path, None] = {}
+    for entry in paths:
+        path = Path(os.path.expanduser(entry))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
+        with file_errors(path):
+            found.update(dict.fromkeys(_named_by(entry, path)))
+    return list(found)
+
+
+def _named_by(entry: str, path: Path) -> list[Path]:
+    if path.is_dir():
+        inside = _readable(_files_below(path))
+        if not inside:
+            raise DataError(f"data.paths: the folder {entry} holds no {READABLE}; name another")
+    elif path.is_file():
+        inside = _readable([path])
+        if not inside:
+            raise DataError(f"data.paths: {entry} ends in none of {', '.join(SUFFIXES)}; convert it or rename it")
+    elif has_magic(entry):
+        inside = _readable(_matching(path))
+        if not inside:
+            raise DataError(f"data.paths: {entry} matches no {READABLE}; check the pattern")
+    elif path.exists():
+        raise DataError(f"data.paths: {entry} is neither a regular file nor a folder; write it to a file first")
+    else:
+        raise DataError(f"data.paths: no such file or folder: {entry}; relative paths start at {Path.cwd()}")
+    return inside
+
+
+def _kind_and_codec(path: Path) -> tuple[str, str | None]:
+    """.txt, .jsonl or .parquet, and how it is compressed."""
+    suffixes = path.name.lower().split(".")[-2:]
+    codec = CODECS.get("." + suffixes[-1])
+    return "." + (suffixes[0] if codec else suffixes[-1]), codec
+
+
+def _readable(paths: Iterable[Path]) -> list[Path]:
+    return sorted(p for p in paths if p.name.lower().endswith(SUFFIXES) and p.is_file())
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Every file below a folder. Links to folders are followed, but each folder is entered once: links may form rings.
+
+    Links wait until the tree itself is done, so that a file goes by its real name where it has one.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"data.paths: the folder {error.filename} cannot be searched: {error.strerror}; fix it or name others"
+        ) from None
+
+    waiting, entered = [folder], set()
+    for top in waiting:
+        for here, folders, names in os.walk(top, onerror=refuse):
+            real = os.path.realpath(here)
+            if real in entered:
+                folders.clear()
+                continue
+            entered.add(real)
+            waiting += [link for name in sorted(folders) if (link := Path(here, name)).is_symlink()]
+            yield from (Path(here, name) for name in names)
+
+
+def _matching(pattern: Path) -> Iterator[Path]:
+    """What a glob matches. glob() itself would run in rings of links at a **, which stands for any folders."""
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from map(Path, glob(str(pattern)))  # noqa: PTH207
+        return
+    first = parts.index("**")
+    for base in sorted(glob(str(Path(*parts[:first])))):  # noqa: PTH207
+        for path in _files_below(Path(base)):
+            if _matches(path.relative_to(base).parts, parts[first:]):
+                yield path
+
+
+def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    if not patterns:
+        return not names
+    first = patterns[0]
+    if first == "**" and _matches(names, patterns[1:]):
+        return True
+    if not names or (names[0].startswith(".") and not first.startswith(".")):  # hidden, as for glob()
+        return False
+    if first == "**":
+        return _matches(names[1:], patterns)
+    return fnmatchcase(names[0], first) and _matches(names[1:], patterns[1:])

@@ -1,0 +1,39 @@
+"""A mirror of FineWeb-Edu for all tests of a process, and a hub that serves it to one test."""
+
+import pytest
+
+from nsa.data.sources import transport
+from tests.data.hub_server import HubServer
+from tests.data.mirror import write_mirror
+
+VARIABLES = (
+    "HF_TOKEN HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_HUB_CACHE HUGGINGFACE_HUB_CACHE HF_HUB_DISABLE_IMPLICIT_TOKEN"
+)
+
+
+@pytest.fixture
+def hub_settings(monkeypatch, tmp_path):
+    """None of the user's settings, and retries that follow at once."""
+    for name in VARIABLES.split():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(transport, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(transport, "BACKOFF_MAX_S", 0.05)
+
+
+@pytest.fixture(scope="session")
+def mirror(tmp_path_factory):
+    """A folder, and the texts of its subset sample-10BT. Its files are larger than what is read of them at once."""
+    folder = tmp_path_factory.mktemp("mirror")
+    (folder / "README.md").write_text("about")
+    write_mirror(folder, files=2, row_groups=2, rows=10, subset="data/CC-MAIN-2024-10")
+    return folder, write_mirror(folder, fat=2500)
+
+
+@pytest.fixture
+def served(mirror, hub_settings, monkeypatch):
+    """The server, and the texts of its subset sample-10BT."""
+    with HubServer(mirror[0]) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server, mirror[1]

@@ -1,0 +1,42 @@
+"""A process that reads batches and writes down what it read, until somebody kills it."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from nsa.config.schema import DataConfig, TrainConfig
+from nsa.data.build import Place, build_data
+from nsa.data.loader import Loader, Patience, Prefetcher, Request
+from nsa.data.tokenizers import ByteTokenizer
+
+
+def read_steps(data: dict, train: dict, rank: int, size: int, first_step: int, log: Path, folder: Path, pause_s: float):
+    """One rank: step after step from `first_step` on, a line for each that is done."""
+    options, steps = DataConfig.model_validate(data), TrainConfig.model_validate(train)
+    built = build_data(options, steps, ByteTokenizer(), Place(folder, rank))
+    batch, count = steps.batch_size, steps.batch_size // size
+    requests = [Request(step * batch + rank, count, size) for step in range(first_step, steps.steps)]
+    made = Prefetcher(
+        built.train,
+        requests,
+        ahead=2,
+        device=torch.device("cpu"),
+        patience=Patience(60, 60, 10),
+        report=lambda *_: None,
+        waiting_for=built.waiting_for,
+    )
+    with log.open("a") as file:
+        for step in range(first_step, steps.steps):
+            lines = digests(built.train, made.next().inputs, count)
+            file.write(f"{step} {' '.join(lines)}\n")
+            file.flush()
+            os.fsync(file.fileno())
+            time.sleep(pause_s)
+
+
+def digests(loader: Loader, inputs: torch.Tensor, count: int) -> list[str]:
+    rows = inputs.view(count, loader.seq_len)
+    return [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in rows]

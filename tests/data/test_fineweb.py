@@ -1,0 +1,213 @@
+"""FineWeb-Edu from a hub on this machine, from its local cache and from a mirror: the same documents, few bytes."""
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa.data.sources import fineweb
+from nsa.data.sources.base import Skipped
+from nsa.data.sources.fineweb import FineWebEdu
+from nsa.data.sources.hub import RemoteFile
+from nsa.errors import DataError, DataUnavailableError
+from tests.data.hub_server import REPO, HubServer
+from tests.data.mirror import FIRST, texts_of, write_mirror
+
+
+def test_the_hub_gives_the_documents_and_units_that_a_mirror_on_disk_gives(served, mirror):
+    server, texts = served
+    hub, disk = FineWebEdu(), FineWebEdu(paths=[str(mirror[0])])
+    assert texts_of(hub) == texts_of(disk) == texts
+    assert hub.units() == disk.units()
+    assert [(u.path, u.part) for u in hub.units()][:5] == [(FIRST, i) for i in range(4)] + [
+        (FIRST[:14] + "1" + FIRST[15:], 0)
+    ]
+    assert hub.commit == server.branches["main"]
+    assert disk.commit is None
+    assert hub.waiting_for() is None
+
+
+@pytest.mark.parametrize(("subset", "files"), [("CC-MAIN-2024-10", 2), ("default", 2), ("sample-10BT", 3)])
+def test_a_subset_is_its_folder(served, mirror, subset, files):
+    hub, disk = FineWebEdu(subset), FineWebEdu(subset, paths=[str(mirror[0])])
+    assert len({unit.path for unit in hub.units()}) == files
+    assert texts_of(hub) == texts_of(disk)
+
+
+def test_only_footers_and_the_text_of_row_groups_are_fetched(tmp_path, hub_settings, monkeypatch):
+    texts = write_mirror(tmp_path, files=2, row_groups=5, rows=500, fat=1000)
+    with HubServer(tmp_path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        source = FineWebEdu()
+        units = source.units()
+        assert [r.sent for r in server.requests("cdn")] == [64 << 10] * 2, "a tail of each file"
+        assert len(server.requests("hub", "/resolve/")) == 2
+        for path in sorted(tmp_path.rglob("*.parquet")):
+            metadata = pq.read_metadata(path)
+            for group in range(5):
+                before = len(server.log)
+                unit = units.pop(0)
+                assert list(source.documents(unit, Skipped())) == [texts.pop(0) for _ in range(500)]
+                (request,) = server.log[before:]
+                assert request.sent == metadata.row_group(group).column(0).total_compressed_size
+        needed = sum(
+            metadata.row_group(g).column(0).total_compressed_size
+            for metadata in map(pq.read_metadata, tmp_path.rglob("*.parquet"))
+            for g in range(5)
+        ) + sum(pq.read_metadata(path).serialized_size for path in tmp_path.rglob("*.parquet"))
+        served = sum(r.sent for r in server.log)
+        assert served < 2 * needed
+        assert served < sum(path.stat().st_size for path in tmp_path.rglob("*.parquet")) / 3
+
+
+def test_a_footer_longer_than_the_first_read_is_completed_and_kept(tmp_path, hub_settings, monkeypatch):
+    texts = write_mirror(tmp_path, files=1, row_groups=80, rows=2)
+    size = pq.read_metadata(tmp_path / FIRST).serialized_size
+    assert size > fineweb.TAIL_BYTES
+    with HubServer(tmp_path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        source = FineWebEdu()
+        assert texts_of(source) == texts
+        assert [r.sent for r in server.requests("cdn")][:2] == [64 << 10, size + 8 - (64 << 10)]
+        assert len(server.requests("cdn")) == 2 + 80
+        monkeypatch.setattr(fineweb, "FOOTER_CACHE_BYTES", 0)
+        assert texts_of(FineWebEdu()) == texts, "also when no footer can be kept"
+
+
+def test_wrong_names_are_answered_with_the_right_ones(served, mirror):
+    for subset in ("sample-11BT", "CC-MAIN-1999-01", "../data", "10BT"):
+        with pytest.raises(DataError, match=r"data\.subset: .* it has sample-10BT, CC-MAIN-2024-10, default"):
+            FineWebEdu(subset).units()
+        with pytest.raises(
+            DataError, match=r"data\.subset: the mirror .* it has sample-10BT, CC-MAIN-2024-10, default"
+        ):
+            FineWebEdu(subset, paths=[str(mirror[0])]).units()
+    with pytest.raises(DataError, match=r"data\.revision: .*revision v7: .*Invalid rev id"):
+        FineWebEdu(revision="v7").units()
+    with pytest.raises(DataError, match=r"data\.revision: "):
+        FineWebEdu(revision="0" * 40).units()
+
+
+def test_a_run_reads_the_state_of_its_first_contact(tmp_path, hub_settings, monkeypatch):
+    old = write_mirror(tmp_path)
+    with HubServer(tmp_path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        running = FineWebEdu()
+        commit, fingerprint = running.commit, running.fingerprint()
+        new = write_mirror(tmp_path, seed=1)
+        server.commit()
+        assert texts_of(running) == texts_of(FineWebEdu(revision=commit)) == old
+        assert texts_of(FineWebEdu()) == new
+        assert FineWebEdu().fingerprint() != fingerprint
+        assert FineWebEdu(revision=commit).fingerprint() == fingerprint
+
+
+def download(server, home):
+    """As `huggingface-cli download ... --include "sample/10BT/*"` does it."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        REPO,
+        repo_type="dataset",
+        cache_dir=home / "hub",
+        allow_patterns=["sample/10BT/*"],
+        endpoint=server.endpoint,
+        token=False,
+    )
+
+
+def test_offline_what_was_downloaded_is_read_and_nothing_is_asked(served, tmp_path, monkeypatch):
+    server, texts = served
+    download(server, tmp_path / "home")
+    online = FineWebEdu()
+    units, commit = online.units(), online.commit
+    requests = len(server.log)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source = FineWebEdu()
+    assert texts_of(source) == texts
+    assert source.units() == units
+    assert source.commit == commit
+    with pytest.raises(DataUnavailableError, match="CC-MAIN-2024-10: offline mode is on"):
+        FineWebEdu("CC-MAIN-2024-10").units()
+    with pytest.raises(DataError, match=r"data\.subset: 'nonsense'"):
+        FineWebEdu("nonsense").units()
+    assert len(server.log) == requests
+
+
+def test_offline_without_a_download_says_what_to_do(served, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    remedy = rf'unset HF_HUB_OFFLINE.*`huggingface-cli download {REPO} --repo-type dataset --include "sample/10BT/\*"`'
+    with pytest.raises(DataUnavailableError, match=remedy + ".*data.paths"):
+        FineWebEdu().units()
+    assert not served[0].log
+
+
+def test_offline_a_download_that_was_cut_is_not_taken_for_the_whole(served, tmp_path, monkeypatch):
+    from huggingface_hub import errors
+
+    if not hasattr(errors, "IncompleteSnapshotError"):
+        pytest.skip("this version of huggingface_hub does not know what a snapshot lacks")
+    Path(download(served[0], tmp_path / "home"), FIRST).unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataUnavailableError, match="does not hold all of it"):
+        FineWebEdu().units()
+
+
+def test_a_copy_in_another_process_reads_the_same_without_listing_again(served):
+    server, texts = served
+    source = FineWebEdu()
+    units = source.units()
+    listings = len(server.requests("hub", "/api/"))
+    code = (
+        "import pickle, sys; from nsa.data.sources.base import Skipped; source, unit = pickle.load(sys.stdin.buffer); "
+        "sys.stdout.buffer.write(pickle.dumps((list(source.documents(unit, Skipped())), source.commit)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps((source, units[5])), stdout=subprocess.PIPE, check=True
+    )
+    assert pickle.loads(done.stdout) == (texts[250:300], source.commit)
+    assert len(server.requests("hub", "/api/")) == listings
+    assert texts_of(pickle.loads(pickle.dumps(FineWebEdu()))) == texts, "a copy made before the first contact"
+
+
+def test_a_mirror_may_be_files_and_folders_with_equal_names(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    texts = [write_mirror(folder, files=1, subset="x", seed=i) for i, folder in enumerate(folders)]
+    file = folders[0] / "x" / "000_00000.parquet"
+    source = FineWebEdu(paths=[str(folders[0]), str(folders[1]), str(file)])
+    assert {unit.path for unit in source.units()} == {"x/000_00000.parquet", "1/x/000_00000.parquet"}
+    assert texts_of(source) == texts[1] + texts[0]
+    assert texts_of(FineWebEdu(paths=[str(file)])) == texts[0]
+    fingerprint = source.fingerprint()
+    write_mirror(folders[1], files=1, rows=51, subset="x")
+    assert FineWebEdu(paths=source.paths).fingerprint() != fingerprint
+
+
+def test_a_mirror_without_parquet_files_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("text")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(DataError, match=r"data\.paths: .* holds no \.parquet file"):
+            FineWebEdu(paths=[str(path)]).units()
+    with pytest.raises(DataError, match=r"data\.paths: no such file or folder: nowhere"):
+        FineWebEdu(paths=["nowhere"]).units()
+    (tmp_path / "gone.parquet").symlink_to(tmp_path / "blob")
+    with pytest.raises(DataError, match=r"gone\.parquet: cannot be read: No such file"):
+        FineWebEdu(paths=[str(tmp_path)]).units()
+
+
+@given(st.binary(max_size=60), st.integers(0, 60), st.lists(st.tuples(st.integers(0, 70), st.integers(-1, 70))))
+def test_a_remote_file_reads_like_one_in_memory(data, kept, reads):
+    tail = data[max(0, len(data) - kept) :]
+    file, other = RemoteFile(len(data), tail, lambda start, stop: data[start:stop]), io.BytesIO(data)
+    for position, count in reads:
+        assert file.seek(position) == other.seek(position)
+        assert file.read(count) == other.read(count)
+    assert file.seek(-len(data), os.SEEK_END) == 0
+    assert io.BufferedReader(file, 7).read() == data

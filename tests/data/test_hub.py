@@ -1,0 +1,276 @@
+"""Talking to a hub that is slow, broken, overloaded or gone: the same documents, or a clear word in time."""
+
+import pickle
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+
+from nsa.data.sources import transport
+from nsa.data.sources.base import Skipped
+from nsa.data.sources.fineweb import FineWebEdu
+from nsa.errors import DataError, DataUnavailableError
+from tests.data.hub_server import REPO, HubServer
+from tests.data.mirror import FIRST, texts_of, write_mirror
+
+
+def test_the_server_of_these_tests_also_serves_the_hub_library(served, mirror):
+    from huggingface_hub import HfFileSystem
+
+    server, _ = served
+    server.page = 2
+    files = HfFileSystem(endpoint=server.endpoint, token=False, skip_instance_cache=True)
+    found = files.find(f"datasets/{REPO}", detail=True)
+    assert {name.removeprefix(f"datasets/{REPO}/"): info["size"] for name, info in found.items()} == {
+        name: len(data) for name, data in server.commits[server.branches["main"]].items()
+    }
+    with files.open(f"datasets/{REPO}/{FIRST}", block_size=4096) as file:
+        file.seek(1000)
+        assert file.read(5000) == (mirror[0] / FIRST).read_bytes()[1000:6000]
+
+
+FAULTS = {
+    "429": {"status": 429},
+    "429 and a time to wait": {"status": 429, "retry_after": "0"},
+    "429 and a date": {"status": 429, "retry_after": "Wed, 21 Oct 2015 07:28:00 GMT"},
+    "500": {"status": 500},
+    "503 four times": {"status": 503, "times": 4},
+    "no answer in time": {"sleep": 1.5},
+    "cut before the body": {"cut": 0},
+    "cut in the body": {"cut": 100},
+    "a body that stops to come": {"cut": 100, "sleep": 1.5},
+    "reset before the answer": {"reset": True, "times": 2},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("side", "match"), [("hub", "/revision/"), ("hub", "/tree/"), ("hub", "/resolve/"), ("cdn", "")]
+)
+def test_a_fault_that_passes_changes_nothing(served, monkeypatch, side, match, fault):
+    server, texts = served
+    monkeypatch.setattr(transport, "ATTEMPT_S", 0.5)
+    server.fault(side=side, match=match, **fault)
+    assert texts_of(FineWebEdu(deadline_s=30)) == texts
+    assert server.faults[0].times == 0
+
+
+def test_a_fault_amid_row_groups_changes_nothing(served):
+    server, texts = served
+    source = FineWebEdu(deadline_s=30)
+    source.units()
+    for fault in FAULTS.values():
+        server.fault(**{**fault, "sleep": 0.0})
+    assert texts_of(source) == texts
+    assert not any(fault.times for fault in server.faults)
+
+
+def test_a_signature_that_ran_out_is_asked_for_again(served):
+    server, texts = served
+    source = FineWebEdu(deadline_s=30)
+    units = source.units()
+    server.expire()
+    assert [text for unit in units for text in source.documents(unit, Skipped())] == texts
+    assert sum(r.status == 403 for r in server.log) == 3
+    server.lifetime_s = 0.05  # shorter than the pause
+    server.expire()
+    list(source.documents(units[0], Skipped()))
+    time.sleep(0.1)
+    assert list(source.documents(units[0], Skipped())) == texts[:50]
+
+
+def test_what_arrived_before_a_cut_is_not_fetched_again(tmp_path, hub_settings, monkeypatch):
+    texts = write_mirror(tmp_path, files=1, row_groups=1, rows=3000)
+    monkeypatch.setattr(transport, "CHUNK_BYTES", 10_000)
+    with HubServer(tmp_path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        source = FineWebEdu(deadline_s=1.0)
+        (unit,) = source.units()
+        server.fault(cut=15_000, times=100)  # many more tries than the deadline would allow without progress
+        assert list(source.documents(unit, Skipped())) == texts
+        ranges = [int(re.match(r"bytes=(\d+)", r.range)[1]) for r in server.requests("cdn")[1:]]
+        assert len(ranges) > 8
+        assert {b - a for a, b in pairwise(ranges)} == {15_000}
+
+
+def test_a_server_is_left_alone_for_as_long_as_it_asks(served):
+    server, _ = served
+    server.fault(side="hub", match="/tree/", status=429, retry_after="1")
+    start = time.monotonic()
+    FineWebEdu().fingerprint()
+    assert 1.0 <= time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize("wait", [None, "3600"])
+def test_the_deadline_holds_against_a_server_that_is_always_overloaded(served, wait):
+    server, _ = served
+    server.fault(side="hub", status=503, times=10**9, retry_after=wait)
+    start = time.monotonic()
+    with pytest.raises(DataUnavailableError, match=r"revision main: .* for \d\.\d s, \d+ tries, last: HTTP 503; check"):
+        FineWebEdu(deadline_s=1.0).units()
+    assert 0.9 < time.monotonic() - start < 3.0
+    assert len(server.log) > (1 if wait else 5)
+
+
+def test_the_deadline_holds_without_any_server(hub_settings, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+    start = time.monotonic()
+    with pytest.raises(DataUnavailableError, match="last: connection refused"):
+        FineWebEdu(deadline_s=1.0).units()
+    assert 0.9 < time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"])
+def test_the_deadline_holds_against_a_server_that_says_nothing_or_very_little(hub_settings, monkeypatch, said):
+    def drip():
+        while said:
+            connection, _ = server.accept()
+            with suppress(OSError), connection:
+                connection.sendall(said)
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+    def serve():
+        with suppress(OSError):  # the test is over
+            drip()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(DataUnavailableError, match="last: no answer in time"):
+            FineWebEdu(deadline_s=0.9).units()
+        assert 0.8 < time.monotonic() - start < 3.0
+
+
+def test_a_file_that_cannot_be_had_is_named(served):
+    server, _ = served
+    source = FineWebEdu(deadline_s=0.5)
+    units = source.units()
+    server.fault(match="000_00000", status=500, times=10**9)
+    with pytest.raises(DataUnavailableError, match=rf"{FIRST}, row group 2: .* last: HTTP 500; .*data\.paths"):
+        list(source.documents(units[2], Skipped()))
+    with pytest.raises(DataUnavailableError, match=f"{FIRST}, footer: "):
+        FineWebEdu(deadline_s=0.5).units()
+
+
+@pytest.mark.parametrize("match", ["/revision/", "/tree/", "/resolve/"])
+@pytest.mark.parametrize(("status", "remedy"), [(401, "HF_TOKEN"), (403, "HF_TOKEN"), (404, "HF_ENDPOINT")])
+def test_what_will_not_pass_is_said_at_once(served, match, status, remedy):
+    server, _ = served
+    server.fault(side="hub", match=match, status=status)
+    with pytest.raises(DataError, match=rf"HTTP {status}.*{remedy}") as error:
+        FineWebEdu().units()
+    assert not isinstance(error.value, DataUnavailableError)
+    assert len(server.requests("hub", match)) <= 3, "one for each file, and none again"
+
+
+def test_a_wrong_endpoint_is_said(served, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
+    with pytest.raises(DataError, match=r"HF_ENDPOINT: 'huggingface\.co' is no web address"):
+        FineWebEdu().units()
+    monkeypatch.setenv("HF_ENDPOINT", served[0].endpoint + "/elsewhere")
+    with pytest.raises(DataError, match=r"Repository not found.*check HF_ENDPOINT"):
+        FineWebEdu().units()
+
+
+@pytest.mark.parametrize("link_base", [None, "https://huggingface.co"])
+def test_a_listing_of_many_pages_is_read_to_its_end(served, link_base):
+    server, texts = served
+    server.page, server.link_base = 1, link_base
+    assert texts_of(FineWebEdu()) == texts
+    assert len(server.requests("hub", "/tree/")) == 3
+
+
+def test_the_token_goes_to_the_hub_and_to_nobody_else(mirror, hub_settings, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with HubServer(mirror[0], token="hf_secret") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        source = FineWebEdu()
+        assert texts_of(source) == mirror[1]
+        assert {r.token for r in server.requests("hub")} == {"Bearer hf_secret"}
+        assert {r.token for r in server.requests("cdn")} == {None}
+        assert b"hf_secret" not in pickle.dumps(source)
+        monkeypatch.setenv("HF_TOKEN", "hf_stale")
+        with pytest.raises(DataError, match=r"HTTP 401 .*HF_TOKEN") as error:
+            FineWebEdu().units()
+        assert "hf_stale" not in str(error.value)
+
+
+def test_a_proxy_is_used_where_the_environment_names_one(served, monkeypatch):
+    server, texts = served
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, server.endpoint.replace("//", "//me:pass@"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    assert texts_of(FineWebEdu()) == texts
+    assert {r.path[:19] for r in server.requests("hub")} == {"http://hub.invalid/"}
+
+
+def test_threads_read_different_units_at_once(served):
+    server, texts = served
+    source = FineWebEdu(deadline_s=30)
+    units = list(source.units()) * 3
+    for fault in FAULTS.values():
+        server.fault(**{**fault, "sleep": 0.0})
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda unit: list(source.documents(unit, Skipped())), units))
+    assert [text for unit in found for text in unit] == texts * 3
+    assert source.waiting_for() is None
+
+
+def test_what_is_waited_for_can_be_seen_from_outside(served, monkeypatch):
+    server, texts = served
+    source = FineWebEdu(deadline_s=30)
+    unit = source.units()[1]
+    assert source.waiting_for() is None
+    server.fault(status=503, times=10**9)
+    reader = ThreadPoolExecutor(1).submit(lambda: list(source.documents(unit, Skipped())))
+    seen = wait_until(source.waiting_for)
+    assert re.fullmatch(rf"{FIRST}, row group 1: try \d+, \d+ s, last: HTTP 503", seen)
+    server.faults.clear()
+    assert reader.result(20) == texts[50:100]
+    assert source.waiting_for() is None
+    monkeypatch.setattr(transport, "SLOW_S", 0.1)
+    server.fault(sleep=1.0)
+    reader = ThreadPoolExecutor(1).submit(lambda: list(source.documents(unit, Skipped())))
+    assert re.fullmatch(rf"{FIRST}, row group 1: try 1, \d s, last: no answer yet", wait_until(source.waiting_for))
+    assert reader.result(20) == texts[50:100]
+
+
+def wait_until(value):
+    stop = time.monotonic() + 10
+    while (found := value()) is None and time.monotonic() < stop:
+        time.sleep(0.01)
+    return found
+
+
+def test_an_idle_connection_that_the_server_closed_is_no_failure(served, monkeypatch):
+    server, texts = served
+    monkeypatch.setattr(transport, "BACKOFF_FIRST_S", 60.0)  # what a failure would cost
+    monkeypatch.setattr(transport, "BACKOFF_MAX_S", 60.0)
+    source = FineWebEdu()
+    units = source.units()
+    server.fault(reset=True)  # met by the connection that was kept
+    start = time.monotonic()
+    assert list(source.documents(units[0], Skipped())) == texts[:50]
+    assert [r.status for r in server.requests("cdn")[3:]] == [-1, 206]
+    assert time.monotonic() - start < 20
+
+
+def test_one_hopeless_file_ends_the_wait_for_the_others(served):
+    server, _ = served
+    server.fault(status=503, times=10**9)
+    server.fault(side="hub", match="002_00000", status=403)
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"002_00000.parquet, footer: .* HTTP 403"):
+        FineWebEdu(deadline_s=60).units()
+    assert time.monotonic() - start < 10
+    assert not [t for t in threading.enumerate() if t.name.startswith("footer")]

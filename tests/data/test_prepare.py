@@ -1,0 +1,294 @@
+"""Shards: the same tokens however they were made, whole after any kill, and never wrong in silence."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nsa.config.schema import DataConfig, TrainConfig
+from nsa.data.build import build_data
+from nsa.data.corpus import build_corpora, join, tokenise_unit
+from nsa.data.prepare import make_plan, prepare
+from nsa.data.shards import MANIFEST, open_shards, read_manifest, verify
+from nsa.data.sources.text import TextSource
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.errors import DataError
+
+TOKENIZER = ByteTokenizer()
+SHARD_BYTES = 2_000
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for file in range(6):
+        lines = [json.dumps({"text": f"file {file} line {n} " + "wörd " * (n % 17)}) for n in range(40)]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines) + '\n{"text": ""}\n', encoding="utf-8")
+    return TextSource([str(folder)])
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+def run_cli(folder, source_folder, *more, faults="", check=True):
+    command = [sys.executable, "-m", "nsa", "data", "prepare", str(folder), "data.source=text"]
+    command += [f"data.paths=[{source_folder}]", *more]
+    environment = {**os.environ, "NSA_FAULTS": faults}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_hold_the_source_document_for_document(source, tmp_path, workers):
+    out = tmp_path / "out"
+    manifest = prepare(source, TOKENIZER, out, workers=workers, shard_bytes=SHARD_BYTES)
+    direct = join((tokenise_unit(source, u, TOKENIZER) for u in source.units()), TOKENIZER)
+    shards = open_shards([out], TOKENIZER)
+    assert len(manifest["shards"]) > 2
+    assert np.array_equal(np.concatenate(shards.pieces), direct.tokens)
+    assert np.array_equal(shards.lengths, direct.lengths)
+    assert np.array_equal(shards.keys, direct.keys)
+    assert manifest["documents"] == 240
+    assert manifest["tokens"] == len(direct.tokens)
+    assert manifest["text_bytes"] == direct.text_bytes
+    assert manifest["skipped"] == {"empty": 6}
+    assert manifest["tokenizer"]["name"] == "bytes"
+    assert verify(out)["tokens"] == manifest["tokens"]
+
+
+def test_the_number_of_workers_changes_no_byte(source, tmp_path):
+    for workers in (1, 2, 3):
+        prepare(source, TOKENIZER, tmp_path / str(workers), workers=workers, shard_bytes=SHARD_BYTES)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+def test_training_from_shards_reads_what_training_from_the_files_reads(source, tmp_path):
+    prepare(source, TOKENIZER, tmp_path / "out", workers=1, shard_bytes=SHARD_BYTES)
+    train = TrainConfig(seq_len=64, batch_size=4)
+    options = {"validation_fraction": 0.1}
+    from_files = build_data(DataConfig(source="text", paths=[str(tmp_path / "texts")], **options), train, TOKENIZER)
+    from_shards = build_data(DataConfig(source="prepared", paths=[str(tmp_path / "out")], **options), train, TOKENIZER)
+    for number in range(0, 300, 7):
+        for side in ("train", "validation"):
+            a, b = (getattr(d, side).batch(number, 3) for d in (from_files, from_shards))
+            assert a.inputs.equal(b.inputs)
+            assert a.targets.equal(b.targets)
+            assert a.cu_seqlens.equal(b.cu_seqlens)
+
+
+POINTS = ("prepare.tokens", "prepare.docs", "prepare.renamed", "prepare.entry", "prepare.manifest")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_anywhere_and_started_again_gives_the_same_files(source, tmp_path, point):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    prepare(source, TOKENIZER, whole, workers=1, shard_bytes=1 << 20)
+    arguments = ("--workers", "1", "--shard-mb", "1")
+    killed = run_cli(out, tmp_path / "texts", *arguments, faults=f"{point}:kill", check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (out / MANIFEST).exists()
+    with pytest.raises(DataError, match="holds no finished shards"):
+        open_shards([out], TOKENIZER)
+    run_cli(out, tmp_path / "texts", *arguments)
+    assert contents(out) == contents(whole)
+
+
+def test_a_kill_of_the_whole_group_keeps_finished_shards(source, tmp_path):
+    """Real processes, SIGKILL at random times; what is finished is not made again."""
+    folder = tmp_path / "big"
+    folder.mkdir()
+    draw = random.Random(1)
+    for file in range(8):
+        lines = [json.dumps({"text": "".join(draw.choices("abcdef \n", k=20_000))}) for _ in range(70)]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    prepare(TextSource([str(folder)]), TOKENIZER, whole, workers=1, shard_bytes=1 << 20)
+    command = [sys.executable, "-m", "nsa", "data", "prepare", str(out), "data.source=text", f"data.paths=[{folder}]"]
+    command += ["--workers", "2", "--shard-mb", "1"]
+    kills = 0
+    while kills < 3:
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        before = len(list(out.glob("shard-*.json"))) if out.exists() else 0
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if out.exists() and len(list(out.glob("shard-*.json"))) > before:
+                break
+            time.sleep(0.01)
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 1
+    kept = {p.name: p.stat().st_mtime_ns for p in out.glob("shard-*.tokens") if p.with_suffix(".json").exists()}
+    assert kept
+    run_cli(out, folder, "--workers", "2", "--shard-mb", "1")
+    assert contents(out) == contents(whole)
+    assert all((out / name).stat().st_mtime_ns == time_ns for name, time_ns in kept.items())
+
+
+def test_finished_shards_are_not_made_again_and_other_ones_are_refused(source, tmp_path):
+    out = tmp_path / "out"
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
+    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
+    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"} == before
+    with pytest.raises(DataError, match="another preparation"):
+        prepare(source, TOKENIZER, out, workers=1, shard_bytes=100 * SHARD_BYTES)
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=100 * SHARD_BYTES, fresh=True)
+    assert verify(out)["documents"] == 240
+
+
+def test_a_source_that_changed_in_between_is_refused(source, tmp_path):
+    out = tmp_path / "out"
+    run_cli(out, tmp_path / "texts", "--workers", "1", faults="prepare.entry:kill", check=False)
+    with (tmp_path / "texts" / "0.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    done = run_cli(out, tmp_path / "texts", "--workers", "1", check=False)
+    assert done.returncode == 3
+    assert "another preparation" in done.stderr
+
+
+def test_a_bad_file_is_named_and_ends_the_preparation(source, tmp_path):
+    (tmp_path / "texts" / "3.jsonl").write_bytes(b'{"text": "a"}\n{"text": \xff}\n')
+    for workers in (1, 2):
+        with pytest.raises(DataError, match=r"3\.jsonl"):
+            prepare(TextSource([str(tmp_path / "texts")]), TOKENIZER, tmp_path / "o", workers=workers, shard_bytes=2000)
+    assert not (tmp_path / "o" / MANIFEST).exists()
+
+
+def test_a_full_disk_ends_the_preparation_and_loses_no_shard(source, tmp_path):
+    out = tmp_path / "out"
+    failed = run_cli(out, tmp_path / "texts", "--workers", "1", faults="prepare.docs:enospc", check=False)
+    assert failed.returncode == 3
+    assert "No space left" in failed.stderr
+    run_cli(out, tmp_path / "texts", "--workers", "1")
+    assert verify(out)["documents"] == 240
+
+
+def test_two_preparations_do_not_write_into_one_folder(source, tmp_path):
+    import fcntl
+
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another preparation is writing"):
+            prepare(source, TOKENIZER, tmp_path / "out", workers=1)
+
+
+def test_verify_finds_every_flipped_byte(source, tmp_path):
+    out = tmp_path / "out"
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
+    draw = random.Random(2)
+    files = [p for p in sorted(out.iterdir()) if p.suffix in (".tokens", ".docs")]
+    for path in draw.sample(files, 6):
+        content = bytearray(path.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        original = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=path.stem):
+            verify(out)
+        path.write_bytes(original[:-1])
+        with pytest.raises(DataError, match=path.name):
+            open_shards([out], TOKENIZER)
+        path.unlink()
+        with pytest.raises(DataError, match=path.name):
+            open_shards([out], TOKENIZER)
+        path.write_bytes(original)
+    verify(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(version=2), "format version 2"),
+        (lambda m: m.update(format="other"), "no manifest of token shards"),
+        (lambda m: m.pop("tokenizer"), "damaged"),
+        (lambda m: m["tokenizer"].update(dtype="object"), "dtype"),
+        (lambda m: m["shards"][0].update(tokens=-1), "damaged"),
+        (lambda m: m["shards"][0].update(number="../../etc/passwd"), "damaged"),
+        (lambda m: m["shards"][0].update(documents=3), "manifest says 48"),
+        (lambda m: m.update(shards=None), "damaged"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(source, tmp_path, change, message):
+    out = tmp_path / "out"
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
+    manifest = json.loads((out / MANIFEST).read_text())
+    change(manifest)
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=message):
+        open_shards([out], TOKENIZER)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_manifest_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(DataError, match=MANIFEST):
+        read_manifest(tmp_path)
+
+
+def test_shards_of_another_tokenizer_are_refused(source, tmp_path):
+    prepare(source, TOKENIZER, tmp_path / "out", workers=1)
+
+    class Other(ByteTokenizer):
+        name = "other"
+        fingerprint = "other"
+
+    with pytest.raises(DataError, match="was prepared with 'bytes'"):
+        open_shards([tmp_path / "out"], Other())
+
+
+def test_several_folders_are_one_corpus(source, tmp_path):
+    for part in ("a", "b"):
+        prepare(source, TOKENIZER, tmp_path / part, workers=1)
+    shards = open_shards([tmp_path / "a", tmp_path / "b"], TOKENIZER)
+    training, validation = build_corpora(
+        join((tokenise_unit(source, u, TOKENIZER) for u in source.units()), TOKENIZER), 0.1
+    )
+    assert len(shards.lengths) == 2 * (training.num_documents + validation.num_documents)
+
+
+def test_the_plan_depends_on_sizes_alone(source):
+    plan = make_plan(source, TOKENIZER, SHARD_BYTES)
+    assert plan == make_plan(source, TOKENIZER, SHARD_BYTES)
+    assert [u for shard in plan.shards for u in shard] == list(source.units())
+
+
+def test_stats_and_verify_from_the_shell(source, tmp_path):
+    out = tmp_path / "out"
+    run_cli(out, tmp_path / "texts")
+
+    def nsa(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "nsa", "data", *arguments], capture_output=True, text=True, timeout=60
+        )
+
+    shown = nsa("stats", str(out))
+    assert shown.returncode == 0, shown.stderr
+    assert "240 documents" in shown.stdout
+    assert "tokens in a document: median" in shown.stdout
+    assert "--- sample 3 ---" in shown.stdout
+    assert "wörd" in shown.stdout
+    direct = nsa("stats", "data.source=text", f"data.paths=[{tmp_path / 'texts'}]")
+    assert "240 documents" in direct.stdout
+    assert "skipped 6 (empty)" in direct.stdout
+    assert nsa("verify", str(out)).returncode == 0
+    tokens = next(Path(out).glob("*.tokens"))
+    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\x00")
+    damaged = nsa("verify", str(out))
+    assert damaged.returncode == 3
+    assert tokens.name in damaged.stderr

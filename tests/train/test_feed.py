@@ -1,0 +1,166 @@
+"""What a run does about its data: the same batch again gives the same loss, changed data is refused, a source that
+does not answer is said aloud."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nsa.config import parse_config
+from nsa.data import build
+from nsa.errors import DataError, DataUnavailableError
+from nsa.train import train
+
+TINY = [
+    "model.dim=32",
+    "model.n_layers=1",
+    "model.n_heads=2",
+    "model.n_kv_heads=1",
+    "model.head_dim_k=16",
+    "model.head_dim_v=16",
+    "nsa.cmp_block=8",
+    "nsa.cmp_stride=4",
+    "nsa.sel_block=8",
+    "nsa.num_selected=4",
+    "nsa.window=16",
+    "train.seq_len=32",
+    "train.batch_size=4",
+    "train.steps=4",
+    "train.eval_sequences=4",
+    "telemetry.tensorboard=false",
+    "runtime.device=cpu",
+    "data.validation_fraction=0.2",
+]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_texts(folder / "a.jsonl", 60)
+    return folder
+
+
+def write_texts(path, count):
+    path.write_text("".join(json.dumps({"text": f"{n} is a number " * 6}) + "\n" for n in range(count)))
+
+
+def config_of(folder, *more):
+    return parse_config({}, "test", [*TINY, "data.source=text", f"data.paths=[{folder}]", *more])
+
+
+def metrics_of(out):
+    return json.loads((out / "metrics.json").read_text())
+
+
+def events_of(out):
+    return [json.loads(line) for line in (out / "heartbeat_rank0.jsonl").read_text().splitlines()]
+
+
+def losses_of(out):
+    return [line.split(",")[2] for line in (out / "training.csv").read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_threads_and_batches_ahead_change_no_loss(texts, tmp_path, workers):
+    train(config_of(texts, "data.workers=2"), tmp_path / "a")
+    train(config_of(texts, f"data.workers={workers}", "data.prefetch=1"), tmp_path / "b")
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b")
+
+
+def test_the_time_to_the_first_batch_and_the_sources_are_recorded(texts, tmp_path, capsys):
+    train(config_of(texts), tmp_path / "run")
+    data = metrics_of(tmp_path / "run")["data"]
+    assert data["source"] == "text"
+    assert data["fallback"] is None
+    assert data["sequences"] == {"text": 16}
+    assert 0 < data["first_batch_s"] < 60
+    (event,) = [e for e in events_of(tmp_path / "run") if e["event"] == "first_batch"]
+    assert event["seconds"] == data["first_batch_s"]
+    assert "first   batch after" in capsys.readouterr().out
+
+
+def nsa_train(tmp_path, *more, faults=""):
+    """The real command on a file without contents."""
+    config = tmp_path / "c.yaml"
+    config.write_text("{}")
+    command = [sys.executable, "-m", "nsa", "train", str(config), *TINY, f"train.out_dir={tmp_path / 'run'}", *more]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "NSA_FAULTS": faults}
+    )
+
+
+def test_a_run_does_not_go_on_in_other_data(texts, tmp_path):
+    options = ("data.source=text", f"data.paths=[{texts}]", "checkpoint.every=1", "checkpoint.background=false")
+    killed = nsa_train(tmp_path, *options, faults="step.end:kill:hit=3")
+    assert killed.returncode == -signal.SIGKILL
+    write_texts(texts / "b.jsonl", 70)
+    refused = nsa_train(tmp_path, *options)
+    assert refused.returncode == 3
+    assert "trained on other data" in refused.stderr
+    assert "--accept-changes" in refused.stderr
+    assert nsa_train(tmp_path, *options, "--accept-changes").returncode == 0
+    assert metrics_of(tmp_path / "run")["steps"] == 4
+
+
+class DeadSource:
+    name = "dead"
+
+    def __init__(self, *_, **__):
+        pass
+
+    def units(self):
+        raise DataUnavailableError("the hub does not answer: connection refused, 5 tries in 3 s")
+
+    fingerprint = units
+
+
+def test_a_source_that_does_not_answer_ends_the_run_with_exit_code_3(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "open_source", lambda *_: DeadSource())
+    config = parse_config({}, "test", [*TINY, "data.source=fineweb_edu"])
+    with pytest.raises(DataUnavailableError) as caught:
+        train(config, tmp_path / "run")
+    assert caught.value.exit_code == 3
+    assert metrics_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_synthetic_on_fail_trains_and_says_so_loudly_everywhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "open_source", lambda *_: DeadSource())
+    config = parse_config({}, "test", [*TINY, "data.source=fineweb_edu"])
+    train(config, tmp_path / "run", synthetic_on_fail=True)
+    printed = capsys.readouterr().out
+    assert "DATA FALLBACK: the hub does not answer" in printed
+    assert "THIS RUN TRAINS ON SYNTHETIC TEXT" in printed
+    metrics = metrics_of(tmp_path / "run")
+    assert metrics["status"] == "done"
+    assert metrics["incidents"] == 1
+    assert metrics["data"]["source"] == "synthetic"
+    assert "connection refused" in metrics["data"]["fallback"]
+    (incident,) = [e for e in events_of(tmp_path / "run") if e["event"] == "incident"]
+    assert incident["kind"] == "data_fallback"
+
+
+def test_a_bad_file_is_no_reason_for_synthetic_text(texts, tmp_path):
+    (texts / "b.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"b\.jsonl"):
+        train(config_of(texts), tmp_path / "run", synthetic_on_fail=True)
+
+
+def test_best_fit_trains_and_its_loss_counts_real_targets_only(texts, tmp_path):
+    config = config_of(texts, "data.packing=best_fit", "train.lr=1e-9", "train.steps=2")
+    train(config, tmp_path / "run")
+    loss = float(losses_of(tmp_path / "run")[0])
+    assert 5.0 < loss < 6.2, "an untrained model knows nothing: about ln 256 = 5.5 nats a real target"
+
+
+def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_path):
+    options = ("data.source=text", f"data.paths=[{texts}]", "data.stall_s=0.2", "data.prefetch=1", "data.workers=1")
+    done = nsa_train(tmp_path, *options, faults="data.batch:sleep:hit=3:seconds=1")
+    assert done.returncode == 0, done.stderr
+    assert "data: waiting for the next batch since 0." in done.stdout
+    stalls = [e for e in events_of(tmp_path / "run") if e["event"] == "data_stall"]
+    assert stalls
+    assert stalls[0]["seconds"] >= 0.2
