@@ -38,6 +38,12 @@ class NumericsError(NSAError):
     exit_code = 5
 
 
+class HangError(NSAError):
+    """The run made no progress for too long. The watchdog ends the process; this names the end in metrics.json."""
+
+    exit_code = 6
+
+
 class LaunchError(NSAError):
     """Processes, devices or folders that do not fit the run that was asked for."""
 

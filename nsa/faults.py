@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 from nsa.errors import ConfigError
 
-ACTIONS = ("kill", "stop", "terminate", "usr1", "enospc", "eio", "raise", "sleep", "nan")
+ACTIONS = ("kill", "stop", "terminate", "usr1", "enospc", "eio", "raise", "sleep", "nan", "barrier")
 
 
 @dataclass
@@ -67,6 +67,10 @@ def _happen(fault: Fault) -> None:
         os.kill(os.getpid(), signals[fault.action])
     elif fault.action == "sleep":
         time.sleep(fault.seconds)
+    elif fault.action == "barrier":  # a collective that the other ranks do not call
+        from torch import distributed
+
+        distributed.barrier()
     elif fault.action == "raise":
         raise RuntimeError(f"fault at {fault.point}")
     else:

@@ -35,9 +35,10 @@ _KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
     "NSA_ALLOW_SINGLE_RANK": (("parallel", "allow_single_rank"), _SWITCH),
     "NSA_FORCE_BRANCH": (("nsa", "force_branch"), _BRANCH),
     "NSA_MEM_DUMP_EVERY": (("telemetry", "mem_dump_every"), None),
+    "NSA_DISABLE_AUX_STATS": (("telemetry", "attention"), {"0": True, "1": False}),
     "NSA_TB_DISABLE": (("telemetry", "tensorboard"), {"0": True, "1": False}),
 }
-_NOT_READ_YET = ("NSA_DISABLE_AUX_STATS", "NSA_TRACE_GRADS", "NSA_TRACE_MODULE_BWD", "NSA_TRACE_DDP_BUCKETS")
+_NOT_READ_YET = ("NSA_TRACE_GRADS", "NSA_TRACE_MODULE_BWD", "NSA_TRACE_DDP_BUCKETS")
 _FOR_TESTS = ("NSA_FAULTS",)  # nsa.faults
 KNOWN = (*_KERNELS, *_NOTHING_TO_SWITCH, *_KEYS, *_NOT_READ_YET, *_FOR_TESTS)
 

@@ -284,9 +284,11 @@ class TelemetryConfig(Section):
     """What is recorded of a run."""
 
     every: Positive = Field(50, description="steps between samples of gate and selection statistics")
+    attention: bool = Field(True, description="sample them at all")
     mem_dump_every: NonNegative = Field(0, description="steps between memory dumps; 0 for boot and step 1 only")
     per_rank: bool = Field(False, description="CSV files of every rank, not only of rank 0")
     tensorboard: bool = Field(True, description="write TensorBoard files")
+    tracker: Literal["none", "wandb", "trackio"] = Field("none", description="send curves to a tracker, if installed")
     watchdog_floor_s: Annotated[float, Field(gt=0.0)] = Field(
         60.0, description="shortest silence that counts as a hang"
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops import checks
+from nsa.ops import checks, observe
 from nsa.ops.dispatch import choose
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
@@ -80,7 +80,9 @@ def select_blocks(
     q: Tensor, k: Tensor, lse: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
 ) -> Tensor:
     sizes = _checked(spec, cu_seqlens, q)
-    return choose("select", backend, q, k, sizes, count=True).forward(q, k, lse, sizes, cu_seqlens)
+    indices: Tensor = choose("select", backend, q, k, sizes, count=True).forward(q, k, lse, sizes, cu_seqlens)
+    observe.saw_selection(indices, sizes, cu_seqlens)
+    return indices
 
 
 @_operator
@@ -108,6 +110,7 @@ def window_attention(
 
 @_operator
 def mix_branches(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None) -> Tensor:
+    observe.saw_gates(gates)
     return choose("mix", backend, o_cmp, o_cmp, NSASpec(), count=True).forward(o_cmp, o_sel, o_win, gates)
 
 

@@ -12,8 +12,7 @@ from nsa.data.build import Data, Place, build_data
 from nsa.data.loader import Batch, Loader, Patience, Prefetcher, Request
 from nsa.errors import DataError, DataUnavailableError
 from nsa.parallel.collectives import sum_over_ranks
-from nsa.telemetry.console import RunConsole
-from nsa.telemetry.events import EventLog
+from nsa.train.monitor import Monitor
 from nsa.train.state import RunState
 
 
@@ -21,11 +20,9 @@ class Feed:
     """This rank's batches, from the run's data cursor on. Which sequences a step reads, over all ranks, depends on the
     cursor alone: sequence number first + k is read by rank k % size."""
 
-    def __init__(
-        self, config: Config, state: RunState, folder: Path, micro_batch: int, events: EventLog, console: RunConsole
-    ):
+    def __init__(self, config: Config, state: RunState, folder: Path, micro_batch: int, monitor: Monitor):
         self.config, self.state, self.folder = config, state, folder
-        self.micro_batch, self.events, self.console = micro_batch, events, console
+        self.micro_batch, self.monitor = micro_batch, monitor
         self.passes = config.train.batch_size // (micro_batch * state.world.size)
         self.fallback: str | None = None  # why the run trains on invented text
         self.first_batch_s = 0.0
@@ -44,7 +41,7 @@ class Feed:
         self._check_same_data(accept_changes)
         self._data.started()
         self.first_batch_s = time.perf_counter() - began
-        self.events.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self._data.summary)
+        self.monitor.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self._data.summary)
 
     def _try(self) -> DataUnavailableError | None:
         try:
@@ -77,8 +74,8 @@ class Feed:
         self._waiting = None
         self._start(self.config.model_copy(update={"data": self._synthetic()}))
         for line in ("=" * 78, f"DATA FALLBACK: {self.fallback}", "THIS RUN TRAINS ON SYNTHETIC TEXT", "=" * 78):
-            self.console.say(line)
-        self.events.incident("data_fallback", self.fallback, self.state.progress.step)
+            self.monitor.say(line)
+        self.monitor.stream.incident("data_fallback", self.fallback, self.state.progress.step)
 
     def _synthetic(self) -> Any:
         return self.config.data.model_copy(update={"source": "synthetic", "mixture": [], "packing": "concat"})
@@ -132,8 +129,10 @@ class Feed:
             yield Request(first + number * self.micro_batch * size + rank, self.micro_batch, size)
 
     def _report_stall(self, seconds: float, message: str) -> None:
-        self.events.emit("data_stall", self.state.progress.step, seconds=seconds, message=message)
-        self.console.say(message)
+        if self._data.waiting_for() is not None:  # a hub that is tried again and again is no hang
+            self.monitor.beat(self.state.progress.step + 1, "data")
+        self.monitor.emit("data_stall", self.state.progress.step, seconds=seconds, message=message)
+        self.monitor.say(message)
 
     def describe(self) -> dict[str, Any]:
         """For the summary of the run."""

@@ -11,6 +11,7 @@ from nsa import faults
 from nsa.data.loader import Batch, Loader
 from nsa.data.sequences import IGNORED
 from nsa.nn.loss import loss_sum
+from nsa.ops.observe import Observer, observing
 from nsa.parallel.collectives import sum_over_ranks
 from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
 from nsa.train.state import RunState
@@ -32,19 +33,22 @@ def train_step(
     targets: int,
     lr: float,
     votes: Callable[[], tuple[int, ...]] = tuple,
+    observer: Observer | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's micro-batches, clip, finite?, optimizer.
 
     The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
     that any split into ranks and micro-batches gives the same gradient. Gradients travel with the last micro-batch.
-    `votes` is asked after backward: what happened during the step counts at its end.
+    `votes` is asked after backward: what happened during the step counts at its end. `observer` sees the attention of
+    the first forward pass.
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=state.device)
     for batch, is_last in _mark_last(batches):
         with gradient_sync(state.module, wanted=is_last):
-            with state.autocast():
+            with state.autocast(), observing(observer):
                 loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens), batch.targets) / targets
+            observer = None
             if faults.spoiled("step.loss"):
                 loss = loss * math.nan
             faults.point("step.forward")
@@ -95,7 +99,13 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(state: RunState, loader: Loader, sequences: int, micro_batch: int) -> Validation:
+def validate(
+    state: RunState,
+    loader: Loader,
+    sequences: int,
+    micro_batch: int,
+    progressed: Callable[[], None] = lambda: None,
+) -> Validation:
     """The mean loss over the first `sequences` validation sequences, shared by the ranks: the same ones every time.
 
     Every rank runs as many passes as the others, as a sharded model demands; one without a share runs along.
@@ -108,6 +118,7 @@ def validate(state: RunState, loader: Loader, sequences: int, micro_batch: int) 
     byte_lengths = torch.from_numpy(state.tokenizer.byte_lengths)
     for start in range(0, sequences, micro_batch * world.size):
         faults.point("validate")
+        progressed()
         first = start + world.rank * micro_batch
         count = max(0, min(micro_batch, sequences - first))
         batch = loader.batch(first if count else 0, count or 1)

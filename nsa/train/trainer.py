@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,13 +25,9 @@ from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
 from nsa.parallel.strategy import gather_weights, host_mesh
-from nsa.telemetry.console import RunConsole, step_line
 from nsa.telemetry.environment import describe_environment
-from nsa.telemetry.events import EventLog
 from nsa.telemetry.memory import memory_gib
-from nsa.telemetry.profile import StepProfiler
-from nsa.telemetry.tensorboard import TensorBoard
-from nsa.telemetry.training_csv import TrainingCSV, TrainingRow
+from nsa.telemetry.training_csv import TrainingRow
 from nsa.train import nonfinite
 from nsa.train.feed import Feed
 from nsa.train.folder import (
@@ -45,6 +42,7 @@ from nsa.train.folder import (
     write_json,
     write_metrics,
 )
+from nsa.train.monitor import Monitor
 from nsa.train.resume import check_same_config, restore, seed_generators
 from nsa.train.saving import Saving
 from nsa.train.schedule import learning_rate
@@ -100,11 +98,12 @@ def train(
 def _run(run: "Run") -> None:
     """The whole run, and if it does not come to its end, why."""
     try:
-        with StopRequest() as stop:
+        with StopRequest() as stop, run.monitor.watchdog:
             run.start()
             run.loop(stop)
             run.end()
     except BaseException as error:
+        run.monitor.close()
         reason = lost_rank(error, run.world.rank, run.world.size) or error
         record_end(run.folder, reason, run.step if run.announced else None)
         raise
@@ -136,6 +135,7 @@ class Run:
         self.fresh, self.accept_changes, self.synthetic_on_fail = fresh, accept_changes, synthetic_on_fail
         self.started = time.perf_counter()
         self.state: RunState | None = None
+        self.monitor = Monitor(config, folder, world)
         self.announced = False  # in metrics.json, as running
 
     @property
@@ -146,21 +146,18 @@ class Run:
         """Builds everything, takes up the newest checkpoint, opens the files."""
         config, folder, world = self.config, self.folder, self.world
         self.micro_batch = micro_batch_size(config, world.size)
-        self.events = EventLog(folder, world.rank)
+        self.monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
         self.state = state = build_state(config, tokenizer_for(config.data), world)
-        self.console = RunConsole(config.train.steps, silent=not world.is_first)
         seed_generators(config.train.seed, world.rank)
+        self.monitor.beat(0, "restore")
         taken_up = None if self.fresh else self._take_up()
-        self.feed = Feed(config, state, folder, self.micro_batch, self.events, self.console)
+        self.monitor.beat(self.step, "data")
+        self.feed = Feed(config, state, folder, self.micro_batch, self.monitor)
         self.feed.open(synthetic_on_fail=self.synthetic_on_fail, accept_changes=self.accept_changes)
         root = folder / layout.FOLDER
         if self.fresh and world.is_first:
             start_over(folder)
-        self.csv = TrainingCSV(folder, self.step) if world.is_first else None
-        self.tensorboard = TensorBoard(
-            folder, wanted=config.telemetry.tensorboard and world.is_first, first_step=self.step
-        )
-        self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
+        self.monitor.open(state)
         saver = Saver(
             root,
             config.checkpoint.keep,
@@ -170,29 +167,46 @@ class Run:
             mesh=host_mesh(world),
         )
         saver.last_good = taken_up
-        self.saving = Saving(config, state, saver, self._flush, self._incident, self.step if taken_up else -1)
+        self.saving = Saving(config, state, saver, self.monitor.flush, self._incident, self.step if taken_up else -1)
         if world.is_first:
             write_metrics(folder, {"status": "running", "steps": self.step})  # first: what lies here is not done
             faults.point("start.running")
             write_config(folder, config)
             write_json(folder / ENVIRONMENT_FILE, describe_environment(config.to_dict(), world.size, world.strategy))
             for line in self._describe(taken_up):
-                self.console.say(line)
+                self.monitor.say(line)
         self.announced = True
-        self.events.emit("start", self.step, strategy=world.strategy, world_size=world.size, from_checkpoint=taken_up)
+        self.monitor.emit(
+            "start",
+            self.step,
+            strategy=world.strategy,
+            world_size=world.size,
+            backend=world.backend,
+            steps=config.train.steps,
+            from_checkpoint=taken_up,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
 
     def loop(self, stop: StopRequest) -> None:
         assert self.state is not None
         config, progress = self.config, self.state.progress
         save_wait_s = 0.0
-        with self.console:
+        with self.monitor.console:
             while progress.step < config.train.steps:
                 clock = StepClock()
-                self.profiler.before(progress.step + 1)
+                self.monitor.profiler.before(progress.step + 1)
                 faults.point("step.begin")
                 lr = learning_rate(progress.step, config.train)
                 targets = self.feed.num_targets()
-                result = train_step(self.state, self._micro_batches(clock), targets, lr, lambda: self._votes(stop))
+                result = train_step(
+                    self.state,
+                    self._micro_batches(clock),
+                    targets,
+                    lr,
+                    votes=lambda: self._votes(stop),
+                    observer=self.monitor.observer(progress.step + 1),
+                )
                 if not result.moved:
                     self._handle_non_finite(result)
                 progress.step += 1
@@ -201,23 +215,28 @@ class Run:
                 progress.loss = result.loss
                 row = make_row(self.state, result, lr, clock, targets, save_wait_s)
                 validation, is_best = self._maybe_validate()
-                self._report(row, validation)
+                if validation is not None:
+                    row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
+                self.monitor.step_done(row)
                 began = time.perf_counter()
-                self.saving.after_step(result.votes[2], is_best=is_best)
+                self.monitor.beat(progress.step, "save")
+                with self.monitor.patient():
+                    self.saving.after_step(result.votes[2], is_best=is_best)
                 save_wait_s = time.perf_counter() - began
                 self._stop_if_asked(result.votes)
 
     def end(self) -> None:
         """The last checkpoint, the weights in one file, the summary. No rank is done before all of it is there."""
         assert self.state is not None
-        self.saving.now()
+        self.monitor.beat(self.step, "end")
+        with self.monitor.patient():
+            self.saving.now()
+        self.monitor.beat(self.step, "end")
         weights = gather_weights(self.state.parameters, self.world)
-        if self.csv is not None:
-            self.csv.close()
-        self.tensorboard.close()
         self.feed.close()
+        self.monitor.emit("end", self.step)
+        self.monitor.close()
         on_first_rank(self.world, lambda: self._write_results(weights))
-        self.events.emit("end", self.step)
 
     def _write_results(self, weights: dict[str, Tensor]) -> None:
         assert self.state is not None
@@ -238,17 +257,12 @@ class Run:
                 "best_val_loss": progress.best_val_loss,
                 "skipped_steps": progress.skipped,
                 "data": self.feed.describe(),
-                "incidents": self.events.incidents,
-                "telemetry_failures": self._telemetry_failures(),
+                **self.monitor.describe(),
                 "strategy": self.world.strategy,
                 "world_size": self.world.size,
                 "seconds": time.perf_counter() - self.started,
             },
         )
-
-    def _telemetry_failures(self) -> int:
-        """What could not be written and was left out."""
-        return self.events.dropped + self.tensorboard.failures + (self.csv.failures if self.csv else 0)
 
     def _take_up(self) -> str | None:
         """Goes on from the newest sound checkpoint; its name, or None at the start of a run."""
@@ -261,7 +275,7 @@ class Run:
         assert self.state is not None
         restore(self.state, root / name)
         for line in changes:
-            self.console.say(f"changed {line}")
+            self.monitor.say(f"changed {line}")
         return name
 
     def _choose_checkpoint(self, root: Path) -> tuple[str | None, list[str], list[str]]:
@@ -277,7 +291,9 @@ class Run:
         """This rank's sequences of the step in pieces that fit at once."""
         for _ in range(self.feed.passes):
             began = time.perf_counter()
+            self.monitor.beat(self.step + 1, "data")
             batch = self.feed.next()
+            self.monitor.beat(self.step + 1, "step")
             clock.data_wait_s += time.perf_counter() - began
             yield batch.to(self.world.device)
 
@@ -312,34 +328,20 @@ class Run:
         due = progress.step == self.config.train.steps or (every and progress.step % every == 0)
         if not due or self.feed.validation is None:
             return None, False
-        validation = validate(self.state, self.feed.validation, self.config.train.eval_sequences, self.micro_batch)
+        with self.monitor.patient():  # the first one compiles, and collects its documents where data is streamed
+            validation = validate(
+                self.state,
+                self.feed.validation,
+                self.config.train.eval_sequences,
+                self.micro_batch,
+                progressed=lambda: self.monitor.beat(progress.step, "validate"),
+            )
         progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
         best = math.inf if progress.best_val_loss is None else progress.best_val_loss
         is_best = validation.loss < best  # never a NaN, which nothing would be better than
         if is_best:
             progress.best_val_loss = validation.loss
         return validation, is_best
-
-    def _report(self, row: TrainingRow, validation: Validation | None) -> None:
-        if validation is not None:
-            row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
-        if self.csv is not None:
-            failures = self.csv.failures
-            self.csv.write(row)
-            if self.csv.failures and not failures:
-                self._incident("telemetry", f"training.csv cannot be written: {self.csv.last_failure}")
-        self.tensorboard.write(row)
-        trace = self.profiler.after(row.step)
-        self.console.advance(row.step, row.loss)
-        if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
-            self.console.say(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
-        if validation is not None:
-            self.console.say(
-                f"step {row.step:04d} | validation loss {validation.loss:.4f} nats"
-                f" | {validation.bits_per_byte:.4f} bits per byte"
-            )
-        if trace is not None:
-            self.console.say(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
 
     def _votes(self, stop: StopRequest) -> tuple[int, int, int]:
         """What this rank has to say at the end of a step."""
@@ -350,18 +352,14 @@ class Run:
         terminate, interrupt, _ = votes
         if not (terminate or interrupt) or self.step == self.config.train.steps:
             return
-        self.saving.now()
-        self.events.emit("preempted", self.step)
+        with self.monitor.patient():
+            self.saving.now()
+        self.monitor.emit("preempted", self.step)
         kind = Preempted if terminate else Interrupted
         raise kind(f"asked to stop: step {self.step} is saved in {self.folder}; the same command goes on from there")
 
-    def _flush(self) -> None:
-        if self.csv is not None:
-            self.csv.flush_to_disk()
-
     def _incident(self, kind: str, message: str) -> None:
-        self.events.incident(kind, message, self.step)
-        self.console.say(f"incident {kind}: {message}")
+        self.monitor.incident(kind, message, self.step)
 
     def _describe(self, taken_up: str | None) -> Iterator[str]:
         config, state = self.config, self.state

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from nsa.errors import LaunchError
-from nsa.telemetry.events import EventLog
-from nsa.telemetry.training_csv import TrainingCSV
+from nsa.telemetry.events import EventStream, Heartbeat
+from nsa.telemetry.training_csv import open_training_csv
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
@@ -77,14 +77,15 @@ def test_a_profile_that_cannot_be_written_does_not_stop_training(tmp_path):
 
 def test_rows_of_other_columns_are_kept_aside(tmp_path):
     (tmp_path / "training.csv").write_text("step,loss\n1,5.0\n")
-    TrainingCSV(tmp_path, done_steps=1).close()
+    open_training_csv(tmp_path, done_steps=1).close()
     assert (tmp_path / "training.old.csv").read_text() == "step,loss\n1,5.0\n"
 
 
 def test_events_that_cannot_be_written_are_counted(tmp_path):
-    log = EventLog(tmp_path / "nowhere", rank=0)
-    log.incident("save_failed", "no room", step=3)
-    assert (log.dropped, log.incidents) == (1, 1)
+    stream = EventStream(0, [Heartbeat(tmp_path / "nowhere", rank=0)])
+    stream.incident("save_failed", "no room", step=3)
+    stream.close()
+    assert (stream.dropped, stream.incidents) == (1, 1)
 
 
 def test_fresh_under_a_restarting_torchrun_is_refused(tmp_path, monkeypatch):

@@ -1,0 +1,219 @@
+"""The health of sparse attention: how gates share out the branches, and which blocks queries read.
+
+Everything is computed from tensors the forward pass has, reduced on their device to one row of numbers a layer, and
+copied to the host without waiting: `ready` gives what has arrived. Layers are told apart by the order in which they
+run.
+
+A row of gates: the weights of a token and head divided by their sum. It is collapsed when one branch has more than
+COLLAPSED of it. Entropy is in nats; three equal shares have ln 3 = 1.0986.
+
+A row of blocks: what one token and key/value head reads. Forced blocks are the first ones and the newest, read whatever
+the scores are. The distance of a block is counted in blocks from the query's own. Agreement is the share of a row's
+blocks that the row of the token before it in its document reads too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops.layout import token_layout
+from nsa.ops.spec import NSASpec
+
+COLLAPSED = 0.95
+BRANCHES = ("cmp", "sel", "win")
+DISTANCE_BINS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127", "128-255", "256-511", "512-1023", "1024+")
+MOST_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
+_GATE_NUMBERS = 8
+_SELECTION_NUMBERS = 8 + len(DISTANCE_BINS)
+
+
+@dataclass(frozen=True)
+class GateStats:
+    """Of one layer, or of all: `rows` of them were seen."""
+
+    rows: int
+    mean_entropy: float
+    min_entropy: float
+    largest_share: float
+    collapsed: float
+    share_cmp: float
+    share_sel: float
+    share_win: float
+
+
+@dataclass(frozen=True)
+class SelectionStats:
+    rows: int
+    mean_distinct: float
+    max_distinct: int
+    share_at_max: float
+    share_forced: float
+    agreement: float
+    distances: tuple[float, ...]  # the share of blocks in each of DISTANCE_BINS
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen in one step: by layer, and over all layers."""
+
+    step: int
+    gates: list[tuple[str, GateStats]]
+    selection: list[tuple[str, SelectionStats]]
+    all_gates: GateStats | None
+    all_selection: SelectionStats | None
+
+
+class AttentionObserver:
+    """Watches one forward pass at a time. `layers` are the names of the attention layers in the order they run."""
+
+    def __init__(self, layers: Sequence[str]):
+        self.layers = list(layers)
+        self.failures = 0
+        self._gates: list[Tensor] = []
+        self._selection: list[Tensor] = []
+        self._waiting: list[tuple[int, Tensor | None, Tensor | None, Any]] = []
+
+    @torch.no_grad()
+    def mixed(self, gates: Tensor) -> None:
+        self._gates.append(gate_numbers(gates))
+
+    @torch.no_grad()
+    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
+        self._selection.append(selection_numbers(indices, spec, cu_seqlens))
+
+    def finish(self, step: int) -> None:
+        """The pass is through: its numbers set out for the host."""
+        gates, selection = self._gates, self._selection
+        self._gates, self._selection = [], []
+        if gates or selection:
+            on_host = [_to_host(torch.stack(part)) if part else None for part in (gates, selection)]
+            arrived = None
+            if any(part and part[0].is_cuda for part in (gates, selection)):
+                arrived = torch.cuda.Event()
+                arrived.record()
+            self._waiting.append((step, on_host[0], on_host[1], arrived))
+
+    def ready(self) -> list[Sample]:
+        """Samples that have arrived; never waits."""
+        done: list[Sample] = []
+        while self._waiting and (self._waiting[0][3] is None or self._waiting[0][3].query()):
+            step, gates, selection, _ = self._waiting.pop(0)
+            done.append(self._read(step, gates, selection))
+        return done
+
+    def _read(self, step: int, gates: Tensor | None, selection: Tensor | None) -> Sample:
+        by_gate = [] if gates is None else [read_gates(row) for row in gates]
+        by_selection = [] if selection is None else [read_selection(row) for row in selection]
+        return Sample(
+            step,
+            list(zip(self._names(len(by_gate)), by_gate, strict=True)),
+            list(zip(self._names(len(by_selection)), by_selection, strict=True)),
+            None if gates is None else read_gates(merge_gates(gates)),
+            None if selection is None else read_selection(merge_selection(selection)),
+        )
+
+    def _names(self, count: int) -> list[str]:
+        return self.layers if count == len(self.layers) else [str(number) for number in range(count)]
+
+
+def _to_host(numbers: Tensor) -> Tensor:
+    if not numbers.is_cuda:
+        return numbers
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    return host.copy_(numbers, non_blocking=True)
+
+
+def gate_numbers(gates: Tensor) -> Tensor:
+    """[B, S, H, 3] -> rows, sum and minimum of entropy, largest share, rows collapsed, sum of each branch's share."""
+    share = gates.detach().flatten(0, -2).to(torch.float32)
+    share = share / share.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    entropy = -(share * share.clamp(min=1e-30).log()).sum(-1)
+    largest = share.amax(-1)
+    wide = torch.float64
+    return torch.stack(
+        [
+            torch.full((), share.shape[0], dtype=wide, device=share.device),
+            entropy.sum(dtype=wide),
+            entropy.amin().to(wide),
+            largest.amax().to(wide),
+            (largest > COLLAPSED).sum(dtype=wide),
+            *share.sum(0, dtype=wide),
+        ]
+    )
+
+
+def merge_gates(rows: Tensor) -> Tensor:
+    """Several rows of `gate_numbers` as one."""
+    merged = rows.sum(0)
+    merged[2], merged[3] = rows[:, 2].min(), rows[:, 3].max()
+    return merged
+
+
+def read_gates(row: Tensor) -> GateStats:
+    rows, entropy, lowest, largest, collapsed, *shares = row.tolist()
+    assert len(row) == _GATE_NUMBERS
+    return GateStats(int(rows), entropy / rows, lowest, largest, collapsed / rows, *(share / rows for share in shares))
+
+
+def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+    """[B, S, G, n] -> rows, blocks, most in a row, rows that are full, forced blocks, agreeing and compared blocks,
+    rows with a token before them, and blocks by distance."""
+    batch, tokens, groups, width = indices.shape
+    position = token_layout(tokens, spec, cu_seqlens, indices.device).position
+    own = (position // spec.sel_block).view(1, tokens, 1, 1)
+    used = indices >= 0
+    distinct = used.sum(-1)
+    distance = (own - indices).clamp(min=0)
+    forced = used & ((indices < spec.num_init) | (distance < spec.num_local))
+    bins = torch.bucketize(
+        distance, torch.tensor([1 << n for n in range(len(DISTANCE_BINS) - 1)], device=own.device), right=True
+    )
+    histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)
+    histogram.index_add_(0, bins.flatten(), used.flatten().to(torch.float64))
+    agreeing, compared, pairs = _agreement(indices, position)
+    wide = torch.float64
+    numbers = [
+        torch.full((), batch * tokens * groups, dtype=wide, device=own.device),
+        distinct.sum(dtype=wide),
+        distinct.amax().to(wide),
+        (distinct == width).sum(dtype=wide),
+        forced.sum(dtype=wide),
+        agreeing,
+        compared,
+        pairs,
+    ]
+    return torch.cat([torch.stack(numbers), histogram])
+
+
+def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks that a row shares with the row before it, blocks of those rows, and how many rows were compared."""
+    step = -(-indices.shape[1] // MOST_PAIRS)
+    later = torch.arange(1, indices.shape[1], step, device=indices.device)
+    mine, before = indices[:, later], indices[:, later - 1]
+    used = (mine >= 0) & (position[later] > 0).view(1, -1, 1, 1)  # a document's first token has none before it
+    shared = (mine.unsqueeze(-1) == before.unsqueeze(-2)).any(-1) & used
+    wide = torch.float64
+    return shared.sum(dtype=wide), used.sum(dtype=wide), used.any(-1).sum(dtype=wide)
+
+
+def merge_selection(rows: Tensor) -> Tensor:
+    merged = rows.sum(0)
+    merged[2] = rows[:, 2].max()
+    return merged
+
+
+def read_selection(row: Tensor) -> SelectionStats:
+    assert len(row) == _SELECTION_NUMBERS
+    rows, blocks, most, full, forced, agreeing, compared, _, *histogram = row.tolist()
+    return SelectionStats(
+        int(rows),
+        blocks / rows,
+        int(most),
+        full / rows,
+        forced / max(1.0, blocks),
+        agreeing / max(1.0, compared),
+        tuple(count / max(1.0, blocks) for count in histogram),
+    )

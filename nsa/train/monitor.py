@@ -1,0 +1,152 @@
+"""Everything a run says about itself: lines for people, events and their sinks, samples of sparse attention.
+
+Nothing here waits for the device or for another rank, and nothing that fails here ends the run.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nsa.config import Config
+from nsa.errors import HangError
+from nsa.nn.attention import attention_layers
+from nsa.ops import dispatch
+from nsa.ops.observe import Observer
+from nsa.parallel.launch import World
+from nsa.telemetry.attention_stats import AttentionObserver, Sample
+from nsa.telemetry.console import RunConsole, step_line
+from nsa.telemetry.events import EventStream, Heartbeat, Sink
+from nsa.telemetry.profile import StepProfiler
+from nsa.telemetry.sinks import TensorBoard, Tracker, csv_sinks
+from nsa.telemetry.training_csv import TrainingRow
+from nsa.telemetry.watchdog import Watchdog
+from nsa.train.folder import record_end
+from nsa.train.state import RunState
+
+
+class Monitor:
+    def __init__(self, config: Config, folder: Path, world: World):
+        self.config, self.folder, self.world = config, folder, world
+        self.stream = EventStream(world.rank, [Heartbeat(folder, world.rank)])
+        self.console = RunConsole(config.train.steps, silent=not world.is_first)
+        self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
+        self.watchdog = Watchdog(
+            folder,
+            world.rank,
+            floor_s=config.telemetry.watchdog_floor_s,
+            first_step_s=config.telemetry.watchdog_first_step_s,
+            on_hang=self._on_hang,
+        )
+        self._observer: AttentionObserver | None = None
+        self._last: dict[str, Any] = {}  # the newest sample, for the summary
+        self._sink_failures = 0
+        self._told = False  # that something cannot be written
+
+    def open(self, state: RunState) -> None:
+        """The files of the run, cut back to the step it goes on from."""
+        done, wanted = state.progress.step, self.config.telemetry
+        if self.world.is_first or wanted.per_rank:
+            self.stream.add(*csv_sinks(self.folder, self.world.rank, done))
+        if self.world.is_first and wanted.tensorboard:
+            self._add(lambda: TensorBoard(self.folder, done))
+        if self.world.is_first and wanted.tracker != "none":
+            self._add(lambda: Tracker(wanted.tracker, self.folder, self.config.to_dict()))
+        layers = [name for name, _ in attention_layers(state.model)]
+        if layers and wanted.attention:
+            self._observer = AttentionObserver(layers)
+
+    def _add(self, make: Callable[[], Sink]) -> None:
+        try:
+            self.stream.add(make())
+        except Exception as error:  # not installed, not logged in, nowhere to write
+            self._sink_failures += 1
+            self.stream.last_failure = str(error)
+
+    def observer(self, step: int) -> Observer | None:
+        """Who watches this step's forward pass."""
+        every = self.config.telemetry.every
+        return self._observer if self._observer and (step == 1 or step % every == 0) else None
+
+    def beat(self, step: int, phase: str) -> None:
+        """Progress: the watchdog's patience begins anew."""
+        self.watchdog.beat(step, phase)
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Inside, as much time as for the first step: for what may compile or write much."""
+        return self.watchdog.patient(self.config.telemetry.watchdog_first_step_s)
+
+    def _on_hang(self, report: dict[str, Any]) -> None:
+        """In the watchdog's thread; the process ends when this returns."""
+        step = int(report.pop("step", 0))
+        self.stream.emit("hang", step, **report)
+        record_end(self.folder, HangError(f"rank {self.world.rank}: no progress in step {step}; see stackdump_*"), step)
+        self.stream.drain(3.0)
+
+    def say(self, line: str) -> None:
+        self.console.say(line)
+
+    def emit(self, event: str, step: int, **values: Any) -> None:
+        self.stream.emit(event, step, **values)
+
+    def incident(self, kind: str, message: str, step: int) -> None:
+        self.stream.incident(kind, message, step)
+        self.console.say(f"incident {kind}: {message}")
+
+    def step_done(self, row: TrainingRow) -> None:
+        """A step is through, its validation included."""
+        self.watchdog.step_done(row.step_s)
+        self.stream.emit("step", **asdict(row))
+        self._take_samples(row.step)
+        if self.stream.dropped and not self._told:
+            self._told = True
+            self.incident("telemetry", self.stream.last_failure, row.step)
+        trace = self.profiler.after(row.step)
+        self.console.advance(row.step, row.loss)
+        if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
+            self.say(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
+        if row.val_loss is not None:
+            self.say(
+                f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
+                f" | {row.val_bits_per_byte:.4f} bits per byte"
+            )
+        if trace is not None:
+            self.say(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
+
+    def _take_samples(self, step: int) -> None:
+        if self._observer is None:
+            return
+        if self.observer(step) is not None:
+            self._observer.finish(step)
+        for sample in self._observer.ready():
+            self._emit_sample(sample)
+
+    def _emit_sample(self, sample: Sample) -> None:
+        if sample.all_gates is not None:
+            layers = [{"layer": name, **asdict(stats)} for name, stats in sample.gates]
+            self._last["gates"] = asdict(sample.all_gates)
+            self.stream.emit("gates", sample.step, layers=layers, **asdict(sample.all_gates))
+        if sample.all_selection is not None:
+            layers = [{"layer": name, **asdict(stats)} for name, stats in sample.selection]
+            self._last["selection"] = asdict(sample.all_selection)
+            self.stream.emit("selection", sample.step, layers=layers, **asdict(sample.all_selection))
+        counts = sorted((branch, reason, count) for (branch, reason), count in dispatch.counters().items())
+        self.stream.emit("fallbacks", sample.step, counts=counts)
+
+    @property
+    def failures(self) -> int:
+        """What could not be written and was left out."""
+        observed = self._observer.failures if self._observer else 0
+        return self.stream.dropped + self._sink_failures + observed + self.watchdog.failures
+
+    def describe(self) -> dict[str, Any]:
+        """For the summary of the run."""
+        return {"incidents": self.stream.incidents, "telemetry_failures": self.failures, **self._last}
+
+    def flush(self) -> None:
+        """Before a checkpoint: its rows must be on the disk."""
+        self.stream.flush()
+
+    def close(self) -> None:
+        self.stream.close()

@@ -1,0 +1,92 @@
+"""Two ranks, one of which gets stuck: found in time, stacks of both, exit code 6, nobody left."""
+
+import time
+
+import pytest
+
+from tests.distributed.launching import events_of, metrics_of, run_ranks, start_ranks, wait_all, write_config
+
+FLOOR_S = 4.0
+pytestmark = pytest.mark.timeout(240)
+
+
+def config_of(tmp_path, **train):
+    return write_config(
+        tmp_path,
+        train={"steps": 200, "eval_every": 0, "out_dir": str(tmp_path / "run"), **train},
+        telemetry={"tensorboard": False, "watchdog_floor_s": FLOOR_S, "watchdog_first_step_s": 60.0},
+        checkpoint={"every": 0},
+        data={"source": "synthetic", "prefetch": 1},
+    )
+
+
+def dumps_of(run, rank):
+    return "\n".join(path.read_text() for path in sorted(run.glob(f"stackdump_*_rank{rank}.txt")))
+
+
+def run_stuck(tmp_path, faults):
+    """Both ranks' ends, and how long the last step is ago when they are gone."""
+    ended = run_ranks(2, "train", config_of(tmp_path), faults=faults)
+    run = tmp_path / "run"
+    stopped_at = max(e["time"] for e in events_of(run) if e["event"] == "step")
+    assert time.time() - stopped_at < FLOOR_S + 25, "found in time"
+    return ended, run
+
+
+def assert_found(ended, run, line_of_stuck, line_of_waiting):
+    assert ended[0].code == 6, ended[0].output
+    assert "hang: rank 0: no progress for" in ended[0].output
+    assert line_of_stuck in dumps_of(run, 1), "the stuck rank's stacks name the line"
+    assert line_of_waiting in dumps_of(run, 0), "the waiting rank's stacks name the line"
+    metrics = metrics_of(run)
+    assert metrics["status"] == "failed"
+    assert metrics["exit_code"] == 6
+    (hang,) = [e for e in events_of(run) if e["event"] == "hang"]
+    assert hang["step"] >= 4
+
+
+def test_a_rank_that_sleeps(tmp_path):
+    ended, run = run_stuck(tmp_path, "step.forward:sleep:hit=4:rank=1:seconds=1000")
+    assert_found(ended, run, "in _happen", "in train_step")
+    assert ended[1].code == 6, ended[1].output
+    assert 'faults.py", line' in dumps_of(run, 1)
+
+
+def test_a_rank_that_calls_another_collective(tmp_path):
+    ended, run = run_stuck(tmp_path, "step.end:barrier:hit=4:rank=1")
+    codes = sorted(e.code for e in ended)
+    assert set(codes) <= {6, 8}, [e.output for e in ended]
+    assert "in barrier" in dumps_of(run, 1) or "in barrier" in ended[1].output
+
+
+def test_a_data_worker_that_never_answers(tmp_path):
+    ended, run = run_stuck(tmp_path, "data.batch:sleep:hit=5:rank=1:seconds=1000")
+    assert_found(ended, run, "in _make", "in train_step")
+    assert ended[1].code == 6, ended[1].output
+    assert "phase data" in ended[1].output
+
+
+def test_a_rank_that_is_stopped_is_recorded_and_ended(tmp_path):
+    ended, run = run_stuck(tmp_path, "step.forward:stop:hit=4:rank=1")
+    assert ended[0].code == 6, ended[0].output
+    assert ended[1].code == -9, "a stopped process cannot end itself"
+    dump = dumps_of(run, 0)
+    assert "rank 1: step 3" in dump
+    assert "stopped" in dump
+
+
+def test_sigusr2_dumps_stacks_and_the_run_goes_on(tmp_path):
+    import signal
+
+    (process,) = start_ranks(1, "train", config_of(tmp_path, steps=60))
+    run = tmp_path / "run"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (run / "heartbeat_rank0.jsonl").exists() and any(e["event"] == "step" for e in events_of(run)):
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR2)
+    (ended,) = wait_all([process])
+    assert ended.code == 0, ended.output
+    assert "nsa/train/trainer.py" in dumps_of(run, 0)
+    assert metrics_of(run)["steps"] == 60
