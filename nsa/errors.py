@@ -56,6 +56,12 @@ class RankLostError(NSAError):
     exit_code = 8
 
 
+class OutOfMemoryError(NSAError):
+    """A GPU or the host has no memory left for the run."""
+
+    exit_code = 9
+
+
 class Preempted(NSAError):  # noqa: N818  (nothing went wrong: the run was asked to stop, and saved)
     """The run stopped at a signal with everything saved; the same command goes on."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from nsa import __version__
-from nsa.cli import ckpt, config, data, generate, train
+from nsa.cli import ckpt, config, data, generate, trace, train
 from nsa.errors import NSAError, Preempted
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
+app.command("trace")(trace.trace)
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")

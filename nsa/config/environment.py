@@ -36,11 +36,13 @@ _KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
     "NSA_FORCE_BRANCH": (("nsa", "force_branch"), _BRANCH),
     "NSA_MEM_DUMP_EVERY": (("telemetry", "mem_dump_every"), None),
     "NSA_DISABLE_AUX_STATS": (("telemetry", "attention"), {"0": True, "1": False}),
+    "NSA_TRACE_GRADS": (("telemetry", "trace_grads"), _SWITCH),
+    "NSA_TRACE_MODULE_BWD": (("telemetry", "trace_modules"), _SWITCH),
+    "NSA_TRACE_DDP_BUCKETS": (("telemetry", "trace_buckets"), _SWITCH),
     "NSA_TB_DISABLE": (("telemetry", "tensorboard"), {"0": True, "1": False}),
 }
-_NOT_READ_YET = ("NSA_TRACE_GRADS", "NSA_TRACE_MODULE_BWD", "NSA_TRACE_DDP_BUCKETS")
 _FOR_TESTS = ("NSA_FAULTS",)  # nsa.faults
-KNOWN = (*_KERNELS, *_NOTHING_TO_SWITCH, *_KEYS, *_NOT_READ_YET, *_FOR_TESTS)
+KNOWN = (*_KERNELS, *_NOTHING_TO_SWITCH, *_KEYS, *_FOR_TESTS)
 
 
 def environment_settings(
@@ -69,8 +71,6 @@ def environment_settings(
             yield name, None, None, f"{name}={value}: faults are armed; this is for tests"
         elif name in _NOTHING_TO_SWITCH:
             yield name, None, None, f"{name}: nothing to switch, {_NOTHING_TO_SWITCH[name]}"
-        elif name in _NOT_READ_YET:
-            yield name, None, None, f"{name}: this version does not read it yet"
         else:
             close = difflib.get_close_matches(name, KNOWN, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

@@ -289,6 +289,9 @@ class TelemetryConfig(Section):
     per_rank: bool = Field(False, description="CSV files of every rank, not only of rank 0")
     tensorboard: bool = Field(True, description="write TensorBoard files")
     tracker: Literal["none", "wandb", "trackio"] = Field("none", description="send curves to a tracker, if installed")
+    trace_grads: bool = Field(False, description="trace the arrival of every gradient, and digests; slow")
+    trace_modules: bool = Field(False, description="trace the order of modules in backward; slow")
+    trace_buckets: bool = Field(False, description="trace DDP's gradient buckets; slow")
     watchdog_floor_s: Annotated[float, Field(gt=0.0)] = Field(
         60.0, description="shortest silence that counts as a hang"
     )

@@ -1,6 +1,7 @@
 """Data parallel: every rank holds the model, gradients are summed in buckets."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ def effective(options: DDPConfig) -> DDPConfig:
     return SAFE if options.safe_mode else options
 
 
-def wrap_ddp(model: nn.Module, options: DDPConfig, world: World) -> DistributedDataParallel:
+# A communication hook in the clothes of another one, which watches it.
+Watch = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def wrap_ddp(
+    model: nn.Module, options: DDPConfig, world: World, watch: Watch = lambda hook: hook
+) -> DistributedDataParallel:
     used = effective(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for broadcast_buffers
@@ -32,7 +39,7 @@ def wrap_ddp(model: nn.Module, options: DDPConfig, world: World) -> DistributedD
             gradient_as_bucket_view=used.bucket_view,
             broadcast_buffers=used.broadcast_buffers,
         )
-    wrapped.register_comm_hook(None, _sum)
+    wrapped.register_comm_hook(None, watch(_sum))
     return wrapped
 
 

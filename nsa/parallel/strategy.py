@@ -14,15 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config.schema import ParallelConfig
-from nsa.parallel.ddp import wrap_ddp
+from nsa.parallel.ddp import Watch, wrap_ddp
 from nsa.parallel.fsdp import shard
 from nsa.parallel.launch import World
 
 
-def apply_strategy(model: nn.Module, parallel: ParallelConfig, world: World, precision: str) -> nn.Module:
-    """The module to call in place of `model`. Weights must lie on the world's device already."""
+def apply_strategy(
+    model: nn.Module, parallel: ParallelConfig, world: World, precision: str, watch: Watch = lambda hook: hook
+) -> nn.Module:
+    """The module to call in place of `model`. Weights must lie on the world's device already.
+
+    `watch` gets DDP's communication hook and gives the one to use.
+    """
     if world.strategy == "ddp":
-        return wrap_ddp(model, parallel.ddp, world)
+        return wrap_ddp(model, parallel.ddp, world, watch)
     if world.strategy == "fsdp":
         return shard(model, parallel.fsdp, world, precision)
     return model

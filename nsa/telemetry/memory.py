@@ -1,7 +1,38 @@
-"""Memory in use: of the GPU where there is one, else the process's resident size."""
+"""Memory in use and who holds it: of the GPU where there is one, else the process's resident size.
+
+`mem_{label}.txt` and `.json` show it at chosen steps, `oom_rank{r}.json` when it ran out. Tensors come with names
+"kind/name" as `run_tensors` spells them. Only sizes and addresses are looked at: the device is never waited for.
+"""
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nsa.config import Config
+
+KINDS = ("parameters", "gradients", "optimizer state", "buffers")
+UNACCOUNTED = "activations and others"
+LARGEST_TENSORS = 20
+LARGEST_OWNERS = 5
+
+NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+
+# Texts of errors that have no type of their own. "Out of resource" of a Triton kernel is about shared memory: not here.
+_HOST_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
+_GPU_TEXTS = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def memory_gib(device: torch.device) -> float:
@@ -9,3 +40,310 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return float(psutil.Process().memory_info().rss) / 2**30
+
+
+def run_tensors(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """What a run keeps between steps: "parameters/NAME", "gradients/NAME", "optimizer state/NAME/SLOT", "buffers/NAME".
+
+    In the order of the model; state of parameters that have no name here comes after the rest.
+    """
+    yield from ((f"parameters/{name}", parameter) for name, parameter in parameters.items())
+    yield from ((f"gradients/{name}", p.grad) for name, p in parameters.items() if p.grad is not None)
+    named = {id(parameter) for parameter in parameters.values()}
+    unnamed = [p for p in optimizer.state if id(p) not in named]
+    for name, parameter in (*parameters.items(), *((f"unnamed{i}", p) for i, p in enumerate(unnamed))):
+        for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                yield f"optimizer state/{name}/{slot}", value
+    yield from ((f"buffers/{name}", buffer) for name, buffer in buffers.items())
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tensor that a run keeps, and what this rank holds of it."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...] | None  # of a sharded tensor
+    dtype: str
+    bytes: int
+    storage: int  # its address
+
+    @property
+    def module(self) -> str:
+        """The part of the model at the top, such as `blocks`."""
+        return self.name.partition("/")[0].partition(".")[0]
+
+    def as_json(self) -> dict[str, Any]:
+        values = {"kind": self.kind, "name": self.name, "shape": self.shape, "dtype": self.dtype, "bytes": self.bytes}
+        return values if self.local_shape is None else values | {"local_shape": self.local_shape}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, or its shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else a shard would get a place in the graph
+        return tensor.to_local()
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes this rank holds of a tensor. An expanded or freed one is no larger than its storage."""
+    local = local_part(tensor)
+    return min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
+
+
+def take_stock(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Owned]:
+    """The tensors that lie on this kind of device. One that has several names counts once, under the first."""
+    found: list[Owned] = []
+    seen: set[int] = set()
+    for full_name, tensor in named:
+        local = local_part(tensor)
+        first = local.data_ptr()  # of its first element: gradients that share one bucket of DDP are told apart
+        if local.device.type != device.type or first in seen:
+            continue
+        if first:  # an empty shard has no address
+            seen.add(first)
+        kind, _, name = full_name.partition("/")
+        if kind not in KINDS:
+            kind, name = "other tensors", full_name
+        sharded = tuple(local.shape) if isinstance(tensor, DTensor) else None
+        dtype, storage = str(local.dtype).removeprefix("torch."), local.untyped_storage().data_ptr()
+        found.append(Owned(kind, name, tuple(tensor.shape), sharded, dtype, local_bytes(local), storage))
+    return found
+
+
+def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> bool:
+    """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`.
+
+    Never raises: False says that a file is missing, or an old one stayed.
+    """
+    try:
+        stock = take_stock(named_tensors(), device)
+        usage = memory_usage(device)
+        snapshot = {
+            "time": time.time(),
+            "rank": rank,
+            "label": label,
+            "device": str(device),
+            **usage,
+            "unaccounted_bytes": max(0, _in_use(usage) - sum(owned.bytes for owned in stock)),
+            "owners": _by_kind(stock),
+            "largest_tensors": [owned.as_json() for owned in _largest(stock)],
+        }
+        stem = f"mem_{label}" + (f"_rank{rank}" if rank else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / f"{stem}.txt", _spell_dump(snapshot, device))
+        write_whole(folder / f"{stem}.json", json.dumps(snapshot, indent=1) + "\n")
+    except Exception:  # no disk, no folder, a device that does not answer: training goes on
+        return False
+    return True
+
+
+def memory_usage(device: torch.device) -> dict[str, int]:
+    """Bytes now and at most: of PyTorch's allocator on a GPU, else of the whole process."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
+            "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
+            "peak_bytes": stats.get("allocated_bytes.all.peak", 0),
+            "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+        }
+    resident = psutil.Process().memory_info().rss
+    # Not getrusage, whose peak a process inherits from the one that started it.
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return {"resident_bytes": resident, "peak_bytes": max(resident, int(peak[1]) * 1024 if peak else 0)}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the host ran out of memory, also where another error was raised from that one."""
+    return _memory_error(error) is not None
+
+
+def oom_report(
+    folder: Path,
+    rank: int,
+    device: torch.device,
+    error: BaseException,
+    named_tensors: NamedTensors,
+    advice: Sequence[str] = ("a smaller train.micro_batch", "runtime.gradient_checkpointing=block"),
+) -> str:
+    """Writes `oom_rank{r}.json` and returns one line: how much is in use, who holds most of it, what to try.
+
+    Never raises. Called while the error is being handled: its traceback keeps alive what filled the memory.
+    """
+    cause = _memory_error(error) or error
+    on_host = isinstance(cause, MemoryError) or any(text in str(cause) for text in _HOST_TEXTS)
+    if on_host and device.type != "cpu":  # the GPU had room: what eats the host are batches and saves
+        device = torch.device("cpu")
+        advice = ("fewer data.workers", "a smaller data.prefetch", "checkpoint.background=false")
+    remedy = f"; try {', '.join(advice)}" if advice else ""
+    try:
+        report = _oom_state(rank, device, cause, named_tensors)
+    except Exception:  # a device that is beyond questions, or no memory for the report either
+        said = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        return f"out of memory on rank {rank}: {said}{remedy}"
+    with suppress(Exception):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / f"oom_rank{rank}.json", json.dumps(report, indent=1) + "\n")
+    asked = report["requested_bytes"]
+    more = f" and {spell_bytes(asked)} more asked for" if asked else ""
+    used = f"{spell_bytes(report['in_use_bytes'])} of {spell_bytes(report['total_bytes'])} in use{more}"
+    owners = sorted(report["kinds"].items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{kind} {spell_bytes(size)}" for kind, size in owners[:LARGEST_OWNERS] if size)
+    return f"out of memory on rank {rank}: {used}; largest: {largest}{remedy}"
+
+
+def remedies(config: Config, micro_batch: int, world_size: int, strategy: str) -> list[str]:
+    """Settings that need less memory than this run's, as overrides, the ones that cost least first."""
+    one_pass = config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode
+    found = []
+    if micro_batch > 1 and not one_pass:
+        smaller = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
+        found.append(f"train.micro_batch={smaller}")
+    if config.runtime.gradient_checkpointing == "none":
+        found.append("runtime.gradient_checkpointing=block")
+    if world_size > 1 and strategy != "fsdp":
+        found.append("parallel.strategy=fsdp")
+    return found or ["a shorter train.seq_len", "a smaller model"]
+
+
+def spell_bytes(count: float) -> str:
+    """As people say it: 38.9 GiB."""
+    power = 0
+    while count >= 1024 and power < len(_UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.1f} {_UNITS[power]}" if power else f"{count:.0f} bytes"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes beside the place and renames: a reader sees the old file or the new one. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def _in_use(usage: Mapping[str, int]) -> int:
+    return usage["allocated_bytes"] if "allocated_bytes" in usage else usage["resident_bytes"]
+
+
+def _largest(stock: list[Owned]) -> list[Owned]:
+    return sorted(stock, key=lambda owned: (-owned.bytes, owned.kind, owned.name))[:LARGEST_TENSORS]
+
+
+def _by_kind(stock: list[Owned]) -> dict[str, dict[str, Any]]:
+    """Per kind bytes, number of tensors, and bytes of every module at the top."""
+    kinds: dict[str, dict[str, Any]] = {kind: {"bytes": 0, "tensors": 0, "modules": {}} for kind in KINDS}
+    for owned in stock:
+        entry = kinds.setdefault(owned.kind, {"bytes": 0, "tensors": 0, "modules": {}})
+        entry["bytes"] += owned.bytes
+        entry["tensors"] += 1
+        entry["modules"][owned.module] = entry["modules"].get(owned.module, 0) + owned.bytes
+    return kinds
+
+
+def _spell_dump(snapshot: Mapping[str, Any], device: torch.device) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot["time"]))
+    lines = [f"memory of rank {snapshot['rank']} at {snapshot['label']} on {device}, {when}", ""]
+    amounts = [(key, value) for key, value in snapshot.items() if key.endswith("_bytes")]
+    lines += [f"{key.removesuffix('_bytes').replace('_', ' '):<16} {spell_bytes(value):>12}" for key, value in amounts]
+    lines += ["", f"{'held by':<28} {'tensors':>8} {'size':>12}"]
+    for kind, entry in snapshot["owners"].items():
+        lines.append(f"{kind:<28} {entry['tensors']:>8} {spell_bytes(entry['bytes']):>12}")
+        lines += [f"  {name:<26} {'':>8} {spell_bytes(size):>12}" for name, size in entry["modules"].items()]
+    lines += ["", f"the {len(snapshot['largest_tensors'])} largest tensors"]
+    for tensor in snapshot["largest_tensors"]:
+        shape = "x".join(map(str, tensor.get("local_shape", tensor["shape"]))) or "scalar"
+        size = spell_bytes(tensor["bytes"])
+        lines.append(f"{size:>12}  {tensor['dtype']:<9} {shape:<16} {tensor['kind']} {tensor['name']}")
+    if device.type == "cuda":
+        lines += ["", torch.cuda.memory_summary(device)]
+    return "\n".join(lines) + "\n"
+
+
+def _memory_error(error: BaseException | None) -> BaseException | None:
+    """The error of an allocator among this one and those it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+            return error
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in (*_HOST_TEXTS, *_GPU_TEXTS)):
+            return error
+        seen.add(id(error))
+        error = error.__cause__
+    return None
+
+
+def _oom_state(rank: int, device: torch.device, error: BaseException, named_tensors: NamedTensors) -> dict[str, Any]:
+    stock = take_stock(named_tensors(), device)
+    usage = memory_usage(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        in_use = total - free  # with what other processes and CUDA itself hold
+    else:
+        in_use, total = usage["resident_bytes"], psutil.virtual_memory().total
+    # Some of it is free again by now; PyTorch's message says how much it was.
+    held = max(_in_use(usage), _said_bytes(error, "Of the allocated memory"))
+    kinds = Counter({kind: entry["bytes"] for kind, entry in _by_kind(stock).items()})
+    kinds[UNACCOUNTED] = max(0, held - kinds.total())
+    owners: Counter[tuple[str, str | None]] = Counter({(UNACCOUNTED, None): kinds[UNACCOUNTED]})
+    for owned in stock:
+        owners[owned.kind, owned.module] += owned.bytes
+    return {
+        "time": time.time(),
+        "rank": rank,
+        "device": str(device),
+        "error": str(error)[:2000] or type(error).__name__,
+        "requested_bytes": _said_bytes(error, "ried to allocate"),
+        "in_use_bytes": in_use,
+        "total_bytes": total,
+        **usage,
+        "kinds": dict(kinds),
+        "largest_owners": [
+            {"kind": kind, "module": module, "bytes": size}
+            for (kind, module), size in owners.most_common(LARGEST_OWNERS)
+            if size
+        ],
+        "largest_tensors": [owned.as_json() for owned in _largest(stock)],
+        "allocator": _allocator_state(device, {owned.storage: f"{owned.kind} {owned.name}" for owned in stock}),
+    }
+
+
+def _said_bytes(error: BaseException, before: str) -> int:
+    """The amount that an allocator's message gives after some words, or 0."""
+    found = re.search(rf"{before} ([\d.]+) ({'|'.join(_UNITS)})", str(error))
+    return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0
+
+
+def _allocator_state(device: torch.device, names: Mapping[int, str]) -> dict[str, Any] | None:
+    """Segments and largest blocks of PyTorch's GPU allocator as they are now. History, which costs, is not recorded."""
+    if device.type != "cuda":
+        return None
+    try:
+        segments = torch.cuda.memory._snapshot(device)["segments"]
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        states: Counter[str] = Counter()
+        for block in blocks:
+            states[block["state"]] += block["size"]
+        return {
+            "segments": len(segments),
+            "segment_bytes": sum(segment["total_size"] for segment in segments),
+            "largest_segment_bytes": max((segment["total_size"] for segment in segments), default=0),
+            "bytes_by_state": dict(states),
+            "largest_free_block_bytes": max((b["size"] for b in blocks if b["state"] == "inactive"), default=0),
+            "largest_blocks": [
+                {"bytes": block["size"], "state": block["state"], "tensor": names.get(block.get("address"))}
+                for block in sorted(blocks, key=lambda block: -block["size"])[:LARGEST_TENSORS]
+            ],
+        }
+    except Exception:  # a private function of PyTorch: the rest of the report does without
+        return None

@@ -20,6 +20,8 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
 ENVIRONMENT_FILE = "env.json"
 NONFINITE_FOLDER = "nonfinite"
+# What a run may leave that would mislead in the next one's folder.
+LEFT_BEHIND = ("oom_rank*.json", "mem_*")
 
 
 @contextmanager
@@ -82,8 +84,9 @@ def read_metrics(folder: Path) -> dict[str, Any] | None:
 def start_over(folder: Path) -> None:
     """Removes what an earlier run left: first its claim to be finished, then its results."""
     write_metrics(folder, {"status": "running", "steps": 0})
-    for name in (layout.FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE):
-        path = folder / name
+    old = [folder / name for name in (layout.FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE)]
+    old += [path for pattern in LEFT_BEHIND for path in folder.glob(pattern)]
+    for path in old:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -17,9 +17,12 @@ from nsa.ops.observe import Observer
 from nsa.parallel.launch import World
 from nsa.telemetry.attention_stats import AttentionObserver, Sample
 from nsa.telemetry.console import RunConsole, step_line
+from nsa.telemetry.dtypes import write_dtypes_report, write_optimizer_state
 from nsa.telemetry.events import EventStream, Heartbeat, Sink
+from nsa.telemetry.memory import dump_memory
 from nsa.telemetry.profile import StepProfiler
 from nsa.telemetry.sinks import TensorBoard, Tracker, csv_sinks
+from nsa.telemetry.trace import Tracer
 from nsa.telemetry.training_csv import TrainingRow
 from nsa.telemetry.watchdog import Watchdog
 from nsa.train.folder import record_end
@@ -39,6 +42,13 @@ class Monitor:
             first_step_s=config.telemetry.watchdog_first_step_s,
             on_hang=self._on_hang,
         )
+        self.tracer = Tracer(
+            folder,
+            world.rank,
+            grads=config.telemetry.trace_grads,
+            modules=config.telemetry.trace_modules,
+            buckets=config.telemetry.trace_buckets,
+        )
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._sink_failures = 0
@@ -53,6 +63,7 @@ class Monitor:
             self._add(lambda: TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
             self._add(lambda: Tracker(wanted.tracker, self.folder, self.config.to_dict()))
+        self.tracer.attach(state.model, state.module)
         layers = [name for name, _ in attention_layers(state.model)]
         if layers and wanted.attention:
             self._observer = AttentionObserver(layers)
@@ -83,6 +94,18 @@ class Monitor:
         self.stream.emit("hang", step, **report)
         record_end(self.folder, HangError(f"rank {self.world.rank}: no progress in step {step}; see stackdump_*"), step)
         self.stream.drain(3.0)
+
+    def dump_memory(self, state: RunState, label: str) -> None:
+        written = dump_memory(self.folder, label, self.world.device, self.world.rank, state.tensors)
+        self._sink_failures += not written
+
+    def audit(self, state: RunState) -> None:
+        """After the first step of this process: gradients and moments exist."""
+        written = [write_optimizer_state(self.folder, state.optimizer, self.world.rank, self.world.size)]
+        if self.world.is_first:
+            buffers = dict(state.model.named_buffers())
+            written.append(write_dtypes_report(self.folder, state.parameters, buffers, state.optimizer))
+        self._sink_failures += written.count(False)
 
     def say(self, line: str) -> None:
         self.console.say(line)
@@ -138,7 +161,8 @@ class Monitor:
     def failures(self) -> int:
         """What could not be written and was left out."""
         observed = self._observer.failures if self._observer else 0
-        return self.stream.dropped + self._sink_failures + observed + self.watchdog.failures
+        others = self.watchdog.failures + self.tracer.failures
+        return self.stream.dropped + self._sink_failures + observed + others
 
     def describe(self) -> dict[str, Any]:
         """For the summary of the run."""
@@ -149,4 +173,5 @@ class Monitor:
         self.stream.flush()
 
     def close(self) -> None:
+        self.tracer.close()
         self.stream.close()

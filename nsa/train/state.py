@@ -1,6 +1,7 @@
 """Everything a run holds in memory, and how it is built from a configuration."""
 
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,11 @@ from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
+from nsa.parallel.ddp import Watch
 from nsa.parallel.launch import World, pick_device
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import apply_strategy
+from nsa.telemetry.memory import run_tensors
 from nsa.train.optimizer import build_optimizer
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,12 +84,18 @@ class RunState:
     def device(self) -> torch.device:
         return self.world.device
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything this rank holds between steps, by what it is for."""
+        return run_tensors(self.parameters, dict(self.model.named_buffers()), self.optimizer)
+
     def autocast(self) -> AbstractContextManager[object]:
         dtype = AUTOCAST_TYPES.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
 
-def build_state(config: Config, tokenizer: Tokenizer, world: World | None = None) -> RunState:
+def build_state(
+    config: Config, tokenizer: Tokenizer, world: World | None = None, watch: Watch = lambda hook: hook
+) -> RunState:
     world = world or World(pick_device(config.runtime.device))
     precision = config.runtime.precision
     if precision == "auto":
@@ -105,7 +114,7 @@ def build_state(config: Config, tokenizer: Tokenizer, world: World | None = None
         model.to(world.device)
     if config.runtime.compile:
         compile_blocks(model)
-    module = apply_strategy(model, config.parallel, world, precision)
+    module = apply_strategy(model, config.parallel, world, precision, watch)
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
     return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)

@@ -19,14 +19,14 @@ from nsa.checkpoint.weights import WEIGHTS_FILE, spell_weights
 from nsa.config import Config
 from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
-from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, Preempted
+from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted
 from nsa.nn.flops import flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
 from nsa.parallel.strategy import gather_weights, host_mesh
 from nsa.telemetry.environment import describe_environment
-from nsa.telemetry.memory import memory_gib
+from nsa.telemetry.memory import is_out_of_memory, memory_gib, oom_report, remedies
 from nsa.telemetry.training_csv import TrainingRow
 from nsa.train import nonfinite
 from nsa.train.feed import Feed
@@ -103,9 +103,12 @@ def _run(run: "Run") -> None:
             run.loop(stop)
             run.end()
     except BaseException as error:
+        exhausted = run.out_of_memory(error)  # while the traceback keeps what was allocated
         run.monitor.close()
-        reason = lost_rank(error, run.world.rank, run.world.size) or error
+        reason = exhausted or lost_rank(error, run.world.rank, run.world.size) or error
         record_end(run.folder, reason, run.step if run.announced else None)
+        if exhausted is not None:
+            raise exhausted from error
         raise
 
 
@@ -147,7 +150,7 @@ class Run:
         config, folder, world = self.config, self.folder, self.world
         self.micro_batch = micro_batch_size(config, world.size)
         self.monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
-        self.state = state = build_state(config, tokenizer_for(config.data), world)
+        self.state = state = build_state(config, tokenizer_for(config.data), world, self.monitor.tracer.traced_hook)
         seed_generators(config.train.seed, world.rank)
         self.monitor.beat(0, "restore")
         taken_up = None if self.fresh else self._take_up()
@@ -158,6 +161,8 @@ class Run:
         if self.fresh and world.is_first:
             start_over(folder)
         self.monitor.open(state)
+        self.monitor.dump_memory(state, "boot")
+        self._first_step = self.step + 1
         saver = Saver(
             root,
             config.checkpoint.keep,
@@ -199,6 +204,7 @@ class Run:
                 faults.point("step.begin")
                 lr = learning_rate(progress.step, config.train)
                 targets = self.feed.num_targets()
+                self.monitor.tracer.step_begin(progress.step + 1)
                 result = train_step(
                     self.state,
                     self._micro_batches(clock),
@@ -207,6 +213,7 @@ class Run:
                     votes=lambda: self._votes(stop),
                     observer=self.monitor.observer(progress.step + 1),
                 )
+                self.monitor.tracer.step_end(progress.step + 1, result.loss)
                 if not result.moved:
                     self._handle_non_finite(result)
                 progress.step += 1
@@ -218,6 +225,7 @@ class Run:
                 if validation is not None:
                     row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
                 self.monitor.step_done(row)
+                self._maybe_dump()
                 began = time.perf_counter()
                 self.monitor.beat(progress.step, "save")
                 with self.monitor.patient():
@@ -321,6 +329,14 @@ class Run:
         if progress.skipped > self.config.train.max_skips:
             raise NumericsError(f"{what}; {progress.skipped} steps were left out, train.max_skips allows no more")
 
+    def _maybe_dump(self) -> None:
+        assert self.state is not None
+        every = self.config.telemetry.mem_dump_every
+        if self.step == 1 or (every and self.step % every == 0):
+            self.monitor.dump_memory(self.state, f"step{self.step}")
+        if self.step == self._first_step:
+            self.monitor.audit(self.state)
+
     def _maybe_validate(self) -> tuple[Validation | None, bool]:
         """Every `eval_every` steps and after the last, where there is a validation split; and whether it was best."""
         assert self.state is not None
@@ -357,6 +373,15 @@ class Run:
         self.monitor.emit("preempted", self.step)
         kind = Preempted if terminate else Interrupted
         raise kind(f"asked to stop: step {self.step} is saved in {self.folder}; the same command goes on from there")
+
+    def out_of_memory(self, error: BaseException) -> OutOfMemoryError | None:
+        """What an error that is about memory comes down to, with the largest owners and what to try."""
+        if not is_out_of_memory(error):
+            return None
+        world, state = self.world, self.state
+        advice = remedies(self.config, self.micro_batch if state else 1, world.size, world.strategy)
+        tensors = state.tensors if state else lambda: iter(())
+        return OutOfMemoryError(oom_report(self.folder, world.rank, world.device, error, tensors, advice))
 
     def _incident(self, kind: str, message: str) -> None:
         self.monitor.incident(kind, message, self.step)

@@ -213,15 +213,15 @@ def test_another_batch_size_goes_on_at_the_data_that_was_not_read(tmp_path, monk
     monkeypatch.setattr(
         Loader,
         "batch",
-        lambda self, first, count: read.extend(range(first, first + count)) or plain(self, first, count),
+        lambda self, first, count, stride: read.extend(range(first, first + count)) or plain(self, first, count),
     )
-    only_training = "data.validation_fraction=0"
-    train_until(3, tmp_path, only_training, "checkpoint.every=1")
+    only_training = ("data.validation_fraction=0", "data.workers=0")  # nothing is read ahead
+    train_until(3, tmp_path, *only_training, "checkpoint.every=1")
     assert read == list(range(6))
     read.clear()
     with pytest.raises(ConfigError, match=r"train\.batch_size: 2 then, 5 now"):
-        train(small(only_training, "checkpoint.every=1", "train.batch_size=5"), tmp_path)
-    train(small(only_training, "checkpoint.every=1", "train.batch_size=5"), tmp_path, accept_changes=True)
+        train(small(*only_training, "checkpoint.every=1", "train.batch_size=5"), tmp_path)
+    train(small(*only_training, "checkpoint.every=1", "train.batch_size=5"), tmp_path, accept_changes=True)
     assert read == list(range(6, 21)), "three steps of five, none twice and none left out"
     assert [int(row["tokens"]) for row in rows_of(tmp_path)] == [64, 128, 192, 352, 512, 672]
     assert read_state(checkpoint_of(tmp_path, 6))["progress"]["sequences"] == 21

@@ -42,7 +42,6 @@ def test_an_explicit_key_wins_with_a_warning():
         ("NSA_USE_FA3", "0", "unknown variable; did you mean NSA_USE_FA2"),
         ("NSA_USE_SEL_PACK", "1", "nothing to switch"),
         ("NSA_USE_FA2", "no", "must be 0 or 1"),
-        ("NSA_TRACE_GRADS", "1", "does not read it yet"),
         ("NSA_FSDP_LIMIT_ALL_GATHERS", "1", "always limited"),
         ("NSA_DDP_SAFE_MODE", "yes", "must be one of 0, 1"),
         ("NSA_DDP_BUCKET_MB", "-3", "must be a whole number"),
@@ -58,6 +57,10 @@ def test_what_cannot_be_followed_is_said(variable, value, told):
     ("variable", "value", "section", "key", "wanted"),
     [
         ("NSA_DDP_SAFE_MODE", "1", "parallel.ddp", "safe_mode", True),
+        ("NSA_DISABLE_AUX_STATS", "1", "telemetry", "attention", False),
+        ("NSA_TRACE_GRADS", "1", "telemetry", "trace_grads", True),
+        ("NSA_TRACE_MODULE_BWD", "1", "telemetry", "trace_modules", True),
+        ("NSA_TRACE_DDP_BUCKETS", "1", "telemetry", "trace_buckets", True),
         ("NSA_DDP_STATIC_GRAPH", "1", "parallel.ddp", "static_graph", True),
         ("NSA_DDP_FIND_UNUSED", "1", "parallel.ddp", "find_unused", True),
         ("NSA_DDP_BUCKET_MB", "7", "parallel.ddp", "bucket_mb", 7),
