@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test test-gpu test-long bench lint setup setup-dev clean
+.PHONY: train test browser test-gpu test-long bench lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -19,14 +19,20 @@ train: setup
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
 # Tests with several processes of their own share folders of runs: a file stays on one worker.
-test: setup-dev
+test: setup-dev browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton --ignore=tests/distributed --ignore=tests/faults
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed tests/faults
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/ops/triton
 
+# The page of `nsa report` is opened in a real browser, installed where that is allowed.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get -qq update >/dev/null 2>&1 && DEBIAN_FRONTEND=noninteractive \
+	  apt-get -qq install -y --no-install-recommends chromium >/dev/null 2>&1; } || true
+
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
-	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton
+	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/telemetry
 
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from nsa import __version__
-from nsa.cli import ckpt, config, data, generate, trace, train
+from nsa.cli import ckpt, config, data, generate, report, trace, train, watch
 from nsa.errors import NSAError, Preempted
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
+app.command("watch")(watch.watch)
+app.command("report")(report.report)
 app.command("trace")(trace.trace)
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")

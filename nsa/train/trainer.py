@@ -27,6 +27,7 @@ from nsa.parallel.launch import World, read_place, start_world
 from nsa.parallel.strategy import gather_weights, host_mesh
 from nsa.telemetry.environment import describe_environment
 from nsa.telemetry.memory import is_out_of_memory, memory_gib, oom_report, remedies
+from nsa.telemetry.run_log import RunLog
 from nsa.telemetry.training_csv import TrainingRow
 from nsa.train import nonfinite
 from nsa.train.feed import Feed
@@ -71,8 +72,9 @@ def train(
     faults.arm(os.environ.get("NSA_FAULTS", ""), place.rank, place.attempt)
     try:
         with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
-            print(world.banner(), flush=True)
             on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
+            held.enter_context(RunLog(folder, world.rank))
+            print(world.banner(), flush=True)
             done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
             if done is not None:
                 if world.is_first:

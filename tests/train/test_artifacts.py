@@ -1,10 +1,12 @@
 """What a run leaves in its folder besides numbers: its environment, events, curves and profiles."""
 
 import json
+import sys
+import types
 
 import pytest
 
-from nsa.errors import LaunchError
+from nsa.errors import LaunchError, NumericsError
 from nsa.telemetry.events import EventStream, Heartbeat
 from nsa.telemetry.training_csv import open_training_csv
 from nsa.train import train
@@ -86,6 +88,58 @@ def test_events_that_cannot_be_written_are_counted(tmp_path):
     stream.incident("save_failed", "no room", step=3)
     stream.close()
     assert (stream.dropped, stream.incidents) == (1, 1)
+
+
+def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
+    train(tiny(), tmp_path)
+    printed = capsys.readouterr().out
+    kept = (tmp_path / "run.log").read_text()
+    assert printed
+    assert printed in kept
+    with pytest.raises(NumericsError):
+        train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path, fresh=True)
+    assert "ended by NumericsError: step" in (tmp_path / "run.log").read_text()
+
+
+def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys):
+    train(tiny(), tmp_path / "plain")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "run.log").symlink_to("/dev/full")
+    train(tiny(), tmp_path / "full")
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "full")]
+    assert losses[0] == losses[1]
+    assert "step 0006" in capsys.readouterr().out
+
+
+def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
+    """Stands in for an installed package: it works for two steps, then its network is gone."""
+    calls = []
+
+    def log(scalars, step):
+        calls.append((step, scalars))
+        if step > 2:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    package = types.ModuleType("trackio")
+    package.init = lambda **options: calls.append(("init", options["project"]))
+    package.log, package.finish = log, lambda: calls.append("finish")
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    train(tiny(), tmp_path / "plain")
+    train(tiny("telemetry.tracker=trackio"), tmp_path / "tracked")
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "tracked")]
+    assert losses[0] == losses[1]
+    assert calls[0] == ("init", "nsa")
+    assert calls[-1] == "finish"
+    first = next(scalars for step, scalars in calls[1:-1] if step == 1 and "train/loss" in scalars)
+    assert first["train/loss"] == float(losses[0][0])
+    metrics = json.loads((tmp_path / "tracked" / "metrics.json").read_text())
+    assert metrics["telemetry_failures"] >= 4
+    assert metrics["incidents"] == 1
+
+
+def test_a_tracker_that_is_not_installed_changes_nothing(tmp_path):
+    train(tiny("telemetry.tracker=wandb"), tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["telemetry_failures"] == 1
 
 
 def test_fresh_under_a_restarting_torchrun_is_refused(tmp_path, monkeypatch):

@@ -1,0 +1,35 @@
+"""`nsa watch`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
+    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+) -> None:
+    """Show a live or finished run: progress, loss, speed, gates, selection, and what is unhealthy."""
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from nsa.telemetry.reading import RunReader
+    from nsa.telemetry.view import frame, is_plain
+
+    console, reader = Console(highlight=False), RunReader(run_dir)
+    plain = is_plain(console)
+    if once or not console.is_terminal:
+        console.print(frame(reader.refresh(), console.width, max(24, console.height), plain=plain))
+        return
+    try:
+        # The last line stays free: a terminal scrolls when it is written to.
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                live.update(frame(reader.refresh(), console.width, console.height - 1, plain=plain), refresh=True)
+                time.sleep(every)
+    except KeyboardInterrupt:
+        console.print(frame(reader.refresh(), console.width, console.height - 1, plain=plain))

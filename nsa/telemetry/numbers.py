@@ -1,0 +1,61 @@
+"""Numbers and words from files, as people read them."""
+
+import math
+import time
+
+DASH = "-"
+
+
+def short(value: float) -> str:
+    """Three digits that matter, with k, M, G, T."""
+    if not math.isfinite(value):
+        return DASH if math.isnan(value) else str(value)
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{_three(value / limit)}{letter}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    if value == 0 or abs(value) < 1e-4:
+        return f"{value:.3g}" if value else "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def exact(value: float, spec: str = ".4f") -> str:
+    return format(value, spec) if math.isfinite(value) else (DASH if math.isnan(value) else str(value))
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if math.isfinite(share) else DASH
+
+
+def seconds(value: float) -> str:
+    """Two units at most: 4.2 s, 3 min 5 s, 2 h 10 min, 6 d 4 h."""
+    if not math.isfinite(value):
+        return DASH
+    if value < 60:
+        return f"{value * 1000:.0f} ms" if 0 < value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+    whole = round(value)
+    for unit, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            rest = whole % unit // part
+            return f"{whole // unit} {name}" + (f" {rest} {part_name}" if rest else "")
+    return f"{whole} s"
+
+
+def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Local time of the reader."""
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (ValueError, OverflowError, OSError):
+        return DASH
+
+
+def one_line(text: str, most: int = 2000) -> str:
+    """Without line breaks and control characters: what a file holds must not steer a terminal."""
+    text = "".join(c if c.isprintable() else " " for c in text[: most + 1])
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,74 @@
+"""`run.log`: everything a rank prints, kept beside its other files. Rank r above 0 writes `run_rank{r}.log`."""
+
+import io
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+
+class RunLog:
+    """While it is entered, what goes to stdout and stderr goes to the file too. A file that cannot be written is done
+    without, and what C code prints by itself is not seen."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.path = folder / ("run.log" if rank == 0 else f"run_rank{rank}.log")
+        self.failures = 0
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = self.path.open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n")
+        except OSError:
+            self.failures += 1
+        self._before = (sys.stdout, sys.stderr)
+        sys.stdout, sys.stderr = (_Both(stream, self) for stream in self._before)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.stdout, sys.stderr = self._before
+        if error is not None:  # printed by whoever catches it, when this file is closed
+            self.write(f"ended by {type(error).__name__}: {error}\n")
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError:
+                self.failures += 1
+
+    def write(self, text: str) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(text)
+            except (OSError, ValueError):
+                self.failures += 1
+
+
+class _Both(io.TextIOBase):
+    """A stream whose text the log gets as well; in everything else it is the stream."""
+
+    def __init__(self, stream: TextIO, log: RunLog):
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
