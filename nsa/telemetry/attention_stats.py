@@ -96,6 +96,12 @@ class AttentionObserver:
                 arrived.record()
             self._waiting.append((step, on_host[0], on_host[1], arrived))
 
+    def wait(self) -> None:
+        """Until everything has arrived: for the end of a run."""
+        for _, _, _, arrived in self._waiting:
+            if arrived is not None:
+                arrived.synchronize()
+
     def ready(self) -> list[Sample]:
         """Samples that have arrived; never waits."""
         done: list[Sample] = []

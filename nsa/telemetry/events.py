@@ -1,8 +1,9 @@
 """What happens to a run, as one stream of events per rank; files and dashboards are its sinks.
 
 Every event has v (version of this schema), time, rank, step and event; docs/telemetry.md lists the kinds and their
-fields. A thread of its own writes: training hands an event over and goes on. What a sink cannot write is counted and
-dropped; a sink that fails by anything but the disk three times in a row is let go.
+fields. A thread of its own writes: training hands an event over and goes on, and waits for it only before a checkpoint,
+ten seconds at most. What a sink cannot write is counted and dropped; a sink that fails by anything but the disk three
+times in a row is let go.
 """
 
 import json
@@ -11,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,19 +102,23 @@ class EventStream:
                 item.set()
                 continue
             for sink in list(self._sinks):
-                self._try(sink, partial(sink.write, item))
+                if self._try(sink, partial(sink.write, item)):
+                    self._errors[sink.name] = 0
 
-    def _try(self, sink: Sink, action: Callable[[], None]) -> None:
+    def _try(self, sink: Sink, action: Callable[[], None]) -> bool:
         try:
             action()
-            self._errors[sink.name] = 0
-        except OSError as error:
-            self._failed(sink, error)
+            return True
         except Exception as error:
             self._failed(sink, error)
+            if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
+                return False  # a disk that is full now may have room later
             self._errors[sink.name] = self._errors.get(sink.name, 0) + 1
             if self._errors[sink.name] >= MOST_ERRORS and sink in self._sinks:
                 self._sinks.remove(sink)
+                with suppress(Exception):
+                    sink.close()
+            return False
 
     def _failed(self, sink: Sink, error: Exception) -> None:
         self.dropped += 1

@@ -300,7 +300,7 @@ def _read_rank(path: Path) -> tuple[RankState, list[str]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             last.append(line.rstrip())
-            if '"start"' in line and (event := _parse(line)).get("event") == "start":
+            if '"pid"' in line and "pid" in (event := _parse(line)):  # at boot, and again when the run starts
                 start = event
     newest = next(filter(None, map(_parse, reversed(last))), None)
     if newest is not None:

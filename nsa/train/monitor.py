@@ -1,6 +1,7 @@
 """Everything a run says about itself: lines for people, events and their sinks, samples of sparse attention.
 
-Nothing here waits for the device or for another rank, and nothing that fails here ends the run.
+Nothing here waits for the device or for another rank. Files that cannot be opened at the start end the run, since its
+folder is of no use then; nothing that fails later does.
 """
 
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class Monitor:
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._sink_failures = 0
         self._told = False  # that something cannot be written
+        self._steps_done = 0
 
     def open(self, state: RunState) -> None:
         """The files of the run, cut back to the step it goes on from."""
@@ -77,8 +79,7 @@ class Monitor:
 
     def observer(self, step: int) -> Observer | None:
         """Who watches this step's forward pass."""
-        every = self.config.telemetry.every
-        return self._observer if self._observer and (step == 1 or step % every == 0) else None
+        return self._observer if self._is_sampled(step) else None
 
     def beat(self, step: int, phase: str) -> None:
         """Progress: the watchdog's patience begins anew."""
@@ -92,7 +93,8 @@ class Monitor:
         """In the watchdog's thread; the process ends when this returns."""
         step = int(report.pop("step", 0))
         self.stream.emit("hang", step, **report)
-        record_end(self.folder, HangError(f"rank {self.world.rank}: no progress in step {step}; see stackdump_*"), step)
+        reason = HangError(f"rank {self.world.rank}: no progress in step {step}; see stackdump_*")
+        record_end(self.folder, reason, self._steps_done)
         self.stream.drain(3.0)
 
     def dump_memory(self, state: RunState, label: str) -> None:
@@ -120,11 +122,12 @@ class Monitor:
     def step_done(self, row: TrainingRow) -> None:
         """A step is through, its validation included."""
         self.watchdog.step_done(row.step_s)
+        self._steps_done = row.step
         self.stream.emit("step", **asdict(row))
         self._take_samples(row.step)
-        if self.stream.dropped and not self._told:
+        if self.failures and not self._told:
             self._told = True
-            self.incident("telemetry", self.stream.last_failure, row.step)
+            self.incident("telemetry", self.stream.last_failure or "a file or a sink could not be written", row.step)
         trace = self.profiler.after(row.step)
         self.console.advance(row.step, row.loss)
         if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
@@ -137,13 +140,25 @@ class Monitor:
         if trace is not None:
             self.say(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
 
+    def _is_sampled(self, step: int) -> bool:
+        return step == 1 or step % self.config.telemetry.every == 0
+
     def _take_samples(self, step: int) -> None:
-        if self._observer is None:
-            return
-        if self.observer(step) is not None:
-            self._observer.finish(step)
-        for sample in self._observer.ready():
-            self._emit_sample(sample)
+        if self._is_sampled(step):
+            counts = sorted((branch, reason, count) for (branch, reason), count in dispatch.counters().items())
+            self.stream.emit("fallbacks", step, counts=counts)
+        if self._observer is not None:
+            if self._is_sampled(step):
+                self._observer.finish(step)
+            for sample in self._observer.ready():
+                self._emit_sample(sample)
+
+    def last_samples(self) -> None:
+        """At the end of a run: what was still on its way."""
+        if self._observer is not None:
+            self._observer.wait()
+            for sample in self._observer.ready():
+                self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
         if sample.all_gates is not None:
@@ -154,8 +169,6 @@ class Monitor:
             layers = [{"layer": name, **asdict(stats)} for name, stats in sample.selection]
             self._last["selection"] = asdict(sample.all_selection)
             self.stream.emit("selection", sample.step, layers=layers, **asdict(sample.all_selection))
-        counts = sorted((branch, reason, count) for (branch, reason), count in dispatch.counters().items())
-        self.stream.emit("fallbacks", sample.step, counts=counts)
 
     @property
     def failures(self) -> int:

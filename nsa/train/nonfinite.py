@@ -2,7 +2,7 @@
 
 nonfinite/step_00000151/report.json            step, loss, gradient norm, configuration
 nonfinite/step_00000151/batch_rank{r}.safetensors   what each rank read
-nonfinite/step_00000151/weights.safetensors    the weights before the step; in the first such folder of a run
+nonfinite/step_00000151/weights.safetensors    the weights before the step
 """
 
 import json

@@ -244,6 +244,7 @@ class Run:
         self.monitor.beat(self.step, "end")
         weights = gather_weights(self.state.parameters, self.world)
         self.feed.close()
+        self.monitor.last_samples()
         self.monitor.emit("end", self.step)
         self.monitor.close()
         on_first_rank(self.world, lambda: self._write_results(weights))

@@ -124,8 +124,8 @@ def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
     package.init = lambda **options: calls.append(("init", options["project"]))
     package.log, package.finish = log, lambda: calls.append("finish")
     monkeypatch.setitem(sys.modules, "trackio", package)
-    train(tiny(), tmp_path / "plain")
-    train(tiny("telemetry.tracker=trackio"), tmp_path / "tracked")
+    train(tiny("train.steps=12"), tmp_path / "plain")
+    train(tiny("train.steps=12", "telemetry.tracker=trackio"), tmp_path / "tracked")
     losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "tracked")]
     assert losses[0] == losses[1]
     assert calls[0] == ("init", "nsa")
@@ -133,7 +133,8 @@ def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
     first = next(scalars for step, scalars in calls[1:-1] if step == 1 and "train/loss" in scalars)
     assert first["train/loss"] == float(losses[0][0])
     metrics = json.loads((tmp_path / "tracked" / "metrics.json").read_text())
-    assert metrics["telemetry_failures"] >= 4
+    # Three in a row; the incident that tells of the first one may come in between.
+    assert metrics["telemetry_failures"] in (3, 4, 5), "it is not asked again for the other steps"
     assert metrics["incidents"] == 1
 
 
