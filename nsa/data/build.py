@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
-from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus, tokenise_unit
+from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
 from nsa.data.sequences import BestFit, Cut, Mixture, Row, Sequences
@@ -151,7 +151,7 @@ def _tokenise_all(source: Source, tokenizer: Tokenizer, workers: int) -> Iterato
     try:
         while True:
             for unit in islice(units, 4 * max(1, workers) - len(waiting)):
-                waiting.append(pool.submit(tokenise_unit, source, unit, tokenizer))
+                waiting.append(pool.submit(partial(tokenise_units, source, unit, tokenizer=tokenizer)))
             if not waiting:
                 return
             yield waiting.popleft().result()

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.corpus import Corpus, Tokenised, in_validation, join, take_side, tokenise_unit
+from nsa.data.corpus import Corpus, Tokenised, in_validation, join, take_side, tokenise_units
 from nsa.data.pool import DaemonPool
 from nsa.data.sequences import Row, begin_with_zero
 from nsa.data.sources.base import Skipped, Source
@@ -112,7 +112,7 @@ class UnitReader:
         return pending.result() if pending else self._read(unit)
 
     def _read(self, unit: int) -> Tokenised:
-        found = tokenise_unit(self.source, self.units[unit], self.tokenizer)
+        found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
             self.skipped.merge(found.skipped)
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
@@ -168,13 +168,13 @@ class _Lane:
             self.starts.append(self.starts[-1] + length)
         return True
 
-    def expect(self, position: int) -> None:
-        """Has the unit of a token read ahead, as far as is known which one it is, and the one behind it."""
+    def expect(self, position: int, ahead: int) -> None:
+        """Has the unit of a token read, as far as is known which one it is, or the one `ahead` units behind it."""
         self._is_known(position)
         visit = bisect_right(self.starts, position) - 1
-        for ahead in range(max(visit, self._asked), visit + 2):
-            self.reader.expect(self.unit(ahead)[1])
-            self._asked = ahead + 1
+        for asked in range(max(visit, self._asked), visit + ahead + 1):
+            self.reader.expect(self.unit(asked)[1])
+            self._asked = asked + 1
 
     def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
         tokens = np.empty(count, dtype=self.reader.tokenizer.dtype)
@@ -223,9 +223,10 @@ class StreamedSequences:
         return len(numbers) * self.seq_len
 
     def expect(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            nth, lane = divmod(number, self.lanes)
-            self._lanes[lane].expect(nth * self.seq_len)
+        wanted = [(self._lanes[n % self.lanes], n // self.lanes * self.seq_len) for n in numbers]
+        for ahead in (0, 1):  # what is needed now before what is needed next: the first batch waits for nothing else
+            for lane, position in wanted:
+                lane.expect(position, ahead)
 
     def shares(self, number: int) -> dict[str, int]:
         return {self.reader.source.name: number}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import faults
-from nsa.data.corpus import tokenise_unit
+from nsa.data.corpus import tokenise_units
 from nsa.data.shards import (
     MANIFEST,
     ShardEntry,
@@ -34,6 +34,7 @@ from nsa.data.tokenizers import Tokenizer
 from nsa.errors import DataError
 
 SHARD_BYTES = 64 << 20  # of text
+GROUP_BYTES = 1 << 20  # of small units that are tokenised at once
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,22 @@ def _make_shard(
     source: Source, tokenizer: Tokenizer, folder: Path, plan: str, number: int, units: Sequence[Unit]
 ) -> ShardEntry:
     try:
-        return write_shard(folder, number, plan, (tokenise_unit(source, u, tokenizer) for u in units), tokenizer)
+        parts = (tokenise_units(source, *group, tokenizer=tokenizer) for group in _groups(units))
+        return write_shard(folder, number, plan, parts, tokenizer)
     except OSError as error:
         raise DataError(f"{folder / stem_of(number)}: cannot be written: {error}") from None
+
+
+def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Units that are tokenised at once: one, or as many small ones as make up GROUP_BYTES."""
+    group: list[Unit] = []
+    for unit in units:
+        if group and sum(u.size for u in group) + unit.size > GROUP_BYTES:
+            yield group
+            group = []
+        group.append(unit)
+    if group:
+        yield group
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.corpus import build_corpora, join, tokenise_unit
+from nsa.data.corpus import build_corpora, join, tokenise_units
 from nsa.data.prepare import make_plan, prepare
 from nsa.data.shards import MANIFEST, open_shards, read_manifest, verify
 from nsa.data.sources.text import TextSource
@@ -53,7 +53,7 @@ def run_cli(folder, source_folder, *more, faults="", check=True):
 def test_shards_hold_the_source_document_for_document(source, tmp_path, workers):
     out = tmp_path / "out"
     manifest = prepare(source, TOKENIZER, out, workers=workers, shard_bytes=SHARD_BYTES)
-    direct = join((tokenise_unit(source, u, TOKENIZER) for u in source.units()), TOKENIZER)
+    direct = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
     shards = open_shards([out], TOKENIZER)
     assert len(manifest["shards"]) > 2
     assert np.array_equal(np.concatenate(shards.pieces), direct.tokens)
@@ -257,7 +257,7 @@ def test_several_folders_are_one_corpus(source, tmp_path):
         prepare(source, TOKENIZER, tmp_path / part, workers=1)
     shards = open_shards([tmp_path / "a", tmp_path / "b"], TOKENIZER)
     training, validation = build_corpora(
-        join((tokenise_unit(source, u, TOKENIZER) for u in source.units()), TOKENIZER), 0.1
+        join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER), 0.1
     )
     assert len(shards.lengths) == 2 * (training.num_documents + validation.num_documents)
 

@@ -329,7 +329,9 @@ def test_looking_at_a_run_needs_no_torch(finished):
 
 def test_ctrl_c_ends_the_live_view_with_zero(finished):
     main, side = pty.openpty()
-    code = f"from pathlib import Path; from nsa.cli.watch import watch; watch(Path({str(finished)!r}), 0.2, False)"
+    # A shell starts background jobs with Ctrl-C ignored, and children inherit that: not what is tested here.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path; "
+    code += f"from nsa.cli.watch import watch; watch(Path({str(finished)!r}), 0.2, False)"
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=side, stderr=side, stdin=side, env=environment
