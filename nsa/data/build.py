@@ -32,7 +32,8 @@ class Data:
     """What a run reads: training batches, validation batches (None without a split), a line about both.
 
     `fingerprint` is another one when the documents, the tokenizer or the split are; `waiting_for` says what a source
-    that does not answer is doing; `started` is called when the first batch is there, `close` at the end.
+    that does not answer is doing; `started` is called when the first batch is there, `close` at the end; `arrived`
+    counts what was read of a stream.
     """
 
     train: Loader
@@ -42,6 +43,7 @@ class Data:
     waiting_for: Callable[[], str | None] = lambda: None
     started: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
+    arrived: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class _Part:
     waiting_for: Callable[[], str | None] = lambda: None
     started: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
+    arrived: Callable[[], int] = lambda: 0
 
 
 def tokenizer_for(data: DataConfig) -> Tokenizer:
@@ -98,6 +101,7 @@ def build_data(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place
         part.waiting_for,
         part.started,
         part.close,
+        part.arrived,
     )
 
 
@@ -117,6 +121,7 @@ def _build_mixture(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, p
         lambda: next((what for part in parts if (what := part.waiting_for())), None),
         partial(_call_all, [part.started for part in parts]),
         partial(_call_all, [part.close for part in parts]),
+        lambda: sum(part.arrived() for part in parts),
     )
 
 
@@ -220,7 +225,9 @@ def _streamed(source: RemoteSource, data: DataConfig, train: TrainConfig, tokeni
         source.give_up()
 
     started = partial(source.be_patient, data.timeout_s)
-    return _Part(sequences, validation, summary, fingerprint, source.waiting_for, started, close)
+    return _Part(
+        sequences, validation, summary, fingerprint, source.waiting_for, started, close, lambda: reader.num_read
+    )
 
 
 def _collected(name: str, reader: UnitReader, tokens: int, train: TrainConfig) -> Sequences:

@@ -96,6 +96,7 @@ class UnitReader:
         self.units = source.units()
         self.index = index
         self.skipped = Skipped()
+        self.num_read = 0
         self._pool = DaemonPool(threads, "data") if threads else None
         self._pending: dict[int, Future[Tokenised]] = {}
         self._lock = threading.Lock()
@@ -115,6 +116,7 @@ class UnitReader:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
             self.skipped.merge(found.skipped)
+            self.num_read += 1
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
         known = self.index.get(unit)
         if known is not None and known != length:

@@ -84,19 +84,24 @@ class Request:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a batch may take: the first, any later one, and the wait after which it is said aloud."""
+    """How long a batch may take: the first, any later one, and the wait after which it is said aloud.
+
+    A later one, and the first of a run that `goes_on` and may have to find its place, may take longer as long as
+    something arrives.
+    """
 
     first_s: float
     later_s: float
     stall_s: float
+    goes_on: bool = False
 
 
 class Prefetcher:
     """The batches of `requests` in their order, made ahead by a thread.
 
     `next` gives the next one and never waits in silence: every `stall_s` seconds `report` is called with how long it
-    has been and what is being waited for. Patience that is at its end is a DataUnavailableError; an error of the
-    source is raised by the `next` that would have got its batch.
+    has been and what is being waited for. `arrived` counts what a source has delivered so far. Patience that is at its
+    end is a DataUnavailableError; an error of the source is raised by the `next` that would have got its batch.
     """
 
     def __init__(
@@ -109,9 +114,10 @@ class Prefetcher:
         patience: Patience,
         report: Callable[[float, str], None],
         waiting_for: Callable[[], str | None],
+        arrived: Callable[[], int] = lambda: 0,
     ):
         self.loader, self.device, self.patience = loader, device, patience
-        self.report, self.waiting_for = report, waiting_for
+        self.report, self.waiting_for, self.arrived = report, waiting_for, arrived
         self.first_wait_s: float | None = None  # how long the first batch took
         self._began = time.perf_counter()
         self._requests = iter(requests)
@@ -147,19 +153,23 @@ class Prefetcher:
         return False
 
     def next(self) -> Batch:
-        began = time.perf_counter()
         is_first = self.first_wait_s is None
+        began = self._began if is_first else time.perf_counter()
         limit = self.patience.first_s if is_first else self.patience.later_s
+        counts_arrivals = self.patience.goes_on or not is_first
+        since, arrived = began, self.arrived()
         while True:
-            waited = time.perf_counter() - (self._began if is_first else began)
-            if waited >= limit:
-                raise DataUnavailableError(self._say(waited))
+            silent = time.perf_counter() - since
+            if silent >= limit:
+                raise DataUnavailableError(self._say(time.perf_counter() - began))
             try:
-                item = self._ready.get(timeout=min(self.patience.stall_s, limit - waited))
+                item = self._ready.get(timeout=min(self.patience.stall_s, limit - silent))
                 break
             except queue.Empty:
-                waited = time.perf_counter() - (self._began if is_first else began)
-                if waited < limit:
+                if counts_arrivals and self.arrived() != arrived:
+                    since, arrived = time.perf_counter(), self.arrived()
+                waited = time.perf_counter() - began
+                if time.perf_counter() - since < limit:
                     self.report(waited, self._say(waited))
         if isinstance(item, BaseException):
             raise item

@@ -26,6 +26,7 @@ class Feed:
         self.passes = config.train.batch_size // (micro_batch * state.world.size)
         self.fallback: str | None = None  # why the run trains on invented text
         self.first_batch_s = 0.0
+        self._arrived = 0
         self._waiting: Batch | None = None
 
     def open(self, *, synthetic_on_fail: bool, accept_changes: bool) -> None:
@@ -62,9 +63,12 @@ class Feed:
                 self._requests,
                 ahead=data.prefetch,
                 device=self.state.device,
-                patience=Patience(data.first_batch_s, data.timeout_s, data.stall_s),
+                patience=Patience(
+                    data.first_batch_s, data.timeout_s, data.stall_s, goes_on=self.state.progress.sequences > 0
+                ),
                 report=self._report_stall,
                 waiting_for=self._data.waiting_for,
+                arrived=self._data.arrived,
             )
         if self.state.progress.step < config.train.steps:
             self._waiting = self.next()
@@ -129,7 +133,9 @@ class Feed:
             yield Request(first + number * self.micro_batch * size + rank, self.micro_batch, size)
 
     def _report_stall(self, seconds: float, message: str) -> None:
-        if self._data.waiting_for() is not None:  # a hub that is tried again and again is no hang
+        arrived, self._arrived = self._arrived, self._data.arrived()
+        # A hub that is tried again and again, or delivers slowly, is no hang.
+        if self._data.waiting_for() is not None or self._arrived != arrived:
             self.monitor.beat(self.state.progress.step + 1, "data")
         self.monitor.emit("data_stall", self.state.progress.step, seconds=seconds, message=message)
         self.monitor.say(message)

@@ -1,5 +1,6 @@
 """Batches made ahead: the same ones in the same order, and never a silent wait."""
 
+import itertools
 import threading
 import time
 
@@ -32,14 +33,15 @@ class Gate:
         return self.inner.batch(first, count, stride)
 
 
-def prefetcher(source, requests, *, ahead=2, first_s=30.0, later_s=30.0, stall_s=10.0, reports=None, what=None):
+def prefetcher(source, requests, *, ahead=2, first_s=30.0, later_s=30.0, stall_s=10.0, reports=None, what=None, **more):
     reports = [] if reports is None else reports
     return Prefetcher(
         source,
         requests,
         ahead=ahead,
         device=CPU,
-        patience=Patience(first_s, later_s, stall_s),
+        patience=Patience(first_s, later_s, stall_s, more.get("goes_on", False)),
+        arrived=more.get("arrived", lambda: 0),
         report=lambda seconds, message: reports.append((seconds, message)),
         waiting_for=lambda: what,
     )
@@ -85,6 +87,20 @@ def test_a_source_that_never_answers_ends_the_wait():
     with pytest.raises(DataUnavailableError, match="waiting for the first batch"):
         made.next()
     assert time.monotonic() - began < 5
+
+
+def test_a_run_that_goes_on_may_take_longer_to_its_place_while_something_arrives():
+    count = itertools.count()
+    options = {"first_s": 0.4, "stall_s": 0.1, "arrived": lambda: next(count)}
+    for goes_on in (False, True):
+        gate = Gate()
+        threading.Timer(1.0, gate.opened.set).start()
+        made = prefetcher(gate, [Request(0, 1)], goes_on=goes_on, **options)
+        if goes_on:
+            made.next()
+        else:
+            with pytest.raises(DataUnavailableError):
+                made.next()
 
 
 def test_patience_with_later_batches_is_its_own():
