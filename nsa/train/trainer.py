@@ -73,9 +73,10 @@ def train(
     try:
         with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
             on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
-            held.enter_context(RunLog(folder, world.rank))
-            print(world.banner(), flush=True)
             done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
+            if done is None:  # else nothing of the finished run is touched
+                held.enter_context(RunLog(folder, world.rank))
+            print(world.banner(), flush=True)
             if done is not None:
                 if world.is_first:
                     print(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start")
