@@ -165,11 +165,13 @@ def _make_shard(
 def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """Units that are tokenised at once: one, or as many small ones as make up GROUP_BYTES."""
     group: list[Unit] = []
+    filled = 0
     for unit in units:
-        if group and sum(u.size for u in group) + unit.size > GROUP_BYTES:
+        if group and filled + unit.size > GROUP_BYTES:
             yield group
-            group = []
+            group, filled = [], 0
         group.append(unit)
+        filled += unit.size
     if group:
         yield group
 

@@ -210,8 +210,8 @@ class Watchdog:
             with self._counted():
                 print(self._headline(silent_s), file=sys.stderr, flush=True)
             self._put_memory()
-            if len(ranks) > 1:  # they are about to find out too: the end of this process would cut them off
-                time.sleep(2 * self._tick_s)
+            with self._counted():
+                self._wait_for(ranks)
         finally:
             os._exit(EXIT_CODE)
 
@@ -247,7 +247,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
 
     def _look_at_ranks(self) -> list[RankState]:
-        """Where all ranks stood; those on this host add their stacks, or are killed if they are stopped."""
+        """Where all ranks stood; those on this host that are stopped are killed."""
         found = []
         for path in sorted(self._folder.glob("heartbeat_rank*.jsonl")):
             with self._counted():
@@ -257,10 +257,29 @@ class Watchdog:
             self._put(f"\nlast events of rank {rank.rank}:\n" + "".join(f"{line}\n" for line in events))
         for rank, _ in found:
             with self._counted():
-                _rouse(rank)
+                _kill_stopped(rank)
             if rank.killed:
                 self._put(f"\nrank {rank.rank} was stopped and could not end itself: killed\n")
         return [rank for rank, _ in found]
+
+    def _wait_for(self, ranks: list[RankState]) -> None:
+        """The other ranks are about to find out too, and the end of this process would cut them off: they get the time
+        to leave their stacks. Only one that does not is asked by a signal, because the answer to a signal looks at
+        threads while they run, which may crash."""
+        self._set_dead_man(self._report_s + 1.0)
+        waiting = [rank for rank in ranks if _is_alive_elsewhere(rank)]
+        deadline = time.monotonic() + self._report_s / 2
+        while waiting and time.monotonic() < deadline:
+            time.sleep(self._tick_s)
+            waiting = [r for r in waiting if _is_alive_elsewhere(r) and not self._has_stacks(r)]
+        for rank in waiting:
+            with self._counted():
+                _ask_for_stacks(rank)
+        time.sleep(2 * self._tick_s if len(ranks) > 1 else 0.0)
+
+    def _has_stacks(self, rank: RankState) -> bool:
+        dumps = self._folder.glob(f"stackdump_*_rank{rank.rank}.txt")
+        return any(dump.stat().st_size > 0 for dump in dumps)
 
     def _put_memory(self) -> None:
         """Last and aside, because a hung device may block it."""
@@ -329,14 +348,23 @@ def _process_state(pid: int, seen_at: float) -> str:
         return "gone"
 
 
-def _rouse(rank: RankState) -> None:
-    """A stopped process is killed; one that runs is asked for its stacks if it would not die of the question."""
-    if rank.pid is None or rank.pid <= 1 or rank.pid == os.getpid() or rank.state in ("gone", "unknown"):
-        return
-    if rank.state in STOPPED:
+def _is_alive_elsewhere(rank: RankState) -> bool:
+    """Whether a rank's process is another one of this host that still runs."""
+    if rank.pid is None or rank.pid <= 1 or rank.pid == os.getpid() or rank.killed:
+        return False
+    return rank.state not in ("gone", "unknown") and psutil.pid_exists(rank.pid)
+
+
+def _kill_stopped(rank: RankState) -> None:
+    if _is_alive_elsewhere(rank) and rank.state in STOPPED:
+        assert rank.pid is not None
         os.kill(rank.pid, signal.SIGKILL)
         rank.killed = True
-        return
+
+
+def _ask_for_stacks(rank: RankState) -> None:
+    """Asks by SIGUSR2, unless the process would die of the question."""
+    assert rank.pid is not None
     fields = (line.split() for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines())
     caught = next((int(values[1], 16) for values in fields if values[0] == "SigCgt:"), 0)
     if caught >> (signal.SIGUSR2 - 1) & 1:

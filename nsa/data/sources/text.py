@@ -127,7 +127,7 @@ def _kind_and_codec(path: Path) -> tuple[str, str | None]:
 
 
 def _readable(paths: Iterable[Path]) -> list[Path]:
-    return sorted(p for p in paths if p.name.lower().endswith(SUFFIXES) and p.is_file())
+    return sorted((p for p in paths if p.name.lower().endswith(SUFFIXES) and p.is_file()), key=lambda p: p.parts)
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
