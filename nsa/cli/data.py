@@ -42,7 +42,7 @@ def prepare(
     if data.mixture:
         raise ConfigError("data.mixture: prepare each source into a folder of its own, then mix the folders")
     from nsa import faults
-    from nsa.data.build import open_source, tokenizer_for
+    from nsa.data.opening import open_source, tokenizer_for
     from nsa.data.prepare import prepare as write_shards
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))

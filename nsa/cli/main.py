@@ -5,6 +5,7 @@ Heavy imports happen inside the commands, so that `nsa --version` and `nsa confi
 
 import os
 import sys
+import threading
 import traceback
 import warnings
 from typing import Annotated, NoReturn
@@ -75,10 +76,15 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process. Among several ranks at once: their network threads may wait for ranks that are gone, and
-    do not always survive an interpreter that is taken down around them."""
+    """Ends the process. At once where threads still run: those of the network may wait for ranks that are gone, those
+    that read data for a server, and none survives an interpreter that is taken down around it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1" or _reads_data():
         os._exit(code)
     sys.exit(code)
+
+
+def _reads_data() -> bool:
+    """Whether a thread of nsa.data.pool still reads."""
+    return any(thread.name.startswith("data-") for thread in threading.enumerate())

@@ -14,14 +14,15 @@ from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
 from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
+from nsa.data.opening import open_source, tokenizer_for
 from nsa.data.sequences import BestFit, Cut, Mixture, Row, Sequences
 from nsa.data.shards import open_shards
 from nsa.data.sources.base import RemoteSource, Skipped, Source
-from nsa.data.sources.python import PythonSource
-from nsa.data.sources.text import TextSource
 from nsa.data.stream import PackedStream, SyntheticStream
-from nsa.data.tokenizers import Tokenizer, load_tokenizer
+from nsa.data.tokenizers import Tokenizer
 from nsa.errors import ConfigError, DataError
+
+__all__ = ["Data", "Place", "build_data", "open_source", "tokenizer_for"]
 
 _VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed
 IN_MEMORY_BYTES = 4 << 30  # of tokens; more belong into shards
@@ -66,23 +67,6 @@ class _Part:
     started: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     arrived: Callable[[], int] = lambda: 0
-
-
-def tokenizer_for(data: DataConfig) -> Tokenizer:
-    return load_tokenizer(data.tokenizer, path=data.tokenizer_path, separator=data.separator)
-
-
-def open_source(source: SourceConfig, timeout_s: float = 300.0) -> Source:
-    """The documents of a source that has any: not synthetic, not prepared."""
-    if source.source == "python":
-        return PythonSource()
-    if source.source == "text":
-        return TextSource(source.paths, source.text_field)
-    if source.source == "fineweb_edu":
-        from nsa.data.sources.fineweb import FineWebEdu
-
-        return FineWebEdu(source.subset, source.revision, source.paths, source.text_field, timeout_s)
-    raise ConfigError(f"data.source: {source.source!r} has no documents to read; choose python, text or fineweb_edu")
 
 
 def build_data(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place | None = None) -> Data:

@@ -189,8 +189,8 @@ class _Lane:
             offset = position - self.starts[visit]
             part = min(count - filled, len(held) - offset)
             tokens[filled : filled + part] = held[offset : offset + part]
-            inside = begins[(begins >= offset) & (begins < offset + part)]
-            borders.append(inside - offset + filled)
+            first, last = np.searchsorted(begins, (offset, offset + part))
+            borders.append(begins[first:last] - offset + filled)
             filled += part
         return tokens, np.concatenate(borders)
 

@@ -86,14 +86,12 @@ class Request:
 class Patience:
     """How long a batch may take: the first, any later one, and the wait after which it is said aloud.
 
-    A later one, and the first of a run that `goes_on` and may have to find its place, may take longer as long as
-    something arrives.
+    It may take longer as long as something arrives: a slow tokenizer, or a run that has to find its place again.
     """
 
     first_s: float
     later_s: float
     stall_s: float
-    goes_on: bool = False
 
 
 class Prefetcher:
@@ -156,7 +154,6 @@ class Prefetcher:
         is_first = self.first_wait_s is None
         began = self._began if is_first else time.perf_counter()
         limit = self.patience.first_s if is_first else self.patience.later_s
-        counts_arrivals = self.patience.goes_on or not is_first
         since, arrived = began, self.arrived()
         while True:
             silent = time.perf_counter() - since
@@ -166,7 +163,7 @@ class Prefetcher:
                 item = self._ready.get(timeout=min(self.patience.stall_s, limit - silent))
                 break
             except queue.Empty:
-                if counts_arrivals and self.arrived() != arrived:
+                if self.arrived() != arrived:
                     since, arrived = time.perf_counter(), self.arrived()
                 waited = time.perf_counter() - began
                 if time.perf_counter() - since < limit:

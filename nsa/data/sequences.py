@@ -13,7 +13,7 @@ at S tokens, and what stays free is padding that no loss sees.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -111,7 +111,7 @@ class BestFit:
         self.separator, self.name = separator, name
         self._plan = lru_cache(maxsize=2)(self._make_plan)
 
-    @property
+    @cached_property
     def count(self) -> int:
         return len(self._plan(0).first) - 1  # the same in every epoch: it depends on the lengths alone
 

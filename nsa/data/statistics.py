@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from nsa.config.schema import DataConfig
-from nsa.data.build import open_source, tokenizer_for
 from nsa.data.corpus import Counts, Tokenised, tokenise
+from nsa.data.opening import open_source, tokenizer_for
 from nsa.data.shards import map_tokens, read_documents, read_manifest
 from nsa.data.sources.base import Skipped, Source
 from nsa.data.stream import random_order

@@ -63,9 +63,7 @@ class Feed:
                 self._requests,
                 ahead=data.prefetch,
                 device=self.state.device,
-                patience=Patience(
-                    data.first_batch_s, data.timeout_s, data.stall_s, goes_on=self.state.progress.sequences > 0
-                ),
+                patience=Patience(data.first_batch_s, data.timeout_s, data.stall_s),
                 report=self._report_stall,
                 waiting_for=self._data.waiting_for,
                 arrived=self._data.arrived,

@@ -40,7 +40,7 @@ def prefetcher(source, requests, *, ahead=2, first_s=30.0, later_s=30.0, stall_s
         requests,
         ahead=ahead,
         device=CPU,
-        patience=Patience(first_s, later_s, stall_s, more.get("goes_on", False)),
+        patience=Patience(first_s, later_s, stall_s),
         arrived=more.get("arrived", lambda: 0),
         report=lambda seconds, message: reports.append((seconds, message)),
         waiting_for=lambda: what,
@@ -89,18 +89,11 @@ def test_a_source_that_never_answers_ends_the_wait():
     assert time.monotonic() - began < 5
 
 
-def test_a_run_that_goes_on_may_take_longer_to_its_place_while_something_arrives():
+def test_a_batch_may_take_longer_while_something_arrives():
     count = itertools.count()
-    options = {"first_s": 0.4, "stall_s": 0.1, "arrived": lambda: next(count)}
-    for goes_on in (False, True):
-        gate = Gate()
-        threading.Timer(1.0, gate.opened.set).start()
-        made = prefetcher(gate, [Request(0, 1)], goes_on=goes_on, **options)
-        if goes_on:
-            made.next()
-        else:
-            with pytest.raises(DataUnavailableError):
-                made.next()
+    gate = Gate()
+    threading.Timer(1.0, gate.opened.set).start()
+    prefetcher(gate, [Request(0, 1)], first_s=0.4, stall_s=0.1, arrived=lambda: next(count)).next()
 
 
 def test_patience_with_later_batches_is_its_own():
