@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
 from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus, tokenise_units
@@ -24,21 +24,22 @@ from nsa.errors import ConfigError, DataError
 
 __all__ = ["Data", "Place", "build_data", "open_source", "tokenizer_for"]
 
+T = TypeVar("T")
 _VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed
 IN_MEMORY_BYTES = 4 << 30  # of tokens; more belong into shards
 
 
 @dataclass(frozen=True)
-class Data:
-    """What a run reads: training batches, validation batches (None without a split), a line about both.
+class Opened(Generic[T]):
+    """Training and validation (None without a split), ready to be read, and a line about both.
 
     `fingerprint` is another one when the documents, the tokenizer or the split are; `waiting_for` says what a source
     that does not answer is doing; `started` is called when the first batch is there, `close` at the end; `arrived`
     counts what was read of a stream.
     """
 
-    train: Loader
-    validation: Loader | None
+    train: T
+    validation: T | None
     summary: str
     fingerprint: str
     waiting_for: Callable[[], str | None] = lambda: None
@@ -55,18 +56,8 @@ class Place:
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One source, ready to be read."""
-
-    train: Sequences
-    validation: Sequences | None
-    summary: str
-    fingerprint: str
-    waiting_for: Callable[[], str | None] = lambda: None
-    started: Callable[[], None] = lambda: None
-    close: Callable[[], None] = lambda: None
-    arrived: Callable[[], int] = lambda: 0
+Data = Opened[Loader]  # what a run reads
+_Part = Opened[Sequences]  # one source of it
 
 
 def build_data(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place | None = None) -> Data:

@@ -63,7 +63,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 def files_fingerprint(paths: Iterable[Path]) -> str:
     """Of names, sizes and modification times. Contents may be too long to be read for it."""
     digest = sha256()
-    for path in sorted(paths):
+    for path in sorted(paths, key=lambda p: p.parts):
         with file_errors(path):
             status = path.stat()
         digest.update(os.fsencode(path) + f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())

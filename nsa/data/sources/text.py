@@ -74,10 +74,11 @@ class TextSource:
     def _units_of(self, path: Path) -> list[Unit]:
         kind, codec = _kind_and_codec(path)
         name = str(path)
-        with open_file(path) as file:
-            if kind == ".parquet":
+        if kind == ".parquet":
+            with open_file(path) as file:
                 return parquet_units(name, file, self.text_field)
-            size = os.fstat(file.fileno()).st_size
+        with file_errors(path):
+            size = path.stat().st_size
         if codec:
             return [Unit(name, stop=size, size=UNPACKED_RATIO * size)]
         if kind == ".txt":
