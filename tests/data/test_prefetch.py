@@ -99,13 +99,13 @@ def test_a_batch_may_take_longer_while_something_arrives():
 def test_patience_with_later_batches_is_its_own():
     gate = Gate()
     gate.opened.set()
-    made = prefetcher(
-        gate, [Request(0, 1), Request(1, 1), Request(2, 1)], ahead=1, first_s=30, later_s=0.3, stall_s=0.1
-    )
+    endless = (Request(n, 1) for n in itertools.count())
+    made = prefetcher(gate, endless, ahead=1, first_s=30, later_s=0.3, stall_s=0.1)
     made.next()
     gate.opened.clear()
     with pytest.raises(DataUnavailableError, match="waiting for the next batch"):
-        [made.next() for _ in range(3)]
+        [made.next() for _ in range(10)]  # those made before the gate shut, then one that does not come
+    made.close()
 
 
 def test_an_error_of_the_source_comes_out_where_its_batch_would():
