@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,10 @@ from nsa.data.loader import Loader
 from nsa.data.opening import open_source, tokenizer_for
 from nsa.data.sequences import BestFit, Cut, Mixture, Row, Sequences
 from nsa.data.shards import open_shards
-from nsa.data.sources.base import RemoteSource, Skipped, Source
+from nsa.data.sources.base import RemoteSource, Skipped, Source, Tally
 from nsa.data.stream import PackedStream, SyntheticStream
 from nsa.data.tokenizers import Tokenizer
+from nsa.data.waiting import Activity
 from nsa.errors import ConfigError, DataError
 
 __all__ = ["Data", "Place", "build_data", "open_source", "tokenizer_for"]
@@ -33,19 +34,22 @@ IN_MEMORY_BYTES = 4 << 30  # of tokens; more belong into shards
 class Opened(Generic[T]):
     """Training and validation (None without a split), ready to be read, and a line about both.
 
-    `fingerprint` is another one when the documents, the tokenizer or the split are; `waiting_for` says what a source
-    that does not answer is doing; `started` is called when the first batch is there, `close` at the end; `arrived`
-    counts what was read of a stream.
+    `fingerprint` is another one when the documents, the tokenizer or the split are; `commits` are the states of
+    repositories that are read; `activity` tells what the sources are at; `started` is called when the first batch is
+    there, `close` at the end.
     """
 
     train: T
     validation: T | None
     summary: str
     fingerprint: str
-    waiting_for: Callable[[], str | None] = lambda: None
+    commits: tuple[str, ...] = ()
+    activity: Activity = field(default_factory=Activity)
     started: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
-    arrived: Callable[[], int] = lambda: 0
+
+    def waiting_for(self) -> str | None:
+        return self.activity.waiting_for()
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,19 @@ Data = Opened[Loader]  # what a run reads
 _Part = Opened[Sequences]  # one source of it
 
 
-def build_data(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place | None = None) -> Data:
-    place = place or Place()
+def build_data(
+    data: DataConfig,
+    train: TrainConfig,
+    tokenizer: Tokenizer,
+    place: Place | None = None,
+    activity: Activity | None = None,
+) -> Data:
+    """Opens everything that is configured. Another thread can see in `activity` how far that has come."""
+    place, activity = place or Place(), activity or Activity()
     if not data.mixture:
-        part = _build_part(data, data, train, tokenizer, place)
+        part = _build_part(data, data, train, tokenizer, place, activity)
     else:
-        part = _build_mixture(data, train, tokenizer, place)
+        part = _build_mixture(data, train, tokenizer, place, activity)
     loader = partial(Loader, seq_len=train.seq_len, isolate_documents=data.isolate_documents)
     validation = None if part.validation is None else loader(part.validation)
     return Data(
@@ -73,18 +84,20 @@ def build_data(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place
         validation,
         part.summary,
         _digest(part.fingerprint, tokenizer.fingerprint, str(data.validation_fraction)),
-        part.waiting_for,
+        part.commits,
+        activity,
         part.started,
         part.close,
-        part.arrived,
     )
 
 
-def _build_mixture(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place) -> _Part:
+def _build_mixture(
+    data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place, activity: Activity
+) -> _Part:
     parts = []
     for number, source in enumerate(data.mixture):
         folder = None if place.folder is None else place.folder / f"data_index_{number}"
-        parts.append(_build_part(source, data, train, tokenizer, replace(place, folder=folder)))
+        parts.append(_build_part(source, data, train, tokenizer, replace(place, folder=folder), activity))
     weights = [source.weight for source in data.mixture]
     validations = [part.validation for part in parts if part.validation is not None]
     shares = [f"{weight / sum(weights):.1%} {part.summary}" for weight, part in zip(weights, parts, strict=True)]
@@ -93,10 +106,9 @@ def _build_mixture(data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, p
         Mixture(validations, weights, _VALIDATION_SEED) if validations else None,
         "mixture: " + " | ".join(shares),
         _digest(*(f"{weight} {part.fingerprint}" for weight, part in zip(weights, parts, strict=True))),
-        lambda: next((what for part in parts if (what := part.waiting_for())), None),
-        partial(_call_all, [part.started for part in parts]),
-        partial(_call_all, [part.close for part in parts]),
-        lambda: sum(part.arrived() for part in parts),
+        tuple(commit for part in parts for commit in part.commits),
+        started=partial(_call_all, [part.started for part in parts]),
+        close=partial(_call_all, [part.close for part in parts]),
     )
 
 
@@ -106,7 +118,12 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
 
 
 def _build_part(
-    source: SourceConfig, data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place
+    source: SourceConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    tokenizer: Tokenizer,
+    place: Place,
+    activity: Activity,
 ) -> _Part:
     if source.source == "synthetic":
         return _synthetic(data, train, tokenizer)
@@ -116,16 +133,20 @@ def _build_part(
         return _from_corpora("prepared", *corpora, Skipped(), shards.fingerprint, data, train, tokenizer)
     opened = open_source(source, data.first_batch_s)
     if source.source == "fineweb_edu":
-        return _streamed(cast(RemoteSource, opened), data, train, tokenizer, place)
-    everything = join(_tokenise_all(opened, tokenizer, data.workers), tokenizer, IN_MEMORY_BYTES)
+        return _streamed(cast(RemoteSource, opened), data, train, tokenizer, place, activity)
+    tally = Tally("parts tokenised")
+    activity.count(opened.name, tally)
+    everything = join(_tokenise_all(opened, tokenizer, data.workers, tally), tokenizer, IN_MEMORY_BYTES)
     corpora = build_corpora(everything, data.validation_fraction)
     fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())
     return _from_corpora(source.source, *corpora, everything.skipped, fingerprint, data, train, tokenizer)
 
 
-def _tokenise_all(source: Source, tokenizer: Tokenizer, workers: int) -> Iterator[Tokenised]:
+def _tokenise_all(source: Source, tokenizer: Tokenizer, workers: int, tally: Tally) -> Iterator[Tokenised]:
     """Every unit in order; threads are a few units ahead, which helps where the tokenizer lets them run."""
-    units = iter(source.units())
+    found = source.units()
+    tally.of = len(found)
+    units = iter(found)
     pool = ThreadPoolExecutor(max(1, workers))
     waiting: deque[Future[Tokenised]] = deque()
     try:
@@ -135,6 +156,7 @@ def _tokenise_all(source: Source, tokenizer: Tokenizer, workers: int) -> Iterato
             if not waiting:
                 return
             yield waiting.popleft().result()
+            tally.done += 1
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -173,18 +195,22 @@ def _sequences(
     return Cut(PackedStream(corpus, seed), train.seq_len, seed, name)
 
 
-def _streamed(source: RemoteSource, data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place) -> _Part:
+def _streamed(
+    source: RemoteSource, data: DataConfig, train: TrainConfig, tokenizer: Tokenizer, place: Place, activity: Activity
+) -> _Part:
     if data.packing == "best_fit":
         raise ConfigError(
             "data.packing: best_fit needs the lengths of all documents, which a stream does not have; "
             "write shards with `nsa data prepare` first, or choose concat"
         )
+    activity.watch(source)
     fingerprint = source.fingerprint()
     known = _digest(fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
     if place.folder is not None:
         place.folder.mkdir(parents=True, exist_ok=True)
     index = LengthIndex(place.folder, place.rank, known)
     reader = UnitReader(source, tokenizer, data.validation_fraction, data.workers, index)
+    activity.count(source.name, reader.tokenised)
     lanes = choose_lanes(train.batch_size, len(reader.units))
     sequences = StreamedSequences(reader, train.seq_len, train.seed, lanes)
     validation = None
@@ -194,15 +220,16 @@ def _streamed(source: RemoteSource, data: DataConfig, train: TrainConfig, tokeni
     rows = sum(unit.stop - unit.start for unit in reader.units)
     files = len({unit.path for unit in reader.units})
     summary = f"{source.name}: {files:,} files, {len(reader.units):,} row groups, {rows:,} rows, streamed"
+    commits = () if source.commit is None else (source.commit,)
+    if commits:
+        summary += f", commit {source.commit}"
 
     def close() -> None:
         reader.close()
         source.give_up()
 
     started = partial(source.be_patient, data.timeout_s)
-    return _Part(
-        sequences, validation, summary, fingerprint, source.waiting_for, started, close, lambda: reader.num_read
-    )
+    return _Part(sequences, validation, summary, fingerprint, commits, started=started, close=close)
 
 
 def _collected(name: str, reader: UnitReader, tokens: int, train: TrainConfig) -> Sequences:

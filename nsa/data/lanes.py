@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from nsa.data.corpus import Corpus, Tokenised, in_validation, join, take_side, tokenise_units
 from nsa.data.pool import DaemonPool
 from nsa.data.sequences import Row, begin_with_zero
-from nsa.data.sources.base import Skipped, Source
+from nsa.data.sources.base import Skipped, Source, Tally
 from nsa.data.stream import Borders, random_order
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError
@@ -32,6 +32,7 @@ from nsa.errors import DataError
 INDEX_PREFIX = "data_index_rank"
 _UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
 VALIDATION_UNITS = 512  # at most as many are searched for validation documents
+VALIDATION_AHEAD = 4  # of them are read at a time
 
 
 class LengthIndex:
@@ -96,27 +97,41 @@ class UnitReader:
         self.units = source.units()
         self.index = index
         self.skipped = Skipped()
-        self.num_read = 0
+        self.tokenised = Tally("row groups tokenised", of=0)
         self._pool = DaemonPool(threads, "data") if threads else None
         self._pending: dict[int, Future[Tokenised]] = {}
         self._lock = threading.Lock()
 
-    def expect(self, unit: int) -> None:
+    def expect(self, unit: int) -> bool:
+        """Has a unit read ahead; False where nothing is, or it was asked for before."""
         with self._lock:
-            if self._pool is not None and unit not in self._pending:
-                self._pending[unit] = self._pool.submit(self._read, unit)
+            if self._pool is None or unit in self._pending:
+                return False
+            self._pending[unit] = self._pool.submit(self._read, unit)
+            self.tokenised.expect(1)
+            return True
+
+    def forget(self, units: Iterable[int]) -> None:
+        """Units that were expected and are not needed after all: what has not begun never does, nothing is kept."""
+        with self._lock:
+            for unit in units:
+                pending = self._pending.pop(unit, None)
+                if pending is not None and pending.cancel():
+                    self.tokenised.expect(-1)
 
     def read(self, unit: int) -> Tokenised:
         """All documents of a unit, of both sides."""
         with self._lock:
             pending = self._pending.pop(unit, None)
+            if pending is None:
+                self.tokenised.expect(1)
         return pending.result() if pending else self._read(unit)
 
     def _read(self, unit: int) -> Tokenised:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
             self.skipped.merge(found.skipped)
-            self.num_read += 1
+            self.tokenised.done += 1
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
         known = self.index.get(unit)
         if known is not None and known != length:
@@ -244,14 +259,18 @@ def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     found: list[Tokenised] = []
     total = 0
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
-    for place, unit in enumerate(order):
-        for ahead in order[place : place + 4]:
-            reader.expect(ahead)
-        part = reader.read(unit)
-        found.append(part)
-        total += int(part.lengths[in_validation(part.keys, reader.fraction)].sum())
-        if total >= tokens:
-            break
+    ahead: set[int] = set()  # asked for here; those that training asked for stay
+    try:
+        for place, unit in enumerate(order):
+            ahead.update(later for later in order[place : place + VALIDATION_AHEAD] if reader.expect(later))
+            part = reader.read(unit)
+            ahead.discard(unit)
+            found.append(part)
+            total += int(part.lengths[in_validation(part.keys, reader.fraction)].sum())
+            if total >= tokens:
+                break
+    finally:
+        reader.forget(ahead)
     everything = join(found, reader.tokenizer)
     corpus = take_side([everything.tokens], everything.lengths, in_validation(everything.keys, reader.fraction))
     if not corpus.num_documents:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import faults
 from nsa.data.sequences import Row, Sequences
-from nsa.errors import DataUnavailableError
+from nsa.data.waiting import Limit, Waiter
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Prefetcher:
 
     `next` gives the next one and never waits in silence: every `stall_s` seconds `report` is called with how long it
     has been and what is being waited for. `arrived` counts what a source has delivered so far. Patience that is at its
-    end is a DataUnavailableError; an error of the source is raised by the `next` that would have got its batch.
+    end is a DataUnavailableError, a request to stop (`stopped`) a WaitStopped; an error of the source is raised by the
+    `next` that would have got its batch.
     """
 
     def __init__(
@@ -113,15 +114,16 @@ class Prefetcher:
         report: Callable[[float, str], None],
         waiting_for: Callable[[], str | None],
         arrived: Callable[[], int] = lambda: 0,
+        stopped: Callable[[], bool] = lambda: False,
     ):
         self.loader, self.device, self.patience = loader, device, patience
-        self.report, self.waiting_for, self.arrived = report, waiting_for, arrived
+        self._waiter = Waiter(patience.stall_s, report, waiting_for, arrived, stopped)
         self.first_wait_s: float | None = None  # how long the first batch took
         self._began = time.perf_counter()
         self._requests = iter(requests)
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=ahead)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
@@ -151,34 +153,21 @@ class Prefetcher:
         return False
 
     def next(self) -> Batch:
+        def get(timeout: float) -> Batch | BaseException | None:
+            return self._ready.get(timeout=timeout)
+
         is_first = self.first_wait_s is None
-        began = self._began if is_first else time.perf_counter()
-        limit = self.patience.first_s if is_first else self.patience.later_s
-        since, arrived = began, self.arrived()
-        while True:
-            silent = time.perf_counter() - since
-            if silent >= limit:
-                raise DataUnavailableError(self._say(time.perf_counter() - began))
-            try:
-                item = self._ready.get(timeout=min(self.patience.stall_s, limit - silent))
-                break
-            except queue.Empty:
-                if self.arrived() != arrived:
-                    since, arrived = time.perf_counter(), self.arrived()
-                waited = time.perf_counter() - began
-                if time.perf_counter() - since < limit:
-                    self.report(waited, self._say(waited))
+        if is_first:
+            limit = Limit(self.patience.first_s, "data.first_batch_s")
+            item = self._waiter.wait(get, "the first batch", limit=limit, began=self._began)
+        else:
+            item = self._waiter.wait(get, "the next batch", limit=Limit(self.patience.later_s, "data.timeout_s"))
         if isinstance(item, BaseException):
             raise item
         assert item is not None, "more batches were taken than asked for"
         if is_first:
             self.first_wait_s = time.perf_counter() - self._began
         return item
-
-    def _say(self, waited: float) -> str:
-        what = self.waiting_for()
-        which = "the first batch" if self.first_wait_s is None else "the next batch"
-        return f"data: waiting for {which} since {waited:.1f} s" + (f"; {what}" if what else "")
 
     def close(self) -> None:
         self._closed.set()

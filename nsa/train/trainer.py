@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from nsa.checkpoint.weights import WEIGHTS_FILE, spell_weights
 from nsa.config import Config
 from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
+from nsa.data.waiting import WaitStopped
 from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted
 from nsa.nn.flops import flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
@@ -102,7 +104,7 @@ def _run(run: "Run") -> None:
     """The whole run, and if it does not come to its end, why."""
     try:
         with StopRequest() as stop, run.monitor.watchdog:
-            run.start()
+            run.start(stop)
             run.loop(stop)
             run.end()
     except BaseException as error:
@@ -148,7 +150,7 @@ class Run:
     def step(self) -> int:
         return self.state.progress.step if self.state else 0
 
-    def start(self) -> None:
+    def start(self, stop: StopRequest) -> None:
         """Builds everything, takes up the newest checkpoint, opens the files."""
         config, folder, world = self.config, self.folder, self.world
         self.micro_batch = micro_batch_size(config, world.size)
@@ -158,7 +160,7 @@ class Run:
         self.monitor.beat(0, "restore")
         taken_up = None if self.fresh else self._take_up()
         self.monitor.beat(self.step, "data")
-        self.feed = Feed(config, state, folder, self.micro_batch, self.monitor)
+        self.feed = Feed(config, state, folder, self.micro_batch, self.monitor, stop)
         self.feed.open(synthetic_on_fail=self.synthetic_on_fail, accept_changes=self.accept_changes)
         root = folder / layout.FOLDER
         if self.fresh and world.is_first:
@@ -208,14 +210,17 @@ class Run:
                 lr = learning_rate(progress.step, config.train)
                 targets = self.feed.num_targets()
                 self.monitor.tracer.step_begin(progress.step + 1)
-                result = train_step(
-                    self.state,
-                    self._micro_batches(clock),
-                    targets,
-                    lr,
-                    votes=lambda: self._votes(stop),
-                    observer=self.monitor.observer(progress.step + 1),
-                )
+                try:
+                    result = train_step(
+                        self.state,
+                        self._micro_batches(clock),
+                        targets,
+                        lr,
+                        votes=lambda: self._votes(stop),
+                        observer=self.monitor.observer(progress.step + 1),
+                    )
+                except WaitStopped:  # its batch does not come: the step counts as not begun
+                    self._save_and_stop(Preempted if stop.terminate else Interrupted)
                 self.monitor.tracer.step_end(progress.step + 1, result.loss)
                 if not result.moved:
                     self._handle_non_finite(result)
@@ -351,7 +356,7 @@ class Run:
         with self.monitor.patient():  # the first one compiles, and collects its documents where data is streamed
             validation = validate(
                 self.state,
-                self.feed.validation,
+                self.feed.ready_validation(),
                 self.config.train.eval_sequences,
                 self.micro_batch,
                 progressed=lambda: self.monitor.beat(progress.step, "validate"),
@@ -372,11 +377,15 @@ class Run:
         terminate, interrupt, _ = votes
         if not (terminate or interrupt) or self.step == self.config.train.steps:
             return
+        self._save_and_stop(Preempted if terminate else Interrupted)
+
+    def _save_and_stop(self, kind: type[Preempted]) -> NoReturn:
+        """Of several ranks, all are here."""
         with self.monitor.patient():
             self.saving.now()
         self.monitor.emit("preempted", self.step)
-        kind = Preempted if terminate else Interrupted
-        raise kind(f"asked to stop: step {self.step} is saved in {self.folder}; the same command goes on from there")
+        stopped = f"asked to stop: step {self.step} is saved in {self.folder}; the same command goes on from there"
+        raise kind(stopped) from None
 
     def out_of_memory(self, error: BaseException) -> OutOfMemoryError | None:
         """What an error that is about memory comes down to, with the largest owners and what to try."""

@@ -23,7 +23,8 @@ REPO = "HuggingFaceFW/fineweb-edu"
 
 @dataclass
 class Fault:
-    """For the next `times` requests to `side` whose path holds `match`: what happens instead of the right answer.
+    """For the next `times` requests to `side` whose path holds `match`, after `skip` of them: what happens instead of
+    the right answer.
 
     status: answer that, with Retry-After when given. sleep: wait that long first. cut: close the connection after so
     many bytes of the body, or wait there for `sleep` seconds. reset: close it before the answer's head.
@@ -32,6 +33,7 @@ class Fault:
     side: str = "cdn"
     match: str = ""
     times: int = 1
+    skip: int = 0
     status: int | None = None
     retry_after: str | None = None
     sleep: float = 0.0
@@ -107,9 +109,26 @@ class HubServer:
         with self._lock:
             for fault in self.faults:
                 if fault.times > 0 and fault.side == side and fault.match in path:
+                    if fault.skip > 0:
+                        fault.skip -= 1
+                        continue
                     fault.times -= 1
                     return fault
         return Fault()
+
+
+def download(server, home):
+    """As `hf download ... --include "sample/10BT/*"` does it, with `home` as HF_HOME; the folder of the snapshot."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        REPO,
+        repo_type="dataset",
+        cache_dir=home / "hub",
+        allow_patterns=["sample/10BT/*"],
+        endpoint=server.endpoint,
+        token=False,
+    )
 
 
 class _Server(ThreadingHTTPServer):

@@ -17,7 +17,7 @@ from nsa.data.sources.base import Skipped
 from nsa.data.sources.fineweb import FineWebEdu
 from nsa.data.sources.hub import RemoteFile
 from nsa.errors import DataError, DataUnavailableError
-from tests.data.hub_server import REPO, HubServer
+from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import FIRST, texts_of, write_mirror
 
 
@@ -109,20 +109,6 @@ def test_a_run_reads_the_state_of_its_first_contact(tmp_path, hub_settings, monk
         assert FineWebEdu(revision=commit).fingerprint() == fingerprint
 
 
-def download(server, home):
-    """As `huggingface-cli download ... --include "sample/10BT/*"` does it."""
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(
-        REPO,
-        repo_type="dataset",
-        cache_dir=home / "hub",
-        allow_patterns=["sample/10BT/*"],
-        endpoint=server.endpoint,
-        token=False,
-    )
-
-
 def test_offline_what_was_downloaded_is_read_and_nothing_is_asked(served, tmp_path, monkeypatch):
     server, texts = served
     download(server, tmp_path / "home")
@@ -141,9 +127,37 @@ def test_offline_what_was_downloaded_is_read_and_nothing_is_asked(served, tmp_pa
     assert len(server.log) == requests
 
 
+def test_the_hub_and_its_cache_have_one_fingerprint(tmp_path, hub_settings, monkeypatch):
+    """A run that began at the hub goes on offline, in the same data and in no other."""
+
+    def offline():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_HUB_OFFLINE", "1")
+            return FineWebEdu().fingerprint()
+
+    write_mirror(tmp_path / "repository")
+    with HubServer(tmp_path / "repository") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        snapshot = Path(download(server, tmp_path / "home"))
+        first = FineWebEdu().fingerprint()
+        assert offline() == first
+        # As huggingface_hub keeps a file that several repositories share.
+        blob = (snapshot / FIRST).resolve()
+        (tmp_path / "home" / "hub" / "shared").mkdir()
+        blob.rename(tmp_path / "home" / "hub" / "shared" / "another-hash")
+        blob.symlink_to("../../shared/another-hash")
+        assert offline() == first
+        changed = tmp_path / "repository" / FIRST
+        changed.write_bytes(changed.read_bytes()[:-1] + b"2")  # not a byte longer
+        server.commit()
+        assert offline() == first, "the cache still holds what was downloaded"
+        download(server, tmp_path / "home")
+        assert offline() == FineWebEdu().fingerprint() != first
+
+
 def test_offline_without_a_download_says_what_to_do(served, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    remedy = rf'unset HF_HUB_OFFLINE.*`huggingface-cli download {REPO} --repo-type dataset --include "sample/10BT/\*"`'
+    remedy = rf'unset HF_HUB_OFFLINE.*`hf download {REPO} --repo-type dataset --include "sample/10BT/\*"`'
     with pytest.raises(DataUnavailableError, match=remedy + ".*data.paths"):
         FineWebEdu().units()
     assert not served[0].log

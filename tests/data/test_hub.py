@@ -122,7 +122,8 @@ def test_the_deadline_holds_without_any_server(hub_settings, monkeypatch):
         port = closed.getsockname()[1]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
     start = time.monotonic()
-    with pytest.raises(DataUnavailableError, match="last: connection refused"):
+    remedy = r"data\.first_batch_s \(up to a run's first batch\) or data\.timeout_s \(everywhere else\)"
+    with pytest.raises(DataUnavailableError, match=f"last: connection refused; .* more time with {remedy}"):
         FineWebEdu(deadline_s=1.0).units()
     assert 0.9 < time.monotonic() - start < 3.0
 
@@ -263,6 +264,19 @@ def test_an_idle_connection_that_the_server_closed_is_no_failure(served, monkeyp
     assert list(source.documents(units[0], Skipped())) == texts[:50]
     assert [r.status for r in server.requests("cdn")[3:]] == [-1, 206]
     assert time.monotonic() - start < 20
+
+
+def test_how_many_footers_are_read_can_be_seen_from_outside(served):
+    server, _ = served
+    source = FineWebEdu(deadline_s=30)
+    assert str(source.listed) == "files are being listed"
+    server.fault(match="002_00000", status=503, times=10**9)
+    listing = ThreadPoolExecutor(1).submit(source.units)
+    wait_until(lambda: source.listed.done == 2 or None)
+    assert str(source.listed) == "2 of 3 footers read"
+    server.faults.clear()
+    listing.result(20)
+    assert not source.listed.is_open
 
 
 def test_one_hopeless_file_ends_the_wait_for_the_others(served):

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from nsa.data.corpus import in_validation, key_of
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.sources.base import Unit
+from nsa.data.stream import random_order
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
 
@@ -196,5 +198,50 @@ def test_validation_documents_are_collected_until_they_suffice():
     corpus = collect_validation(reader, 200)
     assert corpus.num_tokens >= 200
     assert len(set(source.reads)) < 100
+    assert reader.tokenised.done == reader.tokenised.of == len(source.reads)
     with pytest.raises(DataError, match="choose a larger fraction"):
         collect_validation(UnitReader(Pages(units=3), TOKENIZER, 1e-9, 0, LengthIndex(None, 0, "")), 200)
+
+
+class Slow(Pages):
+    """One unit is read when `let` says so, and then the next."""
+
+    def __init__(self, units):
+        super().__init__(units=units)
+        self.let = threading.Semaphore(0)
+
+    def documents(self, unit, skipped):
+        assert self.let.acquire(timeout=30)
+        yield from super().documents(unit, skipped)
+
+
+def test_what_validation_read_ahead_and_does_not_need_is_not_read():
+    source = Slow(units=40)
+    reader = UnitReader(source, TOKENIZER, 0.5, 1, LengthIndex(None, 0, ""))
+    needed, _, mine, *_, last = random_order(40, 0, 0).tolist()
+    reader.expect(mine)  # by training, before validation asks for it
+    source.let.release(2)
+    collect_validation(reader, 10)
+    assert sorted(source.reads) == sorted([mine, needed])
+    source.let.release(100)
+    assert len(reader.read(mine).lengths) == 7
+    reader.expect(last)
+    reader.read(last)  # now the thread is through with all it was asked for before
+    assert len(source.reads) <= 4, "one that the thread had begun, and no other"
+    assert source.reads.count(mine) == 1, "what training asked for is kept for it"
+    assert reader.tokenised.done == reader.tokenised.of
+
+
+def test_how_many_units_are_tokenised_can_be_seen_from_outside():
+    source = Slow(units=40)
+    sequences = sequences_of(source, threads=1, lanes=4)
+    sequences.expect(range(4))
+    assert str(sequences.reader.tokenised) == "0 of 8 row groups tokenised"
+    source.let.release(5)
+    sequences.row(0)
+    deadline = time.monotonic() + 10
+    while len(source.reads) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert str(sequences.reader.tokenised) == "5 of 8 row groups tokenised"
+    source.let.release(100)
+    sequences.reader.close()

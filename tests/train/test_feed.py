@@ -1,6 +1,7 @@
 """What a run does about its data: the same batch again gives the same loss, changed data is refused, a source that
 does not answer is said aloud."""
 
+import csv
 import json
 import os
 import signal
@@ -11,8 +12,15 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.data import build
+from nsa.data.prepare import prepare
+from nsa.data.sources.base import Tally
+from nsa.data.sources.text import TextSource
+from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError, DataUnavailableError
 from nsa.train import train
+from nsa.train.state import build_state
+from nsa.train.step import train_step
+from tests.data.mirror import write_mirror
 
 TINY = [
     "model.dim=32",
@@ -83,6 +91,35 @@ def test_the_time_to_the_first_batch_and_the_sources_are_recorded(texts, tmp_pat
     assert "first   batch after" in capsys.readouterr().out
 
 
+def read_from(source, texts, tmp_path):
+    """The data section for a source."""
+    if source == "text":
+        return {"source": "text", "paths": [str(texts)]}
+    if source == "fineweb_edu":
+        write_mirror(tmp_path / "mirror", files=2, row_groups=3, rows=20)
+        return {"source": "fineweb_edu", "paths": [str(tmp_path / "mirror")]}
+    if source == "prepared":
+        prepare(TextSource([str(texts)]), ByteTokenizer(), tmp_path / "shards", workers=1)
+        return {"source": "prepared", "paths": [str(tmp_path / "shards")]}
+    if source == "mixture":
+        return {"mixture": [read_from(part, texts, tmp_path) for part in ("text", "fineweb_edu", "prepared")]}
+    return {"source": source}
+
+
+@pytest.mark.parametrize("source", ["synthetic", "python", "text", "fineweb_edu", "prepared", "mixture"])
+def test_the_same_batch_twenty_times_gives_the_same_loss_from_every_source(texts, tmp_path, source):
+    config = parse_config({"data": read_from(source, texts, tmp_path)}, "test", TINY)
+    data = build.build_data(config.data, config.train, ByteTokenizer())
+    state = build_state(config, ByteTokenizer())
+    # Read anew each time, with others in between: neither the source nor a layer keeps anything.
+    losses = set()
+    for other in range(20):
+        losses.add(train_step(state, iter([data.train.batch(0, 4)]), 4 * 32, lr=0.0).loss)
+        data.train.batch(4 * other, 4)
+    data.close()
+    assert len(losses) == 1, losses
+
+
 def nsa_train(tmp_path, *more, faults=""):
     """The real command on a file without contents."""
     config = tmp_path / "c.yaml"
@@ -108,8 +145,9 @@ def test_a_run_does_not_go_on_in_other_data(texts, tmp_path):
 
 class DeadSource:
     name = "dead"
+    listed = Tally("footers read")
 
-    def __init__(self, *_, **__):
+    def give_up(self):
         pass
 
     def units(self):
@@ -158,9 +196,11 @@ def test_best_fit_trains_and_its_loss_counts_real_targets_only(texts, tmp_path):
 
 def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_path):
     options = ("data.source=text", f"data.paths=[{texts}]", "data.stall_s=0.2", "data.prefetch=1", "data.workers=1")
-    done = nsa_train(tmp_path, *options, faults="data.batch:sleep:hit=3:seconds=1")
+    done = nsa_train(tmp_path, *options, faults="data.batch:sleep:hit=3:seconds=3")
     assert done.returncode == 0, done.stderr
     assert "data: waiting for the next batch since 0." in done.stdout
     stalls = [e for e in events_of(tmp_path / "run") if e["event"] == "data_stall"]
     assert stalls
     assert stalls[0]["seconds"] >= 0.2
+    waits = [float(row["data_wait_s"]) for row in csv.DictReader((tmp_path / "run" / "training.csv").open())]
+    assert sum(waits) > 0.5, "three seconds, less what the steps before it took"

@@ -40,6 +40,26 @@ class Skipped:
             self.add(reason, count)
 
 
+@dataclass
+class Tally:
+    """How far something that takes long has come: `done` of `of`, which is None while files are being listed."""
+
+    what: str  # "row groups tokenised"
+    done: int = 0
+    of: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.of is None or self.done < self.of
+
+    def expect(self, count: int) -> None:
+        """So many more are to be done, or fewer when it is negative."""
+        self.of = (self.of or 0) + count
+
+    def __str__(self) -> str:
+        return "files are being listed" if self.of is None else f"{self.done:,} of {self.of:,} {self.what}"
+
+
 class Source(Protocol):
     """Documents in units. Can be pickled: worker processes get a copy."""
 
@@ -59,7 +79,14 @@ class Source(Protocol):
 
 
 class RemoteSource(Source, Protocol):
-    """A source that may not answer."""
+    """A source that may not answer. `listed` tells how far `units` has come."""
+
+    listed: Tally
+
+    @property
+    def commit(self) -> str | None:
+        """The state of the repository that is read; None where there is none."""
+        ...
 
     def waiting_for(self) -> str | None:
         """What is waited for and since when; None when nothing is slow."""

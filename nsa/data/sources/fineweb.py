@@ -11,13 +11,13 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from nsa.data.sources.base import Skipped, Unit
-from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_snapshot, is_offline
+from nsa.data.sources.base import Skipped, Tally, Unit
+from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_content_id, cached_snapshot, is_offline
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
 from nsa.errors import DataError, DataUnavailableError
 
@@ -63,6 +63,7 @@ class FineWebEdu:
         self.paths = tuple(paths)
         self.text_field = text_field
         self.deadline_s = deadline_s
+        self.listed = Tally("footers read")
         self._hub: Hub | None = None
         self._files: Files | None = None
         self._units: list[Unit] | None = None
@@ -85,9 +86,11 @@ class FineWebEdu:
                 files = self._listed()
                 with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
                     footers = [pool.submit(self._units_of, files, name) for name in sorted(files.entries)]
+                    self.listed.done, self.listed.of = 0, len(footers)
                     try:
-                        for footer in wait(footers, return_when=FIRST_EXCEPTION).done:
+                        for footer in as_completed(footers):
                             footer.result()
+                            self.listed.done += 1
                         self._units = [unit for footer in footers for unit in footer.result()]
                     except BaseException:
                         # Nobody waits for the other files any more: after a Ctrl-C, that would take a whole deadline.
@@ -151,7 +154,7 @@ class LocalFiles:
         self.entries = {}
         for name, path in paths.items():
             with file_errors(path):
-                self.entries[name] = Entry(name, path.stat().st_size)
+                self.entries[name] = Entry(name, path.stat().st_size, cached_content_id(path))
 
     def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
         if name not in self.paths:
@@ -245,7 +248,7 @@ def _cached(subset: str, revision: str) -> LocalFiles:
     if snapshot is None or not found:
         raise DataUnavailableError(
             f"{REPO}, {subset}: offline mode is on and the local cache does not hold all of it at {revision}; unset "
-            f"HF_HUB_OFFLINE, or download it with `huggingface-cli download {REPO} --repo-type dataset --include "
+            f"HF_HUB_OFFLINE, or download it with `hf download {REPO} --repo-type dataset --include "
             f'"{folder}/*"`, or set data.paths to a mirror'
         )
     return LocalFiles({path.relative_to(snapshot).as_posix(): path for path in found}, commit=snapshot.name)

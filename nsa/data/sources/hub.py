@@ -275,6 +275,17 @@ def cached_snapshot(repo: str, revision: str, folder: str) -> Path | None:
     return Path(found)
 
 
+def cached_content_id(path: Path) -> str:
+    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
+
+    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
+    """
+    if not path.is_symlink():
+        return ""
+    blob = path.readlink()
+    return blob.name if blob.parent.name == "blobs" else ""
+
+
 def _entry(item: dict[str, Any]) -> Entry:
     if item["type"] != "file":
         return Entry(item["path"], is_folder=True)

@@ -105,7 +105,8 @@ class Attempts:
                     raise DataUnavailableError(
                         f"{what}: not available from {self.origin} for {time.monotonic() - wait.since:.1f} s, "
                         f"{wait.tries} tries, last: {wait.last}; check the network, allow more time with "
-                        "data.timeout_s, or set data.paths to a local mirror"
+                        "data.first_batch_s (up to a run's first batch) or data.timeout_s (everywhere else), or set "
+                        "data.paths to a local mirror"
                     )
                 backoff = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(wait.tries - 1, 20))
                 wait.given_up.wait(min(max(backoff * _jitter.uniform(0.5, 1.0), asked_for), wait.left()))
