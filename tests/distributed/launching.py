@@ -5,12 +5,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.telemetry.training_csv import MACHINE_COLUMNS
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -44,7 +44,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def start_ranks(size: int, *arguments: str, faults: str = "", module: str = "nsa") -> list[subprocess.Popen[str]]:
+def start_ranks(size: int, *arguments: str, faults: str = "", module: str = "nsa") -> list[warm.Process]:
     """The command on `size` ranks, as torchrun would start it; one rank is started without a launcher."""
     place = {} if size == 1 else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     processes = []
@@ -52,20 +52,11 @@ def start_ranks(size: int, *arguments: str, faults: str = "", module: str = "nsa
         mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
         if faults:
             mine["NSA_FAULTS"] = faults
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env=environment(**place, **mine),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=ROOT,
-            )
-        )
+        processes.append(warm.start(module, *arguments, env=environment(**place, **mine)))
     return processes
 
 
-def wait_all(processes: list[subprocess.Popen[str]], timeout_s: float = TIMEOUT_S) -> list[Ended]:
+def wait_all(processes: list[warm.Process], timeout_s: float = TIMEOUT_S) -> list[Ended]:
     """How each rank ended. One that does not end in time is killed, and the test fails."""
     deadline = time.monotonic() + timeout_s
     try:

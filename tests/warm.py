@@ -1,0 +1,127 @@
+"""Processes that start in a moment: forked from one that has imported torch and nsa and done nothing else.
+
+They are real processes with their own environment, signals and end, as `python -m MODULE` would start them, less three
+seconds of imports each. One starter serves a test process; its children run MODULE from the top.
+"""
+
+import functools
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+POLL_S = 0.02
+
+
+class Process:
+    """What tests use of subprocess.Popen, for a child of the starter; its output is text."""
+
+    def __init__(self, pid: int, output: int):
+        self.pid, self.returncode = pid, None
+        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = _ask({"poll": self.pid})["code"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Output goes to a file, so nobody has to drain a pipe while the process runs."""
+        self.wait(timeout)
+        self.stdout.seek(0)
+        return self.stdout.read(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def start(module: str, *arguments: str, env: dict[str, str]) -> Process:
+    """`python -m module arguments` in ROOT; standard output and errors are read together."""
+    output = os.memfd_create("output", os.MFD_CLOEXEC)
+    asked = {"module": module, "arguments": arguments, "env": env}
+    return Process(_ask(asked, output)["pid"], output)
+
+
+def _ask(message: dict, *handles: int) -> dict:
+    starter = _starter(os.getpid())
+    socket.send_fds(starter, [json.dumps(message).encode()], list(handles))
+    return json.loads(starter.recv(1 << 16))
+
+
+@functools.cache
+def _starter(owner: int) -> socket.socket:
+    """The starter of this process, `owner`; it ends when its socket closes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+    subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return ours
+
+
+def _serve(handle: int) -> None:
+    """In the starter: forks children and tells how they ended. Returns in a child, with everything set for it."""
+    asked = socket.socket(fileno=handle)
+    while True:
+        text, handles, _, _ = socket.recv_fds(asked, 1 << 20, 1)
+        if not text:
+            sys.exit(0)
+        message = json.loads(text)
+        if "poll" in message:
+            ended, status = os.waitpid(message["poll"], os.WNOHANG)
+            asked.send(json.dumps({"code": os.waitstatus_to_exitcode(status) if ended else None}).encode())
+            continue
+        assert not _threads(), "a thread would not survive the fork"
+        pid = os.fork()
+        if pid:
+            os.close(handles[0])
+            asked.send(json.dumps({"pid": pid}).encode())
+            continue
+        asked.close()
+        for stream in (1, 2):
+            os.dup2(handles[0], stream)
+        os.close(handles[0])
+        os.environ.clear()
+        os.environ.update(message["env"])
+        sys.argv = [message["module"], *message["arguments"]]
+        return
+
+
+def _threads() -> list[str]:
+    """Threads beside the main one, by name; that of pyarrow's allocator, which knows of forks, left out."""
+    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    return [name for task in others if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
+
+
+def _main() -> None:
+    import nsa.cli.main
+    import nsa.train.trainer  # noqa: F401
+
+    _serve(int(sys.argv[1]))
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()
