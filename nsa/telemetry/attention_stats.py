@@ -174,9 +174,8 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
     distinct = used.sum(-1)
     distance = (own - indices).clamp(min=0)
     forced = used & ((indices < spec.num_init) | (distance < spec.num_local))
-    bins = torch.bucketize(
-        distance, torch.tensor([1 << n for n in range(len(DISTANCE_BINS) - 1)], device=own.device), right=True
-    )
+    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made there: a copy from here would wait
+    bins = torch.bucketize(distance, bounds, right=True)
     histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)
     histogram.index_add_(0, bins.flatten(), used.flatten().to(torch.float64))
     agreeing, compared, pairs = _agreement(indices, position)

@@ -6,7 +6,7 @@ import numpy as np
 
 from nsa.telemetry.numbers import seconds, short
 from nsa.telemetry.reading import FAILED, PREEMPTED, RECENT, RUNNING, SILENT, RunView
-from nsa.telemetry.run_files import lookup, number
+from nsa.telemetry.run_files import lookup
 from nsa.telemetry.run_samples import ALL_LAYERS, BRANCHES
 
 MOST_COLLAPSED = 0.5  # of the rows of a layer
@@ -114,6 +114,9 @@ def _others(view: RunView) -> list[str]:
         found.append(f"trained on invented text: {lookup(view.metrics, 'data.fallback')}")
     elif any(happening.kind == "data_fallback" for happening in view.happenings):
         found.append("trains on invented text: its data did not answer")
-    if number(view.metrics.get("telemetry_failures"), 0) > 0:
-        found.append(f"{number(view.metrics['telemetry_failures']):.0f} records could not be written")
+    lost = view.telemetry_failures
+    if lost:
+        ranks = ", ".join(f"{count} of rank {rank}" for rank, count in list(lost.items())[:4])
+        more = f" and {len(lost) - 4} more ranks" if len(lost) > 4 else ""
+        found.append(f"records could not be written: {ranks}{more}; look at the disk and the tracker")
     return found

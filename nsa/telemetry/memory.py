@@ -329,7 +329,9 @@ def _allocator_state(device: torch.device, names: Mapping[int, str]) -> dict[str
     if device.type != "cuda":
         return None
     try:
-        segments = torch.cuda.memory._snapshot(device)["segments"]
+        every = torch.cuda.memory._snapshot()["segments"]  # of all devices of this process, whichever is asked for
+        index = torch.cuda.current_device() if device.index is None else device.index
+        segments = [segment for segment in every if segment.get("device", index) == index]
         blocks = [block for segment in segments for block in segment["blocks"]]
         states: Counter[str] = Counter()
         for block in blocks:

@@ -25,7 +25,15 @@ from nsa.telemetry.run_files import (
     number,
     whole,
 )
-from nsa.telemetry.run_samples import Fallbacks, LayerGates, Samples, Selection, merge_gates, merge_selection
+from nsa.telemetry.run_samples import (
+    Fallbacks,
+    LayerGates,
+    Samples,
+    Selection,
+    merge_gates,
+    merge_layer_selection,
+    merge_selection,
+)
 from nsa.telemetry.run_story import Happening, happenings
 from nsa.telemetry.training_csv import COLUMNS
 
@@ -55,6 +63,7 @@ class RankView:
     seen_at: float
     mem_gib: float
     data_wait_s: float
+    telemetry_failures: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class RunView:
     gates: list[LayerGates]  # of the newest sample; the last one is of all layers
     gates_step: int
     selection: Selection | None
+    layer_selection: dict[str, Selection]  # of the newest sample
     fallbacks: Fallbacks
     happenings: list[Happening]  # the newest first
     ranks: list[RankView]
@@ -130,6 +140,14 @@ class RunView:
         return int(step), loss, bits
 
     @property
+    def telemetry_failures(self) -> dict[int, int]:
+        """Of every rank that has some: its last step's count, and that of whoever wrote the summary."""
+        found = {rank.rank: rank.telemetry_failures for rank in self.ranks}
+        writer = whole(self.metrics.get("rank"), 0)
+        found[writer] = max(found.get(writer, 0), whole(self.metrics.get("telemetry_failures"), 0))
+        return {rank: count for rank, count in sorted(found.items()) if count > 0}
+
+    @property
     def on_gpu(self) -> bool:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
@@ -148,6 +166,8 @@ class RunReader:
         self._gates = Samples("gate_stats", merge_gates, text=("layer",))
         self._selection = Samples("k_stats", merge_selection)
         self._fallbacks = Samples("fallback_counters", lambda ranks: ranks, text=("branch", "reason"))
+        self._layer_selection = Samples("k_stats_layers", merge_layer_selection, text=("layer",))
+        self._samples = (self._gates, self._selection, self._layer_selection, self._fallbacks)
         self._beats: dict[int, Heartbeat] = {0: Heartbeat(folder / "heartbeat_rank0.jsonl")}
         self._documents = {name: Document(folder / name) for name in ("metrics.json", "config.yaml", "env.json")}
 
@@ -160,8 +180,8 @@ class RunReader:
         parts: list[NumberTable | Heartbeat | Document] = [self._training, *self._beats.values()]
         for part in [*parts, *self._documents.values()]:
             part.refresh()
-        for samples in (self._gates, self._selection, self._fallbacks):
-            samples.refresh(self.folder)
+        for samples in self._samples:
+            samples.refresh(self.folder, self._world_size())
         return self._view(time.time() if now is None else now)
 
     def _refuse_what_is_no_run(self) -> None:
@@ -176,14 +196,32 @@ class RunReader:
                 "heartbeat_rank*.jsonl); give the out_dir of a run"
             )
 
+    @property
+    def _start(self) -> Row:
+        """The newest start of the run, as rank 0 told it."""
+        return next((e for e in reversed(self._beats[0].events) if e["event"] == "start"), {})
+
+    def _world_size(self) -> int:
+        env = self._documents["env.json"].content
+        return whole(self._start.get("world_size"), whole(env.get("world_size"), len(self._beats)))
+
+    def _own_beats(self) -> dict[int, Heartbeat]:
+        """Without ranks that only a run before, with more of them, had."""
+        began = self._beats[0].attempts[0][0] if self._beats[0].attempts else 0.0
+        size = self._world_size()
+        return {
+            rank: beat
+            for rank, beat in sorted(self._beats.items())
+            if rank < size or (beat.newest and beat.newest["time"] >= began)
+        }
+
     def _view(self, now: float) -> RunView:
-        beats = dict(sorted(self._beats.items()))
+        beats, start, size = self._own_beats(), self._start, self._world_size()
         metrics, config, env = (self._documents[n].content for n in ("metrics.json", "config.yaml", "env.json"))
-        start = next((e for e in reversed(beats[0].events) if e["event"] == "start"), {})
         training = self._training
         status = self._status(now)
         step = self._step()
-        steps = whole(start.get("steps"), whole(lookup(config, "train.steps"), step))
+        steps = self._steps()
         attempts = beats[0].attempts
         elapsed = sum(last - first for first, last in attempts)
         if status.kind == RUNNING:
@@ -195,18 +233,19 @@ class RunReader:
             step,
             steps,
             str(start.get("strategy") or env.get("strategy") or metrics.get("strategy") or "unknown"),
-            whole(start.get("world_size"), whole(env.get("world_size"), len(beats))),
+            size,
             len(attempts),
             attempts[0][0] if attempts else math.nan,
             elapsed,
-            _left(training, steps - step) if status.kind == RUNNING else None,
+            _left(training, beats[0], steps - step) if status.kind == RUNNING else None,
             training,
             self._gates.newest() or [],
             self._gates.last_step,
             self._selection.newest(),
+            self._layer_selection.newest() or {},
             Fallbacks.of(self._fallbacks),
             happenings(beats),
-            [_rank_view(rank, beat) for rank, beat in beats.items() if beat.newest],
+            [_rank_view(rank, beat) for rank, beat in beats.items() if beat.newest and rank < size],
             self._problems(),
             metrics,
             config,
@@ -214,6 +253,10 @@ class RunReader:
             self._gates,
             self._selection,
         )
+
+    def _steps(self) -> int:
+        config = self._documents["config.yaml"].content
+        return whole(self._start.get("steps"), whole(lookup(config, "train.steps"), self._step()))
 
     def _step(self) -> int:
         steps = self._training.columns["step"]
@@ -246,18 +289,26 @@ class RunReader:
         first = number(lookup(config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
         took = self._training.last("step_s", RECENT)
         took = took[np.isfinite(took)]
-        boots = [e for e in self._beats[0].events if e["event"] == "boot"]
-        if not len(took) or (boots and self._beats[0].newest["event"] in ("boot", "first_batch", "start")):
+        starting = self._beats[0].newest.get("event") in ("boot", "first_batch", "start")
+        if not len(took) or starting or self._validates_or_saves():
             return first
         floor = number(lookup(config, "telemetry.watchdog_floor_s"), DEFAULT_FLOOR_S)
         waits = self._training.last("save_wait_s", RECENT)
         longest = float(np.nanmax(waits)) if np.isfinite(waits).any() else 0.0
         return max(floor, 5.0 * float(np.median(took)) + longest)
 
+    def _validates_or_saves(self) -> bool:
+        """Whether that comes after the newest event: a step's event follows its validation and precedes its save."""
+        config, step, steps = self._documents["config.yaml"].content, self._step(), self._steps()
+        evals = whole(lookup(config, "train.eval_every"), 0)
+        saves = whole(lookup(config, "checkpoint.every"), 0)
+        validates = step + 1 >= steps or (evals > 0 and (step + 1) % evals == 0)
+        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is saved too
+
     def _problems(self) -> dict[str, str]:
         found = {name: document.problem for name, document in self._documents.items()}
         found["training.csv"] = self._training.problem
-        for samples in (self._gates, self._selection, self._fallbacks):
+        for samples in self._samples:
             found.update(samples.problems())
         for rank, beat in sorted(self._beats.items()):
             found[f"heartbeat_rank{rank}.jsonl"] = beat.problem
@@ -281,17 +332,33 @@ def _by_last_event(newest: Row, live: Status) -> Status:
     return live
 
 
-def _left(training: NumberTable, steps: int) -> float | None:
-    """From the median of the last steps, and what saving added to them."""
-    took, waits = training.last("step_s", RECENT), training.last("save_wait_s", RECENT)
-    took, waits = took[np.isfinite(took)], waits[np.isfinite(waits)]
+def _left(training: NumberTable, beat: Heartbeat, steps: int) -> float | None:
+    """From the median of the last steps, and the mean of what lies between steps: validation and saving."""
+    took = training.last("step_s", RECENT)
+    took = took[np.isfinite(took)]
     if not len(took):
         return None
-    return max(0, steps) * (float(np.median(took)) + (float(np.mean(waits)) if len(waits) else 0.0))
+    return max(0, steps) * (float(np.median(took)) + _between_steps_s(training, beat))
+
+
+def _between_steps_s(training: NumberTable, beat: Heartbeat) -> float:
+    """Seconds a step since the process started, beyond what the steps themselves took."""
+    first, last = beat.first_step, beat.last_step
+    if not first or not last or last["step"] <= first["step"]:
+        return 0.0
+    step, took = training.column("step"), training.column("step_s")
+    inside = (step > first["step"]) & (step <= last["step"])
+    between = last["time"] - first["time"] - float(np.nansum(took[inside]))
+    return max(0.0, float(between)) / int(last["step"] - first["step"])
 
 
 def _rank_view(rank: int, beat: Heartbeat) -> RankView:
     last = beat.last_step
     return RankView(
-        rank, beat.newest["step"], beat.newest["time"], number(last.get("mem_gib")), number(last.get("data_wait_s"))
+        rank,
+        beat.newest["step"],
+        beat.newest["time"],
+        number(last.get("mem_gib")),
+        number(last.get("data_wait_s")),
+        whole(last.get("telemetry_failures"), 0),
     )

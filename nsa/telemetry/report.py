@@ -19,10 +19,16 @@ from nsa.errors import LaunchError
 from nsa.telemetry.health import LEAST_SHARE, MOST_COLLAPSED, unhealthy
 from nsa.telemetry.numbers import clock, exact, one_line, percent, seconds, short
 from nsa.telemetry.reading import FAILED, RUNNING, SILENT, RunView
-from nsa.telemetry.report_plots import gate_figures, selection_figures, speed_figures, training_figures
+from nsa.telemetry.report_plots import (
+    gate_figures,
+    selection_figures,
+    short_layer,
+    speed_figures,
+    training_figures,
+)
 from nsa.telemetry.report_style import STYLE
 from nsa.telemetry.run_files import lookup, number
-from nsa.telemetry.run_samples import BRANCHES, LayerGates
+from nsa.telemetry.run_samples import BRANCHES, LayerGates, Selection
 
 FILE_NAME = "report.html"
 MOST_HAPPENINGS = 500
@@ -58,7 +64,7 @@ def render(view: RunView) -> str:
             _section("training", "Training", _grid(training_figures(view))),
             _section("speed", "Speed and memory", _grid(speed_figures(view))),
             _section("gates", "Gates", _gate_table(view) + _grid(gate_figures(view))),
-            _section("selection", "Selection", _grid(selection_figures(view))),
+            _section("selection", "Selection", _grid(selection_figures(view)) + _layer_selection(view)),
             _section("incidents", "What happened", _happenings(view)),
             _section("environment", "Environment", _environment(view)),
             _section("configuration", "Configuration", _configuration(view)),
@@ -172,10 +178,49 @@ def _gate_row(gates: LayerGates) -> str:
     )
     shares = " / ".join(percent(share) for share in gates.shares)
     return (
-        f"<tr{' class=unwell' if unwell else ''}><td>{escape(one_line(gates.layer, 80))}</td>"
+        f"<tr{' class=unwell' if unwell else ''}>{_layer_cell(gates.layer)}"
         f'<td><span class="split">{parts}</span><span class="num">{shares}</span></td>'
         f'<td class="num">{exact(gates.mean_entropy, ".3f")}</td><td class="num">{exact(gates.min_entropy, ".3f")}</td>'
         f'<td class="num">{percent(gates.collapsed)}</td></tr>'
+    )
+
+
+def _layer_cell(layer: str) -> str:
+    name = one_line(layer, 80)
+    return f'<td class="num" title="{escape(name)}">{escape(short_layer(name))}</td>'
+
+
+def _layer_selection(view: RunView) -> str:
+    """Layer by layer, for those who open it."""
+    if not view.layer_selection:
+        return ""
+    top = max(max(found.distances.values(), default=0.0) for found in view.layer_selection.values())
+    rows = "".join(_selection_row(layer, found, top) for layer, found in view.layer_selection.items())
+    bins = list(next(iter(view.layer_selection.values())).distances)
+    words = f"distance, {bins[0]} to {bins[-1]} blocks" if bins else "distance"
+    heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", words)
+    head = "".join(f"<th>{escape(word)}</th>" for word in heads)
+    step = next(iter(view.layer_selection.values())).step
+    return (
+        f'<details class="card" id="selection-layers"><summary>Layer by layer at step {step:,}</summary>'
+        f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
+    )
+
+
+def _selection_row(layer: str, found: Selection, top: float) -> str:
+    cells = "".join(
+        f'<i title="{escape(name)} blocks away: {percent(share)}" style="opacity:{share / (top or 1.0):.2f}"></i>'
+        for name, share in found.distances.items()
+        if math.isfinite(share)
+    )
+    numbers = (
+        exact(found.mean_distinct, ".2f"),
+        exact(found.max_distinct, ".0f"),
+        *(percent(share) for share in (found.share_at_max, found.share_forced, found.agreement)),
+    )
+    return (
+        f"<tr>{_layer_cell(layer)}{''.join(f'<td class=num>{n}</td>' for n in numbers)}"
+        f'<td><span class="strip">{cells}</span></td></tr>'
     )
 
 

@@ -162,13 +162,13 @@ def _loss_words(view: RunView) -> str:
 
 def gate_figures(view: RunView) -> list[str]:
     names = [("plot-gates-" + b, f"Gates: share of {b}") for b in BRANCHES]
-    names += [("plot-entropy", "Gates: entropy"), ("plot-lowest-entropy", "Gates: lowest entropy of a row")]
+    names += [("plot-entropy", "Gates: entropy"), ("plot-lowest-entropy", "Gates: lowest entropy")]
     names += [("plot-collapsed", "Gates: collapsed rows")]
     samples = [(step, found) for step in view.gate_samples.steps if (found := view.gate_samples.at(step))]
     if not samples:
         return [missing(identity, title, _why(view, "gate_stats.csv")) for identity, title in names]
     layers = [g.layer for g in samples[-1][1] if g.layer != ALL_LAYERS] or [ALL_LAYERS]
-    labels = [_short_layer(layer) for layer in layers]
+    labels = [short_layer(layer) for layer in layers]
     steps = np.array([float(step) for step, _ in samples])
 
     def grid(value: Callable[[LayerGates], float]) -> Numbers:
@@ -177,13 +177,13 @@ def gate_figures(view: RunView) -> list[str]:
 
     shares = [grid(lambda g, at=at: g.shares[at]) for at in range(3)]  # type: ignore[misc]
     top = float(np.ceil(max(np.nanmax(part, initial=0.0) for part in shares) * 10) / 10) or 1.0
-    told = "Rows are layers from the first above to the last below. Deeper colour: a larger part of the weight."
+    told = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
     drawn = [_heat(names[at], told, steps, labels, shares[at], top, f"h{at + 1}") for at in range(3)]
     lowest = grid(lambda g: g.min_entropy)
     entropy, collapsed = grid(lambda g: g.mean_entropy), grid(lambda g: g.collapsed)
-    told = "Mean over rows, in nats; three equal shares have 1.10. Pale: one branch has nearly all the weight."
+    told = "Mean over rows, in nats; three equal shares have 1.10. Faint: one branch has nearly all the weight."
     drawn.append(_heat(names[3], told, steps, labels, entropy, MAX_ENTROPY, "h4", np.nanmin))
-    told = "Of the row that mixes least, in nats. Pale: there is a row that reads one branch alone."
+    told = "Of the row that mixes least, in nats. Faint: there is a row that reads one branch alone."
     drawn.append(_heat(names[4], told, steps, labels, lowest, MAX_ENTROPY, "h4", np.nanmin))
     told = "Part of the rows in which one branch has more than 95 % of the weight."
     drawn.append(_heat(names[5], told, steps, labels, collapsed, 1.0, "h5", np.nanmax))
@@ -206,7 +206,7 @@ def _heat(
     return figure(*name, about, [("", WIDTH, heat_height(len(rows)), inside)], scale)
 
 
-def _short_layer(layer: str) -> str:
+def short_layer(layer: str) -> str:
     """`blocks.3.attention` is layer 3."""
     digits = [part for part in layer.split(".") if part.isdigit()]
     return f"layer {digits[0]}" if len(digits) == 1 else layer
@@ -225,7 +225,7 @@ def selection_figures(view: RunView) -> list[str]:
     bins = [name for name in found[-1].distances if any(s.distances.get(name, 0) > 0 for s in found)] or ["0"]
     values = np.array([[s.distances.get(name, np.nan) for s in found] for name in bins])
     top = float(np.ceil(np.nanmax(values, initial=0.1) * 10) / 10)
-    told = "Rows are distances in blocks from the query's own block; deeper colour: a larger part of all blocks read."
+    told = "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read."
     plots = [_heat(("plot-distance", titles["plot-distance"]), told, steps, bins, values, top, "h2")]
 
     def curve(name: str, value: Callable[[Selection], float], style: str) -> Curve:

@@ -42,7 +42,7 @@ dd{margin:0;font-size:22px;font-weight:600;line-height:1.3;font-variant-numeric:
 dd.note{font-size:12px;font-weight:400;color:var(--soft)}
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:14px}
 .card{margin:0;padding:14px 16px;min-width:0}
-.card+.plots{margin-top:14px}
+.card+.plots,.plots+.card{margin-top:14px}
 .full{grid-column:1/-1}
 figcaption{display:flex;flex-wrap:wrap;gap:4px 16px;align-items:baseline;justify-content:space-between}
 svg{display:block;width:100%;height:auto;margin-top:6px}
@@ -56,7 +56,7 @@ margin:10px 0 0;overflow-wrap:anywhere}
 .ramp{width:70px;height:10px;border-radius:3px;border:1px solid var(--line);display:inline-block}
 .tick{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .unit{font-size:12px;fill:var(--soft)}
-.grid{stroke:var(--grid)}.axis{stroke:var(--soft);stroke-opacity:.6}
+.plate{fill:none;stroke:var(--line)}.grid{stroke:var(--grid)}.axis{stroke:var(--soft);stroke-opacity:.6}
 .line{fill:none;stroke-width:1.6;stroke-linejoin:round}
 .faint.line{stroke-width:1;stroke-opacity:.35}.key.faint{opacity:.4}
 .c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}
@@ -75,6 +75,8 @@ path.bad{fill:none;stroke:var(--bad);stroke-width:1.6}
 .split{display:inline-flex;width:min(300px,40vw);height:12px;border-radius:3px;overflow:hidden;margin-right:10px;
 vertical-align:middle;background:var(--line)}
 .split i{display:block;height:100%}
+.strip{display:inline-flex;gap:1px;vertical-align:middle;border:1px solid var(--line);border-radius:3px;overflow:hidden}
+.strip i{display:block;width:16px;height:12px;background:var(--c2)}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px;margin-top:6px}
 th,td{text-align:left;padding:5px 14px 5px 0;border-top:1px solid var(--line);vertical-align:top}
@@ -89,6 +91,11 @@ summary{cursor:pointer;font-weight:600}
 footer{color:var(--soft);font-size:13px;padding-top:26px;padding-bottom:40px;overflow-wrap:anywhere}
 @media (max-width:760px){header,main,footer{padding-left:12px;padding-right:12px}
 svg.wide{display:none}svg.narrow{display:block}
-.tiles{grid-template-columns:1fr 1fr;gap:8px}.card{padding:12px 10px}dd{font-size:19px}}
+.tiles{grid-template-columns:1fr 1fr;gap:8px}.card{padding:12px 10px}dd{font-size:19px}
+table{font-size:13px}th,td{padding-right:8px}.split{display:flex;width:110px}
+#gates-now :is(td,th):nth-child(4){display:none}#gates-now td .num{font-size:12px}
+.story tr:first-child{display:none}.story tr{display:block;padding:6px 0;border-top:1px solid var(--line)}
+.story td{display:inline;border:0;padding:0 8px 0 0}.story td:last-child{display:block}
+.story td:nth-child(2)::before{content:"step "}.story td:nth-child(3)::before{content:"rank "}}
 @media print{body{background:none}.card,.tile{break-inside:avoid}nav{display:none}}
 """

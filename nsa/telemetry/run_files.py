@@ -6,9 +6,11 @@ raises. Torch is not needed: a view must open at once.
 """
 
 import csv
+import errno
 import json
 import math
 import os
+import stat
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ class Tail:
     def read(self) -> tuple[list[bytes], bool]:
         """The new lines, and whether all earlier ones are void."""
         try:
+            _refuse_what_never_ends(self.path)
             with self.path.open("rb") as file:
                 anew = self._moved(file.fileno())
                 if anew:
@@ -185,15 +188,22 @@ class SampleTable:
 
 
 class Heartbeat:
-    """The events of one rank. Of the routine ones, whose numbers are in the CSV files, only the newest is kept."""
+    """The events of one rank since its run was begun anew: the file keeps those of the run before.
+
+    Of the routine events, whose numbers are in the CSV files, only the newest and the first step are kept.
+    """
 
     def __init__(self, path: Path):
-        self.events: list[Row] = []  # all that are not routine
-        self.newest: Row = {}
-        self.last_step: Row = {}
-        self.attempts: list[list[float]] = []  # first and last time of each start of the process
         self.damaged = 0
         self._tail = Tail(path)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.events: list[Row] = []  # all that are not routine
+        self.newest: Row = {}
+        self.first_step: Row = {}  # of the newest start of the process
+        self.last_step: Row = {}
+        self.attempts: list[list[float]] = []  # first and last time of each start of the process
 
     @property
     def problem(self) -> str:
@@ -202,7 +212,8 @@ class Heartbeat:
     def refresh(self) -> None:
         lines, anew = self._tail.read()
         if anew:
-            self.events, self.newest, self.last_step, self.attempts, self.damaged = [], {}, {}, [], 0
+            self.damaged = 0
+            self._begin()
         routine = step = b""
         for line in lines:
             kind = line[:_KIND_WITHIN]
@@ -210,14 +221,28 @@ class Heartbeat:
                 routine = line
                 if _STEP in kind:
                     step = line
+                    self.first_step = self.first_step or self._parse(line)
                 continue
-            self._see(routine)
-            routine = b""
-            event = self._see(line)
-            if event:
-                self.events.append({**event, "attempt": max(1, len(self.attempts))})
-        self._see(routine)
-        self.last_step = self._parse(step) or self.last_step
+            self._see_routine(routine, step)
+            routine = step = b""
+            self._take(self._see(line))
+        self._see_routine(routine, step)
+
+    def _take(self, event: Row) -> None:
+        """An event that is not routine."""
+        if not event:
+            return
+        self.events.append({**event, "attempt": max(1, len(self.attempts))})
+        if event["event"] == "boot":
+            self.first_step = {}
+        if event["event"] == "start" and event.get("fresh"):
+            self._forget_earlier_attempts()
+
+    def _forget_earlier_attempts(self) -> None:
+        attempt = max(1, len(self.attempts))
+        self.events = [{**event, "attempt": 1} for event in self.events if event["attempt"] == attempt]
+        self.attempts = self.attempts[-1:]
+        self.first_step = self.last_step = {}
 
     def _see(self, line: bytes) -> Row:
         """Takes a line as the newest one."""
@@ -228,6 +253,11 @@ class Heartbeat:
                 self.attempts.append([event["time"], event["time"]])
             self.attempts[-1][1] = event["time"]
         return event
+
+    def _see_routine(self, line: bytes, step: bytes) -> None:
+        """The newest routine line, and the newest of a step."""
+        event = self._see(line)
+        self.last_step = (event if step is line else self._parse(step)) or self.last_step
 
     def _parse(self, line: bytes) -> Row:
         if not line.strip():
@@ -253,6 +283,7 @@ class Document:
 
     def refresh(self) -> None:
         try:
+            _refuse_what_never_ends(self.path)
             about = self.path.stat()
             seen = (about.st_ino, about.st_size, about.st_mtime_ns)
             if seen == self._seen:
@@ -268,6 +299,12 @@ class Document:
             self.content, self.problem = {}, f"cannot be read: {error.strerror}"
         except (ValueError, yaml.YAMLError, RecursionError):
             self.content, self.problem = {}, "damaged: cannot be parsed"
+
+
+def _refuse_what_never_ends(path: Path) -> None:
+    """A pipe, or a device behind a link, would be read for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def lookup(content: Any, path: str, otherwise: Any = None) -> Any:

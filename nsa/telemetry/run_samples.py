@@ -41,10 +41,13 @@ class Samples:
         self.stem, self.tables = stem, dict[int, SampleTable]()
         self._merge, self._text = merge, text
 
-    def refresh(self, folder: Path) -> None:
+    def refresh(self, folder: Path, world_size: int) -> None:
+        """Tables of ranks that the run no longer has may be of a run before: they are left out."""
+        self.tables = {rank: table for rank, table in self.tables.items() if rank < world_size}
         self.tables.setdefault(0, SampleTable(folder / f"{self.stem}.csv", self._text))
         for rank, path in rank_files(folder, self.stem, "csv"):
-            self.tables.setdefault(rank, SampleTable(path, self._text))
+            if rank < world_size:
+                self.tables.setdefault(rank, SampleTable(path, self._text))
         for table in self.tables.values():
             table.refresh()
 
@@ -72,11 +75,15 @@ class Samples:
 
 
 def merge_gates(ranks: list[list[Row]]) -> list[LayerGates]:
-    by_layer: dict[str, list[Row]] = {}
+    return [_merge_layer(layer, rows) for layer, rows in _by_layer(ranks).items()]
+
+
+def _by_layer(ranks: list[list[Row]]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
     for rows in ranks:
         for row in rows:
-            by_layer.setdefault(row["layer"], []).append(row)
-    return [_merge_layer(layer, rows) for layer, rows in by_layer.items()]
+            found.setdefault(row["layer"], []).append(row)
+    return found
 
 
 def _merge_layer(layer: str, rows: list[Row]) -> LayerGates:
@@ -93,8 +100,15 @@ def _merge_layer(layer: str, rows: list[Row]) -> LayerGates:
 
 
 def merge_selection(ranks: list[list[Row]]) -> Selection:
+    return _merge_rows([rank[-1] for rank in ranks])
+
+
+def merge_layer_selection(ranks: list[list[Row]]) -> dict[str, Selection]:
+    return {layer: _merge_rows(rows) for layer, rows in _by_layer(ranks).items()}
+
+
+def _merge_rows(rows: list[Row]) -> Selection:
     """Agreement is weighted by blocks, since how many were compared is not written."""
-    rows = [rank[-1] for rank in ranks]
     weights = [row["rows"] for row in rows]
     blocks = [row["rows"] * row["mean_distinct"] for row in rows]
     bins = [name for name in rows[0] if name.startswith("distance_")]

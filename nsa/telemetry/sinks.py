@@ -1,6 +1,6 @@
 """Where events go beside the heartbeat: CSV files, TensorBoard, and a tracker that is installed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -9,50 +9,40 @@ from typing import Any
 from nsa.telemetry.attention_stats import DISTANCE_BINS, GateStats
 from nsa.telemetry.events import Event, Sink
 from nsa.telemetry.tables import Table
-from nsa.telemetry.training_csv import COLUMNS, open_training_csv
+from nsa.telemetry.training_csv import COLUMNS
 
 GATE_COLUMNS = ("step", "layer", *(f.name for f in fields(GateStats)))
-SELECTION_COLUMNS = (
-    "step",
-    "rows",
-    "mean_distinct",
-    "max_distinct",
-    "share_at_max",
-    "share_forced",
-    "agreement",
-    *(f"distance_{name}" for name in DISTANCE_BINS),
-)
+_SELECTION_VALUES = ("rows", "mean_distinct", "max_distinct", "share_at_max", "share_forced", "agreement")
+_DISTANCES = tuple(f"distance_{name}" for name in DISTANCE_BINS)
+SELECTION_COLUMNS = ("step", *_SELECTION_VALUES, *_DISTANCES)
+LAYER_SELECTION_COLUMNS = ("step", "layer", *_SELECTION_VALUES, *_DISTANCES)
 FALLBACK_COLUMNS = ("step", "branch", "reason", "count")
+Rows = Callable[[Event], list[list[Any]]]
 _SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
 
 
 def csv_sinks(folder: Path, rank: int, done_steps: int) -> list[Sink]:
     """The CSV files of a rank. Rank 0 has the plain names."""
-    tail = f"_rank{rank}" if rank else ""
+
+    def table(stem: str, columns: Sequence[str], event: str, rows: Rows) -> "TableSink":
+        name = f"{stem}_rank{rank}.csv" if rank else f"{stem}.csv"
+        return TableSink(name, Table(folder / name, columns, done_steps), event, rows)
+
     return [
-        TableSink("training.csv", open_training_csv(folder, done_steps, f"training{tail}.csv"), "step", _training_rows),
-        TableSink(
-            "gate_stats.csv", Table(folder / f"gate_stats{tail}.csv", GATE_COLUMNS, done_steps), "gates", _gate_rows
-        ),
-        TableSink(
-            "k_stats.csv",
-            Table(folder / f"k_stats{tail}.csv", SELECTION_COLUMNS, done_steps),
-            "selection",
-            _selection_rows,
-        ),
-        TableSink(
-            "fallback_counters.csv",
-            Table(folder / f"fallback_counters{tail}.csv", FALLBACK_COLUMNS, done_steps),
-            "fallbacks",
-            _fallback_rows,
-        ),
+        table("training", COLUMNS, "step", _training_rows),
+        table("gate_stats", GATE_COLUMNS, "gates", _gate_rows),
+        table("k_stats", SELECTION_COLUMNS, "selection", _selection_rows),
+        table("k_stats_layers", LAYER_SELECTION_COLUMNS, "selection", _layer_selection_rows),
+        table("fallback_counters", FALLBACK_COLUMNS, "fallbacks", _fallback_rows),
     ]
 
 
 class TableSink:
     """Rows of a CSV file from one kind of event."""
 
-    def __init__(self, name: str, table: Table, event: str, rows: Callable[[Event], list[list[Any]]]):
+    is_awaited = True
+
+    def __init__(self, name: str, table: Table, event: str, rows: Rows):
         self.name, self.table, self.event, self.rows = name, table, event, rows
 
     def write(self, event: Event) -> None:
@@ -86,7 +76,15 @@ def _gate_rows(event: Event) -> list[list[Any]]:
 
 
 def _selection_rows(event: Event) -> list[list[Any]]:
-    return [[*(event[name] for name in SELECTION_COLUMNS[:7]), *event["distances"]]]
+    return [[event["step"], *_selection_values(event)]]
+
+
+def _layer_selection_rows(event: Event) -> list[list[Any]]:
+    return [[event["step"], layer["layer"], *_selection_values(layer)] for layer in event["layers"]]
+
+
+def _selection_values(stats: dict[str, Any]) -> list[Any]:
+    return [*(stats[name] for name in _SELECTION_VALUES), *stats["distances"]]
 
 
 def _fallback_rows(event: Event) -> list[list[Any]]:
@@ -97,6 +95,7 @@ class TensorBoard:
     """Curves under `tb/`; of a resumed run the steps after its checkpoint are shown once."""
 
     name = "tensorboard"
+    is_awaited = False
 
     def __init__(self, folder: Path, first_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
@@ -117,15 +116,20 @@ class TensorBoard:
 class Tracker:
     """W&B or trackio, whichever the configuration names: both take `init`, `log` and `finish`."""
 
+    is_awaited = False
+
     def __init__(self, package: str, folder: Path, config: dict[str, Any]):
         self.name = package
+        self._newest_step = 0
         self._module: Any = import_module(package)
         self._module.init(project="nsa", name=folder.name, config=config, **_where(package, folder))
 
     def write(self, event: Event) -> None:
         scalars = scalars_of(event)
         if scalars:
-            self._module.log(scalars, step=event["step"])
+            # W&B leaves out what is of an earlier step than the last, and samples may come a step late.
+            self._newest_step = max(self._newest_step, event["step"])
+            self._module.log(scalars, step=self._newest_step)
 
     def flush(self) -> None:
         pass
@@ -146,5 +150,5 @@ def scalars_of(event: Event) -> dict[str, float]:
     if kind == "gates":
         return {f"gates/{name}": event[name] for name in GATE_COLUMNS[3:]}
     if kind == "selection":
-        return {f"selection/{name}": event[name] for name in SELECTION_COLUMNS[2:7]}
+        return {f"selection/{name}": event[name] for name in _SELECTION_VALUES if name != "rows"}
     return {}

@@ -218,7 +218,9 @@ def heat_map(steps: Numbers, names: Sequence[str], values: Numbers, top: float, 
         f'<path class="{style}" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
         for level, cells in sorted(levels.items())
     ]
-    return "".join(parts) + _row_labels(frame, names, values, tall) + _heat_axis(frame, steps)
+    room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'
+    plate = f'<rect class="plate" {room}/>'  # else a map of zeros would look like none
+    return plate + "".join(parts) + _row_labels(frame, names, values, tall) + _heat_axis(frame, steps)
 
 
 def heat_height(rows: int) -> int:
@@ -244,8 +246,7 @@ def _row_labels(frame: Frame, names: Sequence[str], values: Numbers, tall: float
 def _heat_axis(frame: Frame, steps: Numbers) -> str:
     """Samples lie side by side at equal widths; the ticks say their steps."""
     bottom, parts = frame.height - BOTTOM, []
-    count = min(len(steps), 5)
-    for at in sorted({round(n * (len(steps) - 1) / max(1, count - 1)) for n in range(count)}):
+    for at in range(len(steps) - 1, -1, -max(1, math.ceil((len(steps) - 1) / 4))):  # from the newest back, evenly
         x = frame.across(at + 0.5)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(steps[at])}</text>')

@@ -1,11 +1,6 @@
 """`training.csv`: one row a step."""
 
 from dataclasses import dataclass, fields
-from pathlib import Path
-
-from nsa.telemetry.tables import Table
-
-FILE_NAME = "training.csv"
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,3 @@ class TrainingRow:
 COLUMNS = tuple(f.name for f in fields(TrainingRow))
 # What differs between two runs that did the same: they depend on the machine, not on the numbers.
 MACHINE_COLUMNS = ("toks_per_s", "step_s", "data_wait_s", "mem_gib", "save_wait_s")
-
-
-def open_training_csv(folder: Path, done_steps: int = 0, name: str = FILE_NAME) -> Table:
-    return Table(folder / name, COLUMNS, done_steps)

@@ -7,11 +7,13 @@ same thread keeps setting the dead man of `deadman.py` anew, which does the most
 if the thread cannot: it gets no turn because C code holds the GIL, or its report is stuck in a dead file system.
 
 Time in which the thread itself had no turn although it asked for one is not counted, three times at most while nothing
-moves: a process that was stopped and goes on is not hung. A machine that sleeps stops the clock as well.
+moves: a process that was stopped and goes on is not hung. A machine that sleeps stops the clock as well. While another
+rank says that its data does not come, that rank is the one to judge: it goes on, ends with its own error, or hangs.
 
 SIGUSR2 appends all stacks to the same file and the run goes on; SIGABRT and other fatal signals do it before they end
 the process. The file is there from the start, since C code can only write to an open file, and is removed at the end
-when it is empty. Nothing that fails here stops a run: it is counted in `failures`.
+when it is empty. The time in its name is that of its newest stacks; where no Python ran after them, of the start.
+Nothing that fails here stops a run: it is counted in `failures`.
 """
 
 import faulthandler
@@ -25,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +39,7 @@ from nsa.telemetry.deadman import DeadMan, make_dead_man
 EXIT_CODE = 6
 STEPS_OF_MEDIAN = 101
 LAST_EVENTS = 5
+DATA_PHASE = "data"  # as the training loop calls the wait for a batch
 STDERR = 2
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -88,6 +91,7 @@ class Watchdog:
         self._dead_man: DeadMan | None = None
         self._path: Path | None = None
         self._file = STDERR
+        self._written = 0  # bytes of stacks that the name of the file knows of
 
     def __enter__(self) -> Self:
         self._open_file()
@@ -96,7 +100,8 @@ class Watchdog:
             faulthandler.enable(file=self._file, all_threads=True)
         with self._counted():
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
-            text = f"hang: rank {self._rank}: no progress, and Python cannot report it; {self._place()}; last beat: "
+            place = _place(self._folder / _dump_name(self._rank) if self._path else None)
+            text = f"hang: rank {self._rank}: no progress, and Python cannot report it; {place}; last beat: "
             self._dead_man = make_dead_man(EXIT_CODE, min(10.0, max(0.5, self._floor_s / 6)), self._file, text)
         self._last = (time.monotonic(), 0, "start")
         with self._counted():
@@ -116,6 +121,8 @@ class Watchdog:
             faulthandler.disable()
             if self._were_enabled:
                 faulthandler.enable(file=STDERR)  # where Python itself has it; nobody can ask for another place
+        with self._counted():
+            self._name_new_stacks()
         with self._counted():
             if self._path is not None:
                 os.close(self._file)
@@ -165,11 +172,27 @@ class Watchdog:
 
     def _open_file(self) -> None:
         with self._counted():
-            for path in self._folder.glob(f"stackdump_*_rank{self._rank}.txt"):
+            for path in self._folder.glob(_dump_name(self._rank)):
                 _remove_empty(path)  # of a process that was killed
-            path = self._folder / f"stackdump_{time.strftime('%Y%m%dT%H%M%S')}_rank{self._rank}.txt"
+            path = self._folder / _dump_name(self._rank, time.time())
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            self._path = path
+            self._path, self._written = path, self._place_in_file()
+
+    def _place_in_file(self) -> int:
+        """Grows with whatever was written, by C code too. Asks no file system, which may hang: cheap at any time."""
+        return os.lseek(self._file, 0, os.SEEK_CUR)
+
+    def _name_new_stacks(self) -> None:
+        """Stacks that were asked for by a signal since the last look give the file their time."""
+        if self._path is not None and self._place_in_file() != self._written:
+            self._name_after(time.time())
+
+    def _name_after(self, at: float) -> None:
+        if self._path is not None:
+            self._written = self._place_in_file()
+            target = self._folder / _dump_name(self._rank, at)
+            if not target.exists():
+                self._path = self._path.rename(target)
 
     def _set_dead_man(self, seconds: float) -> None:
         with self._counted():
@@ -191,15 +214,33 @@ class Watchdog:
             limit_s = self.limit_s
             silent_s = now - last[0] - lost_s
             if silent_s >= limit_s:
-                self._end(silent_s, limit_s)
+                if not self._another_waits_for_data(limit_s):
+                    self._end(silent_s, limit_s)
+                silent_s = 0.0
             self._set_dead_man(limit_s - silent_s)
+            with self._counted():
+                self._name_new_stacks()
+
+    def _another_waits_for_data(self, within_s: float) -> bool:
+        """Whether this rank may be waiting for one that said, not long ago, that its data does not come."""
+        if self._last[2] == DATA_PHASE:  # its own data does not come either: each judges for itself
+            return False
+        with self._counted():
+            newest = [_newest_event(path) for path in self._folder.glob("heartbeat_rank*.jsonl")]
+            stalls = [event for event in newest if event.get("event") == "data_stall"]
+            return any(time.time() - event["time"] < within_s for event in stalls)
+        return False
 
     def _end(self, silent_s: float, limit_s: float) -> None:
         """Tells all it can, what matters most first, and ends the process. The dead man bounds the time it takes."""
+        now = time.time()
         try:
             self._set_dead_man(self._report_s)
-            now, here = time.strftime("%Y-%m-%d %H:%M:%S"), f"process {os.getpid()} on {socket.gethostname()}"
-            self._put(f"{self._headline(silent_s)}\n{now}, limit {limit_s:.1f} s, {here}\n\nstacks of all threads:\n")
+            with self._counted():
+                self._name_after(now)
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+            here = f"process {os.getpid()} on {socket.gethostname()}"
+            self._put(f"{self._headline(silent_s)}\n{at}, limit {limit_s:.1f} s, {here}\n\nstacks of all threads:\n")
             with self._counted():
                 self._put_stacks()
             ranks: list[RankState] = []
@@ -211,17 +252,14 @@ class Watchdog:
                 print(self._headline(silent_s), file=sys.stderr, flush=True)
             self._put_memory()
             with self._counted():
-                self._wait_for(ranks)
+                self._wait_for(ranks, now - silent_s)
         finally:
             os._exit(EXIT_CODE)
 
     def _headline(self, silent_s: float) -> str:
         _, step, phase = self._last
         what = f"no progress for {silent_s:.0f} s in step {step} (phase {phase})"
-        return f"hang: rank {self._rank}: {what}; {self._place()}"
-
-    def _place(self) -> str:
-        return f"stacks {f'in {self._path}' if self._path else 'above'}; exit code {EXIT_CODE}"
+        return f"hang: rank {self._rank}: {what}; {_place(self._path)}"
 
     def _report(self, silent_s: float, limit_s: float, ranks: list[RankState]) -> dict[str, Any]:
         _, step, phase = self._last
@@ -262,7 +300,7 @@ class Watchdog:
                 self._put(f"\nrank {rank.rank} was stopped and could not end itself: killed\n")
         return [rank for rank, _ in found]
 
-    def _wait_for(self, ranks: list[RankState]) -> None:
+    def _wait_for(self, ranks: list[RankState], since: float) -> None:
         """The other ranks are about to find out too, and the end of this process would cut them off: they get the time
         to leave their stacks. Only one that does not is asked by a signal, because the answer to a signal looks at
         threads while they run, which may crash."""
@@ -271,15 +309,19 @@ class Watchdog:
         deadline = time.monotonic() + self._report_s / 2
         while waiting and time.monotonic() < deadline:
             time.sleep(self._tick_s)
-            waiting = [r for r in waiting if _is_alive_elsewhere(r) and not self._has_stacks(r)]
+            waiting = [r for r in waiting if _is_alive_elsewhere(r) and not self._has_stacks(r, since)]
         for rank in waiting:
             with self._counted():
                 _ask_for_stacks(rank)
         time.sleep(2 * self._tick_s if len(ranks) > 1 else 0.0)
 
-    def _has_stacks(self, rank: RankState) -> bool:
-        dumps = self._folder.glob(f"stackdump_*_rank{rank.rank}.txt")
-        return any(dump.stat().st_size > 0 for dump in dumps)
+    def _has_stacks(self, rank: RankState, since: float) -> bool:
+        """Of this hang: a run before, or somebody's question, may have left others."""
+        for dump in self._folder.glob(_dump_name(rank.rank)):
+            with suppress(FileNotFoundError):  # it just got another name
+                if dump.stat().st_size > 0 and dump.stat().st_mtime >= since:
+                    return True
+        return False
 
     def _put_memory(self) -> None:
         """Last and aside, because a hung device may block it."""
@@ -306,6 +348,16 @@ class Watchdog:
                 (self._folder / f"nccl_trace_rank{self._rank}.json").write_bytes(dump())
 
 
+def _dump_name(rank: int, at: float | None = None) -> str:
+    """Of a dump of that time, or as a pattern for all of the rank's."""
+    stamp = "*" if at is None else time.strftime("%Y%m%dT%H%M%S", time.localtime(at))
+    return f"stackdump_{stamp}_rank{rank}.txt"
+
+
+def _place(path: Path | None) -> str:
+    return f"stacks {f'in {path}' if path else 'above'}; exit code {EXIT_CODE}"
+
+
 def _remove_empty(path: Path) -> None:
     if path.stat().st_size == 0:
         path.unlink()
@@ -328,6 +380,13 @@ def _read_rank(path: Path) -> tuple[RankState, list[str]]:
     if rank.host == socket.gethostname() and rank.pid is not None:
         rank.state = _process_state(rank.pid, start["time"])
     return rank, list(last)
+
+
+def _newest_event(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next(filter(None, map(_parse, reversed(lines))), {})
 
 
 def _parse(line: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,9 @@ def finished_metrics(folder: Path) -> dict[str, Any] | None:
     return metrics if metrics is not None and metrics.get("status") == "done" else None
 
 
-def record_end(folder: Path, error: BaseException, step: int | None) -> None:
-    """Why the run ended, for whoever finds it. The rank that failed knows better than those that lost it.
+def record_end(folder: Path, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:
+    """Why the run ended, for whoever finds it, and what `telemetry` has to say. The rank that failed knows better than
+    those that lost it.
 
     Without a `step` it never began: what a finished run left stays, and of an unfinished one how far it was.
     """
@@ -117,6 +118,7 @@ def record_end(folder: Path, error: BaseException, step: int | None) -> None:
                 "exit_code": error.exit_code if isinstance(error, NSAError) else 1,
                 "reason": str(error) or type(error).__name__,
                 "steps": now.get("steps", 0) if step is None else step,
+                **telemetry,
             },
         )
     except NSAError:

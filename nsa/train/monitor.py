@@ -4,6 +4,7 @@ Nothing here waits for the device or for another rank. Files that cannot be open
 folder is of no use then; nothing that fails later does.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
 from nsa.parallel.launch import World
-from nsa.telemetry.attention_stats import AttentionObserver, Sample
+from nsa.telemetry.attention_stats import AttentionObserver, GateStats, Sample, SelectionStats
 from nsa.telemetry.console import RunConsole, step_line
 from nsa.telemetry.dtypes import write_dtypes_report, write_optimizer_state
 from nsa.telemetry.events import EventStream, Heartbeat, Sink
@@ -25,7 +26,7 @@ from nsa.telemetry.profile import StepProfiler
 from nsa.telemetry.sinks import TensorBoard, Tracker, csv_sinks
 from nsa.telemetry.trace import Tracer
 from nsa.telemetry.training_csv import TrainingRow
-from nsa.telemetry.watchdog import Watchdog
+from nsa.telemetry.watchdog import DATA_PHASE, Watchdog
 from nsa.train.folder import record_end
 from nsa.train.state import RunState
 
@@ -93,9 +94,9 @@ class Monitor:
         """In the watchdog's thread; the process ends when this returns."""
         step = int(report.pop("step", 0))
         self.stream.emit("hang", step, **report)
-        reason = HangError(f"rank {self.world.rank}: no progress in step {step}; see stackdump_*")
-        record_end(self.folder, reason, self._steps_done)
-        self.stream.drain(3.0)
+        reason = HangError(_hang_words(self.world.rank, step, report))
+        record_end(self.folder, reason, self._steps_done, self.describe())
+        self.stream.flush(3.0)
 
     def dump_memory(self, state: RunState, label: str) -> None:
         written = dump_memory(self.folder, label, self.world.device, self.world.rank, state.tensors)
@@ -123,7 +124,7 @@ class Monitor:
         """A step is through, its validation included."""
         self.watchdog.step_done(row.step_s)
         self._steps_done = row.step
-        self.stream.emit("step", **asdict(row))
+        self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
         self._take_samples(row.step)
         if self.failures and not self._told:
             self._told = True
@@ -163,11 +164,11 @@ class Monitor:
     def _emit_sample(self, sample: Sample) -> None:
         if sample.all_gates is not None:
             layers = [{"layer": name, **asdict(stats)} for name, stats in sample.gates]
-            self._last["gates"] = asdict(sample.all_gates)
+            self._last["gates"] = _finite(sample.all_gates)
             self.stream.emit("gates", sample.step, layers=layers, **asdict(sample.all_gates))
         if sample.all_selection is not None:
             layers = [{"layer": name, **asdict(stats)} for name, stats in sample.selection]
-            self._last["selection"] = asdict(sample.all_selection)
+            self._last["selection"] = _finite(sample.all_selection)
             self.stream.emit("selection", sample.step, layers=layers, **asdict(sample.all_selection))
 
     @property
@@ -178,8 +179,13 @@ class Monitor:
         return self.stream.dropped + self._sink_failures + observed + others
 
     def describe(self) -> dict[str, Any]:
-        """For the summary of the run."""
-        return {"incidents": self.stream.incidents, "telemetry_failures": self.failures, **self._last}
+        """For the summary of the run: what this rank saw. Whoever reads it finds the others in their heartbeats."""
+        return {
+            "rank": self.world.rank,
+            "incidents": self.stream.incidents,
+            "telemetry_failures": self.failures,
+            **self._last,
+        }
 
     def flush(self) -> None:
         """Before a checkpoint: its rows must be on the disk."""
@@ -188,3 +194,18 @@ class Monitor:
     def close(self) -> None:
         self.tracer.close()
         self.stream.close()
+
+
+def _finite(stats: GateStats | SelectionStats) -> dict[str, Any]:
+    """For JSON, which has no NaN: what is not finite is null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(stats).items()}
+
+
+def _hang_words(rank: int, step: int, report: dict[str, Any]) -> str:
+    """Why the run ended, and where to look."""
+    where = "waiting for data" if report["phase"] == DATA_PHASE else f"phase {report['phase']}"
+    stacks = Path(report["file"]).name if report["file"] else "the log"
+    return (
+        f"rank {rank}: no progress for {report['silent_s']:.0f} s in step {step} ({where}); {stacks} shows where every "
+        "rank stood; the same command goes on from the last checkpoint"
+    )

@@ -111,7 +111,7 @@ def _run(run: "Run") -> None:
         exhausted = run.out_of_memory(error)  # while the traceback keeps what was allocated
         run.monitor.close()
         reason = exhausted or lost_rank(error, run.world.rank, run.world.size) or error
-        record_end(run.folder, reason, run.step if run.announced else None)
+        record_end(run.folder, reason, run.step if run.announced else None, run.monitor.describe())
         if exhausted is not None:
             raise exhausted from error
         raise
@@ -193,6 +193,7 @@ class Run:
             world_size=world.size,
             backend=world.backend,
             steps=config.train.steps,
+            fresh=self.fresh,
             from_checkpoint=taken_up,
             pid=os.getpid(),
             host=socket.gethostname(),

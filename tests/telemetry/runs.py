@@ -24,6 +24,7 @@ BINS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127", "128-255", "
 SELECTION = "step,rows,mean_distinct,max_distinct,share_at_max,share_forced,agreement," + ",".join(
     f"distance_{name}" for name in BINS
 )
+LAYER_SELECTION = SELECTION.replace("step,", "step,layer,")
 BEGAN = 1_700_000_000.0
 
 
@@ -89,6 +90,14 @@ def long_run(folder: Path, rows: int = 50_000, layers: int = 16, every: int = 10
             raw = [math.exp(-((at - 3 - 3 * step / rows) ** 2) / 6) for at in range(len(BINS))]
             distances = ",".join(str(part / sum(raw)) for part in raw)
             file.write(f"{step},4096,15.2,16,0.9,0.2,{0.7 + 0.2 * step / rows},{distances}\n")
+    with (folder / "k_stats_layers.csv").open("w") as file:
+        file.write(LAYER_SELECTION + "\n")
+        for step in range(every, rows + 1, every):
+            for layer in range(layers):
+                raw = [math.exp(-((at - 2 - 4 * layer / layers) ** 2) / 6) for at in range(len(BINS))]
+                distances = ",".join(str(part / sum(raw)) for part in raw)
+                values = f"4096,{15 - layer / layers},16,0.9,0.2,{0.6 + 0.3 * layer / layers}"
+                file.write(f"{step},blocks.{layer}.attention,{values},{distances}\n")
     (folder / "fallback_counters.csv").write_text("step,branch,reason,count\n")
     (folder / "metrics.json").write_text('{"status": "running", "steps": 0}')
     (folder / "config.yaml").write_text("train:\n  steps: 100000\ntelemetry:\n  watchdog_floor_s: 60.0\n")

@@ -56,6 +56,24 @@ def data_thread(dog: Watchdog) -> None:
     batches.get()
 
 
+def another_rank_waits_for_data(dog: Watchdog) -> None:
+    """It says so all the time, gets its data, and this rank, which waited for it, goes on."""
+    for _ in range(12):
+        emit(Path(sys.argv[2]), 1, event="data_stall", step=12)
+        time.sleep(FLOOR_S / 5)
+
+
+def another_rank_waits_and_hangs(dog: Watchdog) -> None:
+    another_rank_waits_for_data(dog)
+    emit(Path(sys.argv[2]), 1, event="hang", step=12)
+    sleeping(dog)
+
+
+def all_ranks_wait_for_data(dog: Watchdog) -> None:
+    dog.beat(12, "data")
+    another_rank_waits_for_data(dog)
+
+
 def device(dog: Watchdog) -> None:
     with dog.patient(120):
         import torch

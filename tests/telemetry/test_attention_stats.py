@@ -1,11 +1,14 @@
 """Gate and selection statistics are the numbers one computes by hand, layer by layer, whatever wraps the model."""
 
 import csv
+import itertools
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.config import parse_config
 from nsa.nn import NSAAttention
@@ -96,6 +99,62 @@ def test_selection_by_hand(lengths):
     assert sum(stats.distances) == pytest.approx(1.0)
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would make the host wait for a GPU: values read back, or copied there from a list."""
+
+    WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if name == "index" else []
+        if name in self.WAITS or masks:
+            raise AssertionError(f"{name} waits for the device")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [[96], [40, 8, 48]])
+def test_a_sample_never_waits_for_the_device(lengths):
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    indices = torch.randint(-1, 8, (1, 96, 2, 4), dtype=torch.int32)
+    observer = AttentionObserver(["only"])
+    with NoWaiting():
+        observer.selected(indices, SPEC, borders if len(lengths) > 1 else None)
+        observer.mixed(torch.rand(1, 96, 4, 3))
+        observer.finish(1)
+    assert len(observer.ready()) == 1
+    with pytest.raises(AssertionError, match="waits"), NoWaiting():
+        float(indices.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
+    borders = torch.tensor([0, 40, 48, 96], dtype=torch.int32) if packed else None
+    indices = torch.randint(-1, 8, (1, 96, 2, 4), dtype=torch.int32)
+    gates = torch.rand(1, 96, 4, 3)
+    observer = AttentionObserver(["only"])
+    inputs = [x if x is None else x.cuda() for x in (indices, borders, gates)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        observer.selected(inputs[0], SPEC, inputs[1])
+        observer.mixed(inputs[2])
+        observer.finish(1)
+        observer.ready()  # gives none, or the sample, and waits for neither
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    observer.selected(inputs[0], SPEC, inputs[1])
+    observer.mixed(inputs[2])
+    observer.finish(2)
+    observer.wait()
+    sample = observer.ready()[-1]
+    assert sample.step == 2
+    assert sample.all_selection == read_selection(selection_numbers(indices, SPEC, borders))
+    expected = asdict(read_gates(gate_numbers(gates)))
+    assert asdict(sample.all_gates) == pytest.approx(expected, rel=1e-5)
+
+
 def test_layers_merge_to_what_all_rows_together_give():
     generator = torch.Generator().manual_seed(1)
     gates = torch.rand(2, 8, 4, 3, generator=generator)
@@ -172,6 +231,14 @@ def test_a_run_samples_every_layer_once_with_and_without_recomputation(tmp_path,
     selection = list(csv.DictReader((tmp_path / "run" / "k_stats.csv").open()))
     assert [row["step"] for row in selection] == ["1", "2", "4"]
     assert all(int(row["rows"]) == 3 * 4 * 32 for row in selection)
+    by_layer = list(csv.DictReader((tmp_path / "run" / "k_stats_layers.csv").open()))
+    assert [(row["step"], row["layer"]) for row in by_layer] == [
+        (step, name) for step in ("1", "2", "4") for name in names
+    ]
+    for row in selection:  # over all layers is the mean of layers that saw as many rows
+        layers = [other for other in by_layer if other["step"] == row["step"]]
+        assert sum(float(layer["mean_distinct"]) for layer in layers) / 3 == pytest.approx(float(row["mean_distinct"]))
+        assert all(int(layer["rows"]) == 4 * 32 for layer in layers)
     fallbacks = list(csv.DictReader((tmp_path / "run" / "fallback_counters.csv").open()))
     assert {row["branch"] for row in fallbacks} == {"phi", "cmp", "select", "sel", "win", "mix"}
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["gates"]["rows"] == 3 * 4 * 32 * 2

@@ -1,5 +1,6 @@
 """The report of a run: one file that a real browser shows without errors, with the numbers of the run's files."""
 
+import csv
 import html
 import json
 import os
@@ -78,14 +79,34 @@ def test_a_browser_shows_every_plot_without_an_error(finished, tmp_path):
     assert "seen" in "".join(browse(broken, tmp_path / "profile")[1])  # an error would have been noticed
 
 
+def test_on_a_phone_nothing_is_wider_than_the_screen(tmp_path):
+    folder = long_run(tmp_path / "run", 400, 12, 50)
+    with (folder / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("incident", 400, kind="save_failed", message="a_long_word_without_a_space/" * 30))
+    page = tmp_path / "report.html"
+    page.write_text(render(read_run(folder)).replace("<details", "<details open"))
+    phone = tmp_path / "phone.html"  # a window cannot be as narrow as a frame
+    phone.write_text(
+        f'<iframe src="{page.name}" width="375" height="9000" frameborder="0"></iframe><p id="wide"></p><script>'
+        "onload = () => { wide.textContent = frames[0].document.documentElement.scrollWidth + ' pixels' }</script>"
+    )
+    flags = ("--allow-file-access-from-files", "--virtual-time-budget=1000")
+    shown, complaints = browse(phone, tmp_path / "profile", *flags)
+    assert complaints == []
+    assert ">375 pixels<" in shown
+
+
 def test_words_of_a_run_do_not_act_in_a_browser(tmp_path):
     folder = long_run(tmp_path / f"run{EVIL.replace('/', '')}", 40, 1, 10)
     (folder / "metrics.json").write_text(json.dumps({"status": "failed", "exit_code": 1, "reason": EVIL, "steps": 40}))
     (folder / "config.yaml").write_text(json.dumps({"train": {"steps": 40, EVIL: EVIL}}))
     (folder / "env.json").write_text(json.dumps({"gpu": [EVIL], "strategy": EVIL, EVIL: {EVIL: [EVIL]}}))
-    for name in ("gate_stats.csv", "fallback_counters.csv"):
-        quoted = '"' + EVIL.replace('"', '""') + '"'
-        row = f"10,{quoted},1,1,1,1,0,0.3,0.3,0.4\n" if name == "gate_stats.csv" else f"10,{quoted},{quoted},3\n"
+    quoted = '"' + EVIL.replace('"', '""') + '"'
+    for name, row in (
+        ("gate_stats.csv", f"10,{quoted},1,1,1,1,0,0.3,0.3,0.4\n"),
+        ("k_stats_layers.csv", f"40,{quoted},1,1,1,1,1,1{',0.1' * 12}\n"),
+        ("fallback_counters.csv", f"10,{quoted},{quoted},3\n"),
+    ):
         with (folder / name).open("a") as file:
             file.write(row)
     with (folder / "heartbeat_rank0.jsonl").open("a") as file:
@@ -94,7 +115,7 @@ def test_words_of_a_run_do_not_act_in_a_browser(tmp_path):
     assert EVIL not in page
     assert "<script" not in page
     assert "<img" not in page
-    assert page.count(html.escape(EVIL)) >= 8
+    assert page.count(html.escape(EVIL)) >= 10
     (tmp_path / "report.html").write_text(page)
     shown, complaints = browse(tmp_path / "report.html", tmp_path / "profile")
     assert complaints == []
@@ -119,6 +140,22 @@ def test_the_page_holds_the_numbers_of_the_files(finished):
     assert len(re.findall("[ML]", raw.get("d"))) == 30
 
 
+def test_the_page_shows_selection_layer_by_layer(finished):
+    with (finished / "k_stats_layers.csv").open() as file:
+        last = [row for row in csv.DictReader(file) if row["step"] == "30"]
+    view = read_run(finished)
+    assert list(view.layer_selection) == ["blocks.0.attention", "blocks.1.attention"]
+    (part,) = re.findall(r'<details[^>]*id="selection-layers".*?</details>', render(view), re.DOTALL)
+    assert "Layer by layer at step 30" in part
+    rows = part.split("<tr>")[2:]
+    assert len(rows) == 2
+    for number, (row, told) in enumerate(zip(last, rows, strict=True)):
+        assert f"layer {number}</td>" in told
+        assert f">{float(row['mean_distinct']):.2f}<" in told
+        assert f">{float(row['agreement']):.1%}<" in told
+        assert f'title="2-3 blocks away: {float(row["distance_2-3"]):.1%}"' in told
+
+
 def test_the_page_needs_nothing_from_outside(finished):
     page = render(read_run(finished))
     assert not re.search(r"https?://|@import|url\(|<script|<iframe", page)
@@ -134,6 +171,7 @@ def test_the_page_needs_nothing_from_outside(finished):
         ("training.csv", PLOTS[:7]),
         ("gate_stats.csv", PLOTS[7:13]),
         ("k_stats.csv", PLOTS[13:]),
+        ("k_stats_layers.csv", ()),
         ("env.json", ()),
         ("config.yaml", ()),
         ("metrics.json", ()),

@@ -296,6 +296,20 @@ def test_buckets_hold_every_parameter_once_and_are_recorded_when_they_start_and_
     assert len(done) > 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_over_nccl_the_same_is_recorded(tmp_path):
+    (ended,) = wait_all(start_ranks(1, str(tmp_path), "cuda", module="tests.telemetry.traced"), 300)
+    assert ended.code == 0, ended.output
+    gradients = {name: 2 for name, _ in build_model(CONFIG.model, CONFIG.nsa, 64, 0).named_parameters()}
+    for strategy, passes in (("ddp", 2), ("fsdp", 1)):
+        seen = Counter(names(tmp_path / strategy, "grad"))
+        assert seen == {name: count * passes for name, count in gradients.items()}
+        assert names(tmp_path / strategy, "module_bwd") == BACKWARD * 2 * passes
+    assert "every bucket that started was done" in text(tmp_path / "ddp")
+    assert all(e["done"] >= e["started"] for e in events(tmp_path / "ddp", "bucket") if e["done"] is not None)
+
+
 def test_the_first_gradient_that_differs_is_named_with_both_values(two_ranks):
     said = text(two_ranks / "differs")
     assert f"values   DIFFER across ranks first in step 2: gradient of {SPOILED}" in said

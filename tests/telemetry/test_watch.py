@@ -22,13 +22,24 @@ from nsa.errors import ConfigError
 from nsa.telemetry.health import unhealthy
 from nsa.telemetry.reading import RunReader, read_run
 from nsa.telemetry.view import frame
-from tests.telemetry.runs import BEGAN, GATES, HEADER, SELECTION, event, long_run, real_run, training_row
+from tests.telemetry.runs import (
+    BEGAN,
+    GATES,
+    HEADER,
+    LAYER_SELECTION,
+    SELECTION,
+    event,
+    long_run,
+    real_run,
+    training_row,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
     "training.csv",
     "gate_stats.csv",
     "k_stats.csv",
+    "k_stats_layers.csv",
     "fallback_counters.csv",
     "heartbeat_rank0.jsonl",
     "metrics.json",
@@ -131,6 +142,89 @@ def test_a_run_is_running_then_silent(tmp_path):
     assert "silent for 1 h 6 min, 1 min is normal" in unhealthy(stale)[0]
 
 
+def test_validation_and_saving_count_in_the_time_left(tmp_path):
+    live_run(tmp_path / "run", 40)
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("w") as file:
+        file.write(event("boot", 0, at=BEGAN - 100) + event("start", 0, at=BEGAN - 90, steps=80, from_checkpoint=None))
+        for step in range(1, 41):  # every tenth step 2.6 s of validation and saving follow
+            file.write(event("step", step, at=BEGAN + step * 0.55 + step // 10 * 2.6))
+    view = read_run(tmp_path / "run", BEGAN + 40)
+    assert view.left_s == pytest.approx(40 * (0.55 + 4 * 2.6 / 39)), "not the start, which comes once"
+    assert view.status.kind == "running"
+
+
+def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
+    now = live_run(tmp_path / "run", 40) + 300
+    limits = "telemetry:\n  watchdog_floor_s: 60.0\n  watchdog_first_step_s: 600.0\n"
+    for config, kind in (
+        ("", "silent"),
+        ("train:\n  eval_every: 41\n", "running"),  # validates in step 41
+        ("train:\n  eval_every: 40\n", "running"),  # saves the best of step 40
+        ("checkpoint:\n  every: 20\n", "running"),
+        ("train:\n  eval_every: 39\ncheckpoint:\n  every: 41\n", "silent"),
+    ):
+        (tmp_path / "run" / "config.yaml").write_text(limits + config)
+        assert read_run(tmp_path / "run", now).status.kind == kind, config
+
+
+def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_path):
+    folder = tmp_path / "run"
+    now = live_run(folder, 40)
+    before = BEGAN - 10_000
+    for rank in range(10):  # the new run has eight
+        with (folder / f"heartbeat_rank{rank}.jsonl").open("w") as file:
+            file.write(event("boot", 0, rank, at=before) + event("start", 0, rank, at=before, fresh=False))
+            file.write(event("step", 7, rank, at=before, mem_gib=99.0, telemetry_failures=5))
+            file.write(event("incident", 7, rank, at=before, kind="save_failed", message="of old"))
+            if rank < 8:
+                file.write(
+                    event("boot", 0, rank, at=BEGAN) + event("data_stall", 0, rank, at=BEGAN, message="slow hub")
+                )
+                file.write(event("start", 0, rank, at=BEGAN, world_size=8, steps=80, fresh=True))
+                file.write(event("step", 40, rank))
+    (folder / "gate_stats_rank9.csv").write_text(GATES + "\n40,all,1000000,0.1,0.0,1.0,1.0,1.0,0.0,0.0\n")
+    view = read_run(folder, now)
+    assert [(h.kind, h.message, len(h.ranks)) for h in view.happenings] == [
+        ("data stall", "slow hub", 8),
+        ("start", "from the beginning", 8),
+    ]
+    assert (view.attempts, view.started_at, len(view.ranks)) == (1, BEGAN, 8)
+    assert (view.telemetry_failures, unhealthy(view)) == ({}, [])
+    assert view.mem_gib == 31.5
+    for rank in range(8):
+        with (folder / f"heartbeat_rank{rank}.jsonl").open("a") as file:
+            file.write(event("boot", 0, rank, at=now))
+            file.write(event("start", 20, rank, at=now, world_size=8, steps=80, from_checkpoint="step_20"))
+    again = read_run(folder, now)
+    assert (again.attempts, again.started_at) == (2, BEGAN), "one that goes on is the same run"
+    assert [h.kind for h in again.happenings] == ["start", "data stall", "start"]
+
+
+def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
+    now = live_run(tmp_path / "run", 40)
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("hang", 41, at=now, phase="step", silent_s=60.0))
+        file.write(event("boot", 0, at=now + 9) + event("start", 0, at=now + 9, from_checkpoint=None, fresh=False))
+    view = read_run(tmp_path / "run", now + 10)
+    assert view.attempts == 2
+    assert "hang" in [h.kind for h in view.happenings]
+
+
+def test_what_any_rank_could_not_write_is_said(tmp_path):
+    now = live_run(tmp_path / "run", 40)
+    for rank in (1, 3):
+        with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("w") as file:
+            file.write(event("step", 40, rank, telemetry_failures=rank * 4))
+            file.write(event("incident", 40, rank, at=now, kind="telemetry", message="disk full"))
+    view = read_run(tmp_path / "run", now)
+    assert "records could not be written: 4 of rank 1, 12 of rank 3" in text_of(view)
+    assert next(h.ranks for h in view.happenings if h.kind == "telemetry") == (1, 3)
+    (tmp_path / "run" / "metrics.json").write_text(
+        json.dumps({"status": "failed", "exit_code": 1, "reason": "x", "rank": 3, "telemetry_failures": 20})
+    )
+    assert read_run(tmp_path / "run", now).telemetry_failures == {1: 4, 3: 20}
+
+
 def test_a_failed_run_says_its_exit_code_and_reason(copy):
     (copy / "metrics.json").write_text(
         json.dumps({"status": "failed", "exit_code": 5, "reason": "the loss is nan", "steps": 30})
@@ -199,6 +293,8 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
     zeros = ",".join(["0.0"] * 10)
     (tmp_path / "run" / "k_stats.csv").write_text(SELECTION + f"\n1,100,4.0,5,0.5,0.5,0.5,1.0,0.0,{zeros}\n")
     (tmp_path / "run" / "k_stats_rank1.csv").write_text(SELECTION + f"\n1,100,12.0,16,0.5,0.1,0.9,0.0,1.0,{zeros}\n")
+    for rank, rows in (("", "1,a,100,4.0,5,0.5,0.5,0.5,1.0,0.0"), ("_rank1", "1,a,300,12.0,16,0.5,0.1,0.9,0.0,1.0")):
+        (tmp_path / "run" / f"k_stats_layers{rank}.csv").write_text(LAYER_SELECTION + f"\n{rows},{zeros}\n")
     (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(event("step", 40, 1, mem_gib=64.0, data_wait_s=0.1))
     view = read_run(tmp_path / "run", now)
     (gates,) = view.gates
@@ -208,6 +304,9 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
     assert (view.selection.mean_distinct, view.selection.max_distinct) == (8.0, 16)
     assert view.selection.share_forced == pytest.approx((4 * 0.5 + 12 * 0.1) / 16)
     assert view.selection.distances["1"] == pytest.approx(0.75)
+    layer = view.layer_selection["a"]
+    assert (layer.rows, layer.mean_distinct) == (400, 10.0)
+    assert layer.agreement == pytest.approx((100 * 4 * 0.5 + 300 * 12 * 0.9) / 4000)
     assert view.mem_gib == 64.0
 
 
@@ -225,13 +324,15 @@ def test_what_all_ranks_say_is_one_line_and_a_silent_rank_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "garbage", "folder"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "garbage", "folder", "pipe"])
 def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
     path = copy / name
     whole = path.read_bytes()
     path.unlink()
     if damage == "folder":
         path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
     elif damage != "missing":
         broken = {
             "empty": b"",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import timeit
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
 
 
 def dumps(folder: Path, rank: int = 0) -> list[str]:
-    return [path.read_text() for path in folder.glob(f"stackdump_*_rank{rank}.txt")]
+    while True:
+        with suppress(FileNotFoundError):  # it just got another name
+            return [path.read_text() for path in folder.glob(f"stackdump_*_rank{rank}.txt")]
 
 
 def shown_where(how: str, text: str) -> bool:
@@ -52,6 +55,12 @@ def shown_where(how: str, text: str) -> bool:
     function = next(line for line in reversed(lines[:number]) if line.lstrip().startswith("def "))
     name = function.split("def ")[1].split("(")[0]
     return f'File "{STUCK}", line {number} in {name}\n' in text
+
+
+def stamps(folder: Path, rank: int = 0) -> list[float]:
+    """The times that the names of the dumps say."""
+    names = [path.name for path in folder.glob(f"stackdump_*_rank{rank}.txt")]
+    return [time.mktime(time.strptime(name.split("_")[1], "%Y%m%dT%H%M%S")) for name in names]
 
 
 def wait_until(condition, within_s: float = 5.0) -> None:
@@ -73,6 +82,11 @@ def test_a_stuck_process_ends_with_code_6_and_its_stacks_show_where(tmp_path, ho
     assert shown_where(how, text)
     assert said in text
     assert "GiB resident" in text
+    (path,) = tmp_path.glob("stackdump_*")
+    assert f"stacks in {path}; exit code 6" in said
+    (stamp,) = stamps(tmp_path)
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
+    assert f"\n{at}, limit 1.0 s" in text, "the name has the time of the dump, not of the start"
     assert "rank 0: step 0, event start" in text
     hang = events_of(tmp_path)[-1]
     assert (hang["event"], hang["step"], hang["phase"], hang["limit_s"]) == ("hang", 12, "backward", 1.0)
@@ -122,6 +136,20 @@ def test_a_hang_after_a_long_phase_is_found(tmp_path):
     assert run("after_patience", tmp_path).code == 6
 
 
+def test_a_rank_that_waits_for_one_whose_data_does_not_come_is_no_hang(tmp_path):
+    ended = run("another_rank_waits_for_data", tmp_path)
+    assert (ended.code, ended.output) == (0, "armed\ndone with 0 failures\n")
+
+
+def test_it_is_one_as_soon_as_that_rank_hangs(tmp_path):
+    assert run("another_rank_waits_and_hangs", tmp_path).code == 6
+    assert events_of(tmp_path)[-1]["silent_s"] > 2.2, "not before"
+
+
+def test_a_rank_whose_own_data_does_not_come_judges_for_itself(tmp_path):
+    assert run("all_ranks_wait_for_data", tmp_path).code == 6
+
+
 @linux
 def test_a_stopped_process_goes_on_when_it_is_continued_and_is_still_watched(tmp_path):
     process = start("working_then_gil", tmp_path)
@@ -143,8 +171,11 @@ def test_sigusr2_shows_the_stacks_and_the_run_goes_on(tmp_path):
     process = start("working", tmp_path)
     wait_for(process, "working")
     for times in (1, 2):
+        time.sleep(1.1)
+        asked = time.time()
         process.send_signal(signal.SIGUSR2)
-        wait_until(lambda times=times: dumps(tmp_path)[0].count("in working\n") == times)
+        wait_until(lambda times=times: [dump.count("in working\n") for dump in dumps(tmp_path)] == [times])
+        wait_until(lambda asked=asked: any(stamp >= asked - 1.0 for stamp in stamps(tmp_path)))  # whole seconds
     (tmp_path / "stop").touch()
     ended = wait_all([process], IN_TIME_S)[0]
     assert (ended.code, ended.output) == (0, "stopped itself\ndone with 0 failures\n")
@@ -157,7 +188,7 @@ def test_sigusr2_shows_the_stacks_of_a_process_that_keeps_the_gil(tmp_path):
     wait_for(process, "armed")
     time.sleep(0.3)
     process.send_signal(signal.SIGUSR2)
-    wait_until(lambda: shown_where("gil", dumps(tmp_path)[0]), within_s=1.0)
+    wait_until(lambda: any(shown_where("gil", dump) for dump in dumps(tmp_path)), within_s=1.0)
     assert wait_all([process], IN_TIME_S)[0].code == 6
 
 
@@ -211,6 +242,9 @@ def test_after_an_exception_nothing_is_watched(tmp_path):
 
 @linux
 def test_a_stopped_rank_is_named_and_killed_and_a_running_one_shows_its_stacks(tmp_path):
+    of_a_run_before = tmp_path / "stackdump_20250101T000000_rank0.txt"
+    of_a_run_before.write_text("these are not the stacks that are wanted")
+    os.utime(of_a_run_before, (0, 0))
     running, stopped = start("working", tmp_path, 0), start("working", tmp_path, 1)
     for process in (running, stopped):
         wait_for(process, "working")
@@ -228,7 +262,7 @@ def test_a_stopped_rank_is_named_and_killed_and_a_running_one_shows_its_stacks(t
         (1, True),
         (2, False),
     ]
-    wait_until(lambda: "in working\n" in dumps(tmp_path, 0)[0])
+    wait_until(lambda: any("in working\n" in dump for dump in dumps(tmp_path, 0)))
     (tmp_path / "stop").touch()
     assert wait_all([running], IN_TIME_S)[0].code == 0
 

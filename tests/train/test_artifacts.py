@@ -8,7 +8,8 @@ import pytest
 
 from nsa.errors import LaunchError, NumericsError
 from nsa.telemetry.events import EventStream, Heartbeat
-from nsa.telemetry.training_csv import open_training_csv
+from nsa.telemetry.tables import Table
+from nsa.telemetry.training_csv import COLUMNS
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
@@ -79,7 +80,7 @@ def test_a_profile_that_cannot_be_written_does_not_stop_training(tmp_path):
 
 def test_rows_of_other_columns_are_kept_aside(tmp_path):
     (tmp_path / "training.csv").write_text("step,loss\n1,5.0\n")
-    open_training_csv(tmp_path, done_steps=1).close()
+    Table(tmp_path / "training.csv", COLUMNS, done_steps=1).close()
     assert (tmp_path / "training.old.csv").read_text() == "step,loss\n1,5.0\n"
 
 

@@ -222,7 +222,8 @@ def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path)
     run = tmp_path / "runs" / "tiny"
     names = {p.name for p in run.iterdir()}
     files = {"config.yaml", "env.json", "metrics.json", "model.safetensors", "training.csv", "heartbeat_rank0.jsonl"}
-    files |= {"gate_stats.csv", "k_stats.csv", "fallback_counters.csv", "dtypes_report.txt", "opt_state_mb.txt"}
+    files |= {"gate_stats.csv", "k_stats.csv", "k_stats_layers.csv", "fallback_counters.csv"}
+    files |= {"dtypes_report.txt", "opt_state_mb.txt"}
     files |= {"run.log", "mem_boot.txt", "mem_boot.json", "mem_step1.txt", "mem_step1.json"}
     assert names == {".lock", "checkpoints", "tb", *files}
     assert json.loads((run / "metrics.json").read_text())["steps"] == 4

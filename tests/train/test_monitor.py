@@ -1,0 +1,171 @@
+"""What a run says about itself when something beside it fails: a tracker that hangs, data that does not come, a run
+before it in the same folder."""
+
+import json
+import math
+import sys
+import threading
+import time
+import types
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from nsa.errors import NumericsError
+from nsa.parallel.launch import World
+from nsa.telemetry import events
+from nsa.telemetry.attention_stats import GateStats, Sample
+from nsa.telemetry.health import unhealthy
+from nsa.telemetry.reading import read_run
+from nsa.train import train
+from nsa.train.monitor import Monitor
+from tests.distributed.launching import events_of, metrics_of, run_ranks, write_config
+from tests.train.test_training import rows_of, tiny
+
+
+@pytest.fixture
+def hanging_tracker(monkeypatch):
+    """Stands in for an installed package whose network never answers."""
+    let_go = threading.Event()
+    package = types.ModuleType("wandb")
+    package.init = lambda **_: None
+    package.log = lambda *_, **__: let_go.wait(60)
+    package.finish = lambda: let_go.wait(60)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    yield
+    let_go.set()
+
+
+def test_a_tracker_that_hangs_holds_up_neither_training_nor_files(tmp_path, monkeypatch, hanging_tracker):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(events, "PATIENCE_S", 1.0)
+    train(tiny(), tmp_path / "plain")
+    began = time.monotonic()
+    options = ("telemetry.tracker=wandb", "telemetry.tensorboard=true", "checkpoint.every=1")
+    train(tiny(*options), tmp_path / "tracked")
+    assert time.monotonic() - began < 30, "not a wait for every checkpoint and for the end"
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "tracked")]
+    assert losses[0] == losses[1]
+    curves = EventAccumulator(str(tmp_path / "tracked" / "tb")).Reload()
+    assert [point.step for point in curves.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in events_of(tmp_path / "tracked") if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert metrics_of(tmp_path / "tracked")["telemetry_failures"] >= 6, "every event it did not take"
+
+
+CSV = ("training.csv", "gate_stats.csv", "k_stats.csv", "k_stats_layers.csv", "fallback_counters.csv")
+
+
+@pytest.mark.parametrize(
+    ("nowhere", "more"),
+    [("/dev/full", CSV), ("/sys/nothing", ())],  # a CSV file that cannot even be opened ends the run at its start
+    ids=["full disk", "read-only folder"],
+)
+def test_where_nothing_can_be_written_the_same_weights_are_trained_and_what_is_lost_is_counted(tmp_path, nowhere, more):
+    train(tiny(), tmp_path / "plain")
+    (tmp_path / "run").mkdir()
+    for name in ("heartbeat_rank0.jsonl", "run.log", "trace_rank0.jsonl", "tb", *more):
+        (tmp_path / "run" / name).symlink_to(nowhere)
+    options = ("telemetry.trace_grads=true", "telemetry.tensorboard=true", "telemetry.every=2")
+    train(tiny(*options), tmp_path / "run")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "run")]
+    assert weights[0] == weights[1]
+    metrics = metrics_of(tmp_path / "run")
+    assert (metrics["status"], metrics["incidents"]) == ("done", 1)
+    # The heartbeat lost 6 steps, 4 samples of three kinds, the start and the end.
+    assert metrics["telemetry_failures"] > 6 + 4 * 3 + 2
+    assert f"{metrics['telemetry_failures']} of rank 0" in "".join(unhealthy(read_run(tmp_path / "run")))
+
+
+def test_a_run_that_is_started_fresh_does_not_show_the_incidents_of_the_one_before(tmp_path):
+    with pytest.raises(NumericsError):
+        train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path)
+    told = {"status": "failed", "rank": 0, "incidents": 1, "telemetry_failures": 0}
+    assert metrics_of(tmp_path).items() >= told.items()
+    assert "non_finite" in [h.kind for h in read_run(tmp_path).happenings]
+    train(tiny(), tmp_path, fresh=True)
+    view = read_run(tmp_path)
+    assert [h.kind for h in view.happenings] == ["end", "start"]
+    assert (view.attempts, unhealthy(view)) == (1, [])
+
+
+def test_every_step_says_how_much_could_not_be_written_so_far(tmp_path):
+    (tmp_path / "gate_stats.csv").symlink_to("/dev/full")
+    train(tiny("telemetry.every=1"), tmp_path)
+    counts = [e["telemetry_failures"] for e in events_of(tmp_path) if e["event"] == "step"]
+    assert counts[0] == 0
+    assert counts[-1] >= 4
+    assert counts == sorted(counts)
+    assert read_run(tmp_path).telemetry_failures[0] >= counts[-1]
+
+
+def test_a_run_that_fails_says_what_it_could_not_write(tmp_path):
+    (tmp_path / "heartbeat_rank0.jsonl").symlink_to("/dev/full")
+    with pytest.raises(NumericsError):
+        train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path)
+    metrics = metrics_of(tmp_path)
+    assert metrics["status"] == "failed"
+    assert metrics["telemetry_failures"] >= 4, "boot, first batch, start and the incident at least"
+    assert metrics["incidents"] >= 1
+    assert f"{metrics['telemetry_failures']} of rank 0" in "".join(unhealthy(read_run(tmp_path)))
+
+
+def stalled(tmp_path, **telemetry):
+    """A real run of one process whose data thread never answers after a few batches."""
+    config = write_config(
+        tmp_path,
+        train={"steps": 200, "eval_every": 0, "out_dir": str(tmp_path / "run")},
+        telemetry={"tensorboard": False, "watchdog_first_step_s": 60.0, **telemetry},
+        data={"source": "synthetic", "prefetch": 1, "stall_s": 0.5, "timeout_s": 4.0},
+    )
+    (ended,) = run_ranks(1, "train", config, faults="data.batch:sleep:hit=6:seconds=1000")
+    stalls = [e for e in events_of(tmp_path / "run") if e["event"] == "data_stall"]
+    assert len(stalls) >= 2, "it is said, and again, before anything ends"
+    assert "data: waiting for the next batch since 0." in ended.output
+    return ended, metrics_of(tmp_path / "run")
+
+
+def test_data_that_does_not_come_within_its_time_is_an_error_of_the_data(tmp_path):
+    ended, metrics = stalled(tmp_path, watchdog_floor_s=60.0)
+    assert ended.code == 3, ended.output
+    assert metrics["exit_code"] == 3
+    assert "waiting for the next batch since 4" in metrics["reason"]
+    assert not list((tmp_path / "run").glob("stackdump_*"))
+    assert (metrics["rank"], metrics["incidents"], metrics["telemetry_failures"]) == (0, 0, 0)
+
+
+def test_data_that_does_not_come_within_the_watchdogs_time_is_a_hang_that_names_the_data(tmp_path):
+    ended, metrics = stalled(tmp_path, watchdog_floor_s=2.0)
+    assert ended.code == 6, ended.output
+    assert metrics["exit_code"] == 6
+    (dump,) = (tmp_path / "run").glob("stackdump_*_rank0.txt")
+    assert "in _make" in dump.read_text(), "the stacks show the thread that reads"
+    assert "(waiting for data)" in metrics["reason"]
+    assert f"{dump.name} shows where every rank stood" in metrics["reason"]
+    assert (metrics["rank"], metrics["incidents"], metrics["telemetry_failures"]) == (0, 0, 0)
+
+
+def test_a_rank_that_waits_for_one_without_data_leaves_the_judgement_to_it_and_both_end_as_a_hang(tmp_path):
+    config = write_config(
+        tmp_path,
+        train={"steps": 200, "eval_every": 0, "out_dir": str(tmp_path / "run")},
+        telemetry={"tensorboard": False, "watchdog_floor_s": 4.0, "watchdog_first_step_s": 60.0},
+        data={"source": "synthetic", "prefetch": 1, "stall_s": 1.0},
+    )
+    ended = run_ranks(2, "train", config, faults="data.batch:sleep:hit=6:rank=1:seconds=1000")
+    assert [e.code for e in ended] == [6, 6], [e.output for e in ended]
+    hangs = [next(e for e in events_of(tmp_path / "run", rank) if e["event"] == "hang") for rank in (0, 1)]
+    assert [hang["phase"] for hang in hangs] == ["step", "data"]
+    assert hangs[1]["time"] < hangs[0]["time"], "the rank that has no data is the first to say so"
+
+
+def test_the_summary_is_json_whatever_the_gates_are(tmp_path):
+    world = World(torch.device("cpu"))
+    monitor = Monitor(tiny(), tmp_path, world)
+    stats = GateStats(10, math.nan, 0.0, math.inf, 0.0, 0.2, 0.3, 0.5)
+    monitor._emit_sample(Sample(1, [("a", stats)], [], stats, None))
+    monitor.close()
+    told = json.loads(json.dumps(monitor.describe(), allow_nan=False))
+    assert told["gates"] == {**asdict(stats), "mean_entropy": None, "largest_share": None}
+    assert [e["mean_entropy"] for e in events_of(tmp_path)] == ["nan"]
