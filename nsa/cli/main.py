@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from nsa import __version__
-from nsa.cli import ckpt, config, data, generate, report, trace, train, watch
+from nsa.cli import ckpt, config, data, doctor, generate, memory, ready, report, trace, train, watch
 from nsa.errors import NSAError, Preempted
 
 app = typer.Typer(
@@ -28,6 +28,9 @@ app.command("generate")(generate.generate)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.command("trace")(trace.trace)
+app.command("doctor")(doctor.doctor)
+app.command("ready")(ready.ready)
+app.command("memory")(memory.memory)
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(data.app, name="data")
@@ -56,11 +59,11 @@ def _label(error: NSAError) -> str:
     return "stopped" if isinstance(error, Preempted) else "error"
 
 
-def main() -> None:
+def main(command: typer.Typer = app) -> None:
     """Runs the command; an error made for users is printed plainly and sets the exit code."""
     warnings.showwarning = _print_warning
     try:
-        app()
+        command()
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     except NSAError as error:
@@ -86,5 +89,5 @@ def _leave(code: int) -> NoReturn:
 
 
 def _reads_data() -> bool:
-    """Whether a thread of nsa.data.pool still reads."""
+    """Whether a thread of nsa.data still reads."""
     return any(thread.name.startswith("data-") for thread in threading.enumerate())

@@ -307,6 +307,7 @@ class ReadinessConfig(Section):
     min_gpu_util: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
         80.0, description="lowest GPU utilisation in percent"
     )
+    phase_limit_s: Annotated[float, Field(gt=0.0)] = Field(3600.0, description="how long a run of a phase may take")
 
 
 class Config(Section):

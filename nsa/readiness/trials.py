@@ -10,10 +10,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,7 @@ from nsa.telemetry.reading import RunReader, RunView
 
 POLL_S = 0.25
 DUMP_S = 3.0  # what ranks get to write their stacks before they are killed
+LAUNCHER_SPEAKS = "torch/distributed/elastic/multiprocessing/api.py"
 LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -77,7 +80,7 @@ class Outcome:
         return not self.reason
 
     def last_lines(self, count: int = 20) -> list[str]:
-        return _tail(self.trial.log_file, count)
+        return _said(self.trial.log_file)[-count:]
 
 
 def train_command(config_file: Path, nproc: int, arguments: tuple[str, ...] = ()) -> list[str]:
@@ -107,9 +110,10 @@ def run_trial(trial: Trial, watch: Callable[[RunView | None, float], None] = lam
     write_trial_config(trial)
     began, timed_out = time.monotonic(), False
     reader = RunReader(trial.folder)
-    with _started(trial) as process:
+    with _started(trial) as (process, members):
         while (code := process.poll()) is None:
             seconds = time.monotonic() - began
+            members.update(family(process.pid))
             if seconds > trial.limit_s:
                 timed_out = True
                 _dump_stacks(process)
@@ -140,18 +144,39 @@ def _judge(trial: Trial, view: RunView | None, code: int | None, seconds: float,
 
 
 @contextlib.contextmanager
-def _started(trial: Trial) -> Iterator[subprocess.Popen[bytes]]:
-    with trial.log_file.open("wb") as log:
+def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil.Process]]]:
+    """The process, and a set that takes up whatever it starts: all of it is gone in the end, also when we are
+    interrupted or asked to stop ourselves, and also what a launcher that is dead left behind."""
+    members: set[psutil.Process] = set()
+    with trial.log_file.open("wb") as log, _stoppable():
         process = subprocess.Popen(  # noqa: S603
             trial.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(trial.faults)
         )
         try:
-            yield process
-        finally:  # also when we are interrupted ourselves
-            for member in family(process.pid):
+            yield process, members
+        finally:
+            members.update(family(process.pid))
+            for member in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM unwinds us like Ctrl-C does, so that nothing we started is left running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def environment(faults: str = "") -> dict[str, str]:
@@ -169,6 +194,15 @@ def refuse_launcher() -> None:
     """A command that starts processes itself must not be started by torchrun."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise LaunchError("started by torchrun; start it alone, it starts the processes itself: --nproc N")
+
+
+def default_nproc(config: Config) -> int:
+    """A process a GPU; one where there is none, or where the configuration wants one."""
+    if config.parallel.strategy == "single" or config.runtime.device == "cpu":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -208,9 +242,16 @@ def _tail(path: Path, count: int) -> list[str]:
         return []
 
 
+def _said(log: Path) -> list[str]:
+    """The last lines of the run itself, not those in which torchrun tells that a process has failed."""
+    lines = _tail(log, 200)
+    own = list(takewhile(lambda line: LAUNCHER_SPEAKS not in line, lines))
+    return own or lines
+
+
 def _last_error(log: Path) -> str | None:
     """The last line that says what went wrong."""
-    lines = _tail(log, 200)
+    lines = _said(log)
     marked = [line for line in lines if line.startswith(("error:", "stopped:")) or "Error: " in line]
     spoken = marked or [line for line in lines if line.strip()]
     return spoken[-1] if spoken else None

@@ -1,0 +1,173 @@
+"""The old entry points under `scripts/`: their arguments become those of `nsa train`, which does the work.
+
+They add three things. The configuration is named by `CONFIG` in the environment. Without a GPU a file made for GPUs
+trains on the CPU, with a warning, where `nsa train` refuses. And a run that differs from its file gets a folder whose
+name says how, so that the same command goes on where it was and two different ones never meet.
+"""
+
+import os
+import re
+import shlex
+import sys
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.main import main as run_command
+from nsa.cli.train import train
+from nsa.config import Config, load_config
+from nsa.config.load import ConfigWarning
+from nsa.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_CONFIG = "configs/m7c_125m.yaml"
+# What one pass may keep for backward in host memory, beside other ranks; and what it keeps, measured on the 125M model.
+PASS_GIB = 4.0
+BYTES_PER_FEATURE = 85
+CPU_EVAL_SEQUENCES = 8
+LONGEST_NAME = 120
+
+
+def main(*, fsdp: bool = False) -> None:
+    """The whole of a script."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command()
+    def launch(
+        overrides: Overrides = None,
+        override: JoinedOverrides = None,
+        dataset: Annotated[
+            str | None, typer.Option(help="data.source: synthetic, python, text, fineweb_edu or prepared.")
+        ] = None,
+        steps: Annotated[int | None, typer.Option(help="train.steps.")] = None,
+        precision: Annotated[str | None, typer.Option(help="runtime.precision: fp32, bf16, fp16 or auto.")] = None,
+        ddp: Annotated[
+            int | None, typer.Option(min=0, max=1, help="1: parallel.strategy=ddp. 0: one process, on purpose.")
+        ] = None,
+        synthetic_on_fail: Annotated[
+            bool, typer.Option("--synthetic-on-fail", help="Train on invented text if the source does not answer.")
+        ] = False,
+        fresh: Annotated[bool, typer.Option("--fresh", help="Start over: what the folder holds goes.")] = False,
+        accept_changes: Annotated[
+            bool, typer.Option("--accept-changes", help="Go on from a checkpoint of another configuration.")
+        ] = False,
+    ) -> None:
+        """Train as the file named by CONFIG in the environment says (configs/m7c_125m.yaml when unset)."""
+        file = find_config(os.environ)
+        given = [*shorthands(dataset, steps, precision, ddp, fsdp=fsdp), *all_overrides(overrides, override)]
+        given = settle(file, given, os.environ, one_source=dataset)
+        flags = {"--synthetic-on-fail": synthetic_on_fail, "--fresh": fresh, "--accept-changes": accept_changes}
+        _speak_as_nsa(["train", str(file), *given, *(name for name, is_given in flags.items() if is_given)])
+        train(file, given, None, fresh=fresh, accept_changes=accept_changes, synthetic_on_fail=synthetic_on_fail)
+
+    run_command(app)
+
+
+def find_config(environment: Mapping[str, str]) -> Path:
+    """The file that CONFIG names, from the current folder or else from the repository's."""
+    name = Path(environment.get("CONFIG") or DEFAULT_CONFIG)
+    return name if name.exists() else ROOT / name
+
+
+def shorthands(
+    dataset: str | None, steps: int | None, precision: str | None, ddp: int | None, *, fsdp: bool
+) -> list[str]:
+    """The overrides that the old arguments stand for."""
+    if fsdp and ddp:
+        raise ConfigError("--ddp 1: this script shards the model with FSDP; scripts/train_showcase.py runs DDP")
+    overrides = []
+    if dataset is not None:
+        overrides.append(f"data.source={dataset}")
+    if steps is not None:
+        overrides.append(f"train.steps={steps}")
+    if precision is not None:
+        overrides.append(f"runtime.precision={precision}")
+    if fsdp:
+        overrides.append("parallel.strategy=fsdp")
+    elif ddp == 1:
+        overrides.append("parallel.strategy=ddp")
+    elif ddp == 0:
+        overrides += ["parallel.strategy=single", "parallel.allow_single_rank=true"]
+    return overrides
+
+
+def settle(file: Path, given: list[str], environment: Mapping[str, str], *, one_source: str | None) -> list[str]:
+    """The overrides with what this machine needs before them, so that theirs win, and the folder behind them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)  # `nsa train` says it again
+        config = load_config(file, given, environment)
+    if one_source and config.data.mixture:
+        raise ConfigError(f"--dataset {one_source}: {file} mixes several; add data.mixture=[] to read this one alone")
+    from torch import cuda
+
+    from nsa.parallel.launch import read_place
+
+    on_cpu = config.runtime.device == "cpu" or not cuda.is_available()
+    place = read_place(environment)
+    for_cpu = cpu_overrides(config, place.size) if on_cpu else []
+    if for_cpu and place.rank == 0:
+        warnings.warn(
+            f"runtime.device: no GPU in use, {file} trains on the CPU, where a step may take minutes; "
+            f"set for that, unless you override it: {' '.join(for_cpu)}",
+            ConfigWarning,
+            stacklevel=2,
+        )
+    if config.train.out_dir is not None:
+        return [*for_cpu, *given]
+    name = folder_name(file, config) + (",cpu" if for_cpu else "")
+    return [*for_cpu, *given, f"train.out_dir={Path('runs') / name}"]
+
+
+def cpu_overrides(config: Config, ranks: int) -> list[str]:
+    """What a file made for GPUs needs on a CPU: memory that a host has, and signs of life between its long steps."""
+    overrides = ["runtime.device=cpu"] if config.runtime.device == "cuda" else []
+    train, model = config.train, config.model
+    features = train.batch_size // ranks * train.seq_len * model.n_layers * model.dim
+    if features * BYTES_PER_FEATURE < PASS_GIB * 2**30:
+        return overrides
+    overrides += ["train.log_every=1", f"train.eval_sequences={min(train.eval_sequences, CPU_EVAL_SEQUENCES)}"]
+    if train.micro_batch == "auto" and config.runtime.gradient_checkpointing == "none":
+        # A static graph allows one pass a step only.
+        static = config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode
+        overrides.append("runtime.gradient_checkpointing=block" if static else "train.micro_batch=1")
+    return overrides
+
+
+def folder_name(file: Path, config: Config) -> str:
+    """The file's name, and every key that is another one than in the file: `m7c_125m,source=synthetic,steps=10`."""
+    try:
+        plain = _flat(load_config(file).to_dict())
+    except ConfigError:  # a file that is whole only with its overrides: nothing to compare with
+        return file.stem
+    changed = {key: value for key, value in _flat(config.to_dict()).items() if plain[key] != value}
+    parts = [f"{key.rpartition('.')[2]}={_word(value)}" for key, value in changed.items()]
+    name = ",".join([file.stem, *parts])
+    if len(name) > LONGEST_NAME:
+        return f"{name[:LONGEST_NAME]}~{zlib.crc32(name.encode()):08x}"
+    return name
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys with their sections, `train.steps`, in the order of the schema."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _word(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return re.sub(r"[^\w.+-]+", "_", text)
+
+
+def _speak_as_nsa(arguments: list[str]) -> None:
+    """From here on this is `nsa train`, also in env.json and in advice; the user sees the new command once."""
+    sys.argv = ["nsa", *arguments]
+    if os.environ.get("RANK", "0") == "0":
+        start = "torchrun ... -m nsa" if os.environ.get("WORLD_SIZE", "1") != "1" else "nsa"
+        print(f"same as {start} {shlex.join(arguments)}", flush=True)
