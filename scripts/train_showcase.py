@@ -1,0 +1,15 @@
+"""Trains the file named by CONFIG (configs/m7c_125m.yaml when unset), alone or under torchrun: see --help.
+
+    torchrun --standalone --nproc_per_node=2 scripts/train_showcase.py --dataset synthetic --steps 10
+
+An old name for `nsa train`: "Old commands" in docs/many-gpus.md.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, installed or not
+
+from nsa.cli.legacy import main
+
+main()

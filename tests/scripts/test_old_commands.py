@@ -1,0 +1,190 @@
+"""The launch commands that people have in their notes run as they are written there, on two processes without a GPU.
+
+Only sizes are taken down, through a further --override. Commands run in an empty folder with `scripts` in it.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launching import ROOT, environment, free_port, metrics_of
+
+TIMEOUT_S = 150
+TINY = (
+    "model.dim=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.head_dim_k=16 model.head_dim_v=16 "
+    "model.mlp_dim=64 nsa.cmp_block=4 nsa.cmp_stride=2 nsa.sel_block=4 nsa.num_selected=4 nsa.window=8 "
+    "train.seq_len=64 train.batch_size=4 train.micro_batch=auto train.eval_sequences=2 telemetry.tensorboard=false"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return metrics_of(self.run)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """env.json."""
+        content: dict[str, Any] = json.loads((self.run / "env.json").read_text())
+        return content
+
+    @property
+    def run(self) -> Path:
+        (run,) = (self.folder / "runs").iterdir()
+        return run
+
+
+def start(command: str, folder: Path, **variables: str) -> Outcome:
+    """The command in a shell, with the interpreter of the tests first in PATH."""
+    if not (folder / "scripts").exists():
+        (folder / "scripts").symlink_to(ROOT / "scripts")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    known = environment(PATH=path, CUDA_VISIBLE_DEVICES="", **variables)
+    for name in ("PYTHONPATH", "CONFIG"):
+        known.pop(name, None)
+    process = subprocess.Popen(
+        ["bash", "-c", command],  # which becomes the command
+        cwd=folder,
+        env=known,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output = process.communicate(timeout=TIMEOUT_S)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        raise AssertionError(f"no end after {TIMEOUT_S} s:\n{process.communicate()[0]}") from None
+    return Outcome(process.returncode, output, folder)
+
+
+def run_to_its_end(command: str, folder: Path, overrides: str = "train.steps=2", **variables: str) -> Outcome:
+    outcome = start(f"{command} --override {shlex.quote(f'{TINY} {overrides}')}", folder, **variables)
+    assert outcome.code == 0, outcome.output
+    assert outcome.metrics["status"] == "done"
+    return outcome
+
+
+def launched(outcome: Outcome) -> tuple[Any, Any, Any]:
+    return outcome.metrics["strategy"], outcome.metrics["world_size"], outcome.metrics["steps"]
+
+
+def test_safe_mode_on_two_ranks(tmp_path):
+    outcome = run_to_its_end(
+        "NSA_DDP_SAFE_MODE=1 torchrun --nproc_per_node=2 scripts/train_showcase.py --dataset synthetic "
+        '--override "train.steps=10 model.n_layers=2 train.seq_len=512"',
+        tmp_path,
+        "train.steps=10",
+    )
+    assert launched(outcome) == ("ddp", 2, 10)
+    assert "safe_mode: reference kernels" in outcome.output
+    assert outcome.recorded["variables"] == {"NSA_DDP_SAFE_MODE": "1"}
+    assert outcome.recorded["config"]["parallel"]["ddp"]["safe_mode"] is True
+    assert outcome.recorded["config"]["data"]["source"] == "synthetic"
+
+
+def test_sharding_the_production_file_on_two_ranks_without_a_gpu(tmp_path):
+    outcome = run_to_its_end(
+        "CONFIG=configs/m7c_125m_2xa100_production.yaml torchrun --standalone --nproc_per_node=2 "
+        "scripts/train_showcase_fsdp.py --dataset synthetic",
+        tmp_path,
+    )
+    assert launched(outcome) == ("fsdp", 2, 2)
+    assert outcome.output.count("warning: runtime.device: no GPU in use") == 1
+    assert "runtime.device=cpu" in outcome.output
+    assert outcome.run.name.startswith("m7c_125m_2xa100_production,")
+    assert outcome.recorded["config"]["checkpoint"]["every"] == 500, "the rest is the file's"
+    assert outcome.recorded["command"][:2] == ["nsa", "train"]
+
+
+def test_one_branch_alone_in_safe_mode_on_two_ranks(tmp_path):
+    outcome = run_to_its_end(
+        "NSA_FORCE_BRANCH=cmp NSA_DDP_SAFE_MODE=1 torchrun --nproc_per_node=2 scripts/train_showcase.py "
+        "--dataset synthetic",
+        tmp_path,
+    )
+    assert launched(outcome) == ("ddp", 2, 2)
+    assert "branch  cmp alone" in outcome.output
+    assert "safe_mode: reference kernels" in outcome.output
+    assert outcome.recorded["config"]["nsa"]["force_branch"] == "cmp"
+    assert set(outcome.recorded["variables"]) == {"NSA_FORCE_BRANCH", "NSA_DDP_SAFE_MODE"}
+
+
+def test_one_process_and_the_same_command_again_finds_its_run_done(tmp_path):
+    command = "python scripts/train_showcase.py --dataset synthetic --ddp 0 --steps 1"
+    outcome = run_to_its_end(command, tmp_path, "")
+    assert launched(outcome) == ("single", 1, 1)
+    assert outcome.recorded["config"]["parallel"]["allow_single_rank"] is True
+    again = run_to_its_end(command, tmp_path, "")
+    assert "this run is done (1 steps)" in again.output
+    assert launched(again) == ("single", 1, 1), "in the same folder"
+
+
+def test_the_production_command_trains_on_synthetic_text_when_the_hub_is_away(tmp_path):
+    outcome = run_to_its_end(
+        "NSA_PREFILL_BATCHED=1 NSA_DISABLE_AUX_STATS=1 NSA_DDP_STATIC_GRAPH=1 NSA_DDP_FIND_UNUSED=0 "
+        "NSA_DDP_BUCKET_MB=25 CONFIG=configs/m7c_125m.yaml torchrun --nproc_per_node=2 scripts/train_showcase.py "
+        "--dataset fineweb_edu --precision bf16 --steps 1000 --synthetic-on-fail",
+        tmp_path,
+        "train.steps=2 data.first_batch_s=2",
+        HF_ENDPOINT=f"http://127.0.0.1:{free_port()}",
+        HF_HOME=str(tmp_path / "hub"),
+        NO_PROXY="127.0.0.1",
+    )
+    assert launched(outcome) == ("ddp", 2, 2)
+    assert "THIS RUN TRAINS ON SYNTHETIC TEXT" in outcome.output
+    assert outcome.metrics["data"]["source"] == "synthetic"
+    assert outcome.metrics["data"]["fallback"]
+    assert outcome.output.count("NSA_PREFILL_BATCHED: nothing to switch") == 2, "once by each rank"
+    config = outcome.recorded["config"]
+    assert config["parallel"]["ddp"]["static_graph"] is True
+    assert config["telemetry"]["attention"] is False
+    assert config["runtime"]["precision"] == "bf16"
+    assert config["data"]["source"] == "fineweb_edu"
+    assert len(outcome.recorded["variables"]) == 5
+
+
+def test_the_script_for_two_a100_starts_two_ranks_of_the_production_file(tmp_path):
+    command = "scripts/run_m7c_2xa100_production.sh --dataset synthetic"
+    outcome = run_to_its_end(command, tmp_path, PYTHON=sys.executable)
+    assert launched(outcome) == ("ddp", 2, 2)
+    assert outcome.run.name.startswith("m7c_125m_2xa100_production,")
+
+
+def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_path):
+    command = "scripts/run_m7c_1xa100_production.sh --dataset synthetic"
+    outcome = run_to_its_end(command, tmp_path, PYTHON=sys.executable)
+    assert launched(outcome) == ("single", 1, 2)
+    assert outcome.run.name.startswith("m7c_125m_1xa100_production,")
+    assert outcome.recorded["config"]["runtime"]["gradient_checkpointing"] == "block"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python scripts/train_showcase.py --datset synthetic", "--dataset"),
+        ("python scripts/train_showcase.py --ddp 2", "--ddp"),
+        ("python scripts/train_showcase.py --dataset sinthetic", "must be 'synthetic', 'python'"),
+        ("python scripts/train_showcase.py --override train.step=5", "did you mean 'train.steps'?"),
+        ("CONFIG=configs/m7c_125.yaml python scripts/train_showcase.py", "configs/m7c_125m.yaml"),
+        ("python scripts/train_showcase_fsdp.py --ddp 1", "scripts/train_showcase.py runs DDP"),
+        ("scripts/run_m7c_1xa100_production.sh --step 5", "--steps"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_meant_and_starts_nothing(tmp_path, command, said):
+    outcome = start(command, tmp_path, PYTHON=sys.executable)
+    assert outcome.code == 2, outcome.output
+    assert said in outcome.output
+    assert not (tmp_path / "runs").exists()
