@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.main import app as nsa
 from nsa.cli.main import main as run_command
-from nsa.cli.train import train
 from nsa.config import Config, load_config
 from nsa.config.load import ConfigWarning
 from nsa.errors import ConfigError
@@ -62,8 +62,7 @@ def main(*, fsdp: bool = False) -> None:
         given = [*shorthands(dataset, steps, precision, ddp, fsdp=fsdp), *all_overrides(overrides, override)]
         given = settle(file, given, os.environ, one_source=dataset)
         flags = {"--synthetic-on-fail": synthetic_on_fail, "--fresh": fresh, "--accept-changes": accept_changes}
-        _speak_as_nsa(["train", str(file), *given, *(name for name, is_given in flags.items() if is_given)])
-        train(file, given, None, fresh=fresh, accept_changes=accept_changes, synthetic_on_fail=synthetic_on_fail)
+        _become_nsa(["train", str(file), *given, *(name for name, is_given in flags.items() if is_given)])
 
     run_command(app)
 
@@ -165,9 +164,10 @@ def _word(value: Any) -> str:
     return re.sub(r"[^\w.+-]+", "_", text)
 
 
-def _speak_as_nsa(arguments: list[str]) -> None:
-    """From here on this is `nsa train`, also in env.json and in advice; the user sees the new command once."""
-    sys.argv = ["nsa", *arguments]
+def _become_nsa(arguments: list[str]) -> None:
+    """Runs `nsa` with these arguments, as env.json and advice shall have it; the user sees the new command once."""
     if os.environ.get("RANK", "0") == "0":
         start = "torchrun ... -m nsa" if os.environ.get("WORLD_SIZE", "1") != "1" else "nsa"
         print(f"same as {start} {shlex.join(arguments)}", flush=True)
+    sys.argv = ["nsa", *arguments]
+    nsa()

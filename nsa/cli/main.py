@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that `nsa --version` and `nsa confi
 import os
 import sys
 import threading
+import time
 import traceback
 import warnings
 from typing import Annotated, NoReturn
@@ -15,6 +16,8 @@ import typer
 from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, generate, memory, ready, report, trace, train, watch
 from nsa.errors import NSAError, Preempted
+
+THREADS_END_S = 1.0
 
 app = typer.Typer(
     name="nsa",
@@ -89,5 +92,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _reads_data() -> bool:
-    """Whether a thread of nsa.data still reads."""
-    return any(thread.name.startswith("data-") for thread in threading.enumerate())
+    """Whether a thread of nsa.data still reads. One that is done with it, and only has to end, gets the time to."""
+    deadline = time.monotonic() + THREADS_END_S
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith("data-")]
+    for thread in readers:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return any(thread.is_alive() for thread in readers)

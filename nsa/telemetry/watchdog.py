@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -226,9 +227,8 @@ class Watchdog:
         if self._last[2] == DATA_PHASE:  # its own data does not come either: each judges for itself
             return False
         with self._counted():
-            newest = [_newest_event(path) for path in self._folder.glob("heartbeat_rank*.jsonl")]
-            stalls = [event for event in newest if event.get("event") == "data_stall"]
-            return any(time.time() - event["time"] < within_s for event in stalls)
+            stalls = [_newest_stall(path) for path in self._folder.glob("heartbeat_rank*.jsonl")]
+            return any(time.time() - stall["time"] < within_s for stall in stalls if stall)
         return False
 
     def _end(self, silent_s: float, limit_s: float) -> None:
@@ -382,11 +382,15 @@ def _read_rank(path: Path) -> tuple[RankState, list[str]]:
     return rank, list(last)
 
 
-def _newest_event(path: Path) -> dict[str, Any]:
+def _newest_stall(path: Path) -> dict[str, Any]:
+    """What the rank last said of data that does not come; nothing where it goes on, or has judged already: one that is
+    about to end may speak of its data until then."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**16))
         lines = file.read().decode(errors="replace").splitlines()
-    return next(filter(None, map(_parse, reversed(lines))), {})
+    events = list(filter(None, map(_parse, reversed(lines))))
+    stalls = list(takewhile(lambda event: event.get("event") in ("data_stall", "hang"), events))
+    return stalls[0] if stalls and all(event["event"] == "data_stall" for event in stalls) else {}
 
 
 def _parse(line: str) -> dict[str, Any]:

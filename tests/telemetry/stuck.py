@@ -66,7 +66,7 @@ def another_rank_waits_for_data(dog: Watchdog) -> None:
 def another_rank_waits_and_hangs(dog: Watchdog) -> None:
     another_rank_waits_for_data(dog)
     emit(Path(sys.argv[2]), 1, event="hang", step=12)
-    sleeping(dog)
+    another_rank_waits_for_data(dog)  # until it is gone its other threads still say so
 
 
 def all_ranks_wait_for_data(dog: Watchdog) -> None:
