@@ -109,6 +109,11 @@ def test_sharding_the_production_file_on_two_ranks_without_a_gpu(tmp_path):
     assert outcome.recorded["command"][:2] == ["nsa", "train"]
 
 
+def test_sharding_works_in_one_process_too(tmp_path):
+    outcome = run_to_its_end("python scripts/train_showcase_fsdp.py --dataset synthetic --steps 2", tmp_path, "")
+    assert launched(outcome) == ("fsdp", 1, 2)
+
+
 def test_one_branch_alone_in_safe_mode_on_two_ranks(tmp_path):
     outcome = run_to_its_end(
         "NSA_FORCE_BRANCH=cmp NSA_DDP_SAFE_MODE=1 torchrun --nproc_per_node=2 scripts/train_showcase.py "
