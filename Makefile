@@ -18,11 +18,12 @@ train: setup
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
-# Tests that start several processes come by themselves: they would disturb those that watch the clock.
+# Tests that start several processes come by themselves: they would disturb those that watch the clock. Some share
+# folders of runs, so a file stays on one worker.
 PROCESSES := tests/distributed tests/faults tests/readiness tests/scripts
 test: setup-dev browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton $(PROCESSES:%=--ignore=%)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PROCESSES)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PROCESSES)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/ops/triton
 
 # The page of `nsa report` is opened in a real browser, installed where that is allowed.

@@ -20,7 +20,7 @@ from nsa.nn.model import build_model
 from tests.distributed.launching import TINY, rows_of, start_ranks, wait_all
 
 # The first test waits for all runs, minutes on a busy machine.
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("same_numbers")]  # its runs are shared
+pytestmark = pytest.mark.timeout(900)
 
 DEEP = {
     "model": {"n_layers": 12},

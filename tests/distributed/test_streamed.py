@@ -8,7 +8,7 @@ from tests.data.hub_server import HubServer
 from tests.data.mirror import write_mirror
 from tests.distributed.launching import events_of, metrics_of, numbers_of, rows_of, run_ranks, write_config
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("streamed")]  # its runs are shared
+pytestmark = pytest.mark.timeout(600)
 TRAIN = {"steps": 6, "seq_len": 64, "batch_size": 4, "lr": 2e-3, "eval_every": 3, "eval_sequences": 5}
 
 

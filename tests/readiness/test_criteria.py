@@ -19,7 +19,6 @@ from nsa.telemetry.reading import read_run
 from nsa.train import train
 from tests.telemetry.runs import HEADER, TINY, training_row
 
-pytestmark = pytest.mark.xdist_group("criteria")  # its run is shared
 CONFIG = parse_config(
     {**TINY, "train": {**TINY["train"], "lr": 3e-3}, "telemetry": {"every": 5}, "checkpoint": {"every": 10}}, "test"
 )

@@ -16,7 +16,6 @@ from nsa.readiness import memory_trace
 from nsa.readiness.memory import CARDS, GRANULARITIES, Card, Planner, estimate, find_card
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("memory")  # its estimates are kept
 RESULTS = ROOT / "bench" / "results"
 PRODUCTION, BASE = "m7c_125m_1xa100_production", "m7c_125m"
 TOLERANCE = 0.15
