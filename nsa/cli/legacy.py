@@ -21,6 +21,7 @@ from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
 from nsa.cli.main import app as nsa
 from nsa.cli.main import main as run_command
 from nsa.config import Config, load_config
+from nsa.config.differences import flat
 from nsa.config.load import ConfigWarning
 from nsa.errors import ConfigError
 
@@ -140,23 +141,15 @@ def cpu_overrides(config: Config, ranks: int) -> list[str]:
 def folder_name(file: Path, config: Config) -> str:
     """The file's name, and every key that is another one than in the file: `m7c_125m,source=synthetic,steps=10`."""
     try:
-        plain = _flat(load_config(file).to_dict())
+        plain = flat(load_config(file).to_dict())
     except ConfigError:  # a file that is whole only with its overrides: nothing to compare with
         return file.stem
-    changed = {key: value for key, value in _flat(config.to_dict()).items() if plain[key] != value}
+    changed = {key: value for key, value in flat(config.to_dict()).items() if plain[key] != value}
     parts = [f"{key.rpartition('.')[2]}={_word(value)}" for key, value in changed.items()]
     name = ",".join([file.stem, *parts])
     if len(name) > LONGEST_NAME:
         return f"{name[:LONGEST_NAME]}~{zlib.crc32(name.encode()):08x}"
     return name
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys with their sections, `train.steps`, in the order of the schema."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _word(value: Any) -> str:

@@ -1,8 +1,17 @@
 """How two configurations differ, for people."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from nsa.config.schema import Config
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys with their sections, `train.steps`, in the order of the schema."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def differences(stored: Any, config: Config) -> list[str]:
@@ -10,20 +19,13 @@ def differences(stored: Any, config: Config) -> list[str]:
 
     train.out_dir does not count: a run may be moved as a whole.
     """
-    return _compare(stored, config.to_dict(), "")
-
-
-def _compare(stored: Any, wanted: dict[str, Any], prefix: str) -> list[str]:
-    lines: list[str] = []
-    stored = stored if isinstance(stored, dict) else {}
-    for key, value in wanted.items():
-        name = f"{prefix}{key}"
+    then = flat(stored) if isinstance(stored, dict) else {}
+    lines = []
+    for name, value in flat(config.to_dict()).items():
         if name == "train.out_dir":
             continue
-        if isinstance(value, dict):
-            lines += _compare(stored.get(key), value, f"{name}.")
-        elif key not in stored:
+        if name not in then:
             lines.append(f"{name}: not known then, {value!r} now")
-        elif stored[key] != value:
-            lines.append(f"{name}: {stored[key]!r} then, {value!r} now")
+        elif then[name] != value:
+            lines.append(f"{name}: {then[name]!r} then, {value!r} now")
     return lines

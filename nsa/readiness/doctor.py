@@ -34,7 +34,7 @@ from nsa.readiness.doctor_search import (
     Space,
     search,
 )
-from nsa.readiness.probe import Probed, run_probe
+from nsa.readiness.probe import Probed, in_words, run_probe
 from nsa.readiness.trials import Outcome, Trial, run_trial, write_trial_config
 from nsa.telemetry.reading import RunView, read_run
 from nsa.train.folder import NONFINITE_FOLDER
@@ -244,7 +244,7 @@ class _Examination:
         probed = self._probe(kind, trial.config_file, patient.nproc, folder, patient.limit_s)
         bad = [finding for finding in probed.findings if not finding["ok"]]
         failure = "no answer" if probed.problem else f"{len(bad)} of {len(probed.findings)} wrong" if bad else ""
-        record = Record(name, failure, probed.problem or what_is_bad(bad), time.monotonic() - began)
+        record = Record(name, failure, probed.problem or "; ".join(map(in_words, bad)), time.monotonic() - began)
         self._note(record)
         return probed, record
 
@@ -401,16 +401,6 @@ def timed(tree: Mapping[str, Any], limit_s: float, *, traced: bool = False) -> d
     telemetry |= dict.fromkeys(("trace_grads", "trace_modules", "trace_buckets"), True) if traced else {}
     parallel["timeout_s"] = max(parallel["timeout_s"], limit_s)
     return {**tree, "telemetry": telemetry, "parallel": parallel}
-
-
-def what_is_bad(bad: list[dict[str, Any]]) -> str:
-    """Findings of either probe in a line."""
-    return "; ".join(
-        f"{f['what']}: {f['found']}"
-        if "what" in f
-        else f"{f['operator']} ({f['backend']}): {f['part']} is off by {f['error']:.1e}, {f['limit']:.0e} is allowed"
-        for f in bad
-    )
 
 
 def _numbers(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:

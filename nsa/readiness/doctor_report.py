@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,13 @@ from typing import Any
 import yaml
 
 from nsa import __version__
+from nsa.config.differences import flat
 from nsa.errors import ConfigError
 from nsa.readiness.doctor import HANG, NON_FINITE, OTHER_NUMBERS, OUT_OF_MEMORY, Diagnosis, Record, timed
 from nsa.readiness.doctor_search import AS_GIVEN, Case, Guilty
 from nsa.readiness.trials import spelled
-from nsa.telemetry.numbers import clock, one_line, seconds
+from nsa.readiness.writing import block, row, table_head, write_files
+from nsa.telemetry.numbers import clock, one_line, plain, seconds
 from nsa.telemetry.reading import read_run
 from nsa.telemetry.trace_report import explain
 
@@ -67,10 +68,9 @@ def write_page(diagnosis: Diagnosis) -> Path:
     """Writes both files; the page's path."""
     folder = diagnosis.patient.out
     told = summary(diagnosis)
-    (folder / JSON_FILE).write_text(json.dumps(told, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    page = folder / PAGE_FILE
-    page.write_text("\n".join(markdown(told)) + "\n", encoding="utf-8")
-    return page
+    page = "\n".join(markdown(told)) + "\n"
+    write_files(folder, {JSON_FILE: json.dumps(told, indent=2, allow_nan=False) + "\n", PAGE_FILE: page})
+    return folder / PAGE_FILE
 
 
 def summary(found: Diagnosis) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def summary(found: Diagnosis) -> dict[str, Any]:
         "trials": [_trial(record) for record in found.records],
         "evidence": None if found.evidence is None else _evidence(found, found.evidence),
     }
-    return {key: _plain(value) for key, value in told.items()}
+    return {key: plain(value) for key, value in told.items()}
 
 
 def verdict(found: Diagnosis) -> str:
@@ -126,8 +126,8 @@ def _smallest(found: Diagnosis, case: Case) -> dict[str, Any]:
     tree = patient.tree(case)
     if found.failure is not None and found.failure.kind == HANG:
         tree = timed(tree, patient.limit_s)
-    nproc, stated = patient.processes(case), _flat(patient.stated.to_dict())
-    changed = {key: _spell(value) for key, value in _flat(tree).items() if stated.get(key) != value}
+    nproc, stated = patient.processes(case), flat(patient.stated.to_dict())
+    changed = {key: _spell(value) for key, value in flat(tree).items() if stated.get(key) != value}
     changed["train.out_dir"] = str(patient.out / "again")
     kept = [text for text in patient.overrides if text.partition("=")[0].strip() not in changed]
     overrides = (*kept, *(f"{key}={value}" for key, value in changed.items()))
@@ -136,13 +136,6 @@ def _smallest(found: Diagnosis, case: Case) -> dict[str, Any]:
         "command": spelled(patient.config_file, nproc, overrides),
         "reproduced": None if found.evidence is None else bool(found.evidence.kind),
     }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def _spell(value: Any) -> str:
@@ -260,15 +253,6 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else " " for c in line[:300]).rstrip()
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def markdown(told: Mapping[str, Any]) -> Iterator[str]:
     """The page, from the summary."""
     yield f"# nsa doctor: {'healthy' if told['healthy'] else 'broken'}"
@@ -306,9 +290,9 @@ def _finding(told: Mapping[str, Any]) -> Iterator[str]:
 
 def _trials(trials: list[dict[str, Any]]) -> Iterator[str]:
     yield from ("", "## Trials", "")
-    yield from _table("trial", "outcome", "time", "what was run", "remark")
+    yield from table_head("trial", "outcome", "time", "what was run", "remark")
     for trial in trials:
-        yield _row(
+        yield row(
             trial["name"], trial["outcome"], seconds(trial["seconds"]), in_words(trial["factors"]), trial["reason"]
         )
 
@@ -335,16 +319,16 @@ def _probes(told: Mapping[str, Any]) -> Iterator[str]:
     """What the probes object to; nothing where they are content."""
     bad = [finding for finding in told["machine"]["findings"] if not finding["ok"]]
     if bad:
-        yield from ("", "## Environment guard", "", *_table("what", "found", "what to do"))
-        yield from (_row(finding["what"], finding["found"], finding["advice"]) for finding in bad)
+        yield from ("", "## Environment guard", "", *table_head("what", "found", "what to do"))
+        yield from (row(finding["what"], finding["found"], finding["advice"]) for finding in bad)
     checks = told["kernels"]["checks"]
     wrong = dict.fromkeys(check["operator"] for check in checks if not check["ok"])
     if wrong:
-        yield from ("", "## Kernels that are wrong", "", *_table("operator", "backend", "part", "error", "allowed"))
+        yield from ("", "## Kernels that are wrong", "", *table_head("operator", "backend", "part", "error", "allowed"))
     for check in checks:
         if check["operator"] in wrong:
             error = f"{_number(check['error'])}{'' if check['ok'] else ' **wrong**'}"
-            yield _row(check["operator"], check["backend"], check["part"], error, _number(check["limit"]))
+            yield row(check["operator"], check["backend"], check["part"], error, _number(check["limit"]))
     for operator in wrong:
         slopes = [c["ok"] for c in checks if c["operator"] == operator and "differences" in c["part"]]
         agrees = "agrees with finite differences: the fault is in the kernel"
@@ -357,19 +341,19 @@ def _shown(evidence: Mapping[str, Any]) -> Iterator[str]:
     if evidence["reason"]:
         yield from ("", one_line(evidence["reason"], 600))
     if evidence["numbers"]:
-        yield from ("", *_table("step", "loss", "it should be", "gradient norm", "it should be"))
-        yield from (_row(*map(_number, row.values())) for row in evidence["numbers"])
+        yield from ("", *table_head("step", "loss", "it should be", "gradient norm", "it should be"))
+        yield from (row(*map(_number, row.values())) for row in evidence["numbers"])
     if evidence["stood"]:
-        yield from _block("Where each rank stood", evidence["stood"])
+        yield from block("Where each rank stood", evidence["stood"])
     for stack in evidence["stacks"]:
         frames = stack["frames"][:MOST_FRAMES]
-        yield from _block(f"Rank {stack['rank']}, main thread, newest call first (`{stack['file']}`)", frames)
+        yield from block(f"Rank {stack['rank']}, main thread, newest call first (`{stack['file']}`)", frames)
         for computing in stack["computing"]:
-            yield from _block(f"Rank {stack['rank']}, a thread that was computing", computing[:MOST_FRAMES])
+            yield from block(f"Rank {stack['rank']}, a thread that was computing", computing[:MOST_FRAMES])
     if evidence["trace"]:
-        yield from _block("The trace (`nsa trace`)", evidence["trace"])
+        yield from block("The trace (`nsa trace`)", evidence["trace"])
     if evidence["log"]:
-        yield from _block("The last lines of the log", evidence["log"])
+        yield from block("The last lines of the log", evidence["log"])
 
 
 def _surroundings(version: str, environment: Mapping[str, Any]) -> Iterator[str]:
@@ -379,18 +363,6 @@ def _surroundings(version: str, environment: Mapping[str, Any]) -> Iterator[str]
             value = ", ".join(f"{package} {number}" for package, number in value.items() if number)
         if value:
             yield f"- {name}: {one_line(str(value), 300)}"
-
-
-def _block(title: str, lines: list[str]) -> Iterator[str]:
-    yield from ("", f"{title}:", "", "```", *(line.replace("```", "~~~") for line in lines), "```")
-
-
-def _table(*names: str) -> Iterator[str]:
-    yield from (_row(*names), "|" + "---|" * len(names))
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(one_line(str(cell), 300).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _number(value: object) -> str:

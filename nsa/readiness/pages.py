@@ -1,16 +1,14 @@
 """`readiness.md` and `readiness.html`: the answer first, then every target beside what was measured."""
 
 import json
-import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.files import write_atomically
-from nsa.errors import CheckpointError, LaunchError
 from nsa.readiness.result import Result
-from nsa.telemetry.numbers import clock, one_line, seconds, short
+from nsa.readiness.writing import block, cell, row, table_head, write_files
+from nsa.telemetry.numbers import clock, one_line, plain, seconds, short
 from nsa.telemetry.report_style import STYLE
 
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "readiness.json", "readiness.md", "readiness.html"
@@ -28,24 +26,11 @@ Table = tuple[list[str], list[list[str]]]
 
 def write_pages(result: Result, folder: Path) -> None:
     contents = {
-        JSON_FILE: json.dumps(_plain(result), indent=1, allow_nan=False) + "\n",
+        JSON_FILE: json.dumps(plain(result), indent=1, allow_nan=False) + "\n",
         MARKDOWN_FILE: markdown(result),
         HTML_FILE: html(result),
     }
-    try:
-        for name, text in contents.items():
-            write_atomically(folder / name, text.encode())
-    except CheckpointError as error:
-        raise LaunchError(f"the result cannot be written: {error}") from None
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become texts, as in heartbeats."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    write_files(folder, contents)
 
 
 def headline(result: Result) -> str:
@@ -147,21 +132,16 @@ def _failures(result: Result) -> Iterator[tuple[str, list[str]]]:
 
 def markdown(result: Result) -> str:
     lines = [f"# {headline(result)}", ""]
-    lines += [f"- {_cell(fact)}" for fact in _facts(result)] + [""]
+    lines += [f"- {cell(fact)}" for fact in _facts(result)] + [""]
     if result["reasons"]:
-        lines += ["Why not:", ""] + [f"- {_cell(reason)}" for reason in result["reasons"]] + [""]
+        lines += ["Why not:", ""] + [f"- {cell(reason)}" for reason in result["reasons"]] + [""]
     else:
         lines += ["Launch:", "", "```sh", *result["launch"], "```", ""]
     for title, (head, rows) in _sections(result):
-        lines += [f"## {title}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-        lines += [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows] + [""]
+        lines += [f"## {title}", "", *table_head(*head), *(row(*cells) for cells in rows), ""]
     for title, words in _failures(result):
-        lines += [f"## Last lines of {_cell(title)}", "", "```", *(one_line(word, 300) for word in words), "```", ""]
+        lines += [f"## {cell(title)}", *block("Its last lines", [one_line(word, 300) for word in words]), ""]
     return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return one_line(str(text)).replace("|", "\\|")
 
 
 def html(result: Result) -> str:

@@ -42,6 +42,15 @@ def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: f
     return Probed(json.loads(result.read_text(encoding="utf-8")))
 
 
+def in_words(finding: dict[str, Any]) -> str:
+    """What was found, of either kind, in a line."""
+    if "what" in finding:
+        return f"{finding['what']}: {finding['found']}"
+    error, limit = finding["error"], finding["limit"]
+    of = f"{finding['operator']} ({finding['backend']}): {finding['part']}"
+    return f"{of} is off by {error:.1e}, {limit:.0e} is allowed"
+
+
 def look(kind: str, config: Config, nproc: int, folder: Path) -> list[dict[str, Any]]:
     """What the probe finds, as plain values."""
     if kind == "machine":

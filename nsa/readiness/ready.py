@@ -18,7 +18,7 @@ from nsa.readiness import phases
 from nsa.readiness.artifacts import Artifact, check_artifacts
 from nsa.readiness.criteria import SETTLING, Criterion, judge_run, passed, stability
 from nsa.readiness.phases import Scale
-from nsa.readiness.probe import run_probe
+from nsa.readiness.probe import in_words, run_probe
 from nsa.readiness.trials import Outcome, Trial, run_trial, write_trial_config
 from nsa.readiness.utilisation import Utilisation
 from nsa.telemetry.reading import RunView, read_run
@@ -126,14 +126,14 @@ def _phase0(plan: Plan, phase: Phase, watcher: Watcher) -> None:
 
 
 def _judge_machine(findings: list[dict[str, Any]], problem: str) -> Criterion:
-    bad = [f"{f['what']}: {f['found']}; {f['advice']}" for f in findings if not f["ok"]]
+    bad = [f"{in_words(finding)}; {finding['advice']}" for finding in findings if not finding["ok"]]
     remark = problem or "; ".join(bad)
     measured = f"{len(findings) - len(bad)} of {len(findings)}" if findings else "no answer"
     return Criterion("environment", "phase0", "fits the run", measured, passed(ok=not remark), remark)
 
 
 def _judge_kernels(checks: list[dict[str, Any]], problem: str) -> Criterion:
-    bad = [f"{c['operator']} ({c['backend']}): {c['part']} is off by {c['error']:.1e}" for c in checks if not c["ok"]]
+    bad = [in_words(check) for check in checks if not check["ok"]]
     remark = problem or "; ".join(bad)
     if not checks and not problem:
         return Criterion("kernels", "phase0", "equal to the reference", "dense attention", "n/a")

@@ -8,7 +8,6 @@ times in a row is let go.
 """
 
 import json
-import math
 import queue
 import threading
 import time
@@ -16,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+from nsa.telemetry.numbers import plain
 
 SCHEMA_VERSION = 1
 MOST_WAITING = 10_000  # events; beyond that a sink hangs, and events are dropped rather than memory filled
@@ -173,7 +174,7 @@ class Heartbeat:
         self._path = folder / f"heartbeat_rank{rank}.jsonl"
 
     def write(self, event: Event) -> None:
-        line = {key: _plain(value) for key, value in event.items() if key != "layers"}
+        line = {key: plain(value) for key, value in event.items() if key != "layers"}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -182,8 +183,3 @@ class Heartbeat:
 
     def close(self) -> None:
         pass
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,8 +2,18 @@
 
 import math
 import time
+from typing import Any
 
 DASH = "-"
+
+
+def plain(value: Any) -> Any:
+    """For JSON, which has no NaN and no infinity: numbers that are not finite become texts."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def short(value: float) -> str:

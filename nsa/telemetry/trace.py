@@ -19,7 +19,6 @@ is counted.
 """
 
 import functools
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.nn.block import DecoderBlock
+from nsa.telemetry.numbers import plain
 from nsa.telemetry.trace_file import LineFile, older_path, trace_path
 
 P = ParamSpec("P")
@@ -154,7 +154,7 @@ class Tracer:
                     self._emit("missing", names=missing)
                 self._digest()
         finally:  # whatever failed above, the step is done
-            self._emit("step_end", loss=_plain(loss))
+            self._emit("step_end", loss=plain(loss))
             self._step = None
 
     @_counted
@@ -313,14 +313,9 @@ def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
         torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64), _checksum(x)])
         for x in tensors
     ]
-    return [[_plain(value) for value in row] for row in torch.stack(rows).tolist()]
+    return [[plain(value) for value in row] for row in torch.stack(rows).tolist()]
 
 
 def _checksum(x: Tensor) -> Tensor:
     bits = x.view(_INTEGERS[x.element_size()])
     return (bits.sum(dtype=torch.int64) & _CHECKSUM_BITS).double()
-
-
-def _plain(value: float) -> float | str:
-    """JSON has no word for what is not finite."""
-    return value if math.isfinite(value) else str(value)
