@@ -342,7 +342,7 @@ def _shown(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", one_line(evidence["reason"], 600))
     if evidence["numbers"]:
         yield from ("", *table_head("step", "loss", "it should be", "gradient norm", "it should be"))
-        yield from (row(*map(_number, row.values())) for row in evidence["numbers"])
+        yield from (row(*map(_number, step.values())) for step in evidence["numbers"])
     if evidence["stood"]:
         yield from block("Where each rank stood", evidence["stood"])
     for stack in evidence["stacks"]:
