@@ -7,12 +7,13 @@ tuned at run time.
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+_HERE: AbstractContextManager[None] = nullcontext()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -102,6 +103,7 @@ _LAUNCH_32: dict[int, Launch] = {
 _SMALL_CARDS = (86, 87, 89, 120, 121)
 
 
+@cache
 def launch_params(kind: str, arch: int, dk: int, dv: int, dtype: torch.dtype) -> Launch:
     """The checked-in parameters of kernel `kind` on a card of compute capability `arch` (90 for 9.0)."""
     size = max(64, padded(dk), padded(dv))
@@ -116,24 +118,38 @@ def launch_params(kind: str, arch: int, dk: int, dv: int, dtype: torch.dtype) ->
     return launch
 
 
+# Triton's own two of these are for kernels: on the host each call costs as much as an allocation.
+
+
+def cdiv(size: int, part: int) -> int:
+    """How many parts hold `size`."""
+    return -(-size // part)
+
+
+def power_of_2(size: int) -> int:
+    """The smallest power of two that holds `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def padded(size: int) -> int:
     """The power of two that holds a head size; products need at least 16."""
-    return max(16, int(triton.next_power_of_2(size)))
+    return max(16, power_of_2(size))
 
 
 def arch_of(x: Tensor) -> int:
     """Compute capability of x's card; the interpreter counts as sm_80."""
-    if not x.is_cuda:
-        return 80
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return major * 10 + minor
+    return _card(x.get_device())[0] if x.is_cuda else 80
 
 
 def multiprocessors(x: Tensor) -> int:
     """How many programs x's card runs side by side, at least."""
-    if not x.is_cuda:
-        return 1
-    return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
+    return _card(x.get_device())[1] if x.is_cuda else 1
+
+
+@cache
+def _card(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, int(properties.multi_processor_count)
 
 
 def unit_last(x: Tensor) -> Tensor:
@@ -177,4 +193,6 @@ def run(calls: Iterable[Call]) -> None:
 
 def launch_on(x: Tensor | None) -> AbstractContextManager[Any]:
     """Kernels start on the current device: makes it the tensor's."""
-    return torch.cuda.device(x.device) if x is not None and x.is_cuda else nullcontext()
+    if x is None or not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import common
-from nsa.ops.triton.common import arch_of, unit_last
+from nsa.ops.triton.common import arch_of, cdiv, launch_on, power_of_2, unit_last
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | N
     first, used = _slot_table(tokens, spec, cu_seqlens, y)
     params = params or _MEAN
     rows, channels = _mean_tile(groups * dim, params)
-    grid = (triton.cdiv(slots, rows), triton.cdiv(groups * dim, channels), batch)
-    with torch.cuda.device_of(x):
+    grid = (cdiv(slots, rows), cdiv(groups * dim, channels), batch)
+    with launch_on(x):
         _mean_kernel[grid](
             x, y, first, used, slots, tokens, groups * dim, *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, UNROLL=divisor(spec.cmp_block, 8),
@@ -93,8 +93,8 @@ def mean_backward(
     doc_start, cmp_start = _token_table(tokens, spec, cu_seqlens, dx)
     params = params or _MEAN_BACKWARD
     rows, channels = _mean_tile(groups * dim, params)
-    grid = (triton.cdiv(tokens, rows), triton.cdiv(groups * dim, channels), batch)
-    with torch.cuda.device_of(dy):
+    grid = (cdiv(tokens, rows), cdiv(groups * dim, channels), batch)
+    with launch_on(dy):
         _mean_backward_kernel[grid](
             dy, dx, first, used, doc_start, cmp_start, slots, tokens, groups * dim, *dy.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, ROWS=rows, CHANNELS=channels,
@@ -116,8 +116,8 @@ def contract(
     first, used = _slot_table(tokens, spec, cu_seqlens, y)
     params = params or _product_params(x)
     depth, columns = divisor(dim, params.depth), _tile(width, params.channels)
-    grid = (triton.cdiv(batch * slots * groups, params.rows), triton.cdiv(width, columns))
-    with torch.cuda.device_of(x):
+    grid = (cdiv(batch * slots * groups, params.rows), cdiv(width, columns))
+    with launch_on(x):
         _contract_kernel[grid](
             x, weight, y, first, used, batch * slots * groups, slots, groups, tokens, width, *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
@@ -163,8 +163,8 @@ def _contract_dx(
     first, used = _slot_table(tokens, spec, cu_seqlens, dx)
     doc_start, cmp_start = _token_table(tokens, spec, cu_seqlens, dx)
     columns, depth = divisor(dim, params.channels), _tile(width, params.depth)
-    grid = (triton.cdiv(batch * chunks * groups, params.rows), spec.cmp_stride * (dim // columns))
-    with torch.cuda.device_of(x):
+    grid = (cdiv(batch * chunks * groups, params.rows), spec.cmp_stride * (dim // columns))
+    with launch_on(x):
         _contract_dx_kernel[grid](
             dy, weight, dx, chunk_first, chunk_used, first, used, doc_start, cmp_start,
             batch * chunks * groups, chunks, slots, groups, tokens, width, *dy.stride()[:3],
@@ -184,13 +184,13 @@ def _contract_dweight(
     first, used = _slot_table(tokens, spec, cu_seqlens, x)
     total = batch * slots * groups
     rows, columns = divisor(dim, params.rows), _tile(width, params.channels)
-    tiles = spec.cmp_block * (dim // rows) * triton.cdiv(width, columns)
-    steps = triton.cdiv(total, params.depth)
+    tiles = spec.cmp_block * (dim // rows) * cdiv(width, columns)
+    steps = cdiv(total, params.depth)
     parts = max(1, min(_WEIGHT_PROGRAMS // tiles, steps // 8))
     partial = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        _contract_dweight_kernel[(spec.cmp_block * (dim // rows), triton.cdiv(width, columns), parts)](
-            dy, x, partial, first, used, total, slots, groups, tokens, width, triton.cdiv(steps, parts),
+    with launch_on(x):
+        _contract_dweight_kernel[(spec.cmp_block * (dim // rows), cdiv(width, columns), parts)](
+            dy, x, partial, first, used, total, slots, groups, tokens, width, cdiv(steps, parts),
             *dy.stride()[:3], *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
             ROWS=rows, COLUMNS=columns, DEPTH=params.depth, PACKED=cu_seqlens is not None,
@@ -205,11 +205,11 @@ def divisor(size: int, most: int) -> int:
 
 
 def _tile(size: int, most: int) -> int:
-    return max(16, min(int(triton.next_power_of_2(size)), most))
+    return max(16, min(power_of_2(size), most))
 
 
 def _mean_tile(channels: int, params: Params) -> tuple[int, int]:
-    return params.rows, min(triton.next_power_of_2(channels), params.channels)
+    return params.rows, min(power_of_2(channels), params.channels)
 
 
 def _product_params(x: Tensor) -> Params:

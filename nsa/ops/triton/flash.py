@@ -11,13 +11,14 @@ HEADS < h only where a group has more heads than a tile has rows. DK, DV: head s
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton.common import Call, Launch, multiprocessors, padded, unit_last
+from nsa.ops.triton.common import Call, Launch, cdiv, multiprocessors, padded, unit_last
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -435,29 +436,47 @@ def _sum_parts_kernel(parts_ptr, out_ptr, numel, splits, BLOCK: tl.constexpr):
 _FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
 
+_TENSORS = ("q", "k", "v", "o", "do")
 _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 
 
 def _shape_args(q: Tensor, k: Tensor, v: Tensor, sight: Sight, launch: Launch) -> dict[str, object]:
     """The arguments that all three kernels take."""
-    groups, per_group = k.shape[2], q.shape[2] // k.shape[2]
+    sees = (sight.span, sight.stride, sight.window)
+    return _shape_constants(q.shape[1:], k.shape[1:3], v.shape[3], q.dtype == torch.float32, sees, launch)
+
+
+@lru_cache(maxsize=256)
+def _shape_constants(
+    query: tuple[int, ...],
+    keys: tuple[int, ...],
+    dv: int,
+    exact: bool,
+    sees: tuple[int, int, int],
+    launch: Launch,
+) -> dict[str, object]:
+    """Once for every shape: whoever gets them only reads them."""
+    (tokens, all_heads, dk), (num_keys, groups) = query, keys
+    per_group = all_heads // groups
     heads = min(per_group, launch.block_m)
+    span, stride, window = (min(distance, _FAR) for distance in sees)
     return {
-        "S": q.shape[1], "N": k.shape[1], "G": groups, "scale": q.shape[3] ** -0.5,
-        "SPAN": min(sight.span, _FAR), "STRIDE": min(sight.stride, _FAR), "WINDOW": min(sight.window, _FAR),
+        "S": tokens, "N": num_keys, "G": groups, "scale": dk**-0.5, "SPAN": span, "STRIDE": stride, "WINDOW": window,
         "PER_GROUP": per_group, "HEADS": heads, "QUERIES": launch.block_m // heads,
-        "DK": q.shape[3], "DV": v.shape[3], "BLOCK_DK": padded(q.shape[3]), "BLOCK_DV": padded(v.shape[3]),
+        "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv),
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "MASK": _MASKS[launch.mask],
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip
 
 
+# The strides of batch, token or key, and head, as the kernels call them.
+_STRIDES = {name: tuple(f"{name}_s{axis}" for axis in ("bng" if name in "kv" else "bsh")) for name in _TENSORS}
+
+
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """q_sb, q_ss, q_sh and so on: the strides of batch, token or key, and head."""
-    axes = {"q": "bsh", "k": "bng", "v": "bng", "o": "bsh", "do": "bsh"}
-    strides = {}
+    strides: dict[str, int] = {}
     for name, x in tensors.items():
-        strides.update({f"{name}_s{axis}": x.stride(place) for place, axis in enumerate(axes[name])})
+        strides.update(zip(_STRIDES[name], x.stride(), strict=False))  # not of the last dimension, which is dense
     return strides
 
 
@@ -465,8 +484,8 @@ def _query_programs(q: Tensor, k: Tensor, launch: Launch) -> tuple[int, int]:
     """Lanes (batch x groups x head tiles) and query tiles of the kernels that own query tiles."""
     per_group = q.shape[2] // k.shape[2]
     heads = min(per_group, launch.block_m)
-    lanes = q.shape[0] * k.shape[2] * triton.cdiv(per_group, heads)
-    return lanes, triton.cdiv(q.shape[1], launch.block_m // heads)
+    lanes = q.shape[0] * k.shape[2] * cdiv(per_group, heads)
+    return lanes, cdiv(q.shape[1], launch.block_m // heads)
 
 
 def plan_forward(
@@ -526,12 +545,12 @@ def plan_backward(
         "lanes": batch * groups, "splits": splits,
         **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, sight, dkv_launch),
     }  # fmt: skip
-    programs = batch * groups * splits * triton.cdiv(num_keys, dkv_launch.block_n)
+    programs = batch * groups * splits * cdiv(num_keys, dkv_launch.block_n)
     calls.append(Call(_dkv_kernel, programs, args, dkv_launch.num_warps, dkv_launch.num_stages, q))
     if splits > 1:
         for parts, out in ((dk_parts, dk), (dv_parts, dv)):
             args = {"parts_ptr": parts, "out_ptr": out, "numel": out.numel(), "splits": splits, "BLOCK": 1024}
-            calls.append(Call(_sum_parts_kernel, triton.cdiv(out.numel(), 1024), args, where=q))
+            calls.append(Call(_sum_parts_kernel, cdiv(out.numel(), 1024), args, where=q))
     return dq, dk, dv, calls
 
 
@@ -540,8 +559,8 @@ def num_splits(q: Tensor, k: Tensor, sight: Sight, launch: Launch) -> int:
     most of the work, yet sixteen query tiles in each; at most 32, as every part is written in float32. More where
     a sum would run over too many rows: at 2**20 rows a part (128k tokens, 16 heads a group) gradients differed by
     0.3 % from those of shorter parts; tensor cores do not round every partial sum to nearest."""
-    programs = max(1, q.shape[0] * k.shape[2] * triton.cdiv(k.shape[1], launch.block_n))
+    programs = max(1, q.shape[0] * k.shape[2] * cdiv(k.shape[1], launch.block_n))
     queries = min(q.shape[1], sight.window + launch.block_n) if sight.window else q.shape[1]
     rows = queries * (q.shape[2] // k.shape[2])
-    wanted: int = triton.cdiv((3 if sight.window else 8) * multiprocessors(q), programs)
+    wanted: int = cdiv((3 if sight.window else 8) * multiprocessors(q), programs)
     return max(1, min(wanted, rows // launch.block_m // 16, 32), -(-rows // LONGEST_SUM))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import common
-from nsa.ops.triton.common import unit_last
+from nsa.ops.triton.common import cdiv, launch_on, power_of_2, unit_last
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: 
         return o
     o_cmp, o_sel, o_win = (unit_last(x) for x in (o_cmp, o_sel, o_win))
     padded, rows, warps = tile(dim, params or _FORWARD)
-    with torch.cuda.device_of(o):
-        _mix_kernel[(triton.cdiv(tokens * heads, rows), batch)](
+    with launch_on(o):
+        _mix_kernel[(cdiv(tokens * heads, rows), batch)](
             o_cmp, o_sel, o_win, gates, o, tokens * heads, heads,
             *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
             D=dim, DP=padded, ROWS=rows, num_warps=warps,
@@ -64,8 +64,8 @@ def backward(
         return do_cmp, do_sel, do_win, dgates.zero_()
     do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, o_cmp, o_sel, o_win))
     padded, rows, warps = tile(dim, params or _BACKWARD)
-    with torch.cuda.device_of(do):
-        _mix_backward_kernel[(triton.cdiv(tokens * heads, rows), batch)](
+    with launch_on(do):
+        _mix_backward_kernel[(cdiv(tokens * heads, rows), batch)](
             do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, tokens * heads, heads,
             *do.stride()[:3], *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
             D=dim, DP=padded, ROWS=rows, num_warps=warps,
@@ -75,7 +75,7 @@ def backward(
 
 def tile(dim: int, params: Params) -> tuple[int, int, int]:
     """(padded head size, rows of a program, warps)."""
-    padded = triton.next_power_of_2(dim)
+    padded = power_of_2(dim)
     return padded, max(1, params.elements // padded), params.num_warps
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import common, selected_backward
-from nsa.ops.triton.common import launch_on
+from nsa.ops.triton.common import launch_on, power_of_2
 from nsa.ops.triton.selected_backward import BackwardParams
 from nsa.ops.triton.selected_lists import number_blocks
 from nsa.ops.triton.selected_tiles import (
@@ -102,7 +102,7 @@ def backward(
 
 def _launch(tile_pass: TilePass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec) -> None:
     lists, params, take = tile_pass.lists, tile_pass.params, tile_pass.take
-    keys = min(params.keys, max(16, triton.next_power_of_2(spec.sel_block)))
+    keys = min(params.keys, max(16, power_of_2(spec.sel_block)))
     _attend_kernel[(tile_pass.programs,)](
         q,
         k,
@@ -134,8 +134,8 @@ def _launch(tile_pass: TilePass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse
         STRIDE_VS=v.stride(1),
         DK=q.shape[3],
         DV=v.shape[3],
-        BLOCK_DK=triton.next_power_of_2(q.shape[3]),
-        BLOCK_DV=triton.next_power_of_2(v.shape[3]),
+        BLOCK_DK=power_of_2(q.shape[3]),
+        BLOCK_DV=power_of_2(v.shape[3]),
         WANTED=-1 if take is None else tile_pass.wanted,
         SUB=tile_pass.sub,
         num_warps=params.warps,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import launch_on
+from nsa.ops.triton.common import cdiv, launch_on, power_of_2
 from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_lists, number_blocks, table_bytes
 from nsa.ops.triton.selected_query_grads import query_grads
 from nsa.ops.triton.selected_tiles import (
@@ -87,7 +87,7 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardPa
     # A block is chosen by num_selected * sel_block queries on average: lists up to twice that stay whole, and
     # their results are written once. Short sequences need shorter items to occupy the card.
     items = batch * groups * tokens * spec.num_selected // ITEMS_WANTED
-    chunk = min(max(256, triton.next_power_of_2(items)), max(256, 2 * spec.num_selected * spec.sel_block))
+    chunk = min(max(256, power_of_2(items)), max(256, 2 * spec.num_selected * spec.sel_block))
     query = choose_tiles(q, k, v, spec, _QUERY)
     return BackwardParams("fused" if fused else "separate", block, chunk, query)
 
@@ -135,7 +135,7 @@ def backward(
 
 def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
     rows = delta.numel()
-    _delta_kernel[(triton.cdiv(rows, 32),)](
+    _delta_kernel[(cdiv(rows, 32),)](
         do,
         o,
         delta,
@@ -145,7 +145,7 @@ def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
         do.shape[2],
         rows,
         D=do.shape[3],
-        BLOCK_D=triton.next_power_of_2(do.shape[3]),
+        BLOCK_D=power_of_2(do.shape[3]),
         ROWS=32,
         num_warps=4,
     )
@@ -172,20 +172,20 @@ def _launch_block(
     spec: NSASpec,
 ) -> None:
     tile = params.block
-    keys = min(tile.keys, max(16, triton.next_power_of_2(spec.sel_block)))
+    keys = min(tile.keys, max(16, power_of_2(spec.sel_block)))
     shape = {
         "SEL": spec.sel_block,
         "DK": q.shape[3],
         "DV": v.shape[3],
-        "BLOCK_DK": triton.next_power_of_2(q.shape[3]),
-        "BLOCK_DV": triton.next_power_of_2(v.shape[3]),
+        "BLOCK_DK": power_of_2(q.shape[3]),
+        "BLOCK_DV": power_of_2(v.shape[3]),
         "PACKED": blocks.packed,
     }
     dk_parts = torch.empty(lists.max_slots, spec.sel_block, q.shape[3], dtype=torch.float32, device=q.device)
     dv_parts = torch.empty(lists.max_slots, spec.sel_block, v.shape[3], dtype=torch.float32, device=q.device)
     places = (lists.counts, lists.item_first, lists.slot_first, blocks.starts)
     sizes = (lists.first_pair, lists.chunk, q.shape[1], k.shape[2], blocks.count)
-    _block_grads_kernel[(lists.max_items * triton.cdiv(spec.sel_block, keys),)](
+    _block_grads_kernel[(lists.max_items * cdiv(spec.sel_block, keys),)](
         q,
         k,
         v,
@@ -220,7 +220,7 @@ def _launch_block(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    _sum_parts_kernel[(lists.pairs * blocks.count * triton.cdiv(spec.sel_block, 16),)](
+    _sum_parts_kernel[(lists.pairs * blocks.count * cdiv(spec.sel_block, 16),)](
         dk, dv, dk_parts, dv_parts, *places, *sizes, KEYS=16, **shape, num_warps=4
     )
 

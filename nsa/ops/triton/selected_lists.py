@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nsa.ops.layout import keep_with, token_layout
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.common import cdiv, power_of_2
 
 SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
 
@@ -100,7 +101,7 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
     atomics set bits, so the order is fixed."""
     _, tokens, groups, chosen = indices.shape
     device, count = indices.device, blocks.count
-    spans = triton.cdiv(tokens, SPAN)
+    spans = cdiv(tokens, SPAN)
     bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=device)
     before = torch.empty(pairs, spans, count, dtype=torch.int32, device=device)
     most = pairs * tokens * chosen
@@ -121,9 +122,9 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
         max_items=max_items,
         max_slots=max_slots,
     )
-    padded = triton.next_power_of_2(chosen)
+    padded = power_of_2(chosen)
     at_once = max(1, min(64, 1024 // padded))
-    grid = (pairs * triton.cdiv(tokens, at_once),)
+    grid = (pairs * cdiv(tokens, at_once),)
     source = (indices, *indices.stride(), blocks.doc_start, blocks.number, bits)
     sizes = (first_pair, tokens, groups, spans, count)
     shape = {
@@ -135,7 +136,7 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
         "PACKED": blocks.packed,
     }
     _mark_kernel[grid](*source, *sizes, **shape)
-    _count_kernel[(pairs * triton.cdiv(count, 32),)](
+    _count_kernel[(pairs * cdiv(count, 32),)](
         bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
     )
     _plan_kernel[(1,)](
@@ -149,7 +150,7 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
         WIDTH=2048,
         num_warps=8,
     )
-    _fill_kernel[(triton.cdiv(pairs * count, 32),)](
+    _fill_kernel[(cdiv(pairs * count, 32),)](
         lists.counts, lists.item_first, lists.item_block, pairs * count, chunk, WIDTH=32, num_warps=1
     )
     _scatter_kernel[grid](*source, before, lists.offsets, lists.queries, *sizes, **shape)

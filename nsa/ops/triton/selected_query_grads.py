@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.common import power_of_2
 from nsa.ops.triton.selected_tiles import TilePass, decode_tile, load_tile
 
 
@@ -54,14 +55,14 @@ def query_grads(
         HEADS=tile_pass.heads,
         HEAD_TILES=tile_pass.head_tiles,
         ROWS=tile_pass.rows,
-        KEYS=min(params.keys, max(16, triton.next_power_of_2(spec.sel_block))),
+        KEYS=min(params.keys, max(16, power_of_2(spec.sel_block))),
         SEL=spec.sel_block,
         STRIDE_KS=k.stride(1),
         STRIDE_VS=v.stride(1),
         DK=q.shape[3],
         DV=v.shape[3],
-        BLOCK_DK=triton.next_power_of_2(q.shape[3]),
-        BLOCK_DV=triton.next_power_of_2(v.shape[3]),
+        BLOCK_DK=power_of_2(q.shape[3]),
+        BLOCK_DV=power_of_2(v.shape[3]),
         WANTED=-1 if take is None else tile_pass.wanted,
         SUB=tile_pass.sub,
         num_warps=params.warps,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import arch_of
+from nsa.ops.triton.common import arch_of, cdiv, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
@@ -85,7 +85,7 @@ TileTable = dict[LaunchKey, tuple[TileParams, TileParams, float]]  # -> small ti
 
 def launch_key(q: Tensor, v: Tensor) -> LaunchKey:
     """Float32 runs on the ordinary cores and has one set of parameters, filed under 80."""
-    head_class = max(64, triton.next_power_of_2(max(q.shape[3], v.shape[3])))
+    head_class = max(64, power_of_2(max(q.shape[3], v.shape[3])))
     bits = q.element_size() * 8
     arch = 90 if arch_of(q) >= 90 and bits == 16 else 80
     return arch, head_class, bits
@@ -96,7 +96,7 @@ def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: TileTabl
     per_group = q.shape[2] // k.shape[2]
     small, large, ratio = table[launch_key(q, v)]
     # A group of many heads fills a tile with one query; four warps carry 64 rows.
-    rows = min(large.rows, max(small.rows, triton.next_power_of_2(per_group)))
+    rows = min(large.rows, max(small.rows, power_of_2(per_group)))
     small = large if rows == large.rows else replace(small, rows=rows, warps=max(small.warps, rows // 16))
     if per_group >= 16:
         ratio = min(ratio, 1.5)  # small tiles have no idle rows then
@@ -162,9 +162,9 @@ def _tile_lists(
     pairs = batch * groups
     entries = torch.empty(pairs, tiles, capacity, dtype=torch.int64, device=indices.device)
     counts = torch.empty(pairs, tiles, 2, dtype=torch.int32, device=indices.device)
-    width = triton.next_power_of_2(queries * chosen)
+    width = power_of_2(queries * chosen)
     at_once = max(1, 512 // width)
-    _tile_lists_kernel[(pairs * triton.cdiv(tiles, at_once),)](
+    _tile_lists_kernel[(pairs * cdiv(tiles, at_once),)](
         indices,
         *indices.stride(),
         blocks.doc_start,
@@ -185,7 +185,7 @@ def _tile_lists(
         SEL=spec.sel_block,
         PACKED=blocks.packed,
         SUB=0 if small is None else queries // small.queries,
-        SUB_WIDTH=1 if small is None else triton.next_power_of_2(queries // small.queries),
+        SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries),
         UNROLL=chosen <= 32,
         num_warps=4 if width <= 1024 else 8,
     )

@@ -20,6 +20,7 @@ Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J s
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from nsa.ops.layout import num_blocks, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import common
-from nsa.ops.triton.common import arch_of
+from nsa.ops.triton.common import arch_of, cdiv, launch_on, power_of_2
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
@@ -115,12 +116,12 @@ def forward(
         chunks = plan_chunks(batch, tokens, groups * planes, scored_from, query_tile, spec, params)
     workspace = _workspace(chunks, groups * planes, scored_from, spec, q.device, no_scores)
 
-    with torch.cuda.device_of(q):
+    with launch_on(q):
         for b0, b1, first, stop in chunks:
             score_first = max(first, scored_from)
             width = block_width(stop, spec)
             if not no_scores and stop > score_first:
-                tiles = triton.cdiv(stop - score_first, query_tile)
+                tiles = cdiv(stop - score_first, query_tile)
                 _score_kernel[(tiles * (b1 - b0) * groups,)](
                     q, k, lse, workspace, doc_start, cmp_start,
                     b0, b1 - b0, score_first, stop, k.shape[1], width, groups,
@@ -137,19 +138,23 @@ def forward(
     return indices
 
 
+# What follows from shapes alone is worked out once for each; whoever gets it only reads it.
+
+
+@lru_cache(maxsize=256)
 def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params: Params) -> dict[str, Any]:
     """The compile-time constants of the score kernel."""
-    heads = triton.next_power_of_2(per_group)
+    heads = power_of_2(per_group)
     columns = max(heads, min(params.columns, heads * 64))  # more queries than 64 cost registers
     chunks = spec.sel_block // spec.cmp_stride
-    padded = triton.next_power_of_2(chunks)
+    padded = power_of_2(chunks)
     per_tile = min(padded, params.tokens)
     # A head size such as 192 is two products, 128 + 64, rather than one padded to 256.
     low = 1 << (dim.bit_length() - 1)
     return {
         "D": dim,
         "D0": low,
-        "D1": max(16, triton.next_power_of_2(dim - low)) if dim > low else 0,
+        "D1": max(16, power_of_2(dim - low)) if dim > low else 0,
         "HEADS": per_group,
         "HP": heads,
         "QT": columns // heads,
@@ -169,10 +174,11 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
     }
 
 
+@lru_cache(maxsize=256)
 def pick_constants(spec: NSASpec, width: int, params: Params) -> tuple[dict[str, Any], int]:
     """The compile-time constants of the top-k kernel for rows of at most `width` blocks, and its warps."""
-    block = max(32, triton.next_power_of_2(width))
-    warps = min(params.pick_warps, triton.next_power_of_2(triton.cdiv(block, 32 * params.pick_per_thread)))
+    block = max(32, power_of_2(width))
+    warps = min(params.pick_warps, power_of_2(cdiv(block, 32 * params.pick_per_thread)))
     block = min(block, 32 * params.pick_per_thread * warps)
     tiled = width > block
     constants = {
@@ -181,7 +187,7 @@ def pick_constants(spec: NSASpec, width: int, params: Params) -> tuple[dict[str,
         "TILED": tiled,
         "SEL_BLOCK": spec.sel_block,
         "NUM_SELECTED": spec.num_selected,
-        "NUM_PADDED": triton.next_power_of_2(spec.num_selected),
+        "NUM_PADDED": power_of_2(spec.num_selected),
         "NUM_INIT": spec.num_init,
         "NUM_LOCAL": spec.num_local,
     }
@@ -190,9 +196,10 @@ def pick_constants(spec: NSASpec, width: int, params: Params) -> tuple[dict[str,
 
 def block_width(stop: int, spec: NSASpec) -> int:
     """Length of one plane of a row's scores, for queries before `stop`: whole 64-byte pieces."""
-    return int(triton.cdiv(num_blocks(stop, spec), 16)) * 16
+    return cdiv(num_blocks(stop, spec), 16) * 16
 
 
+@lru_cache(maxsize=256)
 def plan_chunks(
     batch: int, tokens: int, planes: int, scored_from: int, query_tile: int, spec: NSASpec, params: Params
 ) -> list[tuple[int, int, int, int]]:
@@ -208,7 +215,7 @@ def plan_chunks(
     first = 0
     while first < tokens:
         start = max(first, scored_from)
-        most = triton.cdiv(tokens - start, query_tile)
+        most = cdiv(tokens - start, query_tile)
 
         def cost(tiles: int, start: int = start) -> int:
             stop = min(tokens, start + tiles * query_tile)
