@@ -187,7 +187,9 @@ def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] 
 
 
 def machine() -> dict[str, str]:
-    asked = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], capture_output=True, text=True
+    )
     commit = asked.stdout.strip() if asked.returncode == 0 else ""
     return {
         "gpu": torch.cuda.get_device_name(),

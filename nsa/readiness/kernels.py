@@ -71,7 +71,9 @@ class _Inputs:
 
     def __init__(self, config: Config, tokens: int, device: torch.device, dtype: torch.dtype):
         model, self.spec = config.model, config.nsa.spec()
-        self.tokens = tokens = min(tokens, max(config.train.seq_len, self.spec.sel_block))
+        # Two compressed tokens in each document at least: a query that sees only one has no gradient to compare.
+        least = 3 * (self.spec.cmp_block + self.spec.cmp_stride)
+        self.tokens = tokens = max(least, min(tokens, max(config.train.seq_len, self.spec.sel_block)))
         draw = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:

@@ -40,16 +40,20 @@ def headline(result: Result) -> str:
 
 
 def _facts(result: Result) -> list[str]:
-    machine = result["machine"]
-    where = ", ".join(machine.get("gpu") or []) or f"CPU, {machine.get('cpu_count')} cores"
+    machine = result["machine"]  # as the runs recorded it; where none came so far, the probe has seen some of it
+    seen = {finding["what"]: finding["found"] for finding in result["environment"]}
+    cores = machine.get("cpu_count")
+    on_cpu = f"CPU, {cores} cores" if cores else seen.get("GPU 0") or seen.get("device") or "an unknown machine"
+    where = ", ".join(machine.get("gpu") or []) or on_cpu
+    torch = (machine.get("packages") or {}).get("torch") or seen.get("torch") or "-"
     wanted = result["config"]["data"]
     data = (result.get("data") or {}).get("source") or wanted["source"]
     places = [*wanted["paths"], *(place for part in wanted["mixture"] for place in part["paths"])]
     return [
         f"configuration {result['config_file']} {' '.join(result['overrides'])}".strip(),
-        f"{result['nproc']} processes on {where}",
+        f"{result['nproc']} {'process' if result['nproc'] == 1 else 'processes'} on {where}",
         f"data: {data}" + (f" from {', '.join(places)}" if places else ""),
-        f"commit {machine.get('commit') or '-'}, torch {(machine.get('packages') or {}).get('torch') or '-'}",
+        f"commit {machine.get('commit') or '-'}, torch {torch}",
         f"{clock(result['time'])}, {seconds(result['seconds'])}",
     ]
 

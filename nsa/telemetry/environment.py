@@ -42,11 +42,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the checkout this package lies in, if it lies in one."""
+    """Of the checkout this package lies in, if it lies in one; ends in "-dirty" if files differ from it."""
     folder = Path(__file__).parents[2]
     try:
         asked = subprocess.run(  # noqa: S603
-            ["git", "-C", str(folder), "rev-parse", "HEAD"],  # noqa: S607
+            ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],  # noqa: S607
             capture_output=True,
             text=True,
             timeout=10,
