@@ -1,0 +1,191 @@
+"""What telemetry costs a step: `python -m bench.telemetry` on a CUDA GPU.
+
+Real runs of the trainer train side by side, one at a time: each does a block of steps when it is its turn, with
+everything that a run records or with nothing of it, and the two take turns inside every run. So both kinds meet the
+same compiled code, the same memory and the same state of the machine. "On" is events, CSV files, TensorBoard,
+statistics of attention, watchdog and console as configured; "off" leaves out every call to them.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.attention import machine
+from nsa.config import load_config
+from nsa.ops.observe import Observer
+from nsa.telemetry.training_csv import TrainingRow
+from nsa.train import trainer
+from nsa.train.monitor import Monitor
+
+CONFIG = "configs/m7c_125m_1xa100_production.yaml"
+OVERRIDES = ["data.source=synthetic", "train.eval_every=0", "data.validation_fraction=0", "checkpoint.every=1000000"]
+WAITING = ["telemetry.watchdog_floor_s=3600", "telemetry.watchdog_first_step_s=3600"]  # a run waits for its turn
+ANSWER = "block: "
+
+
+class SwitchedMonitor(Monitor):
+    """Does nothing while it is off. After every block of steps it tells how long it took and waits for its next turn.
+
+    A block begins in the middle between two samples, so that everything about its one sample falls into it.
+    """
+
+    on = True
+    began: float | None = None  # None before the first turn
+    inside_s = 0.0
+
+    def step_done(self, row: TrainingRow) -> None:
+        if self.on:
+            began = time.perf_counter()
+            super().step_done(row)
+            self.inside_s += time.perf_counter() - began
+        every = self.config.telemetry.every
+        if row.step % every == every // 2:
+            self._take_turn(row.step)
+
+    def _take_turn(self, step: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = 0.0 if self.began is None else time.perf_counter() - self.began
+        self.flush()  # what is still to be written falls into no other block
+        print(ANSWER + json.dumps({"step": step, "seconds": seconds, "inside_s": self.inside_s}), flush=True)
+        self.on = sys.stdin.readline().strip() == "on"
+        self.inside_s = 0.0
+        self.began = time.perf_counter()
+
+    def observer(self, step: int) -> Observer | None:
+        return super().observer(step) if self.on else None
+
+    def beat(self, step: int, phase: str) -> None:
+        if self.on:
+            super().beat(step, phase)
+
+    def patient(self) -> AbstractContextManager[None]:
+        return super().patient() if self.on else nullcontext()
+
+    def emit(self, event: str, step: int, **values: Any) -> None:
+        if self.on:
+            super().emit(event, step, **values)
+
+
+class Worker:
+    """One run in a process of its own, which waits for its turn."""
+
+    def __init__(self, folder: Path, arguments: list[str]):
+        command = [sys.executable, "-m", "bench.telemetry", "--worker", str(folder), *arguments]
+        self._log = (folder.parent / f"{folder.name}.log").open("w")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+
+    def ready(self) -> dict[str, float]:
+        """What the run says at the end of its block."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                answer: dict[str, float] = json.loads(line.removeprefix(ANSWER))
+                return answer
+        raise SystemExit(f"a run ended with {self._process.wait()}: see {self._log.name}")
+
+    def run(self, mode: str) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(mode + "\n")
+        self._process.stdin.flush()
+        return self.ready()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def measure(workers: list[Worker], pairs: int, steps: int) -> list[dict[str, Any]]:
+    """`pairs` pairs of blocks of every worker: on and off one after the other, in changing order."""
+    for worker in workers:  # compiles, and brings the first blocks out of the way
+        worker.ready()
+    for worker in workers:
+        worker.run("on")
+    found = []
+    for pair in range(pairs):
+        for number, worker in enumerate(workers):
+            modes = ("on", "off") if (pair + number) % 2 == 0 else ("off", "on")
+            blocks = {mode: worker.run(mode) for mode in modes}
+            found.append(
+                {
+                    "run": number,
+                    "first": modes[0],
+                    "on_step_s": blocks["on"]["seconds"] / steps,
+                    "off_step_s": blocks["off"]["seconds"] / steps,
+                    "inside_step_s": blocks["on"]["inside_s"] / steps,
+                }
+            )
+    return found
+
+
+def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cost in percent of a step, with the standard error of its mean; and how much of it is time inside the calls
+    that the training loop makes, the rest being what threads and the GPU do beside it."""
+    costs = [100 * (pair["on_step_s"] / pair["off_step_s"] - 1) for pair in pairs]
+    error = statistics.stdev(costs) / math.sqrt(len(costs)) if len(costs) > 1 else math.inf
+    return {
+        "pairs": len(pairs),
+        "cost_percent": statistics.mean(costs),
+        "cost_percent_error": error,
+        "cost_percent_median": statistics.median(costs),
+        "on_step_s": statistics.median(pair["on_step_s"] for pair in pairs),
+        "off_step_s": statistics.median(pair["off_step_s"] for pair in pairs),
+        "inside_percent": 100 * statistics.median(pair["inside_step_s"] / pair["off_step_s"] for pair in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=12, help="of blocks, each run")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    overrides = [*OVERRIDES, *WAITING, *given.overrides]
+    config = load_config(given.config, overrides)
+    if given.worker:
+        trainer.Monitor = SwitchedMonitor  # type: ignore[attr-defined]
+        trainer.train(config, given.worker)
+        return
+    every = config.telemetry.every
+    arguments = ["--config", given.config, *given.overrides, f"train.steps={every * (2 * given.pairs + 4)}"]
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [Worker(Path(folder) / f"run{number}", arguments) for number in range(given.runs)]
+        try:
+            pairs = measure(workers, given.pairs, every)
+        finally:
+            for worker in workers:
+                worker.end()
+    told = summary(pairs)
+    table = Table("telemetry", "s per step")
+    table.add_row("on", f"{told['on_step_s']:.5f}")
+    table.add_row("off", f"{told['off_step_s']:.5f}")
+    Console().print(table)
+    cost, error, median = (told[f"cost_percent{kind}"] for kind in ("", "_error", "_median"))
+    print(f"cost {cost:+.2f} % +- {error:.2f} (median {median:+.2f}) over {told['pairs']} pairs of {every} steps")
+    print(f"{told['inside_percent']:.2f} % of a step is spent in its calls")
+    if given.out:
+        where = machine() if torch.cuda.is_available() else {"gpu": "none"}
+        result = {"machine": where, "config": given.config, "overrides": overrides, "steps_a_block": every}
+        given.out.write_text(json.dumps(result | told | {"blocks": pairs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
