@@ -24,13 +24,13 @@ from nsa.train.state import build_state
 from nsa.train.step import train_step
 
 STEP_TOKENS = 32_768
-CHECKPOINTED_FROM = {"nsa": 131_072, "dense": 131_072}
+CHECKPOINTED_FROM = 131_072
 
 
-def measure(attention: str, seq_len: int, compiled: bool, steps: int) -> dict[str, Any]:
+def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularity: str) -> dict[str, Any]:
     """Median tokens/s over `steps` steps after a warm-up, and the peak memory."""
     batch_size = max(1, STEP_TOKENS // seq_len)
-    checkpointing = "block" if seq_len >= CHECKPOINTED_FROM[attention] else "none"
+    checkpointing = granularity if seq_len >= CHECKPOINTED_FROM else "none"
     config = load_config(
         "configs/m7c_125m.yaml",
         [
@@ -79,6 +79,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--attention", default="nsa,dense")
+    parser.add_argument("--checkpointing", default="block", help=f"of sequences from {CHECKPOINTED_FROM:,} tokens on")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -88,7 +89,7 @@ def main() -> int:
     for seq_len in map(int, options.lengths.split(",")):
         for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
             for attention in options.attention.split(","):
-                results.append(measure(attention, seq_len, compiled, options.steps))
+                results.append(measure(attention, seq_len, compiled, options.steps, options.checkpointing))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     table = Table(title="Training the 125M model on one GPU, bf16")
     for column in ("tokens", "attention", "compiled", "checkpointed", "tokens/s", "step ms", "peak GiB"):

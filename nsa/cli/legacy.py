@@ -126,6 +126,8 @@ def settle(file: Path, given: list[str], environment: Mapping[str, str], *, one_
 def cpu_overrides(config: Config, ranks: int) -> list[str]:
     """What a file made for GPUs needs on a CPU: memory that a host has, and signs of life between its long steps."""
     overrides = ["runtime.device=cpu"] if config.runtime.device == "cuda" else []
+    if config.runtime.compile:
+        overrides.append("runtime.compile=false")  # a laptop may have no C++ compiler
     train, model = config.train, config.model
     features = train.batch_size // ranks * train.seq_len * model.n_layers * model.dim
     if features * BYTES_PER_FEATURE < PASS_GIB * 2**30:

@@ -228,9 +228,10 @@ class RuntimeConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
-    gradient_checkpointing: Literal["none", "block", "branch"] = Field(
+    gradient_checkpointing: Literal["none", "selective", "block", "branch"] = Field(
         "none",
-        description="what is recomputed in backward: whole blocks, or attention branches and MLPs one by one",
+        description="what is recomputed in backward: all but what the attention kernels gave, whole blocks, or "
+        "attention branches and MLPs one by one",
     )
     compile: bool = Field(False, description="torch.compile each block")
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")

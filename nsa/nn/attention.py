@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 from nsa.nn.compressor import MeanCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
+from nsa.nn.projection import project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
@@ -85,13 +86,13 @@ class NSAAttention(nn.Module):
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         check_borders(cu_seqlens, x_BSC)
         spec, tokens = self.spec, x_BSC.shape[1]
-        q_BSHK = self.q(x_BSC).unflatten(-1, (self.num_heads, self.head_dim_k))
+        q_BSHK, pairs = self._projections(x_BSC)
         position_S, position_N = positions(tokens, spec, cu_seqlens, x_BSC.device)
         token_tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
         slot_tables = rotary_tables(position_N, self.head_dim_k, self.rope_base)
 
         q_BSHK = rotate(q_BSHK, token_tables)
-        (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = self._pairs(x_BSC)
+        (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
         # Keys are compressed as they come from the projection; each compressed key is then turned as one.
         k_cmp_BNGK = rotate(self.phi_k(k_cmp, cu_seqlens), slot_tables)
         v_cmp_BNGV = self.phi_v(v_cmp, cu_seqlens)
@@ -107,12 +108,18 @@ class NSAAttention(nn.Module):
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
-    def _pairs(self, x_BSC: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [B, S, G, .] for cmp, sel, win."""
-        keys = [k(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_k)) for k in self.k]
-        values = [v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v)) for v in self.v]
-        pairs = list(zip(keys, values, strict=True))
-        return pairs * len(BRANCHES) if self.shared_kv else pairs
+    def _projections(self, x_BSC: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win."""
+        # Two products rather than one: values are kept for backward as they are, queries and keys are turned first.
+        q, *keys = project(x_BSC, [self.q, *self.k])
+        values = project(x_BSC, list(self.v))
+        groups = self.num_kv_heads
+        pairs = [
+            (k.unflatten(-1, (groups, self.head_dim_k)), v.unflatten(-1, (groups, self.head_dim_v)))
+            for k, v in zip(keys, values, strict=True)
+        ]
+        q_BSHK = q.unflatten(-1, (self.num_heads, self.head_dim_k))
+        return q_BSHK, pairs * len(BRANCHES) if self.shared_kv else pairs
 
     def _one_branch(
         self,

@@ -5,6 +5,8 @@ Legend: B batch, S tokens, C channels.
 
 from torch import Tensor, nn
 
+from nsa.nn.projection import project
+
 
 class SwiGLU(nn.Module):
     """out(silu(gate(x)) * up(x))."""
@@ -16,7 +18,8 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        y: Tensor = self.out(nn.functional.silu(self.gate(x_BSC)) * self.up(x_BSC))
+        gate, up = project(x_BSC, [self.gate, self.up])
+        y: Tensor = self.out(nn.functional.silu(gate) * up)
         return y
 
 

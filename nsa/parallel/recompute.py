@@ -2,8 +2,9 @@
 
 Always the non-reentrant kind. The outputs of `nsa::select_blocks` are kept from the forward pass, so that
 backward reads the very blocks the forward pass read: by a SelectionMemory, or in compiled blocks by torch's selective
-checkpointing, which a compiler understands and which costs a Python call per operator otherwise. Modules keep their
-place, type and names: only their `forward` is replaced.
+checkpointing, which a compiler understands and which costs a Python call per operator otherwise. "selective" keeps the
+outputs of the attention operators in the same way: a few bytes that are dear to compute. Modules keep their place, type
+and names: only their `forward` is replaced.
 """
 
 from collections.abc import Callable
@@ -19,15 +20,32 @@ import nsa.ops.library  # noqa: F401  (registers torch.ops.nsa)
 from nsa.nn.block import DecoderBlock
 from nsa.ops.memory import SelectionMemory
 
-Granularity = Literal["none", "block", "branch"]
+Granularity = Literal["none", "selective", "block", "branch"]
+
+_SELECTION = frozenset({torch.ops.nsa.select_blocks.default})
+_ATTENTION = _SELECTION | {
+    torch.ops.nsa.compressed_attention.default,
+    torch.ops.nsa.selected_attention.default,
+    torch.ops.nsa.window_attention.default,
+    # Of the dense twin, whichever of these PyTorch takes.
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
 
 
 def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> None:
-    """Recomputes every decoder block ("block"), or each block's attention and MLP by itself ("branch")."""
-    context_fn = partial(create_selective_checkpoint_contexts, _keep_selection) if compiled else _remember_selection
+    """Recomputes every decoder block ("block"), all of it but its attention operators ("selective"), or each block's
+    attention and MLP by itself ("branch")."""
+    context_fn: Callable[[], Any] = _remember_selection
+    if granularity == "selective":
+        context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, _ATTENTION))
+    elif compiled:
+        context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, _SELECTION))
     for module in model.modules():
         if isinstance(module, DecoderBlock):
-            if granularity == "block":
+            if granularity in ("block", "selective"):
                 _recompute(module, context_fn)
             elif granularity == "branch":
                 _recompute(module.attention, context_fn)
@@ -71,7 +89,5 @@ class Repeatable:
         return self._current.__exit__(*error)
 
 
-def _keep_selection(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op == torch.ops.nsa.select_blocks.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE

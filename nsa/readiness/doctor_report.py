@@ -111,7 +111,7 @@ def verdict(found: Diagnosis) -> str:
 def _advice(guilty: Guilty) -> str:
     special = {"mixture": "mixture", "all": "kernels"}.get(guilty.value, guilty.factor)
     text = ADVICE.get(f"{guilty.factor} {guilty.value}") or ADVICE[special]
-    return text.format(value=guilty.value, other="block" if guilty.value == "branch" else "branch")
+    return text.format(value=guilty.value, other="branch" if guilty.value == "block" else "block")
 
 
 def _in_use(guilty: Guilty, given: Case) -> bool:

@@ -22,7 +22,8 @@ from nsa.readiness.memory_workspaces import BLAS_BYTES
 from nsa.train.state import micro_batch_size
 
 GIB = 2**30
-GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "block")  # from the most memory to the least
+# From the most memory to the least, as a rule.
+GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "selective", "block")
 # What a card needs beside the estimate: CUDA's context with its kernels and NCCL, and gaps between tensors.
 CONTEXT_GIB, GAPS = 1.0, 0.05
 # GiB that PyTorch sees on each.

@@ -89,7 +89,8 @@ def test_variants_for_other_machines_train_the_same_model_on_the_same_tokens(nam
 
 def test_the_one_gpu_production_file_recomputes_and_promises_less_than_30_gib():
     config = shipped("m7c_125m_1xa100_production.yaml")
-    assert config.runtime.gradient_checkpointing == "block"
+    assert config.runtime.gradient_checkpointing == "selective"
+    assert config.runtime.compile
     assert config.readiness.max_mem_gib == 30
     assert config.readiness.min_toks_per_s == 100_000
     assert config.parallel.strategy == "single"

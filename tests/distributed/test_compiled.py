@@ -13,7 +13,10 @@ COMPILED = {"runtime": {"compile": True}}
 def test_a_compiled_run_has_the_same_numbers(tmp_path, kind, size):
     plain = {"name": "plain", "config": tree(SHORT, strategy(kind))}
     compiled = {"name": "compiled", "config": tree(SHORT, strategy(kind), COMPILED)}
-    both = {"name": "recomputed", "config": tree(SHORT, strategy(kind), COMPILED, recompute("block"))}
-    train_all(tmp_path, size, [plain, compiled, both])
-    for name in ("compiled", "recomputed"):
+    both = [
+        {"name": granularity, "config": tree(SHORT, strategy(kind), COMPILED, recompute(granularity))}
+        for granularity in ("selective", "block")
+    ]
+    train_all(tmp_path, size, [plain, compiled, *both])
+    for name in ("compiled", "selective", "block"):
         assert_same(tmp_path / name, tmp_path / "plain", loss=1e-5, norm=1e-4)

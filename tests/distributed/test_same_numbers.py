@@ -59,7 +59,7 @@ def strategy(name, **options):
 ONE_RANK = {
     "single": tree(DEEP),
     "single-block": tree(DEEP, recompute("block")),
-    "single-branch": tree(DEEP, FEW, recompute("branch")),
+    **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("selective", "branch")},
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
     "short-cmp": tree(SHORT, {"nsa": {"force_branch": "cmp"}}),
@@ -69,7 +69,9 @@ ONE_RANK = {
 }
 TWO_RANKS = {
     **{f"{s}-{g}": tree(DEEP, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("none", "block")},
-    **{f"{s}-branch": tree(DEEP, FEW, strategy(s), recompute("branch")) for s in ("ddp", "fsdp")},
+    **{
+        f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("selective", "branch")
+    },
     **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in ("ddp", "fsdp")},
     **{f"{s}-cmp": tree(SHORT, strategy(s), {"nsa": {"force_branch": "cmp"}}) for s in ("ddp", "fsdp")},
     **{
@@ -131,7 +133,7 @@ def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
     assert [row["tokens"] for row in rows_of(many)] == [row["tokens"] for row in rows_of(one)]
 
 
-@pytest.mark.parametrize("granularity", ["block", "branch"])
+@pytest.mark.parametrize("granularity", ["selective", "block", "branch"])
 @pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
 def test_checkpointing_changes_no_bit(runs, kind, granularity):
     plain = runs / ("single" if kind == "single" else f"{kind}-none")

@@ -1,5 +1,7 @@
 """Gradient checkpointing changes memory, never a number."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ MODEL = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim_k=16, 
 NSA = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, num_init=1, num_local=1, window=5, phi="mlp")
 
 
-def gradients(granularity, cu_seqlens=None):
-    model = build_model(MODEL, NSA, 256, seed=0)
+def gradients(granularity, cu_seqlens=None, model=MODEL):
+    model = build_model(model, NSA, 256, seed=0)
     names = [name for name, _ in model.named_parameters()]
     apply_recompute(model, granularity)
     assert [name for name, _ in model.named_parameters()] == names, "wrapping must not rename parameters"
@@ -25,7 +27,7 @@ def gradients(granularity, cu_seqlens=None):
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("granularity", ["block", "branch"])
+@pytest.mark.parametrize("granularity", ["selective", "block", "branch"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_are_bit_identical(granularity, packed):
     cu_seqlens = torch.tensor([0, 11, 60], dtype=torch.int32) if packed else None
@@ -35,7 +37,7 @@ def test_gradients_are_bit_identical(granularity, packed):
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("granularity", ["block", "branch"])
+@pytest.mark.parametrize("granularity", ["selective", "block", "branch"])
 def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
     """A selection that would answer differently the second time is never asked a second time."""
     calls = []
@@ -49,6 +51,33 @@ def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
     monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", counted)
     gradients(granularity)
     assert len(calls) == MODEL.n_layers
+
+
+def test_selective_runs_no_attention_operator_twice(monkeypatch):
+    calls = Counter()
+
+    def counted(operator, original):
+        def forward(*args):
+            calls[operator] += 1
+            return original(*args)
+
+        return forward
+
+    for operator in ("cmp", "select", "sel", "win", "mix"):
+        module = dispatch._REFERENCE[operator]
+        monkeypatch.setattr(module, "forward", counted(operator, module.forward))
+    gradients("selective")
+    once = dict.fromkeys(("cmp", "select", "sel", "win"), MODEL.n_layers)
+    assert calls == once | {"mix": 2 * MODEL.n_layers}, "the mixture is cheap, and what it gave is not kept"
+
+
+@pytest.mark.parametrize("granularity", ["selective", "block"])
+def test_the_dense_twin_gives_the_same_bits(granularity):
+    dense = MODEL.model_copy(update={"attention": "dense"})
+    loss, recomputed = gradients(granularity, model=dense)
+    plain_loss, plain = gradients("none", model=dense)
+    assert torch.equal(loss, plain_loss)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
 def test_layers_are_still_found_under_the_wrapper():

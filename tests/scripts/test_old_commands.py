@@ -173,7 +173,8 @@ def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_p
     outcome = run_to_its_end(command, tmp_path, PYTHON=sys.executable)
     assert launched(outcome) == ("single", 1, 2)
     assert outcome.run.name.startswith("m7c_125m_1xa100_production,")
-    assert outcome.recorded["config"]["runtime"]["gradient_checkpointing"] == "block"
+    assert outcome.recorded["config"]["runtime"]["gradient_checkpointing"] == "selective"
+    assert not outcome.recorded["config"]["runtime"]["compile"], "there may be no C++ compiler beside a CPU"
 
 
 @pytest.mark.parametrize(

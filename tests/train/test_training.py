@@ -94,7 +94,7 @@ def test_accumulation_gives_the_same_step_as_one_batch():
     assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("granularity", ["block", "branch"])
+@pytest.mark.parametrize("granularity", ["selective", "block", "branch"])
 def test_checkpointing_changes_no_bit_of_a_run(tmp_path, granularity):
     train(tiny(), tmp_path / "plain")
     train(tiny(f"runtime.gradient_checkpointing={granularity}"), tmp_path / "recomputed")

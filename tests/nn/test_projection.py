@@ -1,0 +1,86 @@
+"""Linear layers of one input: multiplied at once, unless one of them is more than its weight."""
+
+import pytest
+import torch
+from torch import nn
+
+from nsa.nn import NSAAttention
+from nsa.nn.projection import project
+
+SIZES = (48, 16, 32)
+
+
+class Adapted(nn.Linear):
+    """As adapters do it: a layer in the place of another, with something on top."""
+
+    def forward(self, x):
+        return super().forward(x) + 1.0
+
+
+def layers(kind=nn.Linear):
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        [nn.Linear(24, SIZES[0], bias=False), kind(24, SIZES[1], bias=False), nn.Linear(24, 32, False)]
+    )
+
+
+def watched(module):
+    module.seen = []
+    module.register_forward_hook(lambda *_: module.seen.append(1))
+    return module
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many matrix products were asked for."""
+    asked = []
+    original = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: asked.append(1) or original(*args))
+    return asked
+
+
+def test_plain_layers_are_one_product_with_the_same_results_and_gradients(products):
+    together, apart = layers().double(), layers().double()
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    got = project(x, list(together))
+    assert len(products) == 1
+    want = [layer(x) for layer in apart]
+    assert [y.shape[-1] for y in got] == list(SIZES)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    sum(y.square().sum() for y in got).backward()
+    sum(y.square().sum() for y in want).backward()
+    for a, b in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_layer_that_was_replaced_is_called(products):
+    chosen = layers(Adapted)
+    x = torch.randn(2, 5, 24)
+    got = project(x, list(chosen))
+    assert len(products) == 3
+    assert torch.equal(got[1], chosen[1](x))
+
+
+def test_a_layer_with_a_hook_is_called():
+    chosen = layers()
+    project(torch.randn(1, 3, 24), [watched(layer) for layer in chosen])
+    assert [layer.seen for layer in chosen] == [[1], [1], [1]]
+
+
+def test_biases_are_not_lost():
+    with_bias = nn.ModuleList([nn.Linear(24, 8), nn.Linear(24, 8)])
+    x = torch.randn(1, 3, 24)
+    for got, layer in zip(project(x, list(with_bias)), with_bias, strict=True):
+        assert torch.equal(got, layer(x))
+
+
+def test_an_adapter_inside_the_attention_layer_takes_part():
+    torch.manual_seed(0)
+    layer = NSAAttention(32, 4, 2, 16).double()
+    x = torch.randn(1, 80, 32, dtype=torch.float64)
+    before = layer(x)
+    adapted = Adapted(32, 32, bias=False).double()
+    adapted.weight = layer.v[1].weight
+    layer.v[1] = adapted
+    assert (layer(x) - before).abs().max() > 1e-3
