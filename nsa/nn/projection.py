@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """What each of `layers` makes of x. Plain layers are multiplied at once; if one of them is anything else, adapted,
-    quantised or watched by a hook, each is called by itself."""
+    quantised, patched or watched by a hook, each is called by itself."""
     plain = [layer for layer in layers if _is_plain(layer)]
     if len(plain) != len(layers) or len(layers) == 1:
         return [layer(x_BSC) for layer in layers]
@@ -25,4 +25,4 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the layer multiplies with its weight and does nothing else."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and layer.bias is None and not any(hooks)
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and layer.bias is None and not any(hooks)

@@ -114,7 +114,11 @@ class TensorBoard:
 
 
 class Tracker:
-    """W&B or trackio, whichever the configuration names: both take `init`, `log` and `finish`."""
+    """W&B or trackio, whichever the configuration names: both take `init`, `log` and `finish`.
+
+    Nothing of it happens before the first event: a server that does not answer holds up the thread of this sink, not
+    the start of the run.
+    """
 
     is_awaited = False
 
@@ -122,9 +126,13 @@ class Tracker:
         self.name = package
         self._newest_step = 0
         self._module: Any = import_module(package)
-        self._module.init(project="nsa", name=folder.name, config=config, **_where(package, folder))
+        self._begin = {"project": "nsa", "name": folder.name, "config": config, **_where(package, folder)}
+        self._began = False
 
     def write(self, event: Event) -> None:
+        if not self._began:
+            self._module.init(**self._begin)
+            self._began = True
         scalars = scalars_of(event)
         if scalars:
             # W&B leaves out what is of an earlier step than the last, and samples may come a step late.
@@ -135,7 +143,8 @@ class Tracker:
         pass
 
     def close(self) -> None:
-        self._module.finish()
+        if self._began:
+            self._module.finish()
 
 
 def _where(package: str, folder: Path) -> dict[str, Any]:

@@ -68,6 +68,15 @@ def test_a_layer_with_a_hook_is_called():
     assert [layer.seen for layer in chosen] == [[1], [1], [1]]
 
 
+def test_a_layer_whose_forward_was_patched_is_called():
+    """As tools that move layers between devices do."""
+    chosen = layers()
+    original = chosen[2].forward
+    chosen[2].forward = lambda x: original(x) + 1.0
+    x = torch.randn(1, 3, 24)
+    assert torch.equal(project(x, list(chosen))[2], original(x) + 1.0)
+
+
 def test_biases_are_not_lost():
     with_bias = nn.ModuleList([nn.Linear(24, 8), nn.Linear(24, 8)])
     x = torch.randn(1, 3, 24)

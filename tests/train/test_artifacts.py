@@ -139,6 +139,20 @@ def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
     assert metrics["incidents"] == 1
 
 
+def test_a_tracker_that_cannot_begin_is_let_go_and_counted(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    package = types.ModuleType("wandb")
+    package.init, package.log = refuse, lambda *_, **__: pytest.fail("there is nothing to log to")
+    package.finish = lambda: pytest.fail("there is nothing to finish")
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    train(tiny("train.steps=12", "telemetry.tracker=wandb"), tmp_path)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["status"], metrics["incidents"]) == ("done", 1)
+    assert metrics["telemetry_failures"] in (3, 4, 5)
+
+
 def test_a_tracker_that_is_not_installed_changes_nothing(tmp_path):
     train(tiny("telemetry.tracker=wandb"), tmp_path)
     assert json.loads((tmp_path / "metrics.json").read_text())["telemetry_failures"] == 1

@@ -24,12 +24,12 @@ from tests.distributed.launching import events_of, metrics_of, run_ranks, write_
 from tests.train.test_training import rows_of, tiny
 
 
-@pytest.fixture
-def hanging_tracker(monkeypatch):
-    """Stands in for an installed package whose network never answers."""
+@pytest.fixture(params=["init", "log"])
+def hanging_tracker(monkeypatch, request):
+    """Stands in for an installed package whose network never answers: from the start, or later."""
     let_go = threading.Event()
     package = types.ModuleType("wandb")
-    package.init = lambda **_: None
+    package.init = lambda **_: let_go.wait(60) if request.param == "init" else None
     package.log = lambda *_, **__: let_go.wait(60)
     package.finish = lambda: let_go.wait(60)
     monkeypatch.setitem(sys.modules, "wandb", package)
