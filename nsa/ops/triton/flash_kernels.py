@@ -1,0 +1,396 @@
+"""The kernels of `flash.py`: attention in which every query sees one interval of keys, forward and backward.
+
+The rows of a tile are queries x heads of one group, so that all of them read the same keys. Keys that all rows of a
+tile see are handled without masks. Every sum has a fixed order: results are the same from run to run.
+
+Legend: B batch, S tokens, N keys, G key/value heads, h query heads per group (PER_GROUP), H = G*h.
+A tile has BLOCK_M rows = QUERIES x HEADS (row r: query r // HEADS, head r % HEADS; rows left over are idle);
+HEADS < h only where a group has more heads than a tile has rows. DK, DV: head sizes, BLOCK_D* padded.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+# When a loop masks: in no tile, in every tile, in those tiles that not all rows see whole.
+NEVER, ALWAYS, EDGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _keys_seen(t, lo_ptr, hi_ptr, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """lo(t), hi(t) of one query or of a vector of queries."""
+    if lo_ptr is not None:
+        lo = tl.load(lo_ptr + t)
+        hi = tl.load(hi_ptr + t)
+    else:
+        hi = (tl.maximum(t + 1 - SPAN, -STRIDE) + STRIDE) // STRIDE
+        if WINDOW > 0:
+            lo = tl.maximum(t + 1 - WINDOW, 0)
+        else:
+            lo = t * 0
+    return lo, hi
+
+
+@triton.jit
+def _seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first query that sees key n, and the first behind that no longer does."""
+    if first_ptr is not None:
+        first = tl.load(first_ptr + n)
+        behind = tl.load(behind_ptr + n)
+    else:
+        first = n * STRIDE + (SPAN - 1)
+        if WINDOW > 0:
+            behind = tl.minimum(n + WINDOW, S)
+        else:
+            behind = n * 0 + S
+    return first, behind
+
+
+@triton.jit
+def _tile_rows(
+    tile,
+    head_tile,
+    S,
+    PER_GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Query, head inside the group and liveness of each row. Idle rows repeat a live one: safe to read."""
+    r = tl.arange(0, BLOCK_M)
+    t = tile * QUERIES + r // HEADS
+    head = head_tile * HEADS + r % HEADS
+    live = (r < QUERIES * HEADS) & (t < S) & (head < PER_GROUP)
+    t = tl.minimum(tl.minimum(t, tile * QUERIES + QUERIES - 1), S - 1)
+    return t, tl.minimum(head, PER_GROUP - 1), live
+
+
+@triton.jit
+def _load(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MASKED: tl.constexpr):
+    """A [rows, BLOCK_D] tile, 0 outside; masks exist only where something can be outside."""
+    if ROWS_MASKED and D != BLOCK_D:
+        x = tl.load(ptrs, mask=row_mask[:, None] & (d < D)[None, :], other=0.0)
+    elif ROWS_MASKED:
+        x = tl.load(ptrs, mask=row_mask[:, None], other=0.0)
+    elif D != BLOCK_D:
+        x = tl.load(ptrs, mask=(d < D)[None, :], other=0.0)
+    else:
+        x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def _inside(start, stop, full_lo, full_hi, STEP: tl.constexpr):
+    """Cuts start..stop, taken in steps, at a and b: the steps of a..b lie wholly inside full_lo..full_hi."""
+    a = start + (tl.maximum(full_lo - start, 0) + STEP - 1) // STEP * STEP
+    a = tl.minimum(a, tl.maximum(stop, start))
+    b = a + tl.maximum(tl.minimum(full_hi, stop) - a, 0) // STEP * STEP
+    return a, b
+
+
+@triton.jit
+def _part(part: tl.constexpr, start, a, z, stop, MASK: tl.constexpr):
+    """Where part 0 (left edge), 1 (inside) or 2 (right edge) of start..stop begins and ends; an uncut loop
+    is all inside."""
+    if MASK != NEVER:
+        begin, end = start, stop
+    elif part == 0:
+        begin, end = start, tl.minimum(a, stop)
+    elif part == 1:
+        begin, end = a, z
+    else:
+        begin, end = z, stop
+    return begin, end
+
+
+@triton.jit
+def _attend(
+    acc, peak, total, q, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, full_lo, full_hi, scale,
+    MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of q [BLOCK_M, BLOCK_DK] over keys start..stop; total and acc sum up 2^(s - peak)."""
+    n = tl.arange(0, BLOCK_N)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_offsets = n.to(tl.int64)[:, None] * k_sn + dk[None, :]
+    v_offsets = n.to(tl.int64)[:, None] * v_sn + dv[None, :]
+    zero = tl.zeros([], tl.int64)  # makes loop counters wide
+    for n0 in tl.range(start, stop, BLOCK_N):
+        key = n0 + n
+        k = _load(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
+        v = _load(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASK == ALWAYS:
+            s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
+        elif MASK == EDGES:
+            if (n0 < full_lo) | (n0 + BLOCK_N > full_hi):
+                s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
+        peak_new = tl.maximum(peak, tl.max(s, 1) * scale)
+        # A row that has seen nothing yet: any finite reference will do, all its terms are 0.
+        reference = peak_new if MASK == NEVER else tl.where(peak_new == -INF, 0.0, peak_new)
+        p = tl.exp2(s * scale - reference[:, None])
+        alpha = tl.exp2(peak - reference)
+        total = total * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        peak = peak_new
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["S", "N", "G", "lanes", "tiles"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr,
+    q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg,
+    S, N, G, lanes, tiles, scale,
+    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One query tile of one group. MASK == NEVER cuts the loop into masked edges and an unmasked inside."""
+    HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
+    pid = tl.program_id(0)
+    tile = tiles - 1 - pid // lanes  # late queries see most: start them first
+    lane = pid % lanes
+    b, g = (lane // HEAD_TILES // G).to(tl.int64), lane // HEAD_TILES % G
+    t, head, live = _tile_rows(tile, lane % HEAD_TILES, S, PER_GROUP, HEADS, QUERIES, BLOCK_M)
+    head = (g * PER_GROUP + head).to(tl.int64)
+    last = tl.minimum(tile * QUERIES + QUERIES, S) - 1
+    lo_min, hi_min = _keys_seen(tile * QUERIES, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo_max, hi_max = _keys_seen(last, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo, hi = _keys_seen(t, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    q_rows = q_ptr + b * q_sb + t.to(tl.int64) * q_ss + head * q_sh
+    q = _load(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
+    k_ptr += b * k_sb + g.to(tl.int64) * k_sg
+    v_ptr += b * v_sb + g.to(tl.int64) * v_sg
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    peak = tl.full([BLOCK_M], -INF, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    scale *= LOG2E
+    a, z = _inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
+    for part in tl.static_range(0 if WINDOW > 0 or lo_ptr is not None else 1, 3):
+        if MASK == NEVER or part == 1:
+            start, stop = _part(part, lo_min, a, z, hi_max, MASK)
+            acc, peak, total = _attend(
+                acc, peak, total, q, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, lo_max, hi_min, scale,
+                MASK if MASK != NEVER or part == 1 else ALWAYS,
+                BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
+            )  # fmt: skip
+
+    seen = total > 0
+    total = tl.where(seen, total, 1.0)
+    o = acc / total[:, None]
+    lse = tl.where(seen, (peak + tl.log2(total)) * LN2, -INF)
+    row = (b * S + t) * (G * PER_GROUP) + head
+    tl.store(lse_ptr + row, lse, mask=live)
+    o_mask = live[:, None] & (dv < DV)[None, :]
+    tl.store(o_ptr + row[:, None] * DV + dv[None, :], o.to(o_ptr.dtype.element_ty), mask=o_mask)
+
+
+@triton.jit
+def _pull(
+    acc, q, do, lse, delta, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, full_lo, full_hi, scale,
+    MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc += dS @ K over keys start..stop, rows = queries."""
+    n = tl.arange(0, BLOCK_N)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_offsets = n.to(tl.int64)[:, None] * k_sn + dk[None, :]
+    v_offsets = n.to(tl.int64)[:, None] * v_sn + dv[None, :]
+    zero = tl.zeros([], tl.int64)
+    for n0 in tl.range(start, stop, BLOCK_N):
+        key = n0 + n
+        k = _load(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
+        v = _load(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse[:, None])
+        if MASK == ALWAYS:
+            p = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), p, 0.0)
+        elif MASK == EDGES:
+            if (n0 < full_lo) | (n0 + BLOCK_N > full_hi):
+                p = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), p, 0.0)
+        ds = p * (dp - delta[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["S", "N", "G", "lanes", "tiles"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, lse2_ptr, delta_ptr, lo_ptr, hi_ptr,
+    q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
+    S, N, G, lanes, tiles, scale,
+    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one query tile of one group. Leaves each row's sum of dO*O and its log-sum-exp in base 2 for dK
+    and dV, as [B, G, S, h]; a row that sees nothing gets +inf there, which makes all its probabilities 0."""
+    HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
+    pid = tl.program_id(0)
+    tile = tiles - 1 - pid // lanes
+    lane = pid % lanes
+    b, g = (lane // HEAD_TILES // G).to(tl.int64), lane // HEAD_TILES % G
+    t, head, live = _tile_rows(tile, lane % HEAD_TILES, S, PER_GROUP, HEADS, QUERIES, BLOCK_M)
+    stat = ((b * G + g) * S + t) * PER_GROUP + head
+    head = (g * PER_GROUP + head).to(tl.int64)
+    last = tl.minimum(tile * QUERIES + QUERIES, S) - 1
+    lo_min, hi_min = _keys_seen(tile * QUERIES, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo_max, hi_max = _keys_seen(last, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo, hi = _keys_seen(t, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    t = t.to(tl.int64)
+    row = (b * S + t) * (G * PER_GROUP) + head
+    o_rows = o_ptr + b * o_sb + t * o_ss + head * o_sh
+    do_rows = do_ptr + b * do_sb + t * do_ss + head * do_sh
+    q_rows = q_ptr + b * q_sb + t * q_ss + head * q_sh
+    o = _load(o_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
+    do = _load(do_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
+    q = _load(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + row) * LOG2E
+    lse = tl.where(lse == -INF, INF, lse)
+    tl.store(delta_ptr + stat, delta, mask=live)
+    tl.store(lse2_ptr + stat, lse, mask=live)
+
+    k_ptr += b * k_sb + g.to(tl.int64) * k_sg
+    v_ptr += b * v_sb + g.to(tl.int64) * v_sg
+    acc = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
+    scale2 = scale * LOG2E
+    a, z = _inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
+    for part in tl.static_range(0 if WINDOW > 0 or lo_ptr is not None else 1, 3):
+        if MASK == NEVER or part == 1:
+            start, stop = _part(part, lo_min, a, z, hi_max, MASK)
+            acc = _pull(
+                acc, q, do, lse, delta, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, lo_max, hi_min, scale2,
+                MASK if MASK != NEVER or part == 1 else ALWAYS,
+                BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
+            )  # fmt: skip
+    dq = (acc * scale).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + row[:, None] * DK + dk[None, :], dq, mask=live[:, None] & (dk < DK)[None, :])
+
+
+@triton.jit
+def _push(
+    dk_acc, dv_acc, k, v, q_ptr, do_ptr, lse2_ptr, delta_ptr, q_ss, do_ss, q_offsets, do_offsets, place, head,
+    live, start, stop, first, behind, full_lo, full_hi, S, scale,
+    MASK: tl.constexpr, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, FULL_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dV += P^T @ dO and dK += dS^T @ Q over queries start..stop, with keys as rows: no result is transposed.
+    An idle row of a query tile carries a log-sum-exp of +inf, so its probabilities are 0 without any mask."""
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    zero = tl.zeros([], tl.int64)
+    for t0 in tl.range(start, stop, QUERIES):
+        t = t0 + place
+        there = live & (t < S)
+        q_tile = q_ptr + (zero + t0) * q_ss + q_offsets[:, None] + dk[None, :]
+        do_tile = do_ptr + (zero + t0) * do_ss + do_offsets[:, None] + dv[None, :]
+        stat = (zero + t0) * PER_GROUP + place * PER_GROUP + head
+        q = _load(q_tile, there, dk, DK, BLOCK_DK, MASK != NEVER)
+        do = _load(do_tile, there, dv, DV, BLOCK_DV, MASK != NEVER)
+        if MASK == NEVER and FULL_ROWS:
+            lse = tl.load(lse2_ptr + stat)
+            delta = tl.load(delta_ptr + stat)
+        else:
+            lse = tl.load(lse2_ptr + stat, mask=there, other=INF)
+            delta = tl.load(delta_ptr + stat, mask=there, other=0.0)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        p = tl.exp2(s * scale - lse[None, :])
+        if MASK == ALWAYS:
+            p = tl.where((t[None, :] >= first[:, None]) & (t[None, :] < behind[:, None]), p, 0.0)
+        elif MASK == EDGES:
+            if (t0 < full_lo) | (t0 + QUERIES > full_hi):
+                p = tl.where((t[None, :] >= first[:, None]) & (t[None, :] < behind[:, None]), p, 0.0)
+        dv_acc = tl.dot(p.to(do.dtype), do, dv_acc, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk_acc = tl.dot(ds.to(q.dtype), q, dk_acc, input_precision=PRECISION)
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=["S", "N", "G", "lanes", "splits"])
+def dkv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, first_ptr, behind_ptr,
+    q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, do_sb, do_ss, do_sh,
+    S, N, G, lanes, splits, scale,
+    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one key tile of one group from one part of the queries that see it. The parts, `splits` of
+    them, are written one after the other: [splits, B, N, G, D]."""
+    HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
+    FULL_ROWS: tl.constexpr = QUERIES * HEADS == BLOCK_M and PER_GROUP % HEADS == 0
+    pid = tl.program_id(0)
+    lane = pid % lanes
+    split = pid // lanes % splits
+    n_start = pid // lanes // splits * BLOCK_N  # early keys are seen by most: start them first
+    b, g = (lane // G).to(tl.int64), lane % G
+    n_last = tl.minimum(n_start + BLOCK_N, N) - 1
+    n = n_start + tl.arange(0, BLOCK_N)
+    real = n < N
+    n = tl.minimum(n, N - 1)
+    first_min, behind_min = _seen_by(n_start, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
+    first_max, behind_max = _seen_by(n_last, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
+    first, behind = _seen_by(n, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
+    query_tiles = (tl.maximum(behind_max - first_min, 0) + QUERIES - 1) // QUERIES
+    share = (query_tiles + splits - 1) // splits
+    start = first_min + split * share * QUERIES
+    stop = tl.minimum(start + share * QUERIES, behind_max)
+    a, z = _inside(start, stop, first_max, behind_min, QUERIES)
+
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_rows = k_ptr + b * k_sb + g.to(tl.int64) * k_sg + n.to(tl.int64) * k_sn
+    v_rows = v_ptr + b * v_sb + g.to(tl.int64) * v_sg + n.to(tl.int64) * v_sn
+    k = _load(k_rows[:, None] + dk[None, :], real, dk, DK, BLOCK_DK, False)
+    v = _load(v_rows[:, None] + dv[None, :], real, dv, DV, BLOCK_DV, False)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    scale2 = scale * LOG2E
+    r = tl.arange(0, BLOCK_M)
+    place = tl.minimum(r // HEADS, QUERIES - 1)
+    q_ptr += b * q_sb
+    do_ptr += b * do_sb
+    lse2_ptr += (b * G + g) * S * PER_GROUP
+    delta_ptr += (b * G + g) * S * PER_GROUP
+    for head_tile in range(HEAD_TILES):
+        head = head_tile * HEADS + r % HEADS
+        live = (r < QUERIES * HEADS) & (head < PER_GROUP)
+        head = tl.minimum(head, PER_GROUP - 1)
+        q_offsets = place.to(tl.int64) * q_ss + (g * PER_GROUP + head).to(tl.int64) * q_sh
+        do_offsets = place.to(tl.int64) * do_ss + (g * PER_GROUP + head).to(tl.int64) * do_sh
+        for part in tl.static_range(3):
+            if MASK == NEVER or part == 1:
+                begin, end = _part(part, start, a, z, stop, MASK)
+                dk_acc, dv_acc = _push(
+                    dk_acc, dv_acc, k, v, q_ptr, do_ptr, lse2_ptr, delta_ptr, q_ss, do_ss, q_offsets,
+                    do_offsets, place, head, live, begin, end, first, behind, first_max, behind_min,
+                    S, scale2, MASK if MASK != NEVER or part == 1 else ALWAYS,
+                    PER_GROUP, QUERIES, DK, DV, BLOCK_DK, BLOCK_DV, FULL_ROWS, PRECISION,
+                )  # fmt: skip
+
+    row = ((split * (lanes // G) + b) * N + n) * G + g  # of [splits, B, N, G]
+    dk_mask = real[:, None] & (dk < DK)[None, :]
+    dv_mask = real[:, None] & (dv < DV)[None, :]
+    dk_out, dv_out = dk_ptr + row[:, None] * DK + dk[None, :], dv_ptr + row[:, None] * DV + dv[None, :]
+    tl.store(dk_out, (dk_acc * scale).to(dk_ptr.dtype.element_ty), mask=dk_mask)
+    tl.store(dv_out, dv_acc.to(dv_ptr.dtype.element_ty), mask=dv_mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def sum_parts_kernel(parts_ptr, out_ptr, numel, splits, BLOCK: tl.constexpr):
+    """out = the sum of the parts [splits, numel], always in the same order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    zero = tl.zeros([], tl.int64)
+    for part in range(splits):
+        total += tl.load(parts_ptr + (zero + part) * numel + i, mask=i < numel, other=0.0)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numel)
