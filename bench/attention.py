@@ -6,7 +6,6 @@ writes JSON with the machine, the versions and the commit.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
 from nsa.ops import compress_mean, nsa_attention
 from nsa.ops.dispatch import triton_module
+from nsa.telemetry.environment import commit
 
 CHECK_TOKENS = 4096
 LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -187,16 +187,12 @@ def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] 
 
 
 def machine() -> dict[str, str]:
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"], capture_output=True, text=True
-    )
-    commit = asked.stdout.strip() if asked.returncode == 0 else ""
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": str(torch.version.cuda),
-        "commit": commit or "unknown",
+        "commit": commit() or "unknown",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -42,6 +42,7 @@ from nsa.data.loader import Patience, Prefetcher, Request
 from nsa.data.shards import write_manifest, write_shard
 from nsa.data.tokenizers import Tokenizer, load_tokenizer
 from nsa.errors import NSAError
+from nsa.telemetry.environment import commit
 
 SEQ_LEN, BATCH = 2048, 16
 THREADS = 2  # of a rank, as data.workers has it by default; also the processes of `nsa data prepare`
@@ -383,14 +384,11 @@ def bench_first(work: Path, sizes: Sizes, library: str) -> Iterator[Result]:
 
 
 def machine() -> dict[str, Any]:
-    asked = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run(["git", "status", "--porcelain", "nsa"], capture_output=True, text=True)
     return {
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "tiktoken", "tokenizers", "torch")},
-        "commit": asked.stdout.strip() or "unknown",
-        "uncommitted_changes": bool(changed.stdout.strip()),
+        "commit": commit() or "unknown",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -29,6 +29,7 @@ from nsa.telemetry.training_csv import TrainingRow
 from nsa.train import trainer
 from nsa.train.monitor import Monitor
 
+ROOT = Path(__file__).parents[1]
 CONFIG = "configs/m7c_125m_1xa100_production.yaml"
 OVERRIDES = ["data.source=synthetic", "train.eval_every=0", "data.validation_fraction=0", "checkpoint.every=1000000"]
 WAITING = ["telemetry.watchdog_floor_s=3600", "telemetry.watchdog_first_step_s=3600"]  # a run waits for its turn
@@ -60,7 +61,10 @@ class SwitchedMonitor(Monitor):
         seconds = 0.0 if self.began is None else time.perf_counter() - self.began
         self.flush()  # what is still to be written falls into no other block
         print(ANSWER + json.dumps({"step": step, "seconds": seconds, "inside_s": self.inside_s}), flush=True)
-        self.on = sys.stdin.readline().strip() == "on"
+        turn = sys.stdin.readline()
+        if not turn:
+            raise SystemExit("whoever measures is gone")
+        self.on = turn.strip() == "on"
         self.inside_s = 0.0
         self.began = time.perf_counter()
 
@@ -86,7 +90,7 @@ class Worker:
         command = [sys.executable, "-m", "bench.telemetry", "--worker", str(folder), *arguments]
         self._log = (folder.parent / f"{folder.name}.log").open("w")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT
         )
 
     def ready(self) -> dict[str, float]:
@@ -134,8 +138,8 @@ def measure(workers: list[Worker], pairs: int, steps: int) -> list[dict[str, Any
 
 
 def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The cost in percent of a step, with the standard error of its mean; and how much of it is time inside the calls
-    that the training loop makes, the rest being what threads and the GPU do beside it."""
+    """The cost in percent of a step, with the standard error of its mean; and how much of it is time inside the call
+    that ends a step. The rest is smaller calls, and what threads and the GPU do beside them."""
     costs = [100 * (pair["on_step_s"] / pair["off_step_s"] - 1) for pair in pairs]
     error = statistics.stdev(costs) / math.sqrt(len(costs)) if len(costs) > 1 else math.inf
     return {
@@ -165,7 +169,8 @@ def main() -> None:
         trainer.train(config, given.worker)
         return
     every = config.telemetry.every
-    arguments = ["--config", given.config, *given.overrides, f"train.steps={every * (2 * given.pairs + 4)}"]
+    file, steps = Path(given.config).resolve(), every * (2 * given.pairs + 4)
+    arguments = ["--config", str(file), *given.overrides, f"train.steps={steps}"]
     with tempfile.TemporaryDirectory() as folder:
         workers = [Worker(Path(folder) / f"run{number}", arguments) for number in range(given.runs)]
         try:
@@ -180,7 +185,7 @@ def main() -> None:
     Console().print(table)
     cost, error, median = (told[f"cost_percent{kind}"] for kind in ("", "_error", "_median"))
     print(f"cost {cost:+.2f} % +- {error:.2f} (median {median:+.2f}) over {told['pairs']} pairs of {every} steps")
-    print(f"{told['inside_percent']:.2f} % of a step is spent in its calls")
+    print(f"{told['inside_percent']:.2f} % of a step is spent in the call that ends it")
     if given.out:
         where = machine() if torch.cuda.is_available() else {"gpu": "none"}
         result = {"machine": where, "config": given.config, "overrides": overrides, "steps_a_block": every}

@@ -43,8 +43,8 @@ def _facts(result: Result) -> list[str]:
     machine = result["machine"]  # as the runs recorded it; where none came so far, the probe has seen some of it
     seen = {finding["what"]: finding["found"] for finding in result["environment"]}
     cores = machine.get("cpu_count")
-    on_cpu = f"CPU, {cores} cores" if cores else seen.get("GPU 0") or seen.get("device") or "an unknown machine"
-    where = ", ".join(machine.get("gpu") or []) or on_cpu
+    where = ", ".join(machine.get("gpu") or []) or (f"CPU, {cores} cores" if cores else "")
+    where = where or seen.get("GPU 0") or seen.get("device") or "an unknown machine"
     torch = (machine.get("packages") or {}).get("torch") or seen.get("torch") or "-"
     wanted = result["config"]["data"]
     data = (result.get("data") or {}).get("source") or wanted["source"]

@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "pyarrow", "
 def describe_environment(config: dict[str, Any], world_size: int, strategy: str) -> dict[str, Any]:
     return {
         "nsa": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -41,7 +41,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Of the checkout this package lies in, if it lies in one; ends in "-dirty" if files differ from it."""
     folder = Path(__file__).parents[2]
     try:

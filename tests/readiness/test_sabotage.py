@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.data.hub_server import Fault, HubServer
 from tests.data.mirror import write_mirror
@@ -43,6 +44,9 @@ def test_a_kernel_that_returns_a_wrong_gradient(tmp_path):
     assert failed(result) == {("phase0", "kernels")}
     assert "sel (reference): gradient of k by differences is off by" in reason(result, "kernels")
     assert not any("gradient of v" in line for line in result["reasons"])
+    page = (tmp_path / "ready" / "readiness.md").read_text()
+    assert "1 process on CPU, " in page, "the machine is named although no run has told of it"
+    assert f"torch {torch.__version__}" in page
 
 
 def test_everything_that_is_missed_is_named_with_target_and_value(tmp_path):
