@@ -20,7 +20,7 @@ train: setup
 
 # Tests that start several processes come by themselves: they would disturb those that watch the clock. Some share
 # folders of runs, so a file stays on one worker.
-PROCESSES := tests/distributed tests/faults tests/readiness tests/scripts
+PROCESSES := tests/distributed tests/faults tests/checks tests/scripts
 test: setup-dev browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton $(PROCESSES:%=--ignore=%)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PROCESSES)
@@ -34,7 +34,7 @@ browser:
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
-	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/telemetry
+	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/record
 
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev

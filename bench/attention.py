@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
 from nsa.ops import compress_mean, nsa_attention
 from nsa.ops.dispatch import triton_module
-from nsa.telemetry.environment import commit
+from nsa.record.environment import commit
 
 CHECK_TOKENS = 4096
 LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}

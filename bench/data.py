@@ -42,7 +42,7 @@ from nsa.data.loader import Patience, Prefetcher, Request
 from nsa.data.shards import write_manifest, write_shard
 from nsa.data.tokenizers import Tokenizer, load_tokenizer
 from nsa.errors import NSAError
-from nsa.telemetry.environment import commit
+from nsa.record.environment import commit
 
 SEQ_LEN, BATCH = 2048, 16
 THREADS = 2  # of a rank, as data.workers has it by default; also the processes of `nsa data prepare`

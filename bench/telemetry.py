@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.attention import machine
 from nsa.config import load_config
 from nsa.ops.observe import Observer
-from nsa.telemetry.training_csv import TrainingRow
+from nsa.record.training_csv import TrainingRow
 from nsa.train import trainer
 from nsa.train.monitor import Monitor
 

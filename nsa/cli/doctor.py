@@ -8,13 +8,13 @@ from rich.markup import escape
 from rich.text import Text
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
-from nsa.telemetry.numbers import one_line
+from nsa.record.numbers import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa.readiness.doctor import Record
-    from nsa.telemetry.reading import RunView
+    from nsa.checks.doctor import Record
+    from nsa.inspect.reading import RunView
 
 
 def doctor(
@@ -37,9 +37,9 @@ def doctor(
     """Find what is broken and the smallest case that shows it, or say that all is well."""
     from rich.console import Console
 
-    from nsa.readiness.doctor import Watcher, admit, diagnose
-    from nsa.readiness.doctor_report import verdict, write_page
-    from nsa.readiness.trials import refuse_launcher
+    from nsa.checks.doctor import Watcher, admit, diagnose
+    from nsa.checks.doctor_report import verdict, write_page
+    from nsa.checks.trials import refuse_launcher
     from nsa.train.folder import claim_folder
 
     refuse_launcher()

@@ -11,7 +11,7 @@ from nsa.config import load_config
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nsa.readiness.memory import Estimate, Fit, Planner
+    from nsa.checks.memory import Estimate, Fit, Planner
 
 SCHEMA = 1
 _ROWS = {
@@ -38,7 +38,7 @@ def memory(
 ) -> None:
     """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    from nsa.readiness.memory import CARDS, COMMON_CARDS, GRANULARITIES, Card, Planner, find_card, present_card
+    from nsa.checks.memory import CARDS, COMMON_CARDS, GRANULARITIES, Card, Planner, find_card, present_card
 
     asked = find_card(card) if card is not None else present_card()
     cards = [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS]
@@ -57,7 +57,7 @@ def memory(
 def _as_json(
     planner: "Planner", by_granularity: list["Estimate"], fits: list["Fit"], advice: list[str]
 ) -> dict[str, Any]:
-    from nsa.readiness.memory import CONTEXT_GIB, GAPS
+    from nsa.checks.memory import CONTEXT_GIB, GAPS
 
     return {
         "schema": SCHEMA,
@@ -89,7 +89,7 @@ def _show(
 ) -> None:
     from rich.console import Console
 
-    from nsa.readiness.memory import CONTEXT_GIB, GAPS
+    from nsa.checks.memory import CONTEXT_GIB, GAPS
 
     console, found = Console(highlight=False), planner.estimate()
     compiled = ", compiled" if planner.config.runtime.compile else ""

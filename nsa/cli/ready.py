@@ -38,12 +38,12 @@ def ready(
 
     from rich.console import Console
 
-    from nsa.readiness.live import LiveCheck
-    from nsa.readiness.pages import HTML_FILE, headline, write_pages
-    from nsa.readiness.phases import FULL, QUICK
-    from nsa.readiness.ready import Plan, check_readiness
-    from nsa.readiness.result import Launch, build_result, compare, read_baseline
-    from nsa.readiness.trials import default_nproc, refuse_launcher
+    from nsa.checks.live import LiveCheck
+    from nsa.checks.pages import HTML_FILE, headline, write_pages
+    from nsa.checks.phases import FULL, QUICK
+    from nsa.checks.ready import Plan, check_readiness
+    from nsa.checks.result import Launch, build_result, compare, read_baseline
+    from nsa.checks.trials import default_nproc, refuse_launcher
     from nsa.train.folder import claim_folder
 
     refuse_launcher()

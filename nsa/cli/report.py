@@ -14,8 +14,8 @@ def report(
     ] = None,
 ) -> None:
     """Write a run as one HTML file with all curves, that opens without a network."""
-    from nsa.telemetry.reading import read_run
-    from nsa.telemetry.report import FILE_NAME, write_report
+    from nsa.inspect.reading import read_run
+    from nsa.inspect.report import FILE_NAME, write_report
 
     target = out or run_dir / FILE_NAME
     write_report(read_run(run_dir), target)

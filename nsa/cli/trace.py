@@ -10,7 +10,7 @@ def trace(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a traced run.", show_default=False)],
 ) -> None:
     """Explain the traces of a run: who stopped where, what got no gradient, where ranks differ."""
-    from nsa.telemetry.trace_report import explain
+    from nsa.inspect.trace_report import explain
 
     for line in explain(run_dir):
         print(line)

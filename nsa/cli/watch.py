@@ -17,8 +17,8 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from nsa.telemetry.reading import RunReader
-    from nsa.telemetry.view import frame, is_plain
+    from nsa.inspect.reading import RunReader
+    from nsa.inspect.view import frame, is_plain
 
     console, reader = Console(highlight=False), RunReader(run_dir)
     plain = is_plain(console)

@@ -17,16 +17,16 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
 from nsa.parallel.launch import World
-from nsa.telemetry.attention_stats import AttentionObserver, GateStats, Sample, SelectionStats
-from nsa.telemetry.console import RunConsole, step_line
-from nsa.telemetry.dtypes import write_dtypes_report, write_optimizer_state
-from nsa.telemetry.events import EventStream, Heartbeat, Sink
-from nsa.telemetry.memory import dump_memory
-from nsa.telemetry.profile import StepProfiler
-from nsa.telemetry.sinks import TensorBoard, Tracker, csv_sinks
-from nsa.telemetry.trace import Tracer
-from nsa.telemetry.training_csv import TrainingRow
-from nsa.telemetry.watchdog import DATA_PHASE, Watchdog
+from nsa.record.attention_stats import AttentionObserver, GateStats, Sample, SelectionStats
+from nsa.record.console import RunConsole, step_line
+from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
+from nsa.record.events import EventStream, Heartbeat, Sink
+from nsa.record.memory import dump_memory
+from nsa.record.profile import StepProfiler
+from nsa.record.sinks import TensorBoard, Tracker, csv_sinks
+from nsa.record.trace import Tracer
+from nsa.record.training_csv import TrainingRow
+from nsa.record.watchdog import DATA_PHASE, Watchdog
 from nsa.train.folder import record_end
 from nsa.train.state import RunState
 

@@ -27,10 +27,10 @@ from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
 from nsa.parallel.strategy import gather_weights, host_mesh
-from nsa.telemetry.environment import describe_environment
-from nsa.telemetry.memory import is_out_of_memory, memory_gib, oom_report, remedies
-from nsa.telemetry.run_log import RunLog
-from nsa.telemetry.training_csv import TrainingRow
+from nsa.record.environment import describe_environment
+from nsa.record.memory import is_out_of_memory, memory_gib, oom_report, remedies
+from nsa.record.run_log import RunLog
+from nsa.record.training_csv import TrainingRow
 from nsa.train import nonfinite
 from nsa.train.feed import Feed
 from nsa.train.folder import (

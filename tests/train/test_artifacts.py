@@ -7,9 +7,9 @@ import types
 import pytest
 
 from nsa.errors import LaunchError, NumericsError
-from nsa.telemetry.events import EventStream, Heartbeat
-from nsa.telemetry.tables import Table
-from nsa.telemetry.training_csv import COLUMNS
+from nsa.record.events import EventStream, Heartbeat
+from nsa.record.tables import Table
+from nsa.record.training_csv import COLUMNS
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 

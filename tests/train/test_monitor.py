@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from nsa.errors import NumericsError
+from nsa.inspect.health import unhealthy
+from nsa.inspect.reading import read_run
 from nsa.parallel.launch import World
-from nsa.telemetry import events
-from nsa.telemetry.attention_stats import GateStats, Sample
-from nsa.telemetry.health import unhealthy
-from nsa.telemetry.reading import read_run
+from nsa.record import events
+from nsa.record.attention_stats import GateStats, Sample
 from nsa.train import train
 from nsa.train.monitor import Monitor
 from tests.distributed.launching import events_of, metrics_of, run_ranks, write_config

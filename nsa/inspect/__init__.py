@@ -1,0 +1,1 @@
+"""Reads a run folder: live view, report, trace report, health. Needs no torch."""

@@ -1,0 +1,275 @@
+"""A run as one HTML file that needs nothing else: no script, no network, no font. It opens from a disk, prints, and
+follows the reader's choice of light or dark.
+
+Everything from a file is escaped, and the page forbids scripts besides: words of a run cannot act in a browser.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nsa import __version__
+from nsa.errors import LaunchError
+from nsa.inspect.health import LEAST_SHARE, MOST_COLLAPSED, unhealthy
+from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
+from nsa.inspect.report_plots import (
+    gate_figures,
+    selection_figures,
+    short_layer,
+    speed_figures,
+    training_figures,
+)
+from nsa.inspect.report_style import STYLE
+from nsa.inspect.run_files import lookup, number
+from nsa.inspect.run_samples import BRANCHES, LayerGates, Selection
+from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+
+FILE_NAME = "report.html"
+MOST_HAPPENINGS = 500
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def write_report(view: RunView, target: Path) -> None:
+    """Whole or not at all."""
+    beside = target.with_name(target.name + ".tmp")
+    try:
+        beside.write_text(render(view), encoding="utf-8")
+        beside.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise LaunchError(f"{target}: cannot be written: {error.strerror}; choose another place with --out") from None
+
+
+def render(view: RunView) -> str:
+    """The page."""
+    name = escape(one_line(view.name, 200))
+    return "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f'<title>{name} - nsa report</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>',
+            _header(view, name),
+            "<main>",
+            _health(view),
+            _tiles(view),
+            _section("training", "Training", _grid(training_figures(view))),
+            _section("speed", "Speed and memory", _grid(speed_figures(view))),
+            _section("gates", "Gates", _gate_table(view) + _grid(gate_figures(view))),
+            _section("selection", "Selection", _grid(selection_figures(view)) + _layer_selection(view)),
+            _section("incidents", "What happened", _happenings(view)),
+            _section("environment", "Environment", _environment(view)),
+            _section("configuration", "Configuration", _configuration(view)),
+            "</main>",
+            f"<footer>Written {escape(clock(view.now))} by nsa {escape(__version__)} from {escape(str(view.folder))}",
+            "</footer></body></html>\n",
+        ]
+    )
+
+
+def _section(identity: str, title: str, inside: str) -> str:
+    return f'<section id="{identity}"><h2>{escape(title)}</h2>{inside}</section>'
+
+
+def _grid(figures: Iterable[str]) -> str:
+    return f'<div class="plots">{"".join(figures)}</div>'
+
+
+def _header(view: RunView, name: str) -> str:
+    status = view.status
+    words = {
+        RUNNING: "running",
+        SILENT: f"silent since {seconds(status.age_s)}",
+        FAILED: f"failed, exit code {status.exit_code}",
+    }.get(status.kind, status.kind)
+    gpus = view.env.get("gpu")
+    where = str(gpus[0]) if isinstance(gpus, list) and gpus else "CPU"
+    done = min(1.0, view.step / view.steps) if view.steps > 0 else 0.0
+    facts = [f"{view.strategy} x {view.world_size}", where]
+    facts += [f"{view.attempts} starts"] if view.attempts > 1 else []
+    facts += [f"began {clock(view.started_at, '%Y-%m-%d %H:%M')}"] if math.isfinite(view.started_at) else []
+    links = "".join(f'<a href="#{to}">{word}</a>' for to, word in _LINKS)
+    return (
+        f'<header><div class="title"><h1>{name}</h1><span class="status {status.kind}">{escape(words)}</span></div>'
+        f'<p class="facts">{escape(" · ".join(one_line(fact, 80) for fact in facts))}</p>'
+        f'<div class="progress" role="img" aria-label="step {view.step} of {view.steps}">'
+        f'<i style="width:{done:.2%}"></i></div>'
+        f'<p class="facts">step {view.step:,} of {view.steps:,} ({done:.0%})</p><nav>{links}</nav></header>'
+    )
+
+
+_LINKS = (
+    ("training", "Training"),
+    ("speed", "Speed"),
+    ("gates", "Gates"),
+    ("selection", "Selection"),
+    ("incidents", "What happened"),
+    ("environment", "Environment"),
+    ("configuration", "Configuration"),
+)
+
+
+def _health(view: RunView) -> str:
+    found = unhealthy(view)
+    problems = [f"{name}: {problem}" for name, problem in view.problems.items()]
+    if not found and not problems:
+        return '<div class="health well" id="health"><p>Nothing unhealthy was found.</p></div>'
+    bad = "".join(f'<li class="bad">{escape(one_line(line))}</li>' for line in found)
+    files = "".join(f'<li class="file">{escape(one_line(line))}</li>' for line in problems)
+    return f'<div class="health" id="health"><ul>{bad}{files}</ul></div>'
+
+
+def _tiles(view: RunView) -> str:
+    validation = view.validation
+    best = number(view.metrics.get("best_val_loss"))
+    waited = view.training.column("save_wait_s")
+    bad = sum(happening.weight == "bad" for happening in view.happenings)
+    tiles = [
+        ("Loss", exact(view.loss), "nats per token, mean of the last steps"),
+        (
+            "Validation",
+            exact(validation[1]) if validation else "-",
+            f"at step {validation[0]:,}, {exact(validation[2], '.3f')} bits per byte" if validation else "none was run",
+        ),
+        ("Best validation", exact(best), "nats per token") if math.isfinite(best) else None,
+        ("Tokens", short(view.now_of("tokens")), "trained on"),
+        ("Throughput", short(view.recent("toks_per_s")), "tokens/s, median of the last steps"),
+        ("Step", seconds(view.recent("step_s")), "median of the last steps"),
+        ("Waiting for data", percent(view.data_share), "of the last steps"),
+        ("Waiting for saves", seconds(float(waited[waited == waited].sum())), "in all"),
+        ("Memory", f"{exact(view.mem_gib, '.2f')} GiB", "the rank that needs most"),
+        ("Elapsed", seconds(view.elapsed_s), f"in {view.attempts} starts" if view.attempts > 1 else "since the start"),
+        ("Left", seconds(view.left_s), "at the pace of the last steps") if view.left_s is not None else None,
+        ("Incidents", str(bad), "see what happened"),
+    ]
+    cells = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
+        for name, value, note in filter(None, tiles)
+    )
+    return f'<dl class="tiles" id="numbers">{cells}</dl>'
+
+
+def _gate_table(view: RunView) -> str:
+    if not view.gates:
+        return ""
+    head = "<tr><th>layer</th><th>cmp / sel / win</th><th>entropy</th><th>lowest</th><th>collapsed</th></tr>"
+    rows = "".join(_gate_row(gates) for gates in view.gates)
+    keys = "".join(f'<li><i class="key b{at}"></i>{branch}</li>' for at, branch in enumerate(BRANCHES))
+    return (
+        f'<div class="card" id="gates-now"><h3>At step {view.gates_step:,}</h3><ul class="legend">{keys}</ul>'
+        f'<div class="scroll"><table>{head}{rows}</table></div></div>'
+    )
+
+
+def _gate_row(gates: LayerGates) -> str:
+    unwell = gates.collapsed > MOST_COLLAPSED or min(gates.shares) < LEAST_SHARE
+    parts = "".join(
+        f'<i class="b{at}" style="width:{max(0.0, share):.2%}"></i>'
+        for at, share in enumerate(gates.shares)
+        if math.isfinite(share)
+    )
+    shares = " / ".join(percent(share) for share in gates.shares)
+    return (
+        f"<tr{' class=unwell' if unwell else ''}>{_layer_cell(gates.layer)}"
+        f'<td><span class="split">{parts}</span><span class="num">{shares}</span></td>'
+        f'<td class="num">{exact(gates.mean_entropy, ".3f")}</td><td class="num">{exact(gates.min_entropy, ".3f")}</td>'
+        f'<td class="num">{percent(gates.collapsed)}</td></tr>'
+    )
+
+
+def _layer_cell(layer: str) -> str:
+    name = one_line(layer, 80)
+    return f'<td class="num" title="{escape(name)}">{escape(short_layer(name))}</td>'
+
+
+def _layer_selection(view: RunView) -> str:
+    """Layer by layer, for those who open it."""
+    if not view.layer_selection:
+        return ""
+    top = max(max(found.distances.values(), default=0.0) for found in view.layer_selection.values())
+    rows = "".join(_selection_row(layer, found, top) for layer, found in view.layer_selection.items())
+    bins = list(next(iter(view.layer_selection.values())).distances)
+    words = f"distance, {bins[0]} to {bins[-1]} blocks" if bins else "distance"
+    heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", words)
+    head = "".join(f"<th>{escape(word)}</th>" for word in heads)
+    step = next(iter(view.layer_selection.values())).step
+    return (
+        f'<details class="card" id="selection-layers"><summary>Layer by layer at step {step:,}</summary>'
+        f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
+    )
+
+
+def _selection_row(layer: str, found: Selection, top: float) -> str:
+    cells = "".join(
+        f'<i title="{escape(name)} blocks away: {percent(share)}" style="opacity:{share / (top or 1.0):.2f}"></i>'
+        for name, share in found.distances.items()
+        if math.isfinite(share)
+    )
+    numbers = (
+        exact(found.mean_distinct, ".2f"),
+        exact(found.max_distinct, ".0f"),
+        *(percent(share) for share in (found.share_at_max, found.share_forced, found.agreement)),
+    )
+    return (
+        f"<tr>{_layer_cell(layer)}{''.join(f'<td class=num>{n}</td>' for n in numbers)}"
+        f'<td><span class="strip">{cells}</span></td></tr>'
+    )
+
+
+def _happenings(view: RunView) -> str:
+    if not view.happenings:
+        return '<p class="missing">Nothing is recorded.</p>'
+    shown = view.happenings[:MOST_HAPPENINGS]
+    rows = "".join(
+        f'<tr class="{happening.weight}"><td class="num">{clock(happening.time)}</td>'
+        f'<td class="num">{happening.step:,}</td><td>{escape(_ranks(happening.ranks, view.world_size))}</td>'
+        f"<td>{escape(one_line(happening.kind, 60))}</td><td>{escape(one_line(happening.message))}</td></tr>"
+        for happening in shown
+    )
+    more = len(view.happenings) - len(shown)
+    note = f'<p class="about">{more} older ones are in heartbeat_rank*.jsonl.</p>' if more else ""
+    head = "<tr><th>time</th><th>step</th><th>ranks</th><th>what</th><th>words</th></tr>"
+    return f'<div class="card scroll"><table class="story">{head}{rows}</table>{note}</div>'
+
+
+def _ranks(ranks: tuple[int, ...], size: int) -> str:
+    if len(ranks) == size:
+        return "all" if size > 1 else "0"
+    return ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+
+
+def _environment(view: RunView) -> str:
+    env = {key: value for key, value in view.env.items() if key != "config"}
+    if isinstance(command := env.get("command"), list):
+        env["command"] = " ".join(map(str, command))
+    if view.fallbacks.total:
+        env["fallbacks"] = {f"{branch}: {reason}": short(n) for (branch, reason), n in view.fallbacks.counts.items()}
+    if lookup(view.metrics, "data"):
+        env["data"] = view.metrics["data"]
+    if not env:
+        return f'<p class="missing">env.json {escape(view.problems.get("env.json", "is empty"))}</p>'
+    rows = "".join(f"<tr><th>{escape(str(key))}</th><td>{_value(value)}</td></tr>" for key, value in env.items())
+    return f'<div class="card scroll"><table class="facts-table">{rows}</table></div>'
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "<br>".join(f"{escape(str(k))} {_value(v)}" for k, v in value.items()) or "none"
+    if isinstance(value, list):
+        return "<br>".join(_value(v) for v in value) or "none"
+    return escape("none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _configuration(view: RunView) -> str:
+    if not view.config:
+        return f'<p class="missing">config.yaml {escape(view.problems.get("config.yaml", "is empty"))}</p>'
+    text = yaml.safe_dump(view.config, sort_keys=False, allow_unicode=True)
+    return f'<details class="card"><summary>config.yaml</summary><pre>{escape(text)}</pre></details>'

@@ -1,0 +1,254 @@
+"""Plots as SVG text: axes with ticks and units, curves that keep their spikes, heat maps. Colours are CSS classes of
+the page, so that it can be light or dark. Everything that comes from a file is escaped."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import pairwise
+
+import numpy as np
+
+from nsa.inspect.run_files import Numbers
+from nsa.record.numbers import short
+
+MOST_POINTS = 1000  # of a curve
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 22, 32
+_LEVELS = 20  # shades of a heat map
+_BANDS = 60  # parts of a plot that say their values under a pointer
+_LOG_FROM = 30  # how far above its median a curve must reach for a logarithmic axis
+
+
+@dataclass(frozen=True)
+class Curve:
+    name: str
+    x: Numbers
+    y: Numbers
+    style: str = "c1"  # a class of the page
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Size of a plot in its own units, and the ranges of its axes."""
+
+    width: int
+    height: int
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool = False
+
+    def across(self, value: float) -> float:
+        low, high = self.x
+        return LEFT + (value - low) / ((high - low) or 1.0) * (self.width - LEFT - RIGHT)
+
+    def down(self, value: float) -> float:
+        low, high = (math.log10(v) for v in self.y) if self.log else self.y
+        value = math.log10(value) if self.log else value
+        return self.height - BOTTOM - (value - low) / ((high - low) or 1.0) * (self.height - TOP - BOTTOM)
+
+
+@dataclass
+class Plot:
+    """What a figure of lines holds; `marks` are steps with a word, drawn as arrows above."""
+
+    curves: list[Curve]
+    unit: str = ""
+    from_zero: bool = False
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    may_be_log: bool = False
+
+
+def thin(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
+    """At most about `most` points with the lowest and the highest of every stretch, and the first and the last."""
+    if len(x) <= most:
+        return x, y
+    edges = np.linspace(0, len(x), most // 2 + 1).astype(int)
+    keep = {0, len(x) - 1}
+    for start, end in pairwise(edges):
+        part = np.where(np.isfinite(y[start:end]), y[start:end], np.nan)
+        if np.isfinite(part).any():
+            keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+        bad = np.flatnonzero(~np.isfinite(part))
+        if len(bad):
+            keep.add(start + int(bad[0]))  # so that the gap stays one
+    at = np.array(sorted(keep))
+    return x[at], y[at]
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers within a range: steps of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor(high / step + 1e-9) - first + 1
+    return [round((first + n) * step, 12) for n in range(count)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, math.ceil(len(powers) / 6))
+    found = [10.0**power for power in powers if power % every == 0 and low <= 10.0**power <= high]
+    return found if len(found) > 1 else [low, high]
+
+
+def draw(plot: Plot, width: int, height: int) -> str:
+    """The inside of an <svg>; empty where no curve has a finite value."""
+    curves = [Curve(c.name, *thin(c.x, c.y), c.style, c.dots) for c in plot.curves]
+    finite = [c.y[np.isfinite(c.y)] for c in curves]
+    values = np.concatenate(finite) if finite else np.array([])
+    if not len(values):
+        return ""
+    xs = np.concatenate([c.x for c in curves])
+    frame = _frame(plot, values, xs, width, height)
+    parts = [_axes(frame, plot.unit), *(_curve(frame, curve) for curve in curves), _bands(frame, curves, plot.unit)]
+    for step, word in plot.marks:
+        if frame.x[0] <= step <= frame.x[1]:
+            at = frame.across(step)
+            parts.append(f'<path class="mark" d="M{at:.1f} {TOP + 2}l-5 -9h10z"><title>{escape(word)}</title></path>')
+    return "".join(parts)
+
+
+def _frame(plot: Plot, values: Numbers, xs: Numbers, width: int, height: int) -> Frame:
+    low, high = float(values.min()), float(values.max())
+    log = plot.may_be_log and low > 0 and high / float(np.median(values)) > _LOG_FROM
+    if plot.from_zero and not log:
+        low = min(0.0, low)
+    if log:
+        low, high = low / 1.2, high * 1.2
+    else:
+        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        low, high = (low if plot.from_zero and low == 0.0 else low - room), high + room
+    first, last = float(xs.min()), float(xs.max())
+    return Frame(width, height, (first, last if last > first else first + 1.0), (low, high), log)
+
+
+def _axes(frame: Frame, unit: str) -> str:
+    right, bottom = frame.width - RIGHT, frame.height - BOTTOM
+    parts = []
+    for value in log_ticks(*frame.y) if frame.log else ticks(*frame.y):
+        y = frame.down(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
+    parts.append(step_axis(frame))
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    note = f"{unit}, logarithmic" if frame.log and unit else "logarithmic" if frame.log else unit
+    parts.append(f'<text class="unit" x="4" y="12">{escape(note)}</text>')
+    return "".join(parts)
+
+
+def step_axis(frame: Frame) -> str:
+    bottom, parts = frame.height - BOTTOM, []
+    for value in ticks(*frame.x, most=max(3, frame.width // 100)):
+        if value == int(value):
+            x = frame.across(value)
+            parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+            parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(value)}</text>')
+    end = f'x="{frame.width - RIGHT}" y="{frame.height - 2}"'
+    return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>step</text>'
+
+
+def _curve(frame: Frame, curve: Curve) -> str:
+    if curve.dots:
+        spots = [
+            f'<circle class="{curve.style} dot" cx="{frame.across(x):.1f}" cy="{frame.down(y):.1f}" r="3"/>'
+            for x, y in zip(curve.x, curve.y, strict=True)
+            if math.isfinite(y)
+        ]
+        return _path(frame, curve) + "".join(spots[:: max(1, len(spots) // 150)])
+    return _path(frame, curve)
+
+
+def _path(frame: Frame, curve: Curve) -> str:
+    """A line with gaps and a cross on the upper edge where a value is not finite."""
+    points, crosses, pen = [], [], "M"
+    for x, y in zip(curve.x.tolist(), curve.y.tolist(), strict=True):
+        if math.isfinite(y) and not (frame.log and y <= 0):
+            points.append(f"{pen}{frame.across(x):.1f} {frame.down(y):.1f}")
+            pen = "L"
+        elif not curve.dots:
+            crosses.append(f"M{frame.across(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8")
+            pen = "M"
+    bad = f'<path class="bad" d="{"".join(crosses)}"><title>not finite</title></path>' if crosses else ""
+    return f'<path class="{curve.style} line" d="{"".join(points)}"/>{bad}'
+
+
+def _bands(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
+    """Unseen strips whose titles tell the values there: a pointer reads the plot without any script."""
+    low, high = frame.x
+    edges = np.linspace(low, high, _BANDS + 1)
+    parts = []
+    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        told = [line for curve in curves if (line := _range_words(curve, start, end))]
+        if told:
+            x, wide = frame.across(start), frame.across(end) - frame.across(start)
+            words = escape(f"step {start:.0f} to {end:.0f}\n" + "\n".join(told) + (f"\n({unit})" if unit else ""))
+            box = f'x="{x:.1f}" y="{TOP}" width="{wide:.1f}" height="{frame.height - TOP - BOTTOM}"'
+            parts.append(f'<rect class="band" {box}><title>{words}</title></rect>')
+    return "".join(parts)
+
+
+def _range_words(curve: Curve, start: float, end: float) -> str:
+    part = curve.y[(curve.x >= start) & (curve.x <= end)]
+    part = part[np.isfinite(part)]
+    if not len(part):
+        return ""
+    low, high = short(float(part.min())), short(float(part.max()))
+    return f"{curve.name}: {low}" if low == high else f"{curve.name}: {low} to {high}"
+
+
+def heat_map(steps: Numbers, names: Sequence[str], values: Numbers, top: float, width: int, style: str = "h1") -> str:
+    """Rows of cells, `values` [row, step] from 0 to `top` as depth of colour. The height is `heat_height(rows)`."""
+    rows, columns = values.shape
+    frame = Frame(width, heat_height(rows), (0.0, float(columns)), (0.0, 1.0))
+    tall = (frame.height - TOP - BOTTOM) / rows
+    levels: dict[int, list[str]] = {}
+    wide = (width - LEFT - RIGHT) / columns
+    for row in range(rows):
+        for column in range(columns):
+            value = values[row, column]
+            if math.isfinite(value):
+                level = round(_LEVELS * min(1.0, max(0.0, value / (top or 1.0))))
+                corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
+                levels.setdefault(level, []).append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
+    parts = [
+        f'<path class="{style}" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
+        for level, cells in sorted(levels.items())
+    ]
+    room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'
+    plate = f'<rect class="plate" {room}/>'  # else a map of zeros would look like none
+    return plate + "".join(parts) + _row_labels(frame, names, values, tall) + _heat_axis(frame, steps)
+
+
+def heat_height(rows: int) -> int:
+    return TOP + BOTTOM + max(110, min(420, rows * 17))
+
+
+def _row_labels(frame: Frame, names: Sequence[str], values: Numbers, tall: float) -> str:
+    every, parts = max(1, math.ceil(13 / tall)), []
+    for row, name in enumerate(names):
+        y = TOP + row * tall
+        if row % every == 0:
+            label = name if len(name) <= 9 else name[:8] + "…"
+            parts.append(
+                f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + tall / 2 + 4:.1f}">{escape(label)}</text>'
+            )
+        known = values[row][np.isfinite(values[row])]
+        told = f"{known.min():.3f} to {known.max():.3f}, last {known[-1]:.3f}" if len(known) else "no value"
+        box = f'x="{LEFT}" y="{y:.1f}" width="{frame.width - LEFT - RIGHT}" height="{tall:.1f}"'
+        parts.append(f'<rect class="band" {box}><title>{escape(f"{name}: {told}")}</title></rect>')
+    return "".join(parts)
+
+
+def _heat_axis(frame: Frame, steps: Numbers) -> str:
+    """Samples lie side by side at equal widths; the ticks say their steps."""
+    bottom, parts = frame.height - BOTTOM, []
+    for at in range(len(steps) - 1, -1, -max(1, math.ceil((len(steps) - 1) / 4))):  # from the newest back, evenly
+        x = frame.across(at + 0.5)
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(steps[at])}</text>')
+    end = f'x="{frame.width - RIGHT}" y="{frame.height - 2}"'
+    return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>step</text>'

@@ -1,0 +1,258 @@
+"""What the traces of all ranks say: who stopped where, what never arrived, who differs. Needs no torch."""
+
+import math
+import re
+import textwrap
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nsa.inspect.trace_reader import RankTrace, Step, read_traces
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+_ONE_START_S = 600.0  # the ranks of one start come this close together; an older trace is of an earlier one
+_MOST = 8  # lines of one kind, so that all of it fits on a screen
+_WIDTH = 80
+_LABEL = 9
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def explain(folder: Path, now: float | None = None) -> Iterator[str]:
+    """What the traces of a run say, as lines of at most 80 columns."""
+    found, damaged = read_traces(folder)
+    newest = max(trace.started for trace in found)
+    traces = [trace for trace in found if trace.started > newest - _ONE_START_S]
+    size = max(trace.world_size for trace in traces)
+    traces = [trace for trace in traces if trace.rank < size]
+    kinds = {"grads": "gradients", "modules": "modules", "buckets": "buckets"}
+    traced = [word for kind, word in kinds.items() if any(kind in trace.kinds for trace in traces)]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
+    yield from _said("trace", f"{len(traces)} of {size} ranks since {when}: {', '.join(traced) or 'nothing'}")
+    absent = sorted(set(range(size)) - {trace.rank for trace in traces})
+    if absent:
+        yield from _said("absent", f"{_ranks(absent)}: left no trace of this start")
+    yield from _where(traces, time.time() if now is None else now)
+    if "gradients" in traced:
+        yield from _missing(traces)
+        yield from _order(traces)
+    if "buckets" in traced:
+        yield from _buckets(traces)
+    yield from _values(traces)
+    for note in dict.fromkeys(note for trace in traces for note in trace.notes):
+        yield from _said("note", note)
+    if damaged:
+        yield from _said("damage", f"{damaged} {'lines were' if damaged > 1 else 'line was'} damaged and left out")
+
+
+def _where(traces: list[RankTrace], now: float) -> Iterator[str]:
+    """Where each rank stood. Those that stood alike are told together, the furthest behind first."""
+
+    def place(trace: RankTrace) -> tuple[float, ...]:
+        done, step = trace.complete, trace.current
+        if trace.ended or step is None or step.number is None:
+            return (math.inf if trace.ended else done.number if done and done.number else 0, math.inf)
+        return (step.number, len(step.arrived), len(step.reached), step.buckets, -len(step.waiting))
+
+    groups = sorted(_grouped_by(traces, lambda trace: (place(trace), trace.last)).items())
+    for (at, last), members in groups[:_MOST]:
+        trace = members[0]
+        done, step = trace.complete, trace.current
+        text = f"{_ranks(member.rank for member in members)}: "
+        text += f"step {done.number} complete" if done else "no step complete"
+        text += f", in step {step.number}{_how_far(trace, step)}" if step else ""
+        text += ", ended" if trace.ended else "; BEHIND THE OTHERS" if groups[0][0][0] == at < groups[-1][0][0] else ""
+        yield from _said("where", text)
+        if not trace.ended:
+            moment = max(member.last_time for member in members)
+            clock = time.strftime("%H:%M:%S", time.localtime(moment))
+            yield from _said("", f"last: {last}, at {clock}, {_duration(now - moment)} ago")
+            yield from _what_next(trace, step)
+    if len(groups) > _MOST:
+        yield from _said("", f"and {len(groups) - _MOST} other places, further on")
+
+
+def _how_far(trace: RankTrace, step: Step) -> str:
+    if "grads" not in trace.kinds:
+        return ""
+    expected = len(trace.complete.arrived) if trace.complete else len(trace.trainable)
+    of = f" of {expected}" if len(step.arrived) <= expected else ""
+    return f" after {len(step.arrived)}{of} gradients"
+
+
+def _what_next(trace: RankTrace, step: Step | None) -> Iterator[str]:
+    """What a rank that stopped in a step was at, and what it would have done next."""
+    if step is None:
+        return
+    if step.reached:
+        yield from _said("", f"backward came to {step.reached[-1]} and to no module after it")
+    count, order = len(step.arrived), trace.complete.arrived if trace.complete else []
+    waited_for = set(trace.trainable) - set(step.arrived)
+    if count < len(order) and order[:count] == step.arrived:
+        yield from _said("", f"next would be the gradient of {order[count]}")
+    elif not order and step.arrived and waited_for:
+        yield from _said("", "did not come yet: " + ", ".join(_merged(waited_for)[:_MOST]))
+
+
+def _missing(traces: list[RankTrace]) -> Iterator[str]:
+    """Parameters without a gradient, told together where it is the same ranks and steps."""
+    where: dict[str, dict[int, int]] = defaultdict(dict)
+    for trace in traces:
+        for name, times in Counter(n for step in trace.steps.values() for n in step.missing).items():
+            where[name][trace.rank] = times
+    done = {trace.rank: sum(step.done for step in trace.steps.values()) for trace in traces}
+    if not where and any(done.values()):
+        yield from _said("missing", "none: every trainable parameter got a gradient in every complete step")
+    for at, names in list(_grouped_by(where, lambda name: tuple(where[name].items())).items())[:_MOST]:
+        when = "in any step" if all(n >= done[rank] for rank, n in at) else f"in {max(n for _, n in at)} steps"
+        on = "" if len(traces) == 1 else " on any rank" if len(at) == len(traces) else f" on {_ranks(r for r, _ in at)}"
+        yield from _said("missing", f"no gradient {when}{on}:")
+        merged = _merged(names)
+        for name in merged[:_MOST]:
+            yield from _said("", f"  {name}")
+        if len(merged) > _MOST:
+            yield from _said("", f"  and {len(merged) - _MOST} more")
+
+
+def _order(traces: list[RankTrace]) -> Iterator[str]:
+    shared = _shared_steps(traces)
+    for steps in shared:
+        for place, names in enumerate(zip(*(step.arrived for step in steps.values()), strict=False)):
+            if len(set(names)) > 1:
+                number = next(iter(steps.values())).number
+                yield from _said("order", f"of gradients DIFFERS first in step {number}, gradient {place + 1}:")
+                for name, found in list(_grouped_by(zip(steps, names, strict=True), lambda m: m[1]).items())[:_MOST]:
+                    yield from _said("", f"  {_ranks(rank for rank, _ in found)}: {name}")
+                return
+    if shared:
+        yield from _said("order", "of gradients is the same on all ranks")
+
+
+def _buckets(traces: list[RankTrace]) -> Iterator[str]:
+    stuck = [
+        (trace.rank, f"bucket {index} of step {trace.current.number}", bucket)
+        for trace in traces
+        if trace.current
+        for index, bucket in trace.current.waiting.items()
+    ]
+    for (which, names, size), members in list(
+        _grouped_by(stuck, lambda s: (s[1], tuple(s[2]["names"]), s[2]["bytes"])).items()
+    )[:_MOST]:
+        yield from _said("bucket", f"{which} started and was never done on {_ranks(rank for rank, *_ in members)}")
+        yield from _said("", f"  {size / 2**20:.2f} MiB, {len(names)} parameters: {names[0]} to {names[-1]}")
+    last = next((trace.complete for trace in traces if trace.complete), None)
+    if not stuck and last and last.buckets:
+        yield from _said("bucket", f"every bucket that started was done; {last.buckets} in step {last.number}")
+
+
+def _values(traces: list[RankTrace]) -> Iterator[str]:
+    """The first loss or tensor that is not the same on all ranks."""
+    same: list[Step] = []
+    for steps in [{trace.rank: trace.before for trace in traces}, *_shared_steps(traces)]:
+        ends = {rank: step for rank, step in steps.items() if step.done or step.number is None}
+        digests = {step.digest for step in ends.values() if step.digest is not None}
+        if len(digests) > 1 or len({str(step.loss) for step in ends.values()}) > 1:
+            yield from _difference(ends)
+            return
+        same += [step for step in ends.values() if step.done][:1]
+    if len(traces) > 1 and same:
+        what = "the loss is" if same[-1].digest is None else "loss, gradients and parameters are"
+        yield from _said("values", f"{what} the same on all ranks, steps {same[0].number} to {same[-1].number}")
+    cleared = sorted({s.number for t in traces for s in t.steps.values() if s.cleared and s.number is not None})
+    if cleared:
+        yield from _said("values", f"of gradients are not known in steps that were left out: {_numbers(cleared)}")
+
+
+def _difference(steps: dict[int, Step]) -> Iterator[str]:
+    values = {rank: step.values() for rank, step in steps.items()}
+
+    def spelled(name: str) -> dict[int, str]:
+        """By rank, of those that wrote their tensors down."""
+        return {
+            rank: _exact(mine[name]) if name in mine else "none"
+            for rank, mine in values.items()
+            if name in mine or steps[rank].digest is not None
+        }
+
+    names = dict.fromkeys(name for mine in values.values() for name in mine)
+    different = [name for name in names if len(set(spelled(name).values())) > 1]
+    number = next(iter(steps.values())).number
+    at = "before the first step" if number is None else f"in step {number}"
+    yield from _said("values", f"DIFFER across ranks first {at}: {different[0]}")
+    shown = spelled(different[0])
+    for value, ranks in list(_grouped_by(shown, lambda rank: shown[rank]).items())[:_MOST]:
+        yield from _said("", f"  {_ranks(ranks)}: {value}")
+    if len(different) > 1:
+        yield from _said("", f"  and {len(different) - 1} others there")
+
+
+def _exact(value: Any) -> str:
+    """A loss or a digest in full: two that read the same are the same."""
+    if not isinstance(value, list):
+        return str(value)
+    total, norm, checksum = value
+    return f"sum {total}, norm {norm}, checksum {int(checksum):x}"
+
+
+def _shared_steps(traces: list[RankTrace]) -> list[dict[int, Step]]:
+    """By number: steps that at least two ranks were in, by rank."""
+    numbers = Counter(number for trace in traces for number in trace.steps)
+    return [
+        {trace.rank: trace.steps[number] for trace in traces if number in trace.steps}
+        for number in sorted(n for n, ranks in numbers.items() if ranks > 1)
+    ]
+
+
+def _merged(names: Iterable[str]) -> list[str]:
+    """Names that differ in a layer's number only, as one with all of its numbers."""
+    shapes = _grouped_by(sorted(names), lambda name: _LAYER.sub("*", name, count=1))
+    return [
+        members[0]
+        if len(members) == 1
+        else f"{shape} ({len(members)}: {_numbers(int(_LAYER.findall(m)[0]) for m in members)})"
+        for shape, members in shapes.items()
+    ]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {_numbers(listed)}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """1, 2, 3, 7 as "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _duration(seconds: float) -> str:
+    units = ((86400, "days"), (3600, "h"), (60, "min"))
+    return next((f"{seconds / size:.0f} {unit}" for size, unit in units if seconds >= 2 * size), f"{seconds:.0f} s")
+
+
+def _said(label: str, text: str) -> list[str]:
+    """Wrapped, with what a terminal would take for a command left out."""
+    printable = "".join(c if c.isprintable() else "?" for c in text)
+    inner = " " * (len(text) - len(text.lstrip()))
+    return textwrap.wrap(
+        printable.strip(),
+        _WIDTH,
+        initial_indent=f"{label:<{_LABEL}}{inner}",
+        subsequent_indent=" " * _LABEL + inner + "  ",
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,197 @@
+"""A run on a terminal: one frame that fits its width and height, readable without colours too.
+
+What does not fit is left out in this order: older incidents, layers whose gates are well, height of the curve. Words
+from files are shown as text: they cannot steer the terminal.
+"""
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from nsa.inspect.chart import bars, curve, split_bar
+from nsa.inspect.health import LEAST_SHARE, MOST_COLLAPSED, unhealthy
+from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
+from nsa.inspect.run_samples import ALL_LAYERS, LayerGates
+from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+
+_STATUS_STYLE = {
+    RUNNING: "bold green",
+    FINISHED: "bold cyan",
+    SILENT: "bold red",
+    FAILED: "bold red",
+    PREEMPTED: "yellow",
+}
+_BRANCH_STYLE = ("cyan", "magenta", "yellow")
+_BRANCH_SIGNS, _PLAIN_SIGNS = "█▓░", "#=."
+_SHORTEST_CURVE, _TALLEST_CURVE = 4, 14
+_WIDEST = 160
+_MOST_WARNINGS = 5
+
+
+def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = False) -> Text:
+    """At most `height` lines of at most `width` columns. `plain` draws with ASCII only."""
+    width, height = max(20, min(width, _WIDEST)), max(4, height)
+    lines = [*_header(view, width, plain), *_warnings(view, width), *_numbers(view, width)]
+    selection = _selection(view, plain)
+    incidents = _incidents(view)
+    gates = _gates(view, width, plain)
+    room = height - len(lines) - len(selection)
+    below = min(2, len(incidents))
+    most_gates = max(min(5, room - _SHORTEST_CURVE - below), (room - below) // 2)
+    shown_gates = gates[: max(0, most_gates)]
+    room -= len(shown_gates)
+    tall = min(_TALLEST_CURVE, room - min(len(incidents), max(2, room // 4)))
+    if tall >= _SHORTEST_CURVE:
+        lines += _loss(view, width, tall, plain)
+        room -= tall
+    if shown_gates and len(shown_gates) < len(gates):
+        more = len(gates) - len(shown_gates) + 1
+        shown_gates[-1] = Text(f"         ... {more} more lines; nsa report shows all layers", "dim")
+    lines += [*shown_gates, *selection, *incidents[: max(0, room)]]
+    return _fit(lines[:height], width, plain)
+
+
+def _fit(lines: list[Text], width: int, plain: bool) -> Text:
+    whole = Text(no_wrap=True, overflow="crop")
+    for at, line in enumerate(lines):
+        if plain:
+            line = Text(line.plain.encode("ascii", "replace").decode(), spans=list(line.spans))
+        line.truncate(width, overflow="crop" if plain else "ellipsis")
+        whole.append_text(line if at == 0 else Text("\n") + line)
+    return whole
+
+
+def _header(view: RunView, width: int, plain: bool) -> list[Text]:
+    status = view.status
+    words = {
+        RUNNING: f"running, last event {seconds(status.age_s)} ago",
+        SILENT: f"SILENT since {seconds(status.age_s)}",
+        FAILED: f"FAILED, exit code {status.exit_code}",
+    }.get(status.kind, status.kind)
+    first = Text.assemble(
+        (one_line(view.name, 60), "bold"),
+        "  ",
+        (words, _STATUS_STYLE[status.kind]),
+        f"  {one_line(view.strategy, 20)} x {view.world_size}",
+        f", attempt {view.attempts}" if view.attempts > 1 else "",
+    )
+    done = min(1.0, view.step / view.steps) if view.steps > 0 else 0.0
+    left = "" if view.left_s is None else f", {seconds(view.left_s)} left"
+    tail = f" step {view.step} of {view.steps} ({done:.0%})  elapsed {seconds(view.elapsed_s)}{left}"
+    bar = max(0, min(40, width - len(tail) - 2))
+    full = round(done * bar)
+    on, off = ("#", "-") if plain else ("━", "─")
+    second = Text.assemble((on * full, "green"), (off * (bar - full), "dim"), tail if bar else tail.lstrip())
+    return [first, second]
+
+
+def _warnings(view: RunView, width: int) -> list[Text]:
+    found = [Text(f"! {one_line(line)}", "bold red") for line in unhealthy(view)]
+    if len(found) > _MOST_WARNINGS:
+        found[_MOST_WARNINGS - 1 :] = [Text(f"! and {len(found) - _MOST_WARNINGS + 1} more", "bold red")]
+    if view.problems:
+        named = "; ".join(f"{name}: {problem}" for name, problem in view.problems.items())
+        found.append(Text(f"? {one_line(named)}", "yellow"))
+    return found
+
+
+def _numbers(view: RunView, width: int) -> list[Text]:
+    validation = view.validation
+    val = "-" if validation is None else f"{exact(validation[1])} at step {validation[0]}"
+    bits = [] if validation is None else [("bits/byte", exact(validation[2], ".3f"))]
+    waited = view.training.column("save_wait_s")
+    saves = float(waited[waited == waited].sum())
+    pairs = [
+        [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", f"{view.now_of('lr'):.2e}"),
+         ("grad", exact(view.now_of("grad_norm"), ".3g"))],
+        [("tokens/s", short(view.recent("toks_per_s"))), ("step", seconds(view.recent("step_s"))),
+         ("data wait", percent(view.data_share)), ("save waits", seconds(saves)),
+         ("memory", f"{exact(view.mem_gib, '.2f')} GiB")],
+    ]  # fmt: skip
+    return [_pairs(line) for line in pairs]
+
+
+def _pairs(pairs: list[tuple[str, str]]) -> Text:
+    line = Text()
+    for at, (name, value) in enumerate(pairs):
+        line.append("  " if at else "")
+        line.append(f"{name} ", "dim")
+        line.append(value, "bold" if at == 0 else Style())
+    return line
+
+
+def _loss(view: RunView, width: int, height: int, plain: bool) -> list[Text]:
+    drawn = curve(view.training.column("step"), view.training.column("loss"), width, height, plain=plain)
+    return [Text(line, "green" if at < len(drawn) - 1 else "dim") for at, line in enumerate(drawn)]
+
+
+def _gates(view: RunView, width: int, plain: bool) -> list[Text]:
+    """A heading, all layers together, then each layer, those that are unwell first."""
+    if not view.gates:
+        return []
+    whole = [gates for gates in view.gates if gates.layer == ALL_LAYERS]
+    layers = [gates for gates in view.gates if gates.layer != ALL_LAYERS]
+    layers.sort(key=lambda gates: not _unwell(gates))  # a stable sort keeps the order of the layers
+    bar = max(8, min(30, width - 58))
+    signs = _PLAIN_SIGNS if plain else _BRANCH_SIGNS
+    heading = Text.assemble((f"gates at step {view.gates_step}: ", "dim"))
+    for sign, name, style in zip(signs, ("cmp", "sel", "win"), _BRANCH_STYLE, strict=True):
+        heading.append(f"{sign} {name} ", style)
+    return [heading, *(_gate_line(gates, bar, signs) for gates in [*whole, *layers])]
+
+
+def _unwell(gates: LayerGates) -> bool:
+    return gates.collapsed > MOST_COLLAPSED or min(gates.shares) < LEAST_SHARE
+
+
+def _gate_line(gates: LayerGates, bar: int, signs: str) -> Text:
+    name = one_line(gates.layer, 60)
+    line = Text(f"{name if len(name) <= 18 else name[:17] + '…':<18} ", "bold red" if _unwell(gates) else "")
+    for columns, sign, style in zip(split_bar(gates.shares, bar), signs, _BRANCH_STYLE, strict=True):
+        line.append(sign * columns, style)
+    cmp, sel, win = (exact(share * 100, "3.0f") for share in gates.shares)
+    line.append(f" {cmp}/{sel}/{win} %  H {exact(gates.mean_entropy, '.2f')}")
+    if gates.collapsed > 0:
+        line.append(f"  collapsed {gates.collapsed:.0%}", "red" if gates.collapsed > MOST_COLLAPSED else "")
+    return line
+
+
+def _selection(view: RunView, plain: bool) -> list[Text]:
+    found = view.selection
+    if found is None:
+        return []
+    line = _pairs(
+        [
+            ("selection", f"{short(found.mean_distinct)} blocks (most {found.max_distinct:.0f})"),
+            ("forced", percent(found.share_forced)),
+            ("agreement", percent(found.agreement)),
+        ]
+    )
+    used = [at for at, share in enumerate(found.distances.values()) if share > 0]
+    shown = list(found.distances.items())[: max(used, default=0) + 1]
+    drawn = bars([share for _, share in shown], plain=plain)
+    far = Text("distance in blocks", "dim")
+    for sign, (name, share) in zip(drawn, shown, strict=True):
+        far.append(f" {name} ", "dim")
+        far.append(sign, "cyan")
+        far.append(f"{share:.0%}")
+    return [line, far]
+
+
+def _incidents(view: RunView) -> list[Text]:
+    told = []
+    for happening in view.happenings:
+        ranks = "" if view.world_size < 2 else f" rank {','.join(map(str, happening.ranks[:4]))}"
+        when = clock(happening.time, "%m-%d %H:%M:%S")
+        words = one_line(f"{happening.kind}: {happening.message}")
+        told.append(Text(f"{when} step {happening.step}{ranks} {words}", "red" if happening.weight == "bad" else "dim"))
+    return told
+
+
+def is_plain(console: Console) -> bool:
+    """Whether the terminal can show ASCII only."""
+    try:
+        f"{_BRANCH_SIGNS}⣿".encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False

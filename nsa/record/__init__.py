@@ -1,0 +1,1 @@
+"""Records a run: events, statistics, memory, tracing and the watchdog."""

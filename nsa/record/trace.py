@@ -1,0 +1,321 @@
+"""Tracing of the backward pass, to find out why a job hangs or why its ranks part ways.
+
+`trace_rank{r}.jsonl` gets one JSON object a line, each written at once: what stands in the file has happened, and a
+hang leaves what happened before it. On a GPU the device is waited for before every line, so that a line means computed
+and not just queued: a traced run is slower. `nsa trace` (trace_report.py) explains the files of all ranks. Events:
+
+    start       what is traced, by how many ranks, names of the trainable parameters
+    note        something that could not be traced, and why
+    step_begin, step_end (with the loss)
+    grad        a parameter's gradient was added up on this rank: name, order in the step
+    missing     at the end of a step: trainable parameters that got no gradient
+    digest      sum, norm and checksum of every gradient (as it is at the end of the step: summed over ranks, clipped)
+                and of every parameter; once before the first step
+    module_bwd  backward came to a module: the gradient of its output is there
+    bucket      a DDP bucket goes to the other ranks (`done` is null), and the same again when it is summed
+
+Nothing is attached for what is not traced. No event calls a collective, and none stops a run: what cannot be recorded
+is counted.
+"""
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.nn.block import DecoderBlock
+from nsa.record.numbers import plain
+from nsa.record.trace_file import LineFile, older_path, trace_path
+
+P = ParamSpec("P")
+Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+_LARGEST_FILE = 64 * 2**20  # bytes; then the file becomes the older one and a new one begins
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHECKSUM_BITS = 2**52 - 1  # what a float64 holds exactly
+
+
+def _counted(method: Callable[Concatenate["Tracer", P], None]) -> Callable[Concatenate["Tracer", P], None]:
+    """What goes wrong in recording is counted; training never hears of it."""
+
+    @functools.wraps(method)
+    def guarded(self: "Tracer", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self._failed(error)
+
+    return guarded
+
+
+class Tracer:
+    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` says why.
+
+    Order of use: `traced_hook` while the model is wrapped, `attach` when it is, then steps, then `close`.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, grads: bool, modules: bool, buckets: bool):
+        self.rank, self.grads, self.modules, self.buckets = rank, grads, modules, buckets
+        self.failures = 0
+        self.last_failure = ""
+        self._file = LineFile(trace_path(folder, rank), older_path(folder, rank))
+        self._step: int | None = None  # None: not in a step, nothing is recorded
+        self._is_started = False
+        self._looked_before = False
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        self._start: dict[str, Any] = {}
+        self._arrived: set[str] = set()
+        self._orders = {"grad": 0, "module_bwd": 0}
+        self._handles: list[Any] = []
+        self._watched: dict[str, weakref.ref[Tensor]] = {}
+        self._gpu: torch.device | None = None
+        self._sharded = False
+
+    @property
+    def on(self) -> bool:
+        return self.grads or self.modules or self.buckets
+
+    @_counted
+    def attach(self, model: nn.Module, module: nn.Module) -> None:
+        """Hooks onto `model`, the decoder; `module` is what is called, in the clothes of its strategy.
+
+        Blocks must be compiled and recomputed as they will be, and wrapped or sharded, before this.
+        """
+        if not self.on:
+            return
+        self._parameters = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
+        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
+        self._start = {
+            "rank": self.rank,
+            "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+            "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
+            "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
+        }
+        self._is_started = self._emit("start", **self._start)
+        if self.grads:
+            self._attach_grads(model)
+        if self.modules:
+            self._attach_modules(model)
+        if self.buckets and not isinstance(module, DistributedDataParallel):
+            self._emit("note", text="buckets: there are none without DDP")
+
+    def traced_hook(self, inner: Hook) -> Hook:
+        """The communication hook of DDP that does what `inner` does and records every bucket's way."""
+        if not self.buckets:
+            return inner
+
+        def traced(
+            state: Any,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]
+        ) -> torch.futures.Future[torch.Tensor]:
+            record: dict[str, Any] = {}
+            self._bucket_begins(bucket, record)
+            return inner(state, bucket).then(functools.partial(self._pass_on, record))
+
+        return traced
+
+    @_counted
+    def step_begin(self, step: int) -> None:
+        if not self.on:
+            return
+        self._step = step
+        self._arrived.clear()
+        self._orders = dict.fromkeys(self._orders, 0)
+        if self._file.turn_over(_LARGEST_FILE):
+            self._emit("start", **self._start, continued=True)
+        elif not self._is_started:  # there was no room for it
+            self._is_started = self._emit("start", **self._start)
+        if self.grads and not self._looked_before:
+            self._looked_before = True
+            self._digest(before=True)
+        self._emit("step_begin")
+
+    @_counted
+    def step_end(self, step: int, loss: float) -> None:
+        """Call before gradients are cleared; of a step that was left out they are, which the digest says."""
+        if not self.on:
+            return
+        try:
+            if self.grads:
+                missing = [n for n, p in self._parameters.items() if p.requires_grad and n not in self._arrived]
+                if missing:
+                    self._emit("missing", names=missing)
+                self._digest()
+        finally:  # whatever failed above, the step is done
+            self._emit("step_end", loss=plain(loss))
+            self._step = None
+
+    @_counted
+    def close(self) -> None:
+        """Takes every hook off. Between steps it also says that this rank came to its end; inside one it did not."""
+        if self._file.is_closed:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self.on and self._step is None:
+            self._emit("end", failures=self.failures)
+        self._file.close()
+
+    def _attach_grads(self, model: nn.Module) -> None:
+        if not self._sharded:
+            for name, parameter in self._parameters.items():
+                self._watch(name, parameter)
+            return
+        # A shard's gradient is put there by the strategy. Autograd's goes to the gathered parameter, which takes the
+        # shard's place in its module while that is computed: it is there when the module's own hooks are called.
+        for prefix, module in model.named_modules():
+            if issubclass(type(module), FSDPModule):
+                gathered = functools.partial(self._watch_gathered, prefix)
+                self._handles.append(module.register_forward_pre_hook(gathered))
+        self._emit("note", text="digests: none of sharded tensors, every rank holds its own part of each")
+
+    def _watch(self, name: str, parameter: Tensor) -> None:
+        known = self._watched.get(name)
+        if parameter.requires_grad and (known is None or known() is not parameter):
+            self._watched[name] = weakref.ref(parameter)
+            hook = functools.partial(self._gradient, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    @_counted
+    def _watch_gathered(self, prefix: str, module: nn.Module, _: Any) -> None:
+        for name, parameter in module.named_parameters(prefix):
+            if not isinstance(parameter, DTensor):
+                self._watch(name, parameter)
+
+    def _attach_modules(self, model: nn.Module) -> None:
+        """Not torch's full backward hooks: they put a view around every output, which FSDP warns of."""
+        compiled = False
+        for name, module, inside_compiled in _parts(model):
+            compiled |= inside_compiled
+            if not inside_compiled:
+                hook = functools.partial(self._after_forward, name)
+                self._handles.append(module.register_forward_hook(hook))
+        if compiled:
+            self._emit("note", text="modules: blocks are compiled, what is inside them is not seen")
+
+    @_counted
+    def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        tensor = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
+        if tensor is not None and self._step is not None:
+            tensor.register_hook(functools.partial(self._module_backward, name))
+
+    @_counted
+    def _gradient(self, name: str, parameter: Tensor) -> None:
+        if self._step is not None:
+            self._arrived.add(name)
+            self._emit_in_order("grad", name)
+
+    @_counted
+    def _module_backward(self, name: str, gradient: Tensor) -> None:
+        if self._step is not None:
+            self._emit_in_order("module_bwd", name)
+
+    @_counted
+    def _bucket_begins(self, bucket: Any, record: dict[str, Any]) -> None:
+        if self._step is None:
+            return
+        buffer = bucket.buffer()
+        record |= {
+            "step": self._step,
+            "index": bucket.index(),
+            "bytes": buffer.numel() * buffer.element_size(),
+            "parameters": [self._names.get(id(parameter), "?") for parameter in bucket.parameters()],
+            "started": time.time(),
+        }
+        self._emit("bucket", **record, done=None)
+
+    def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
+        value = future.value()  # raises what went wrong on the way: such a bucket is never done
+        if record:
+            self._bucket_ends(record)
+        return value
+
+    @_counted
+    def _bucket_ends(self, record: dict[str, Any]) -> None:
+        self._wait_for_device()
+        self._emit("bucket", **record, done=time.time())
+
+    def _digest(self, *, before: bool = False) -> None:
+        if self._sharded:
+            return
+        with torch.no_grad():
+            parameters = {name: parameter.detach() for name, parameter in self._parameters.items()}
+            gradients = {} if before else {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+            values = _digests([*gradients.values(), *parameters.values()])
+        self._emit(
+            "digest",
+            before=before,
+            cleared=bool(self._arrived) and not gradients,
+            gradients=dict(zip(gradients, values, strict=False)),
+            parameters=dict(zip(parameters, values[len(gradients) :], strict=True)),
+        )
+
+    def _emit_in_order(self, event: str, name: str) -> None:
+        self._wait_for_device()
+        self._emit(event, name=name, order=self._orders[event])
+        self._orders[event] += 1
+
+    def _emit(self, event: str, **values: Any) -> bool:
+        """Whether it could be written; a line that could not does not keep the next from being tried."""
+        try:
+            self._file.write({"time": time.time(), "step": self._step, "event": event, **values})
+        except Exception as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        self.last_failure = f"{type(error).__name__}: {error}"
+
+    def _wait_for_device(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The model's parts, its blocks and their parts by name; and whether each lies inside a compiled block."""
+    containers = (nn.ModuleList, nn.ModuleDict)
+    parents = {"": False} | {
+        name: hasattr(module.forward, "_torchdynamo_orig_callable")
+        for name, module in model.named_modules()
+        if isinstance(module, DecoderBlock)
+    }
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if name and not isinstance(module, containers) and (parent in parents or name in parents):
+            yield name, module, parents.get(parent, False)
+
+
+def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
+    """Sum, norm and checksum of each, computed where they lie; they come to the host in one piece.
+
+    Sum and norm are for people. The checksum adds up the bits as whole numbers: the same in any order of adding, so it
+    differs only where the tensors do.
+    """
+    if not tensors:
+        return []
+    rows = [
+        torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64), _checksum(x)])
+        for x in tensors
+    ]
+    return [[plain(value) for value in row] for row in torch.stack(rows).tolist()]
+
+
+def _checksum(x: Tensor) -> Tensor:
+    bits = x.view(_INTEGERS[x.element_size()])
+    return (bits.sum(dtype=torch.int64) & _CHECKSUM_BITS).double()

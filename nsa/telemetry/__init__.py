@@ -1,1 +1,0 @@
-"""What a run tells: on the screen, and in files."""

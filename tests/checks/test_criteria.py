@@ -1,0 +1,281 @@
+"""What a phase is held to: files by their content, numbers by their thresholds."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nsa.checkpoint import layout
+from nsa.checks.artifacts import check_artifacts
+from nsa.checks.criteria import judge_run
+from nsa.checks.pages import headline, html, markdown
+from nsa.checks.phases import FULL, QUICK, deep, first_difference, is_deep, resumable, short_run
+from nsa.checks.result import Launch, compare
+from nsa.checks.trials import Outcome, Trial
+from nsa.config import parse_config
+from nsa.config.schema import ReadinessConfig
+from nsa.inspect.reading import read_run
+from nsa.train import train
+from tests.record.runs import HEADER, TINY, training_row
+
+CONFIG = parse_config(
+    {**TINY, "train": {**TINY["train"], "lr": 3e-3}, "telemetry": {"every": 5}, "checkpoint": {"every": 10}}, "test"
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that left everything."""
+    folder = tmp_path_factory.mktemp("ready") / "run"
+    train(CONFIG, folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy to damage."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def bad(folder: Path, config=CONFIG, ranks: int = 1) -> dict[str, str]:
+    return {artifact.name: artifact.found for artifact in check_artifacts(folder, config, ranks) if not artifact.ok}
+
+
+def test_a_finished_run_owes_nothing(finished):
+    assert bad(finished) == {}
+    assert len(check_artifacts(finished, CONFIG, 1)) == 16
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def largest_file(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def cut(path: Path, lines: int) -> None:
+    kept = path.read_text().splitlines(keepends=True)[:-lines]
+    path.write_text("".join(kept))
+
+
+DAMAGE = {
+    "metrics.json": [
+        (lambda f: edit(f / "metrics.json", '"done"', '"running"'), "status is 'running'"),
+        (
+            lambda f: edit(f / "metrics.json", '"telemetry_failures": 0', '"telemetry_failures": 3'),
+            "telemetry_failures",
+        ),
+        (lambda f: (f / "metrics.json").write_text("{"), "no valid JSON"),
+    ],
+    "env.json": [
+        (lambda f: (f / "env.json").write_text("{}"), "lacks nsa, command"),
+        (lambda f: edit(f / "env.json", '"world_size": 1', '"world_size": 2'), "says 2 ranks, 1 were started"),
+    ],
+    "config.yaml": [(lambda f: (f / "config.yaml").write_text(""), "is empty")],
+    "run.log": [(lambda f: (f / "run.log").unlink(), "run.log is missing")],
+    "training.csv": [
+        (lambda f: cut(f / "training.csv", 1), "29 rows do not show each of 30 steps once"),
+        (lambda f: edit(f / "training.csv", "grad_norm", "norm"), "lacks the columns grad_norm"),
+    ],
+    "heartbeat_rank{r}.jsonl": [
+        (lambda f: cut(f / "heartbeat_rank0.jsonl", 1), "has no event end"),
+        (lambda f: (f / "heartbeat_rank0.jsonl").unlink(), "is missing"),
+        (lambda f: edit(f / "heartbeat_rank0.jsonl", '"rank": 0', '"rank": 1'), "events of another rank"),
+    ],
+    "k_stats.csv": [
+        (lambda f: cut(f / "k_stats.csv", 7), "holds no sample"),
+        (lambda f: edit(f / "k_stats.csv", "distance_0", "other_0"), "distances add up to"),
+    ],
+    "gate_stats.csv": [
+        (lambda f: (f / "gate_stats.csv").unlink(), "gate_stats.csv is missing"),
+        (lambda f: edit(f / "gate_stats.csv", "blocks.1.attention", "blocks.0.attention"), "shows 1 of 2 layers"),
+    ],
+    "fallback_counters.csv": [(lambda f: (f / "fallback_counters.csv").write_text("a,b\n"), "other columns")],
+    "dtypes_report.txt": [
+        (lambda f: edit(f / "dtypes_report.txt", "gradients", "others"), "says nothing of gradients"),
+        (
+            lambda f: edit(f / "dtypes_report.txt", "unexpected types: none", "unexpected types: 2"),
+            "unexpected types: 2",
+        ),
+    ],
+    "mem_boot.*": [(lambda f: (f / "mem_boot.txt").unlink(), "mem_boot.txt is missing")],
+    "mem_step1.*": [(lambda f: (f / "mem_step1.json").write_text('{"owners": {}}'), "knows no parameters")],
+    "opt_state_mb.txt": [(lambda f: (f / "opt_state_mb.txt").write_text("rank 0: 0.0 MB in 0 tensors\n"), "no optim")],
+    "checkpoints/": [
+        (lambda f: flip_a_byte(largest_file(f / "checkpoints" / layout.name_of(30))), "step_00000030"),
+        (lambda f: shutil.rmtree(f / "checkpoints" / layout.name_of(30)), "the newest is of step 20, not 30"),
+    ],
+    "model.safetensors": [
+        (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100), "cannot be read"),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ],
+    "tb/": [(lambda f: shutil.rmtree(f / "tb"), "holds no event file")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [(name, damage, words) for name, cases in DAMAGE.items() for damage, words in cases],
+)
+def test_a_missing_or_damaged_artifact_is_named(run, name, damage, words):
+    damage(run)
+    found = bad(run)
+    assert list(found) == [name], found
+    assert words in found[name]
+
+
+def test_every_artifact_has_a_damage_that_is_found(finished):
+    assert {artifact.name for artifact in check_artifacts(finished, CONFIG, 1)} == set(DAMAGE)
+
+
+def test_files_of_every_rank_are_wanted(finished):
+    found = bad(finished, ranks=2)
+    assert "run_rank1.log is missing" in found["run.log"]
+    assert "heartbeat_rank1.jsonl is missing" in found["heartbeat_rank{r}.jsonl"]
+    assert "no line of rank 1" in found["opt_state_mb.txt"]
+
+
+def trial(steps: int, folder: Path) -> Trial:
+    return Trial("phase1", short_run(CONFIG, steps), folder, 1, 60.0)
+
+
+def judged(folder: Path, steps: int, **thresholds: float) -> dict[str, object]:
+    outcome = Outcome(trial(steps, folder), 0, False, 1.0, "")
+    view = read_run(folder)
+    return {c.name: c for c in judge_run("phase1", outcome, view, ReadinessConfig(**thresholds), None, [])}
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """100 steps of 0.5 s, the first ten 20 s each; a save of 45 s in the middle; the loss falls from 5 to 3."""
+    rows = [
+        training_row(
+            step,
+            loss=5.0 - 2.0 * step / 100,
+            step_s=20.0 if step <= 10 else 0.5,
+            toks_per_s=100.0 if step <= 10 else 4000.0,
+            data_wait_s=0.0,
+            save_wait_s=45.0 if step == 50 else 0.0,
+            mem_gib=12.5,
+        )
+        for step in range(1, 101)
+    ]
+    (tmp_path / "training.csv").write_text(HEADER + "\n" + "".join(rows))
+    (tmp_path / "env.json").write_text(json.dumps({"gpu": []}))
+    return tmp_path
+
+
+def test_speed_leaves_out_the_beginning_and_counts_what_is_waited_for(measured):
+    found = judged(measured, 100, min_toks_per_s=2000.0, max_step_s=0.6)
+    assert found["throughput"].value == pytest.approx(90 * 2000 / (90 * 0.5 + 45))
+    assert found["throughput"].verdict == "pass"
+    assert found["step time"].value == 0.5
+    assert judged(measured, 100, min_toks_per_s=2001.0)["throughput"].verdict == "fail"
+    assert judged(measured, 100, max_step_s=0.49)["step time"].verdict == "fail"
+
+
+def test_a_threshold_that_is_not_set_decides_nothing(measured):
+    found = judged(measured, 100)
+    assert (found["throughput"].verdict, found["step time"].verdict) == ("n/a", "n/a")
+
+
+def test_memory_must_stay_below_its_limit(measured):
+    assert judged(measured, 100, max_mem_gib=12.6)["memory per process"].verdict == "pass"
+    assert judged(measured, 100, max_mem_gib=12.5)["memory per process"].verdict == "fail"
+
+
+def test_the_loss_is_compared_by_medians_of_tenths(measured):
+    assert judged(measured, 100)["loss"].verdict == "pass"
+    path = measured / "training.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    spiked = [training_row(step, loss=1.0 if step % 2 else 6.0) for step in range(91, 101)]  # its median is 3.5
+    path.write_text("".join([*lines[:91], *spiked]))
+    assert judged(measured, 100)["loss"].value == pytest.approx(3.5)
+    path.write_text("".join([*lines[:91], *(training_row(step, loss=4.95) for step in range(91, 101))]))
+    assert judged(measured, 100)["loss"].verdict == "fail"
+
+
+def test_ten_of_two_hundred_steps_are_no_pass(measured):
+    found = judged(measured, 200)["stability"]
+    assert found.verdict == "fail"
+    assert found.measured == "100 of 200 steps"
+
+
+def test_a_gpu_that_cannot_be_measured_is_no_pass(measured):
+    (measured / "env.json").write_text(json.dumps({"gpu": ["H200"]}))
+    assert judged(measured, 100)["GPU utilisation"].verdict == "fail"
+
+
+def test_phases_change_only_what_they_must():
+    long = parse_config({"train": {"steps": 50_000, "warmup_steps": 2000}, "model": {"n_layers": 12}}, "test")
+    short = short_run(long, 200)
+    assert (short.train.steps, short.checkpoint.every, short.telemetry.every) == (200, 100, 50)
+    assert short.train.warmup_steps == 2000
+    assert short.model == long.model
+    assert resumable(long, FULL).runtime.deterministic
+    for scale in (FULL, QUICK):  # a checkpoint before the kill, steps after it
+        assert scale.save_every < scale.killed_at - 1 < scale.resume
+    assert not is_deep(long)
+    made = deep(long, 2)
+    assert is_deep(made)
+    assert made.train.batch_size == 2
+
+
+def test_two_runs_are_the_same_to_the_bit_or_the_place_is_named(finished, run):
+    assert first_difference(finished, run) == ""
+    edit(run / "training.csv", "\n7,", "\n8,")
+    assert first_difference(finished, run).startswith("step 7: step is 8")
+    shutil.copy(finished / "training.csv", run)
+    flip_a_byte(run / "model.safetensors")
+    assert "the weights are not" in first_difference(finished, run)
+
+
+def result(**criteria: float) -> dict:
+    rows = [
+        {"phase": "phase1", "name": name, "value": value, "unit": "s", "better": better, "verdict": "pass",
+         "target": "<script>alert(1)</script>", "measured": "a | b", "remark": ""}
+        for name, value in criteria.items()
+        for better in ["lower" if name == "step" else "higher"]
+    ]  # fmt: skip
+    return {
+        "scope": "full", "nproc": 1, "machine": {"gpu": []}, "criteria": rows, "outcome": "NO-GO", "data": None,
+        "reasons": ["<b>why</b>"], "config_file": "x.yaml", "overrides": [], "time": 0.0, "seconds": 1.0, "launch": [],
+        "phases": [],
+        "config": {"data": {"source": "text", "paths": ["/data/<i>mirror"], "mixture": []}},
+        "environment": [], "kernels": [], "changes": None,
+    }  # fmt: skip
+
+
+def test_what_got_slower_is_told_by_how_much():
+    rows = compare(result(step=1.1, rate=95.0, other=5.0), result(step=1.0, rate=100.0, gone=1.0))["rows"]
+    assert [(row["name"], row["verdict"]) for row in rows] == [("step", "worse"), ("rate", "worse")]
+    assert rows[0]["change"] == pytest.approx(0.1)
+    assert rows[1]["change"] == pytest.approx(-0.05)
+    assert compare(result(step=1.01), result(step=1.0))["rows"][0]["verdict"] == "same"
+
+
+def test_a_quick_check_clears_nothing_but_itself():
+    cleared = {**result(step=1.0), "outcome": "GO", "reasons": []}
+    assert headline(cleared) == "GO"
+    assert headline({**cleared, "scope": "quick"}).startswith("GO (quick check only")
+    launch = Launch(Path("x.yaml"), ("train.lr=1",), 2, "runs/x")
+    assert launch.commands("quick") == ["nsa ready x.yaml train.lr=1 --nproc 2"]  # no command that trains
+    assert launch.commands("full")[0] == "torchrun --standalone --nproc-per-node 2 -m nsa train x.yaml train.lr=1"
+
+
+def test_words_from_files_do_not_act_in_the_pages():
+    page = html(result(step=1.0))
+    assert "<script>" not in page
+    assert "&lt;b&gt;why" in page
+    assert "from /data/&lt;i&gt;mirror" in page  # and the page names what was read
+    assert "a \\| b" in markdown(result(step=1.0))

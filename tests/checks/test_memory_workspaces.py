@@ -1,0 +1,100 @@
+"""The formulas of the kernels' workspaces against the kernels' own host code, run without launching anything."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa.checks.memory_trace import LiveBytes
+from nsa.checks.memory_workspaces import workspace_bytes
+from nsa.ops.layout import num_slots
+from nsa.ops.reference import attention as reference_attention
+from nsa.ops.spec import NSASpec
+
+SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512)
+# batch, tokens, heads, groups, head size, packed
+SHAPES = [
+    (16, 2048, 12, 2, 64, False),
+    (1, 32768, 12, 2, 64, True),
+    (1, 65536, 12, 2, 64, False),
+    (2, 8192, 32, 8, 128, False),
+    (1, 131072, 64, 4, 128, True),
+]
+CALLS = {
+    "select_blocks": ("q", "k_cmp", "lse"),
+    "selected_attention": ("q", "k", "v", "indices"),
+    "selected_attention_backward": ("o", "q", "k", "v", "indices", "o", "lse"),
+    "window_attention": ("q", "k", "v"),
+    "window_attention_backward": ("o", "q", "k", "v", "o", "lse"),
+    "compressed_attention": ("q", "k_cmp", "v_cmp"),
+    "compressed_attention_backward": ("o", "q", "k_cmp", "v_cmp", "o", "lse"),
+}
+
+
+@pytest.fixture
+def _nothing_is_launched(monkeypatch):
+    """Kernels do nothing, and every card is an H200."""
+    triton = pytest.importorskip("triton")
+    from nsa.ops.triton import common, compress, flash, selected, selected_backward, selected_tiles, selection
+
+    for module in (common, compress, flash, selected, selected_backward, selected_tiles, selection):
+        for name, value in (("arch_of", 90), ("multiprocessors", 132)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda _, value=value: value)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda *_, **__: None)
+
+
+def tensors_of(batch, tokens, heads, groups, dim, packed, dtype=torch.bfloat16):
+    slots = num_slots(tokens, SPEC, packed=packed)
+    shapes = {
+        "q": (tokens, heads, dim),
+        "k": (tokens, groups, dim),
+        "v": (tokens, groups, dim),
+        "k_cmp": (slots, groups, dim),
+        "v_cmp": (slots, groups, dim),
+        "o": (tokens, heads, dim),
+    }
+    given = {name: torch.zeros(batch, *shape, dtype=dtype) for name, shape in shapes.items()}
+    given["lse"] = torch.zeros(batch, tokens, heads)
+    given["indices"] = torch.zeros(batch, tokens, groups, SPEC.num_selected, dtype=torch.int32)
+    given["borders"] = torch.zeros(tokens // 512 + 1, dtype=torch.int32) if packed else None
+    return given
+
+
+def host_code(package, operator):
+    from nsa.ops.dispatch import _REFERENCE, triton_module
+
+    name = {"select": "select", "selected": "sel", "window": "win", "compressed": "cmp"}[operator.split("_")[0]]
+    module = triton_module(name) if package == "triton" else _REFERENCE[name]
+    return getattr(module, "backward" if operator.endswith("backward") else "forward")
+
+
+def allocated_and_formula(backend, operator, given):
+    """Bytes on top of arguments and results: what the host code allocated, and what the formula says."""
+    borders, tensors = given["borders"], [given[name] for name in CALLS[operator]]
+    run = host_code(backend, operator)
+    run(*tensors, SPEC, borders)  # borders are worked out once for all layers and kept: nobody's workspace
+    live = LiveBytes([tensor for tensor in given.values() if tensor is not None])
+    with live:
+        result = run(*tensors, SPEC, borders)
+    results = sum(t.untyped_storage().nbytes() for t in (result if isinstance(result, tuple) else (result,)))
+    func = getattr(torch.ops.nsa, operator).default
+    formula = workspace_bytes(func, (*tensors, SPEC.as_ints(), borders, backend))
+    return live.phases["start"].total - results, formula
+
+
+@pytest.mark.usefixtures("_nothing_is_launched")
+@pytest.mark.parametrize("operator", CALLS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_formulas_say_what_the_kernels_allocate(operator, shape):
+    with FakeTensorMode():
+        allocated, formula = allocated_and_formula("triton", operator, tensors_of(*shape))
+    assert formula == pytest.approx(allocated, rel=0.4, abs=2 << 20)
+    if allocated > 64 << 20:
+        assert formula == pytest.approx(allocated, rel=0.05)
+
+
+@pytest.mark.parametrize("operator", CALLS)
+def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypatch):
+    monkeypatch.setitem(reference_attention.SCORES_PER_CHUNK, "cpu", reference_attention.SCORES_PER_CHUNK["cuda"])
+    allocated, formula = allocated_and_formula("reference", operator, tensors_of(1, 2048, 4, 2, 16, False))
+    assert 0.6 * allocated <= formula <= 1.7 * allocated + (2 << 20)

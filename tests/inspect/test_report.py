@@ -1,0 +1,243 @@
+"""The report of a run: one file that a real browser shows without errors, with the numbers of the run's files."""
+
+import csv
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nsa.cli.report import report
+from nsa.errors import ConfigError, LaunchError
+from nsa.inspect.reading import read_run
+from nsa.inspect.report import render, write_report
+from nsa.inspect.svg import log_ticks, thin, ticks
+from tests.record.runs import BEGAN, event, long_run, real_run
+
+PLOTS = (
+    *("plot-loss", "plot-lr", "plot-grad-norm", "plot-bits", "plot-throughput", "plot-step-time", "plot-memory"),
+    *("plot-gates-cmp", "plot-gates-sel", "plot-gates-win", "plot-entropy", "plot-lowest-entropy", "plot-collapsed"),
+    *("plot-distance", "plot-agreement", "plot-distinct"),
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ),
+)
+EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return real_run(tmp_path_factory.mktemp("report") / "run")
+
+
+def browse(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
+    """The page as a browser has it in the end, and what its console says."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        message = "no browser is found: apt-get install chromium, or put chromium or google-chrome on the PATH"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    done = subprocess.run(
+        [browser, *FLAGS, *flags, f"--user-data-dir={profile}", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def figure_of(page: str, identity: str) -> str:
+    found = re.search(rf'<figure[^>]* id="{identity}".*?</figure>', page, re.DOTALL)
+    assert found, identity
+    return found[0]
+
+
+def test_a_browser_shows_every_plot_without_an_error(finished, tmp_path):
+    page = tmp_path / "report.html"
+    write_report(read_run(finished), page)
+    shown, complaints = browse(page, tmp_path / "profile", "--virtual-time-budget=1000")
+    assert complaints == []
+    for identity in PLOTS:
+        assert "<svg" in figure_of(shown, identity), identity
+    broken = tmp_path / "broken.html"
+    broken.write_text("<script>console.error('seen')</script>")
+    assert "seen" in "".join(browse(broken, tmp_path / "profile")[1])  # an error would have been noticed
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(tmp_path):
+    folder = long_run(tmp_path / "run", 400, 12, 50)
+    with (folder / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("incident", 400, kind="save_failed", message="a_long_word_without_a_space/" * 30))
+    page = tmp_path / "report.html"
+    page.write_text(render(read_run(folder)).replace("<details", "<details open"))
+    phone = tmp_path / "phone.html"  # a window cannot be as narrow as a frame
+    phone.write_text(
+        f'<iframe src="{page.name}" width="375" height="9000" frameborder="0"></iframe><p id="wide"></p><script>'
+        "onload = () => { wide.textContent = frames[0].document.documentElement.scrollWidth + ' pixels' }</script>"
+    )
+    flags = ("--allow-file-access-from-files", "--virtual-time-budget=1000")
+    shown, complaints = browse(phone, tmp_path / "profile", *flags)
+    assert complaints == []
+    assert ">375 pixels<" in shown
+
+
+def test_words_of_a_run_do_not_act_in_a_browser(tmp_path):
+    folder = long_run(tmp_path / f"run{EVIL.replace('/', '')}", 40, 1, 10)
+    (folder / "metrics.json").write_text(json.dumps({"status": "failed", "exit_code": 1, "reason": EVIL, "steps": 40}))
+    (folder / "config.yaml").write_text(json.dumps({"train": {"steps": 40, EVIL: EVIL}}))
+    (folder / "env.json").write_text(json.dumps({"gpu": [EVIL], "strategy": EVIL, EVIL: {EVIL: [EVIL]}}))
+    quoted = '"' + EVIL.replace('"', '""') + '"'
+    for name, row in (
+        ("gate_stats.csv", f"10,{quoted},1,1,1,1,0,0.3,0.3,0.4\n"),
+        ("k_stats_layers.csv", f"40,{quoted},1,1,1,1,1,1{',0.1' * 12}\n"),
+        ("fallback_counters.csv", f"10,{quoted},{quoted},3\n"),
+    ):
+        with (folder / name).open("a") as file:
+            file.write(row)
+    with (folder / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("incident", 40, kind=EVIL, message=EVIL))
+    page = render(read_run(folder))
+    assert EVIL not in page
+    assert "<script" not in page
+    assert "<img" not in page
+    assert page.count(html.escape(EVIL)) >= 10
+    (tmp_path / "report.html").write_text(page)
+    shown, complaints = browse(tmp_path / "report.html", tmp_path / "profile")
+    assert complaints == []
+    assert "<title>owned" not in shown
+    assert "<img" not in shown
+
+
+def test_the_page_holds_the_numbers_of_the_files(finished):
+    view = read_run(finished)
+    page = render(view)
+    assert f"<dd>{view.loss:.4f}</dd>" in page
+    assert f"<dd>{view.validation[1]:.4f}</dd>" in page
+    assert f"{view.gates[0].shares[2]:.1%}</span>" in page
+    assert ">finished<" in page
+    assert "Nothing unhealthy was found" in page
+    assert "num_selected: 4" in page
+    loss = ElementTree.fromstring(re.search(r"<svg.*?</svg>", figure_of(page, "plot-loss"), re.DOTALL)[0])
+    assert loss.find("title").text == "Loss"
+    assert f"{view.training.column('loss')[0]:.4f}" in loss.find("desc").text
+    assert len(loss.findall("circle")) == 3  # validations
+    (raw,) = [path for path in loss.findall("path") if "faint" in path.get("class")]
+    assert len(re.findall("[ML]", raw.get("d"))) == 30
+
+
+def test_the_page_shows_selection_layer_by_layer(finished):
+    with (finished / "k_stats_layers.csv").open() as file:
+        last = [row for row in csv.DictReader(file) if row["step"] == "30"]
+    view = read_run(finished)
+    assert list(view.layer_selection) == ["blocks.0.attention", "blocks.1.attention"]
+    (part,) = re.findall(r'<details[^>]*id="selection-layers".*?</details>', render(view), re.DOTALL)
+    assert "Layer by layer at step 30" in part
+    rows = part.split("<tr>")[2:]
+    assert len(rows) == 2
+    for number, (row, told) in enumerate(zip(last, rows, strict=True)):
+        assert f"layer {number}</td>" in told
+        assert f">{float(row['mean_distinct']):.2f}<" in told
+        assert f">{float(row['agreement']):.1%}<" in told
+        assert f'title="2-3 blocks away: {float(row["distance_2-3"]):.1%}"' in told
+
+
+def test_the_page_needs_nothing_from_outside(finished):
+    page = render(read_run(finished))
+    assert not re.search(r"https?://|@import|url\(|<script|<iframe", page)
+    assert re.findall(r'(?:src|href)="([^#][^"]*)"', page) == ["data:,"]
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme:dark" in page
+    assert 'name="viewport"' in page
+
+
+@pytest.mark.parametrize(
+    ("file", "plots"),
+    [
+        ("training.csv", PLOTS[:7]),
+        ("gate_stats.csv", PLOTS[7:13]),
+        ("k_stats.csv", PLOTS[13:]),
+        ("k_stats_layers.csv", ()),
+        ("env.json", ()),
+        ("config.yaml", ()),
+        ("metrics.json", ()),
+        ("heartbeat_rank0.jsonl", ()),
+    ],
+)
+@pytest.mark.parametrize("damage", [None, b"", b"\xff\x00garbage\n,,\n"])
+def test_a_missing_or_damaged_file_gives_boxes_that_say_so(finished, tmp_path, file, plots, damage):
+    ignored = shutil.ignore_patterns("checkpoints", "*.safetensors")
+    copy = Path(shutil.copytree(finished, tmp_path / "copy", ignore=ignored))
+    (copy / file).unlink()
+    if damage is not None:
+        (copy / file).write_bytes(damage)
+    page = render(read_run(copy))
+    for identity in PLOTS:
+        box = figure_of(page, identity)
+        assert ("<svg" in box) == (identity not in plots)
+        assert (f"Nothing to show: {file}" in box) == (identity in plots)
+    if damage is None:
+        assert f"{file}: missing" in page
+
+
+def test_a_long_run_is_thinned_and_its_spike_stays(tmp_path):
+    page = render(read_run(long_run(tmp_path / "run", 20_000, 4, 50), BEGAN + 11_000))
+    svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", figure_of(page, "plot-grad-norm"), re.DOTALL)[0])
+    (line,) = [path for path in svg.findall("path") if "line" in path.get("class")]
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", line.get("d"))]
+    assert 900 < len(heights) < 1100
+    assert sorted(heights)[0] < 0.5 * sorted(heights)[1]
+    assert len(page) < 1_000_000
+    assert "the loss jumped" in page
+
+
+def test_thinning_keeps_both_ends_extremes_and_gaps():
+    x = np.arange(10_000.0)
+    y = np.sin(x)
+    y[1234], y[4321], y[7000] = 50.0, -40.0, np.nan
+    kept_x, kept_y = thin(x, y, 100)
+    assert len(kept_x) <= 104
+    assert (kept_x[0], kept_x[-1]) == (0.0, 9999.0)
+    assert {1234.0, 4321.0, 7000.0} <= set(kept_x)
+    assert (np.nanmax(kept_y), np.nanmin(kept_y)) == (50.0, -40.0)
+
+
+def test_ticks_are_round_and_within_their_range():
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(1, 52_000) == [20_000, 40_000]
+    assert ticks(2.31, 2.39) == [2.32, 2.34, 2.36, 2.38]
+    assert log_ticks(0.03, 400) == [0.1, 1.0, 10.0, 100.0]
+
+
+def test_the_command_writes_into_the_run_or_where_it_is_told(finished, tmp_path):
+    app = typer.Typer()
+    app.command()(report)
+    for arguments, target in (
+        ([], finished / "report.html"),
+        (["--out", str(tmp_path / "r.html")], tmp_path / "r.html"),
+    ):
+        result = CliRunner().invoke(app, [str(finished), *arguments])
+        assert result.exit_code == 0
+        assert str(target) in result.output.replace("\n", "")
+        assert target.read_text().startswith("<!doctype html>")
+
+
+def test_a_place_that_cannot_be_written_and_a_folder_that_is_no_run_are_errors(finished, tmp_path):
+    with pytest.raises(LaunchError, match="--out"):
+        write_report(read_run(finished), tmp_path / "nowhere" / "r.html")
+    with pytest.raises(ConfigError, match="no folder of a run"):
+        read_run(tmp_path)

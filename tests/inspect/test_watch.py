@@ -1,0 +1,452 @@
+"""What a person sees of a run on a terminal: the numbers of its files, how it stands, and what is unhealthy."""
+
+import csv
+import json
+import os
+import pty
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from nsa.cli.watch import watch
+from nsa.errors import ConfigError
+from nsa.inspect.health import unhealthy
+from nsa.inspect.reading import RunReader, read_run
+from nsa.inspect.view import frame
+from tests.record.runs import (
+    BEGAN,
+    GATES,
+    HEADER,
+    LAYER_SELECTION,
+    SELECTION,
+    event,
+    long_run,
+    real_run,
+    training_row,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (
+    "training.csv",
+    "gate_stats.csv",
+    "k_stats.csv",
+    "k_stats_layers.csv",
+    "fallback_counters.csv",
+    "heartbeat_rank0.jsonl",
+    "metrics.json",
+    "config.yaml",
+    "env.json",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return real_run(tmp_path_factory.mktemp("watch") / "run")
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return Path(
+        shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "*.safetensors"))
+    )
+
+
+def live_run(folder, steps=40, **row):
+    """A run that goes on, its last event at BEGAN + steps * 0.55."""
+    long_run(folder, steps, layers=2, every=10)
+    if row:
+        lines = [training_row(step, **row) for step in range(1, steps + 1)]
+        (folder / "training.csv").write_text(HEADER + "\n" + "".join(lines))
+    return BEGAN + steps * 0.55
+
+
+def text_of(view, width=80, height=24, **kind):
+    return frame(view, width, height, **kind).plain
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def command(*arguments):
+    app = typer.Typer()
+    app.command()(watch)
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_the_numbers_in_the_view_are_those_of_the_files(finished):
+    view, rows = read_run(finished), rows_of(finished / "training.csv")
+    assert [view.step, view.steps, len(view.training)] == [30, 30, 30]
+    assert view.training.column("loss").tolist() == [float(row["loss"]) for row in rows]
+    assert view.loss == pytest.approx(statistics.mean(float(row["loss"]) for row in rows[-5:]))
+    assert view.recent("toks_per_s") == pytest.approx(statistics.median(float(row["toks_per_s"]) for row in rows))
+    waited, took = (sum(float(row[name]) for row in rows) for name in ("data_wait_s", "step_s"))
+    assert view.data_share == pytest.approx(waited / took)
+    assert view.validation == (30, float(rows[-1]["val_loss"]), float(rows[-1]["val_bits_per_byte"]))
+    assert view.mem_gib == float(rows[-1]["mem_gib"])
+    last = [row for row in rows_of(finished / "gate_stats.csv") if row["step"] == "30"]
+    assert [gates.layer for gates in view.gates] == [row["layer"] for row in last]
+    assert [gates.shares[1] for gates in view.gates] == [float(row["share_sel"]) for row in last]
+    selection = rows_of(finished / "k_stats.csv")[-1]
+    assert view.selection.agreement == float(selection["agreement"])
+    assert view.selection.distances["2-3"] == float(selection["distance_2-3"])
+    text = text_of(view)
+    assert "finished" in text
+    assert "step 30 of 30 (100%)" in text
+    assert f"loss {view.loss:.4f}" in text
+    assert f"validation {view.validation[1]:.4f} at step 30" in text
+    assert f"agreement {view.selection.agreement:.1%}" in text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 10), (200, 60), (20, 4)])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_frame_fits_its_terminal(tmp_path, size, plain):
+    now = live_run(tmp_path / "run", 200)
+    lines = text_of(read_run(tmp_path / "run", now), *size, plain=plain).split("\n")
+    assert len(lines) <= size[1]
+    assert max(map(len, lines)) <= size[0]
+    if plain:
+        "\n".join(lines).encode("ascii")
+    if size == (80, 24):
+        text = "\n".join(lines)
+        for part in (
+            "running",
+            "loss",
+            "tokens/s",
+            "gates at step",
+            "blocks.1.attention",
+            "selection",
+            "distance",
+            "start",
+        ):
+            assert part in text
+
+
+def test_a_run_is_running_then_silent(tmp_path):
+    now = live_run(tmp_path / "run")
+    fresh, stale = (read_run(tmp_path / "run", now + later) for later in (5, 4000))
+    assert (fresh.status.kind, unhealthy(fresh)) == ("running", [])
+    assert fresh.left_s == pytest.approx((80 - 40) * 0.55)
+    assert stale.status.kind == "silent"
+    assert "SILENT since 1 h 6 min" in text_of(stale)
+    assert "silent for 1 h 6 min, 1 min is normal" in unhealthy(stale)[0]
+
+
+def test_validation_and_saving_count_in_the_time_left(tmp_path):
+    live_run(tmp_path / "run", 40)
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("w") as file:
+        file.write(event("boot", 0, at=BEGAN - 100) + event("start", 0, at=BEGAN - 90, steps=80, from_checkpoint=None))
+        for step in range(1, 41):  # every tenth step 2.6 s of validation and saving follow
+            file.write(event("step", step, at=BEGAN + step * 0.55 + step // 10 * 2.6))
+    view = read_run(tmp_path / "run", BEGAN + 40)
+    assert view.left_s == pytest.approx(40 * (0.55 + 4 * 2.6 / 39)), "not the start, which comes once"
+    assert view.status.kind == "running"
+
+
+def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
+    now = live_run(tmp_path / "run", 40) + 300
+    limits = "telemetry:\n  watchdog_floor_s: 60.0\n  watchdog_first_step_s: 600.0\n"
+    for config, kind in (
+        ("", "silent"),
+        ("train:\n  eval_every: 41\n", "running"),  # validates in step 41
+        ("train:\n  eval_every: 40\n", "running"),  # saves the best of step 40
+        ("checkpoint:\n  every: 20\n", "running"),
+        ("train:\n  eval_every: 39\ncheckpoint:\n  every: 41\n", "silent"),
+    ):
+        (tmp_path / "run" / "config.yaml").write_text(limits + config)
+        assert read_run(tmp_path / "run", now).status.kind == kind, config
+
+
+def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_path):
+    folder = tmp_path / "run"
+    now = live_run(folder, 40)
+    before = BEGAN - 10_000
+    for rank in range(10):  # the new run has eight
+        with (folder / f"heartbeat_rank{rank}.jsonl").open("w") as file:
+            file.write(event("boot", 0, rank, at=before) + event("start", 0, rank, at=before, fresh=False))
+            file.write(event("step", 7, rank, at=before, mem_gib=99.0, telemetry_failures=5))
+            file.write(event("incident", 7, rank, at=before, kind="save_failed", message="of old"))
+            if rank < 8:
+                file.write(
+                    event("boot", 0, rank, at=BEGAN) + event("data_stall", 0, rank, at=BEGAN, message="slow hub")
+                )
+                file.write(event("start", 0, rank, at=BEGAN, world_size=8, steps=80, fresh=True))
+                file.write(event("step", 40, rank))
+    (folder / "gate_stats_rank9.csv").write_text(GATES + "\n40,all,1000000,0.1,0.0,1.0,1.0,1.0,0.0,0.0\n")
+    view = read_run(folder, now)
+    assert [(h.kind, h.message, len(h.ranks)) for h in view.happenings] == [
+        ("data stall", "slow hub", 8),
+        ("start", "from the beginning", 8),
+    ]
+    assert (view.attempts, view.started_at, len(view.ranks)) == (1, BEGAN, 8)
+    assert (view.telemetry_failures, unhealthy(view)) == ({}, [])
+    assert view.mem_gib == 31.5
+    for rank in range(8):
+        with (folder / f"heartbeat_rank{rank}.jsonl").open("a") as file:
+            file.write(event("boot", 0, rank, at=now))
+            file.write(event("start", 20, rank, at=now, world_size=8, steps=80, from_checkpoint="step_20"))
+    again = read_run(folder, now)
+    assert (again.attempts, again.started_at) == (2, BEGAN), "one that goes on is the same run"
+    assert [h.kind for h in again.happenings] == ["start", "data stall", "start"]
+
+
+def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
+    now = live_run(tmp_path / "run", 40)
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("hang", 41, at=now, phase="step", silent_s=60.0))
+        file.write(event("boot", 0, at=now + 9) + event("start", 0, at=now + 9, from_checkpoint=None, fresh=False))
+    view = read_run(tmp_path / "run", now + 10)
+    assert view.attempts == 2
+    assert "hang" in [h.kind for h in view.happenings]
+
+
+def test_what_any_rank_could_not_write_is_said(tmp_path):
+    now = live_run(tmp_path / "run", 40)
+    for rank in (1, 3):
+        with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("w") as file:
+            file.write(event("step", 40, rank, telemetry_failures=rank * 4))
+            file.write(event("incident", 40, rank, at=now, kind="telemetry", message="disk full"))
+    view = read_run(tmp_path / "run", now)
+    assert "records could not be written: 4 of rank 1, 12 of rank 3" in text_of(view)
+    assert next(h.ranks for h in view.happenings if h.kind == "telemetry") == (1, 3)
+    (tmp_path / "run" / "metrics.json").write_text(
+        json.dumps({"status": "failed", "exit_code": 1, "reason": "x", "rank": 3, "telemetry_failures": 20})
+    )
+    assert read_run(tmp_path / "run", now).telemetry_failures == {1: 4, 3: 20}
+
+
+def test_a_failed_run_says_its_exit_code_and_reason(copy):
+    (copy / "metrics.json").write_text(
+        json.dumps({"status": "failed", "exit_code": 5, "reason": "the loss is nan", "steps": 30})
+    )
+    with (copy / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("incident", 30, at=time.time(), kind="non_finite", message="step 31: the loss is nan"))
+    text = text_of(read_run(copy))
+    assert "FAILED, exit code 5" in text
+    assert "! failed with exit code 5: the loss is nan" in text
+    assert "non_finite: step 31: the loss is nan" in text
+
+
+def test_a_preempted_run_and_one_that_was_started_again(copy):
+    (copy / "metrics.json").write_text(
+        json.dumps({"status": "preempted", "exit_code": 75, "reason": "asked", "steps": 30})
+    )
+    assert read_run(copy).status.kind == "preempted"
+    later = time.time() + 100
+    with (copy / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("boot", 0, at=later))
+    again = read_run(copy, later + 1)
+    assert (again.status.kind, again.attempts) == ("running", 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"loss": "nan"}, "the loss of step 40 is nan"),
+        ({"data_wait_s": 0.22}, "40% of a step goes by waiting for data"),
+        ({"skipped": 1}, "40 of the last 40 steps were left out"),
+    ],
+)
+def test_what_is_unhealthy_in_steps_is_said_in_words(tmp_path, row, words):
+    now = live_run(tmp_path / "run", **row)
+    assert any(words in line for line in unhealthy(read_run(tmp_path / "run", now)))
+
+
+def test_a_rising_loss_is_said_and_a_noisy_one_is_not(tmp_path):
+    now = live_run(tmp_path / "run", 400)
+    assert unhealthy(read_run(tmp_path / "run", now)) == []
+    with (tmp_path / "run" / "training.csv").open("a") as file:
+        file.writelines(training_row(step, loss=12.0 + step / 100) for step in range(401, 501))
+    assert "the loss rises" in unhealthy(read_run(tmp_path / "run", now))[0]
+
+
+def test_collapsed_gates_an_idle_branch_and_fallbacks_on_a_gpu_are_said(tmp_path):
+    now = live_run(tmp_path / "run")
+    with (tmp_path / "run" / "gate_stats.csv").open("a") as file:
+        file.write(
+            "50,blocks.0.attention,10,0.1,0.0,1.0,0.75,0.002,0.9,0.098\n50,blocks.1.attention,10,1,1,.4,0,.3,.3,.4\n"
+        )
+    (tmp_path / "run" / "fallback_counters.csv").write_text('step,branch,reason,count\n50,sel,"too wide, by far",12\n')
+    found = "\n".join(unhealthy(read_run(tmp_path / "run", now)))
+    assert (
+        "gates are collapsed in 1 of 2 layers: in blocks.0.attention one branch has all the weight in 75% of rows"
+        in found
+    )
+    assert "branch cmp is hardly used in 1 of 2 layers: its share in blocks.0.attention is 0.20%" in found
+    assert "slow kernels on a GPU: sel fell back 12 times, too wide, by far" in found
+
+
+def test_statistics_of_several_ranks_are_merged(tmp_path):
+    now = live_run(tmp_path / "run")
+    (tmp_path / "run" / "gate_stats.csv").write_text(GATES + "\n1,a,100,1.0,0.5,0.8,0.1,0.2,0.3,0.5\n")
+    (tmp_path / "run" / "gate_stats_rank1.csv").write_text(GATES + "\n1,a,300,0.6,0.2,0.9,0.5,0.6,0.3,0.1\n")
+    zeros = ",".join(["0.0"] * 10)
+    (tmp_path / "run" / "k_stats.csv").write_text(SELECTION + f"\n1,100,4.0,5,0.5,0.5,0.5,1.0,0.0,{zeros}\n")
+    (tmp_path / "run" / "k_stats_rank1.csv").write_text(SELECTION + f"\n1,100,12.0,16,0.5,0.1,0.9,0.0,1.0,{zeros}\n")
+    for rank, rows in (("", "1,a,100,4.0,5,0.5,0.5,0.5,1.0,0.0"), ("_rank1", "1,a,300,12.0,16,0.5,0.1,0.9,0.0,1.0")):
+        (tmp_path / "run" / f"k_stats_layers{rank}.csv").write_text(LAYER_SELECTION + f"\n{rows},{zeros}\n")
+    (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(event("step", 40, 1, mem_gib=64.0, data_wait_s=0.1))
+    view = read_run(tmp_path / "run", now)
+    (gates,) = view.gates
+    assert gates.mean_entropy == pytest.approx(0.7)
+    assert (gates.rows, gates.min_entropy, gates.largest_share) == (400, 0.2, 0.9)
+    assert gates.shares == pytest.approx((0.5, 0.3, 0.2))
+    assert (view.selection.mean_distinct, view.selection.max_distinct) == (8.0, 16)
+    assert view.selection.share_forced == pytest.approx((4 * 0.5 + 12 * 0.1) / 16)
+    assert view.selection.distances["1"] == pytest.approx(0.75)
+    layer = view.layer_selection["a"]
+    assert (layer.rows, layer.mean_distinct) == (400, 10.0)
+    assert layer.agreement == pytest.approx((100 * 4 * 0.5 + 300 * 12 * 0.9) / 4000)
+    assert view.mem_gib == 64.0
+
+
+def test_what_all_ranks_say_is_one_line_and_a_silent_rank_is_named(tmp_path):
+    now = live_run(tmp_path / "run", 1000)
+    for rank in (0, 1):
+        with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("a") as file:
+            file.write(event("data_stall", 100, rank, at=BEGAN + 60, seconds=30, message="no batch since 30 s"))
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("step", 1000))
+    view = read_run(tmp_path / "run", now)
+    (stall,) = [h for h in view.happenings if h.kind == "data stall"]
+    assert stall.ranks == (0, 1)
+    assert any(line.startswith("rank 1 is silent at step 100") for line in unhealthy(view))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "garbage", "folder", "pipe"])
+def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
+    path = copy / name
+    whole = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    elif damage != "missing":
+        broken = {
+            "empty": b"",
+            "cut": whole[: len(whole) * 2 // 3],
+            "garbage": bytes(range(256)) * 20 + b"\n\n{]\n1,2\n",
+        }
+        path.write_bytes(broken[damage])
+    view = read_run(copy)
+    text = text_of(view)
+    assert "step" in text
+    if damage not in ("cut", "empty") or name in ("metrics.json", "env.json"):
+        assert name in view.problems
+        assert name in text_of(view, 160, 40)
+
+
+def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
+    now = live_run(tmp_path / "run")
+    reader, row = RunReader(tmp_path / "run"), training_row(41, loss=1.25)
+    with (tmp_path / "run" / "training.csv").open("a") as file:
+        file.write(row[:20])
+        file.flush()
+        assert (reader.refresh(now).step, reader.refresh(now).problems) == (40, {})
+        file.write(row[20:])
+    view = reader.refresh(now)
+    assert (view.step, view.now_of("loss")) == (41, 1.25)
+
+
+def test_a_file_cut_back_by_a_resume_is_read_anew_even_if_it_grew_past_the_old_end(tmp_path):
+    now = live_run(tmp_path / "run")
+    reader = RunReader(tmp_path / "run")
+    assert reader.refresh(now).step == 40
+    kept = [training_row(step) for step in range(1, 31)]
+    new = [training_row(step, loss=0.123456789) for step in range(31, 61)]
+    (tmp_path / "run" / "training.csv").write_text(HEADER + "\n" + "".join([*kept, *new]))
+    view = reader.refresh(now)
+    assert view.training.column("step").tolist() == list(range(1, 61))
+    assert set(view.training.column("loss")[30:]) == {0.123456789}
+
+
+def test_one_wild_row_costs_only_itself(tmp_path):
+    now = live_run(tmp_path / "run")
+    with (tmp_path / "run" / "training.csv").open("a") as file:
+        file.write(training_row(10**12) + training_row(41) + training_row(3) + training_row(42))
+    view = read_run(tmp_path / "run", now)
+    assert view.training.column("step").tolist() == list(range(1, 43))
+    assert view.problems == {"training.csv": "2 damaged rows left out"}
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="give the out_dir of a run"):
+            read_run(folder)
+
+
+def test_a_long_run_is_looked_at_again_in_a_tenth_of_a_second(tmp_path):
+    folder = long_run(tmp_path / "run")
+    reader, now = RunReader(folder), BEGAN + 50_000 * 0.55
+    frame(reader.refresh(now))
+    times = []
+    for step in range(50_001, 50_006):
+        with (folder / "training.csv").open("a") as file:
+            file.write(training_row(step, loss=3.5))
+        began = time.perf_counter()
+        view = reader.refresh(now)
+        frame(view)
+        times.append(time.perf_counter() - began)
+        assert (view.step, view.now_of("loss")) == (step, 3.5)
+    assert statistics.median(times) < 0.1
+
+
+def test_words_of_a_run_cannot_steer_the_terminal(tmp_path):
+    now = live_run(tmp_path / "run")
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("incident", 40, kind="\x1b[2Jx", message="\x1b]0;owned\x07[bold]a\nb[/bold]"))
+    console = Console(width=80, no_color=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(frame(read_run(tmp_path / "run", now)))
+    assert "\x1b" not in capture.get()
+    assert "[bold]a b[/bold]" in capture.get()
+
+
+def test_the_command_prints_one_frame_where_there_is_no_terminal(finished):
+    for arguments in ((finished,), (finished, "--once")):
+        result = command(*arguments)
+        assert result.exit_code == 0
+        assert "step 30 of 30" in result.output
+
+
+def test_looking_at_a_run_needs_no_torch(finished):
+    look = f"from nsa.cli.watch import watch; watch(pathlib.Path({str(finished)!r}), 1.0, True)"
+    code = f"import pathlib, sys; {look}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "finished" in done.stdout) == (0, True)
+
+
+def test_ctrl_c_ends_the_live_view_with_zero(finished):
+    main, side = pty.openpty()
+    # A shell starts background jobs with Ctrl-C ignored, and children inherit that: not what is tested here.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pathlib import Path; "
+    code += f"from nsa.cli.watch import watch; watch(Path({str(finished)!r}), 0.2, False)"
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=side, stderr=side, stdin=side, env=environment
+    )
+    os.close(side)
+    seen = b""
+    while b"step 30 of 30" not in seen:
+        seen += os.read(main, 4096)
+    process.send_signal(signal.SIGINT)
+    try:
+        while True:
+            seen += os.read(main, 4096)
+    except OSError:
+        pass  # the other side is closed
+    os.close(main)
+    assert process.wait(20) == 0
+    assert b"Traceback" not in seen

@@ -1,0 +1,41 @@
+"""Which code a run was made with."""
+
+import subprocess
+
+import pytest
+
+from nsa.record import environment
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository of one commit in which the package seems to lie."""
+    module = tmp_path / "nsa" / "telemetry" / "environment.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("first\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    git(tmp_path, "tag", "v1")
+    monkeypatch.setattr(environment, "__file__", str(module))
+    return tmp_path
+
+
+def test_the_commit_is_recorded_whole(checkout):
+    assert environment.describe_environment({}, 1, "single")["commit"] == git(checkout, "rev-parse", "HEAD")
+
+
+def test_changed_files_do_not_pass_for_the_commit(checkout):
+    (checkout / "nsa" / "telemetry" / "environment.py").write_text("second\n")
+    assert environment.describe_environment({}, 1, "single")["commit"] == git(checkout, "rev-parse", "HEAD") + "-dirty"
+
+
+def test_outside_a_repository_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    assert environment.describe_environment({}, 1, "single")["commit"] is None

@@ -1,0 +1,402 @@
+"""Tracing of the backward pass: what is recorded, and what `nsa trace` makes of it."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+import typer
+from torch import nn
+from typer.testing import CliRunner
+
+from nsa.cli.trace import trace as trace_command
+from nsa.config import parse_config
+from nsa.errors import ConfigError
+from nsa.inspect.trace_report import explain
+from nsa.nn.model import build_model
+from nsa.parallel.recompute import apply_recompute
+from nsa.record import trace
+from nsa.record.trace import Tracer
+from tests.distributed.launching import TINY, start_ranks, wait_all
+from tests.record.traced import CONFIG, SPOILED
+
+BACKWARD = [
+    *("head", "norm"),
+    *(f"blocks.1{part}" for part in ("", ".mlp", ".mlp_norm", ".attention", ".attention_norm")),
+    *(f"blocks.0{part}" for part in ("", ".mlp", ".mlp_norm", ".attention", ".attention_norm")),
+    "embedding",
+]
+TOKENS = torch.arange(32).reshape(1, 32)
+
+
+class TwoLayers(nn.Module):
+    """y = second(first(x)), one number each, and two layers that nobody calls, one of them frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(1, 1)
+        self.first = nn.Linear(1, 1, bias=False)
+        self.second = nn.Linear(1, 1, bias=False)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+        nn.init.constant_(self.first.weight, 2.0)
+        nn.init.constant_(self.second.weight, 3.0)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def record(folder, model, *, steps=1, passes=1, inputs=TOKENS, clear=False, close=True, **kinds):
+    """Steps without an optimizer. What is not named is traced."""
+    tracer = Tracer(folder, 0, **{"grads": True, "modules": True, "buckets": True, **kinds})
+    tracer.attach(model, model)
+    for step in range(1, steps + 1):
+        model.zero_grad()
+        tracer.step_begin(step)
+        for _ in range(passes):
+            model(inputs).sum().backward()
+        if clear:
+            model.zero_grad()
+        tracer.step_end(step, 1.5)
+    if close:
+        tracer.close()
+    return tracer
+
+
+def events(folder, kind=None, rank=0):
+    lines = [json.loads(line) for line in (folder / f"trace_rank{rank}.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind in (None, line["event"])]
+
+
+def names(folder, kind, rank=0):
+    return [event["name"] for event in events(folder, kind, rank)]
+
+
+def decoder(recompute="none", **nsa):
+    config = parse_config({**TINY, "nsa": {**TINY["nsa"], **nsa}}, "tiny")
+    model = build_model(config.model, config.nsa, 64, 0)
+    apply_recompute(model, recompute)
+    return model
+
+
+def text(folder):
+    return "\n".join(explain(folder))
+
+
+def flat(folder):
+    """The same in one line."""
+    return " ".join(text(folder).split())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traced")
+    for ended in wait_all(start_ranks(2, str(folder), module="tests.record.traced")):
+        assert ended.code == 0, ended.output
+        assert "Warning" not in ended.output, ended.output
+    return folder
+
+
+@pytest.fixture
+def copied(two_ranks, tmp_path):
+    """A copy of one of the traced runs, to be damaged."""
+    return lambda name: shutil.copytree(two_ranks / name, tmp_path / name)
+
+
+def cut(folder, rank, keep):
+    """The rank's trace up to the first line that `keep` refuses, and half of that line."""
+    path = folder / f"trace_rank{rank}.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if not keep(json.loads(line)))
+    path.write_text("".join(lines[:end]) + lines[end][: len(lines[end]) // 2])
+
+
+def test_gradients_are_recorded_in_the_order_of_their_arrival_with_the_values_of_a_hand_calculation(tmp_path):
+    record(tmp_path, TwoLayers(), passes=2, inputs=torch.tensor([[1.0], [2.0]]))
+    arrived = events(tmp_path, "grad")
+    assert [(e["name"], e["order"], e["step"]) for e in arrived] == [
+        ("second.weight", 0, 1),
+        ("first.weight", 1, 1),
+        ("second.weight", 2, 1),
+        ("first.weight", 3, 1),
+    ]
+    assert all(a["time"] <= b["time"] for a, b in pairwise(arrived))
+    before, after = events(tmp_path, "digest")
+    assert before["before"]
+    assert not before["gradients"]
+    assert after["gradients"].keys() == {"first.weight", "second.weight"}
+    # d/dfirst = second * (1 + 2) = 9 and d/dsecond = first * (1 + 2) = 6, twice; 2.0 is 0x40000000.
+    assert after["gradients"]["first.weight"][:2] == [18.0, 18.0]
+    assert after["gradients"]["second.weight"][:2] == [12.0, 12.0]
+    assert after["parameters"]["first.weight"] == [2.0, 2.0, 0x40000000]
+    assert events(tmp_path, "step_end")[0]["loss"] == 1.5
+
+
+def test_modules_are_recorded_as_backward_comes_to_them(tmp_path):
+    record(tmp_path, TwoLayers(), inputs=torch.ones(1, 1))
+    assert names(tmp_path, "module_bwd") == ["second", "first"]
+
+
+def test_a_parameter_without_a_gradient_is_named_and_a_frozen_one_is_not(tmp_path):
+    record(tmp_path, TwoLayers(), steps=2, inputs=torch.ones(1, 1))
+    assert [e["names"] for e in events(tmp_path, "missing")] == [["unused.weight", "unused.bias"]] * 2
+    said = text(tmp_path)
+    assert "missing  no gradient in any step:\n" in said
+    assert "unused.weight" in said
+    assert "frozen" not in said
+
+
+@pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
+def test_with_one_branch_forced_nothing_is_missing(tmp_path, branch):
+    record(tmp_path, decoder(force_branch=branch))
+    assert not events(tmp_path, "missing")
+    assert "missing  none" in text(tmp_path)
+
+
+def test_many_missing_parameters_are_told_by_what_they_share(tmp_path):
+    model = decoder()
+    for block in model.blocks:
+        block.attention.gate.forward = lambda x: torch.full((*x.shape[:2], 4, 3), 0.5)
+    record(tmp_path, model)
+    assert "blocks.*.attention.gate.hidden.weight (2: 0-1)" in text(tmp_path)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "branch"])
+def test_every_gradient_and_module_is_recorded_once_a_pass_with_and_without_checkpointing(tmp_path, recompute):
+    model = decoder(recompute)
+    record(tmp_path, model, steps=2)
+    assert Counter(names(tmp_path, "grad")) == {name: 2 for name, _ in model.named_parameters()}
+    assert names(tmp_path, "module_bwd") == BACKWARD * 2
+
+
+def test_compiled_blocks_are_traced_from_outside_and_the_trace_says_so(tmp_path):
+    model = decoder()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")
+    record(tmp_path, model)
+    assert names(tmp_path, "module_bwd") == ["head", "norm", "blocks.1", "blocks.0", "embedding"]
+    assert set(names(tmp_path, "grad")) == {name for name, _ in model.named_parameters()}
+    assert "blocks are compiled" in text(tmp_path)
+
+
+def test_a_traced_model_computes_the_same_gradients(tmp_path):
+    plain, traced = decoder("branch"), decoder("branch")
+    record(tmp_path, traced)
+    plain(TOKENS).sum().backward()
+    for (name, a), b in zip(plain.named_parameters(), traced.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_off_means_that_nothing_is_attached_and_nothing_written(tmp_path):
+    model = decoder()
+    tracer = record(tmp_path, model, grads=False, modules=False, buckets=False)
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not list(tmp_path.iterdir())
+    hook = lambda state, bucket: None  # noqa: E731
+    assert tracer.traced_hook(hook) is hook
+
+
+def test_after_close_nothing_is_attached(tmp_path):
+    model = decoder()
+    record(tmp_path, model)
+    before = (tmp_path / "trace_rank0.jsonl").read_bytes()
+    assert not any(m._forward_hooks for m in model.modules())
+    model(TOKENS).sum().backward()
+    assert (tmp_path / "trace_rank0.jsonl").read_bytes() == before
+
+
+def test_a_rank_that_failed_in_a_step_did_not_end(tmp_path):
+    tracer = record(tmp_path, TwoLayers(), inputs=torch.ones(1, 1), close=False)
+    tracer.step_begin(2)
+    tracer.close()
+    assert "rank 0: step 1 complete, in step 2 after 0 of 2 gradients\n" in text(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+def test_a_full_disk_is_counted_and_does_not_stop_training(tmp_path):
+    (tmp_path / "trace_rank0.jsonl").symlink_to("/dev/full")
+    model = TwoLayers()
+    tracer = record(tmp_path, model, inputs=torch.ones(1, 1))
+    assert tracer.failures >= 5
+    assert "No space left" in tracer.last_failure
+    assert model.first.weight.grad.item() == 3.0
+
+
+def test_a_disk_that_has_room_again_gets_a_trace_that_can_be_read(tmp_path):
+    path = tmp_path / "later" / "trace_rank0.jsonl"
+    model = TwoLayers()
+    tracer = record(path.parent, model, inputs=torch.ones(1, 1), close=False)
+    assert tracer.failures > 0
+    path.parent.mkdir()
+    tracer.step_begin(2)
+    model(torch.ones(1, 1)).sum().backward()
+    tracer.step_end(2, 1.0)
+    assert "1 of 1 ranks" in text(path.parent)
+    assert "rank 0: step 2 complete" in text(path.parent)
+    assert "unused.weight" in text(path.parent)
+
+
+def test_values_that_are_not_finite_stay_json(tmp_path):
+    model = TwoLayers()
+    nn.init.constant_(model.second.weight, float("inf"))
+    record(tmp_path, model, inputs=torch.zeros(1, 1))
+    lines = (tmp_path / "trace_rank0.jsonl").read_text().splitlines()
+    parsed = [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) for line in lines]
+    assert next(e for e in reversed(parsed) if e["event"] == "digest")["parameters"]["second.weight"][0] == "inf"
+
+
+def test_a_step_whose_gradients_were_cleared_is_told(tmp_path):
+    record(tmp_path, TwoLayers(), inputs=torch.ones(1, 1), clear=True)
+    assert "not known in steps that were left out: 1" in text(tmp_path)
+
+
+def test_a_large_trace_becomes_two_files_that_are_read_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "_LARGEST_FILE", 3000)
+    record(tmp_path, TwoLayers(), steps=5, inputs=torch.ones(1, 1), close=False)
+    assert (tmp_path / "trace_rank0.older.jsonl").exists()
+    assert all(path.stat().st_size < 6000 for path in tmp_path.iterdir())
+    assert "rank 0: step 5 complete" in text(tmp_path)
+    assert "no gradient in any step:" in text(tmp_path)
+
+
+def test_a_second_attempt_is_explained_alone(tmp_path):
+    model = TwoLayers()
+    record(tmp_path, model, steps=4, inputs=torch.ones(1, 1))
+    path = tmp_path / "trace_rank0.jsonl"
+    path.write_text(path.read_text()[:-20])  # killed while it wrote
+    record(tmp_path, model, steps=1, inputs=torch.ones(1, 1), close=False)
+    said = text(tmp_path)
+    assert "rank 0: step 1 complete" in said
+    assert "1 line was damaged" in said
+
+
+def test_ranks_that_agree_are_said_to_agree(two_ranks):
+    said = text(two_ranks / "ddp")
+    assert "ranks 0-1: step 2 complete, ended" in said
+    assert "order    of gradients is the same" in said
+    assert "every bucket that started was done" in said
+    assert "values   loss, gradients and parameters are the same on all ranks, steps 1 to 2" in said
+    first, second = (events(two_ranks / "ddp", "digest", rank) for rank in (0, 1))
+    assert [(e["gradients"], e["parameters"]) for e in first] == [(e["gradients"], e["parameters"]) for e in second]
+
+
+def test_buckets_hold_every_parameter_once_and_are_recorded_when_they_start_and_when_they_are_done(two_ranks):
+    model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    for step in (1, 2):
+        buckets = [e for e in events(two_ranks / "ddp", "bucket", 1) if e["step"] == step]
+        started, done = ([b for b in buckets if (b["done"] is None) == wanted] for wanted in (True, False))
+        assert sorted(b["index"] for b in started) == sorted(b["index"] for b in done)
+        assert all(b["done"] >= b["started"] for b in done)
+        assert sorted(name for b in done for name in b["parameters"]) == sorted(sizes)
+        assert all(b["bytes"] == sum(sizes[name] for name in b["parameters"]) for b in done)
+    assert len(done) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_over_nccl_the_same_is_recorded(tmp_path):
+    (ended,) = wait_all(start_ranks(1, str(tmp_path), "cuda", module="tests.record.traced"), 300)
+    assert ended.code == 0, ended.output
+    gradients = {name: 2 for name, _ in build_model(CONFIG.model, CONFIG.nsa, 64, 0).named_parameters()}
+    for strategy, passes in (("ddp", 2), ("fsdp", 1)):
+        seen = Counter(names(tmp_path / strategy, "grad"))
+        assert seen == {name: count * passes for name, count in gradients.items()}
+        assert names(tmp_path / strategy, "module_bwd") == BACKWARD * 2 * passes
+    assert "every bucket that started was done" in text(tmp_path / "ddp")
+    assert all(e["done"] >= e["started"] for e in events(tmp_path / "ddp", "bucket") if e["done"] is not None)
+
+
+def test_the_first_gradient_that_differs_is_named_with_both_values(two_ranks):
+    said = text(two_ranks / "differs")
+    assert f"values   DIFFER across ranks first in step 2: gradient of {SPOILED}" in said
+    shown = [line.split(":")[1] for line in said.splitlines() if "sum" in line]
+    assert len(shown) == 2
+    assert shown[0] != shown[1]
+
+
+def test_a_sharded_model_shows_arrivals_and_what_is_missing_and_says_what_cannot_be_compared(two_ranks):
+    model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
+    for rank in (0, 1):
+        assert Counter(names(two_ranks / "fsdp", "grad", rank)) == {n: 2 for n, _ in model.named_parameters()}
+        assert names(two_ranks / "fsdp", "module_bwd", rank) == BACKWARD * 2
+    said = text(two_ranks / "fsdp")
+    assert "no gradient in any step on any rank:\n           aside.bias\n           aside.weight\n" in said
+    assert "the loss is the same on all ranks, steps 1 to 2" in said
+    assert "digests: none of sharded tensors" in said
+
+
+def test_a_hang_shows_the_rank_that_stopped_first_and_the_bucket_that_waits_for_it(copied):
+    folder = copied("ddp")
+    order = [e["name"] for e in events(folder, "grad", 1) if e["step"] == 1]
+    seen = Counter()
+
+    def until_fifth_gradient(event):
+        seen[event["event"]] += event["step"] == 2
+        return seen["grad"] < 6
+
+    cut(folder, 1, until_fifth_gradient)
+    cut(folder, 0, lambda e: e["event"] != "bucket" or e["step"] != 2 or e["done"] is None)
+    said = flat(folder)
+    assert f"rank 1: step 1 complete, in step 2 after 5 of {len(order)} gradients; BEHIND THE OTHERS" in said
+    assert f"next would be the gradient of {order[5]}" in said
+    assert "rank 0: step 1 complete, in step 2 after" in said
+    assert "bucket 0 of step 2 started and was never done on rank 0" in said
+    assert "2 lines were damaged" in said
+    assert said.index("rank 1:") < said.index("rank 0:")
+
+
+def test_a_hang_in_the_first_backward_names_what_did_not_come(tmp_path):
+    record(tmp_path, decoder())
+    cut(tmp_path, 0, lambda e: e.get("name") != "blocks.1.mlp_norm.weight")
+    said = flat(tmp_path)
+    assert "rank 0: no step complete, in step 1 after" in said
+    assert "backward came to blocks.1.mlp_norm and to no module after it" in said
+    assert "did not come yet: blocks.*.attention.gate.hidden.bias (2: 0-1)" in said
+
+
+def test_another_order_of_arrival_is_shown_where_it_begins(copied):
+    folder = copied("ddp")
+    path = folder / "trace_rank1.jsonl"
+    lines = path.read_text().splitlines()
+    places = [i for i, line in enumerate(lines) if '"event": "grad"' in line][3:5]
+    lines[places[0]], lines[places[1]] = lines[places[1]], lines[places[0]]
+    path.write_text("\n".join(lines))
+    said = text(folder)
+    assert "order    of gradients DIFFERS first in step 1, gradient 4:" in said
+    assert f"  rank 0: {names(folder, 'grad')[3]}" in said
+    assert f"  rank 1: {names(folder, 'grad')[4]}" in said
+
+
+def test_a_rank_without_a_trace_is_absent(copied):
+    folder = copied("ddp")
+    (folder / "trace_rank1.jsonl").unlink()
+    assert "absent   rank 1: left no trace of this start" in text(folder)
+
+
+def test_damaged_traces_are_read_as_far_as_they_go(copied):
+    folder = copied("ddp")
+    path = folder / "trace_rank1.jsonl"
+    wrong = ['{"event": "grad"}', "[1]", "nul", '{"event": "grad", "time": 1, "step": 1, "name": 3}', "\x00\x1b[2J"]
+    path.write_bytes(path.read_bytes() + "\n".join(wrong).encode() + b"\n\xff\xfe\n")
+    said = text(folder)
+    assert "6 lines were damaged" in said
+    assert "step 2 complete" in said
+
+
+def test_the_command_prints_at_most_eighty_columns_or_says_how_to_switch_tracing_on(two_ranks, tmp_path):
+    app = typer.Typer()
+    app.command()(trace_command)
+    for name in ("ddp", "differs", "fsdp"):
+        done = CliRunner().invoke(app, [str(two_ranks / name)])
+        assert done.exit_code == 0
+        assert done.output.startswith("trace    2 of 2 ranks since")
+        assert max(map(len, done.output.splitlines())) <= 80
+        assert len(done.output.splitlines()) < 24
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        failed = CliRunner().invoke(app, [str(folder)])
+        assert isinstance(failed.exception, ConfigError)
+    assert "telemetry.trace_grads=true" in str(CliRunner().invoke(app, [str(tmp_path)]).exception)
