@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from nsa.train.step import train_step
 
 STEP_TOKENS = 32_768
 CHECKPOINTED_FROM = 131_072
+CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
 
 
-def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularity: str) -> dict[str, Any]:
+def measure(
+    attention: str, seq_len: int, compiled: bool, steps: int, granularity: str, step_tokens: int, packed: bool
+) -> dict[str, Any]:
     """Median tokens/s over `steps` steps after a warm-up, and the peak memory."""
-    batch_size = max(1, STEP_TOKENS // seq_len)
+    batch_size = max(1, step_tokens // seq_len)
     checkpointing = granularity if seq_len >= CHECKPOINTED_FROM else "none"
     config = load_config(
         "configs/m7c_125m.yaml",
@@ -46,6 +50,9 @@ def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularit
     state = build_state(config, ByteTokenizer())
     tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+    if packed:
+        borders = pack(batch_size, seq_len).to("cuda")
+        batch = Batch(batch.inputs.view(1, -1), batch.targets.view(1, -1), borders, seq_len)
     targets = batch.targets.numel()
     times = []
     for step in range(steps + 3):
@@ -60,6 +67,7 @@ def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularit
         "attention": attention,
         "seq_len": seq_len,
         "batch_size": batch_size,
+        "packed": packed,
         "compiled": compiled,
         "gradient_checkpointing": checkpointing,
         "step_ms": 1000 * median,
@@ -73,12 +81,25 @@ def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularit
     return result
 
 
+def pack(batch_size: int, seq_len: int) -> torch.Tensor:
+    """Borders of whole sequences: one in two is a document, the other holds documents of a quarter its length."""
+    quarter = max(1, seq_len // 4)
+    starts = [
+        row * seq_len + start
+        for row in range(batch_size)
+        for start in range(0, seq_len, seq_len if row % 2 else quarter)
+    ]
+    return torch.tensor([*starts, batch_size * seq_len], dtype=torch.int32)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="2048,8192,32768,65536,131072")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--attention", default="nsa,dense")
+    parser.add_argument("--packed", choices=["no", "yes", "both"], default="no", help="documents in each sequence")
+    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
     parser.add_argument("--checkpointing", default="block", help=f"of sequences from {CHECKPOINTED_FROM:,} tokens on")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
     options = parser.parse_args()
@@ -87,17 +108,28 @@ def main() -> int:
         return 1
     results = []
     for seq_len in map(int, options.lengths.split(",")):
-        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
-            for attention in options.attention.split(","):
-                results.append(measure(attention, seq_len, compiled, options.steps, options.checkpointing))
+        for compiled in CHOICES[options.compile]:
+            for attention, packed in product(options.attention.split(","), CHOICES[options.packed]):
+                results.append(
+                    measure(
+                        attention,
+                        seq_len,
+                        compiled,
+                        options.steps,
+                        options.checkpointing,
+                        options.step_tokens,
+                        packed,
+                    )
+                )
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     table = Table(title="Training the 125M model on one GPU, bf16")
-    for column in ("tokens", "attention", "compiled", "checkpointed", "tokens/s", "step ms", "peak GiB"):
+    for column in ("tokens", "attention", "packed", "compiled", "checkpointed", "tokens/s", "step ms", "peak GiB"):
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
             str(r["seq_len"]),
             r["attention"],
+            str(r["packed"]),
             str(r["compiled"]),
             r["gradient_checkpointing"],
             f"{r['toks_per_s']:,.0f}",

@@ -44,15 +44,16 @@ class _Run:
 
     @property
     def layers(self) -> int:
-        return self.config.model.n_layers
+        """Layers with gates and selection."""
+        return self.config.model.layer_kinds().count("nsa")
 
     @property
     def selects(self) -> bool:
-        return self.config.model.attention == "nsa" and self.config.nsa.force_branch in (None, "sel")
+        return "nsa" in self.config.model.layer_kinds() and self.config.nsa.force_branch in (None, "sel")
 
     @property
     def mixes(self) -> bool:
-        return self.config.model.attention == "nsa" and self.config.nsa.force_branch is None
+        return "nsa" in self.config.model.layer_kinds() and self.config.nsa.force_branch is None
 
     def each(self, stem: str, suffix: str) -> list[str]:
         """A name per rank, as telemetry gives them."""

@@ -277,7 +277,7 @@ class _Examination:
             against = self._baseline(case) if kind == OTHER_NUMBERS else None
             return self.attempt(name, case, against=against, limit_s=self._limit(case)).kind == kind
 
-        is_nsa = config.model.attention == "nsa"
+        is_nsa = "nsa" in config.model.layer_kinds()
         fewest = max(FEWEST_TOKENS, config.nsa.sel_block if is_nsa else 0)
         space = Space(self._fast_operators() if is_nsa else (), is_nsa, min(fewest, failed.case.tokens))
         found.smallest, guilty = search(failed.case, space, fails)

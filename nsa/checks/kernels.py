@@ -52,7 +52,7 @@ class KernelCheck:
 
 def check_kernels(config: Config, device: torch.device) -> list[KernelCheck]:
     """All operators with the heads, sizes and types of the configuration; nothing where attention is dense."""
-    if config.model.attention != "nsa":
+    if "nsa" not in config.model.layer_kinds():
         return []
     precision = config.runtime.precision
     dtype = DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from nsa.errors import SpecError
 from nsa.ops.spec import NSASpec
 
+LayerKind = Literal["nsa", "dense", "window"]
 HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -38,6 +39,12 @@ class ModelConfig(Section):
     head_dim_v: HeadSize = Field(64, description="size of a value head")
     mlp_dim: Positive | None = Field(None, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset")
     attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or a dense twin to compare with")
+    layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
+        None,
+        description="kinds of attention layers (nsa, dense, window), repeated over the layers, for example "
+        "[dense, nsa, nsa, nsa]; every layer is `attention` when unset",
+    )
+    qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of every head, before rotary positions")
     tied_head: bool = Field(False, description="the output head shares the embedding's weight")
     rope_base: Annotated[float, Field(gt=1.0)] = Field(10_000.0, description="base of the rotary frequencies")
     norm_eps: Annotated[float, Field(gt=0.0)] = Field(1e-5, description="added inside RMSNorm")
@@ -48,6 +55,11 @@ class ModelConfig(Section):
         if self.n_heads % self.n_kv_heads:
             raise field_error("n_kv_heads", f"must divide n_heads; {self.n_kv_heads} does not divide {self.n_heads}")
         return self
+
+    def layer_kinds(self) -> list[LayerKind]:
+        """The kind of attention of every layer."""
+        pattern = self.layer_pattern or [self.attention]
+        return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
 
     def resolved_mlp_dim(self) -> int:
         return self.mlp_dim or -(-(8 * self.dim // 3) // 64) * 64

@@ -25,6 +25,7 @@ class Batch:
     inputs: Tensor
     targets: Tensor
     cu_seqlens: Tensor | None
+    max_seqlen: int | None = None  # no packed document is longer
 
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -35,7 +36,7 @@ class Batch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         borders = None if self.cu_seqlens is None else change(self.cu_seqlens)
-        return Batch(change(self.inputs), change(self.targets), borders)
+        return Batch(change(self.inputs), change(self.targets), borders, self.max_seqlen)
 
 
 class Loader:
@@ -70,7 +71,8 @@ class Loader:
             return Batch(joined[0], joined[1], None)
         starts = [row.starts + place * self.seq_len for place, row in enumerate(rows)]
         cu_seqlens = np.concatenate([*starts, [len(rows) * self.seq_len]]).astype(np.int32)
-        return Batch(joined[0].view(1, -1), joined[1].view(1, -1), torch.from_numpy(cu_seqlens))
+        borders = torch.from_numpy(cu_seqlens)
+        return Batch(joined[0].view(1, -1), joined[1].view(1, -1), borders, self.seq_len)
 
 
 @dataclass(frozen=True)

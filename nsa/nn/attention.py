@@ -39,6 +39,7 @@ class NSAAttention(nn.Module):
     gate           "sigmoid" or "softmax"
     shared_kv      one key/value pair for the three branches instead of three
     force_branch   the output is that branch alone; parameters that are then unused are frozen
+    qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
     backend        passed to nsa.ops: None takes the fastest that can run; a name, or names by operator
 
     No call leaves anything behind in the layer.
@@ -58,6 +59,8 @@ class NSAAttention(nn.Module):
         shared_kv: bool = False,
         force_branch: Branch | None = None,
         rope_base: float = 10_000.0,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
         super().__init__()
@@ -73,6 +76,10 @@ class NSAAttention(nn.Module):
         self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=False)
         self.k = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=False) for _ in range(pairs))
         self.v = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_v, bias=False) for _ in range(pairs))
+        self.q_norm = nn.RMSNorm(self.head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.ModuleList(
+            nn.RMSNorm(self.head_dim_k, eps=norm_eps) if qk_norm else nn.Identity() for _ in range(pairs)
+        )
         self.phi_k = self._build_phi(phi, self.head_dim_k)
         self.phi_v = self._build_phi(phi, self.head_dim_v)
         self.gate = BranchGate(dim, num_heads, gate)
@@ -115,10 +122,10 @@ class NSAAttention(nn.Module):
         values = project(x_BSC, list(self.v))
         groups = self.num_kv_heads
         pairs = [
-            (k.unflatten(-1, (groups, self.head_dim_k)), v.unflatten(-1, (groups, self.head_dim_v)))
-            for k, v in zip(keys, values, strict=True)
+            (norm(k.unflatten(-1, (groups, self.head_dim_k))).to(k.dtype), v.unflatten(-1, (groups, self.head_dim_v)))
+            for norm, k, v in zip(self.k_norm, keys, values, strict=True)
         ]
-        q_BSHK = q.unflatten(-1, (self.num_heads, self.head_dim_k))
+        q_BSHK = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim_k))).to(q.dtype)
         return q_BSHK, pairs * len(BRANCHES) if self.shared_kv else pairs
 
     def _one_branch(
@@ -152,7 +159,7 @@ class NSAAttention(nn.Module):
             unused += [self.phi_k, self.phi_v]
         if not self.shared_kv:
             others = [i for i, branch in enumerate(BRANCHES) if branch != self.force_branch]
-            unused += [pair[i] for pair in (self.k, self.v) for i in others]
+            unused += [part[i] for part in (self.k, self.v, self.k_norm) for i in others]
         for module in unused:
             module.requires_grad_(False)
 

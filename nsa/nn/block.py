@@ -5,6 +5,7 @@ Legend: B batch, S tokens, C channels.
 
 from torch import Tensor, nn
 
+from nsa.nn.dense import DenseAttention
 from nsa.nn.projection import project
 
 
@@ -31,7 +32,8 @@ class DecoderBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BSC: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cu_seqlens=cu_seqlens)
+    def forward(self, x_BSC: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        lengths = {"max_seqlen": max_seqlen} if isinstance(self.attention, DenseAttention) else {}
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cu_seqlens=cu_seqlens, **lengths)
         y_BSC: Tensor = x_BSC + self.mlp(self.mlp_norm(x_BSC))
         return y_BSC

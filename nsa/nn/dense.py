@@ -1,50 +1,111 @@
-"""Ordinary causal attention with the same projections: the twin that NSA is compared with.
+"""Ordinary causal attention, over the whole past or over a window: the layers that NSA is compared and mixed with.
 
 Legend: B batch, S tokens, C channels, H query heads, G key/value heads, K/V head sizes.
 """
+
+import inspect
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from nsa.nn.projection import project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops.checks import check_borders
-from nsa.ops.operators import positions
+from nsa.ops.operators import Backend, backend_of, positions, window_attention
 from nsa.ops.spec import NSASpec
 
 
 class DenseAttention(nn.Module):
-    """Causal softmax attention through PyTorch's fused kernels."""
+    """Causal softmax attention on [B, S, dim] through PyTorch's fused kernels.
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim_k: int, head_dim_v: int, rope_base: float):
+    window     tokens that a query reads, its own included; None reads the whole past
+    qk_norm    RMSNorm on the queries and keys of every head, before rotary positions
+    backend    as for NSAAttention; of interest where the window operator runs
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        rope_base: float = 10_000.0,
+        *,
+        window: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
+        backend: Backend = None,
+    ):
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
-        self.rope_base = rope_base
+        self.rope_base, self.window, self.backend = rope_base, window, backend
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False)
         self.k = nn.Linear(dim, num_kv_heads * head_dim_k, bias=False)
         self.v = nn.Linear(dim, num_kv_heads * head_dim_v, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
 
-    def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        """`max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row."""
         check_borders(cu_seqlens, x_BSC)
         tokens = x_BSC.shape[1]
         position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
         tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
-        q_BSHK = rotate(self.q(x_BSC).unflatten(-1, (self.num_heads, self.head_dim_k)), tables)
-        k_BSGK = rotate(self.k(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_k)), tables)
-        v_BSGV = self.v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
-        mask = None
-        if cu_seqlens is not None:
-            index = torch.arange(tokens, device=x_BSC.device)
-            mask = (index >= (index - position_S)[:, None]) & (index <= index[:, None])
-        o_BHSV = scaled_dot_product_attention(
-            q_BSHK.transpose(1, 2),
-            k_BSGK.transpose(1, 2),
-            v_BSGV.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
-        out_BSC: Tensor = self.out(o_BHSV.transpose(1, 2).flatten(2))
+        q, k, v = project(x_BSC, [self.q, self.k, self.v])
+        q_BSHK = q.unflatten(-1, (self.num_heads, self.head_dim_k))
+        k_BSGK = k.unflatten(-1, (self.num_kv_heads, self.head_dim_k))
+        v_BSGV = v.unflatten(-1, (self.num_kv_heads, self.head_dim_v))
+        q_BSHK = rotate(self.q_norm(q_BSHK).to(q.dtype), tables)
+        k_BSGK = rotate(self.k_norm(k_BSGK).to(k.dtype), tables)
+        if self.window is None and cu_seqlens is None:
+            o_BSHV = _fused(q_BSHK, k_BSGK, v_BSGV)
+        elif self.window is None and cu_seqlens is not None and _runs_varlen(q_BSHK, v_BSGV):
+            o_BSHV = _varlen(q_BSHK, k_BSGK, v_BSGV, cu_seqlens, max_seqlen or tokens)
+        else:  # a window as long as the row is causal attention, in memory that grows linearly on every device
+            spec = NSASpec(window=self.window or tokens)
+            backend = backend_of("win", self.backend)
+            o_BSHV = window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+
+def _fused(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    is_grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped).transpose(1, 2)
+
+
+def _runs_varlen(q: Tensor, v: Tensor) -> bool:
+    """PyTorch's variable-length kernels: a CUDA GPU from sm_80 on, 16-bit types, heads of one size."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] == v.shape[3]
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _varlen(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    o = varlen_attn(
+        q_BSHK[0], k_BSGK[0], v_BSGV[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **_varlen_options()
+    )
+    assert isinstance(o, Tensor)
+    return o[None]
+
+
+@cache
+def _varlen_options() -> dict[str, Any]:
+    """Causal, with fewer key/value heads than query heads: how to say so changed between torch 2.11 and 2.12."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return options | ({"enable_gqa": True} if "enable_gqa" in known else {})

@@ -16,7 +16,7 @@ FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Operations per trained token. `sparse` is what NSA needs, `dense_equivalent` what dense attention would."""
+    """Operations per trained token: as configured (`sparse`), and with dense attention in every layer."""
 
     sparse: float
     dense_equivalent: float
@@ -27,11 +27,16 @@ def flops_per_token(decoder: Decoder, model: ModelConfig, nsa: NSAConfig, seq_le
     if not model.tied_head:
         matrices -= decoder.embedding.weight.numel()  # a look-up, no arithmetic
     projections = 2.0 * matrices
-    per_key = 2.0 * model.n_heads * (model.head_dim_k + model.head_dim_v) * model.n_layers
-    per_score = 2.0 * model.n_heads * model.head_dim_k * model.n_layers
+    per_key = 2.0 * model.n_heads * (model.head_dim_k + model.head_dim_v)
+    per_score = 2.0 * model.n_heads * model.head_dim_k
     cmp_keys, sel_keys, win_keys, causal_keys = mean_keys_read(nsa.spec(), seq_len)
-    sparse = projections + per_key * (cmp_keys + sel_keys + win_keys) + per_score * cmp_keys
-    dense = projections + per_key * causal_keys
+    layer = {
+        "nsa": per_key * (cmp_keys + sel_keys + win_keys) + per_score * cmp_keys,
+        "dense": per_key * causal_keys,
+        "window": per_key * win_keys,
+    }
+    sparse = projections + sum(layer[kind] for kind in model.layer_kinds())
+    dense = projections + layer["dense"] * model.n_layers
     return FlopsPerToken(FORWARD_AND_BACKWARD * sparse, FORWARD_AND_BACKWARD * dense)
 
 

@@ -6,7 +6,7 @@ Legend: B batch, S tokens, C channels, V vocabulary.
 import torch
 from torch import Tensor, nn
 
-from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.config.schema import LayerKind, ModelConfig, NSAConfig
 from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.dense import DenseAttention
@@ -26,11 +26,11 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             DecoderBlock(
                 model.dim,
-                build_attention(model, nsa, backend),
+                build_attention(kind, model, nsa, backend),
                 SwiGLU(model.dim, model.resolved_mlp_dim()),
                 model.norm_eps,
             )
-            for _ in range(model.n_layers)
+            for kind in model.layer_kinds()
         )
         self.norm = nn.RMSNorm(model.dim, eps=model.norm_eps)
         self.head = nn.Linear(model.dim, vocab_size, bias=False)
@@ -55,10 +55,11 @@ class Decoder(nn.Module):
         _init(self.embedding.weight)
         _init(self.head.weight)
 
-    def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it."""
         x_BSC = self.embedding(tokens_BS)
         for block in self.blocks:
-            x_BSC = block(x_BSC, cu_seqlens)
+            x_BSC = block(x_BSC, cu_seqlens, max_seqlen)
         logits_BSV: Tensor = self.head(self.norm(x_BSC))
         return logits_BSV
 
@@ -67,8 +68,8 @@ class Decoder(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
 
 
-def build_attention(model: ModelConfig, nsa: NSAConfig, backend: Backend = None) -> nn.Module:
-    if model.attention == "dense":
+def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend: Backend = None) -> nn.Module:
+    if kind != "nsa":
         return DenseAttention(
             model.dim,
             model.n_heads,
@@ -76,6 +77,10 @@ def build_attention(model: ModelConfig, nsa: NSAConfig, backend: Backend = None)
             model.head_dim_k,
             model.head_dim_v,
             model.rope_base,
+            window=nsa.window if kind == "window" else None,
+            qk_norm=model.qk_norm,
+            norm_eps=model.norm_eps,
+            backend=backend,
         )
     return NSAAttention(
         model.dim,
@@ -89,6 +94,8 @@ def build_attention(model: ModelConfig, nsa: NSAConfig, backend: Backend = None)
         shared_kv=nsa.shared_kv,
         force_branch=nsa.force_branch,
         rope_base=model.rope_base,
+        qk_norm=model.qk_norm,
+        norm_eps=model.norm_eps,
         backend=backend,
     )
 

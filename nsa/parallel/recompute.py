@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -32,6 +33,7 @@ _ATTENTION = _SELECTION | {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 
 

@@ -47,7 +47,7 @@ def train_step(
     for batch, is_last in _mark_last(batches):
         with gradient_sync(state.module, wanted=is_last):
             with state.autocast(), observing(observer):
-                loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens), batch.targets) / targets
+                loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen), batch.targets) / targets
             observer = None
             if faults.spoiled("step.loss"):
                 loss = loss * math.nan
@@ -126,7 +126,7 @@ def validate(
         text_bytes = int(byte_lengths[counted].sum())
         moved = batch.to(state.device)
         with state.autocast():
-            nats = float(loss_sum(state.module(moved.inputs, moved.cu_seqlens), moved.targets))
+            nats = float(loss_sum(state.module(moved.inputs, moved.cu_seqlens, moved.max_seqlen), moved.targets))
         if count:
             totals += torch.tensor([nats, counted.numel(), text_bytes], dtype=torch.float64)
     state.module.train()

@@ -4,7 +4,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -408,9 +409,10 @@ class Run:
         yield f"first   batch after {self.feed.first_batch_s:.2f} s"
         yield (
             f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
-            f"{config.model.attention} attention, {state.precision} on {state.device}"
+            f"{_describe_layers(config.model.layer_kinds())} attention, {state.precision} on {state.device}"
         )
-        costs = f"{flops.sparse:.3g} FLOPs per token with NSA, " if config.model.attention == "nsa" else ""
+        sparse = set(config.model.layer_kinds()) != {"dense"}
+        costs = f"{flops.sparse:.3g} FLOPs per token, " if sparse else ""
         yield (
             f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
             f"at {config.train.seq_len} tokens (estimates, forward and backward)"
@@ -431,6 +433,12 @@ class Run:
         yield f"folder  {self.folder}"
         if taken_up:
             yield f"resume  {taken_up}: step {self.step} of {config.train.steps} is done"
+
+
+def _describe_layers(kinds: Sequence[str]) -> str:
+    """nsa, or 9 nsa + 3 dense."""
+    counts = Counter(kinds)
+    return kinds[0] if len(counts) == 1 else " + ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 @dataclass

@@ -1,0 +1,57 @@
+"""Trains a byte-level BPE vocabulary on documents, as a tokenizer.json that `data.tokenizer` takes."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nsa.errors import ConfigError, DataError
+
+SEPARATOR = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte, and the separator
+
+
+def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_bytes: int) -> int:
+    """Writes the vocabulary learned from the first `max_bytes` of text; returns the bytes that were read.
+
+    The separator is the last id. Any text can be encoded: what was not learned is spelled in bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"--vocab-size: must be at least {SMALLEST_VOCABULARY} (all bytes and the separator)")
+    if path.suffix != ".json":
+        raise ConfigError(f"{path}: a tokenizer is written as a .json file; name one, for example tokenizer.json")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # training counts words on all cores
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    limited = _Limited(documents, max_bytes)
+    tokenizer.train_from_iterator(limited, trainer)
+    if not limited.read:
+        raise DataError("data: no text to learn a vocabulary from")
+    tokenizer.add_special_tokens([SEPARATOR])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    tokenizer.save(str(beside))
+    beside.replace(path)
+    return limited.read
+
+
+class _Limited:
+    """The first documents, up to `max_bytes` of UTF-8."""
+
+    def __init__(self, documents: Iterable[str], max_bytes: int):
+        self._documents, self._max_bytes = documents, max_bytes
+        self.read = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._documents:
+            if self.read >= self._max_bytes:
+                return
+            self.read += len(text.encode("utf-8", "replace"))
+            yield text
