@@ -10,8 +10,9 @@ from nsa.checkpoint.layout import FOLDER, newest_verified
 from nsa.checkpoint.load import MODEL, fill
 from nsa.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
 from nsa.checkpoint.shards import saved_shapes
-from nsa.checkpoint.weights import WEIGHTS_FILE, load_weights, spell_weights
+from nsa.checkpoint.weights import load_weights, spell_weights
 from nsa.errors import CheckpointError
+from nsa.record.schema import WEIGHTS_FILE
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -14,8 +14,9 @@ from pathlib import Path
 from nsa.checkpoint.files import flush_folder, write_atomically
 from nsa.checkpoint.manifest import verify
 from nsa.errors import CheckpointError
+from nsa.record.schema import CHECKPOINTS_FOLDER
 
-FOLDER = "checkpoints"
+FOLDER = CHECKPOINTS_FOLDER
 LATEST, BEST = "latest", "best"
 NEVER_DELETED = 2  # newest verified checkpoints
 _NAME = re.compile(r"step_(\d{8,})")

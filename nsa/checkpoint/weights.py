@@ -11,8 +11,7 @@ from torch import nn
 
 from nsa.checkpoint.files import write_atomically
 from nsa.errors import CheckpointError
-
-WEIGHTS_FILE = "model.safetensors"
+from nsa.record.schema import WEIGHTS_FILE
 
 
 def spell_weights(tensors: Mapping[str, torch.Tensor], **metadata: str | int | float) -> bytes:

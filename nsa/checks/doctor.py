@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from nsa.checkpoint import layout
-from nsa.checkpoint.weights import WEIGHTS_FILE
 from nsa.checks.doctor_search import (
     AS_GIVEN,
     BRANCH_OF,
@@ -37,7 +36,7 @@ from nsa.checks.trials import Outcome, Trial, run_trial, write_trial_config
 from nsa.config import Config, load_config, parse_config
 from nsa.errors import ConfigError, HangError, NumericsError, OutOfMemoryError
 from nsa.inspect.reading import RunView, read_run
-from nsa.train.folder import NONFINITE_FOLDER
+from nsa.record.schema import NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
 
 HANG, NON_FINITE, OUT_OF_MEMORY = "hang", "non-finite numbers", "out of memory"

@@ -23,6 +23,7 @@ from nsa.errors import ConfigError
 from nsa.inspect.reading import read_run
 from nsa.inspect.trace_report import explain
 from nsa.record.numbers import clock, one_line, plain, seconds
+from nsa.record.schema import stack_dumps
 
 SCHEMA = 1
 JSON_FILE, PAGE_FILE = "doctor.json", "doctor.md"
@@ -201,7 +202,7 @@ def _beside(shown: Record, baseline: Record | None) -> list[dict[str, Any]]:
 def stacks(folder: Path) -> list[dict[str, Any]]:
     """By rank: what its main thread was at, the newest frame first, and other threads that were computing."""
     found = []
-    for path in sorted(folder.glob("stackdump_*_rank*.txt")):
+    for path in sorted(folder.glob(stack_dumps().pattern)):
         threads = _threads(path.read_text(encoding="utf-8", errors="replace"))
         mains = [frames for frames in threads if frames[-1].endswith(" <module>") or "runpy" in frames[-1]]
         if not mains:
@@ -233,7 +234,7 @@ def _threads(text: str) -> list[list[str]]:
 
 def _where_ranks_stood(folder: Path) -> list[str]:
     """As the watchdog wrote it down."""
-    for path in sorted(folder.glob("stackdump_*_rank*.txt")):
+    for path in sorted(folder.glob(stack_dumps().pattern)):
         text = path.read_text(encoding="utf-8", errors="replace")
         stood = text.partition("where each rank stood:\n")[2].partition("\n\n")[0]
         if stood.strip():

@@ -1,15 +1,12 @@
 """What each phase of `nsa ready` trains: the user's configuration with as little changed as the phase needs."""
 
 import copy
-import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.weights import WEIGHTS_FILE
 from nsa.config import Config, parse_config
-from nsa.record.training_csv import MACHINE_COLUMNS
+from nsa.record.schema import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
 
 DEEP_LAYERS, DEEP_TOKENS = 12, 2048  # a size at which an earlier system hung
 
@@ -92,9 +89,7 @@ def resumable(config: Config, scale: Scale) -> Config:
 
 def resumed_from(folder: Path) -> list[str | None]:
     """The checkpoint that each start of the run took up."""
-    lines = (folder / "heartbeat_rank0.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
-    return [event.get("from_checkpoint") for event in events if event["event"] == "start"]
+    return [event.get("from_checkpoint") for event in read_events(folder) if event["event"] == "start"]
 
 
 def first_difference(whole: Path, resumed: Path) -> str:
@@ -112,5 +107,4 @@ def first_difference(whole: Path, resumed: Path) -> str:
 
 
 def _numbers(folder: Path) -> list[dict[str, str]]:
-    with (folder / "training.csv").open(encoding="utf-8", newline="") as file:
-        return [{k: v for k, v in row.items() if k not in MACHINE_COLUMNS} for row in csv.DictReader(file)]
+    return [{k: v for k, v in row.items() if k not in MACHINE_COLUMNS} for row in read_rows(folder, TRAINING)]

@@ -7,6 +7,7 @@ import typer
 
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError
+from nsa.record.schema import CONFIG_FILE
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run.", show_default=False)]
 
@@ -26,9 +27,9 @@ def generate(
     """Let a trained model write."""
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
-    if not (run_dir / "config.yaml").is_file():
+    if not (run_dir / CONFIG_FILE).is_file():
         raise CheckpointError(f"{run_dir}: is no run folder (no config.yaml in it); give the out_dir of a run")
-    config = load_config(run_dir / "config.yaml")
+    config = load_config(run_dir / CONFIG_FILE)
 
     from nsa.checkpoint.export import load_any_weights
     from nsa.data.build import tokenizer_for

@@ -35,7 +35,7 @@ from nsa.inspect.run_samples import (
     merge_selection,
 )
 from nsa.inspect.run_story import Happening, happenings
-from nsa.record.training_csv import COLUMNS
+from nsa.record.schema import TRAINING
 
 RECENT = 50  # steps that "now" means for numbers that jump from step to step
 DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # of silence, where the configuration cannot be read
@@ -162,7 +162,7 @@ class RunReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._training = NumberTable(folder / "training.csv", COLUMNS)  # other ranks speak by their heartbeats
+        self._training = NumberTable(folder / TRAINING.file, TRAINING.columns)  # other ranks speak by their heartbeats
         self._gates = Samples("gate_stats", merge_gates, text=("layer",))
         self._selection = Samples("k_stats", merge_selection)
         self._fallbacks = Samples("fallback_counters", lambda ranks: ranks, text=("branch", "reason"))

@@ -5,7 +5,6 @@ counts.
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,9 @@ from sys import intern
 from typing import Any
 
 from nsa.errors import ConfigError
+from nsa.record.schema import TRACE
 from nsa.record.trace_file import older_path, trace_path
 
-_FILE = re.compile(r"trace_rank(\d+)\.jsonl")
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -155,7 +154,7 @@ def read_traces(folder: Path) -> tuple[list[RankTrace], int]:
     Where there is none, an error says how to get them.
     """
     try:
-        ranks = sorted(int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name)))
+        ranks = list(TRACE.find(folder))
         if ranks:
             traces, damaged = zip(*(_read(folder, rank) for rank in ranks), strict=True)
             return list(traces), sum(damaged)

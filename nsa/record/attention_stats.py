@@ -21,38 +21,11 @@ from torch import Tensor
 
 from nsa.ops.layout import token_layout
 from nsa.ops.spec import NSASpec
+from nsa.record.schema import DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
-BRANCHES = ("cmp", "sel", "win")
-DISTANCE_BINS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127", "128-255", "256-511", "512-1023", "1024+")
 MOST_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
-_GATE_NUMBERS = 8
-_SELECTION_NUMBERS = 8 + len(DISTANCE_BINS)
-
-
-@dataclass(frozen=True)
-class GateStats:
-    """Of one layer, or of all: `rows` of them were seen."""
-
-    rows: int
-    mean_entropy: float
-    min_entropy: float
-    largest_share: float
-    collapsed: float
-    share_cmp: float
-    share_sel: float
-    share_win: float
-
-
-@dataclass(frozen=True)
-class SelectionStats:
-    rows: int
-    mean_distinct: float
-    max_distinct: int
-    share_at_max: float
-    share_forced: float
-    agreement: float
-    distances: tuple[float, ...]  # the share of blocks in each of DISTANCE_BINS
+_COMPARED = 6  # where `selection_numbers` has the blocks that agreement is a share of
 
 
 @dataclass(frozen=True)
@@ -113,12 +86,13 @@ class AttentionObserver:
     def _read(self, step: int, gates: Tensor | None, selection: Tensor | None) -> Sample:
         by_gate = [] if gates is None else [read_gates(row) for row in gates]
         by_selection = [] if selection is None else [read_selection(row) for row in selection]
+        compared = [] if selection is None else selection[:, _COMPARED].tolist()
         return Sample(
             step,
             list(zip(self._names(len(by_gate)), by_gate, strict=True)),
             list(zip(self._names(len(by_selection)), by_selection, strict=True)),
-            None if gates is None else read_gates(merge_gates(gates)),
-            None if selection is None else read_selection(merge_selection(selection)),
+            GateStats.merge(by_gate) if by_gate else None,
+            SelectionStats.merge(by_selection, compared) if by_selection else None,
         )
 
     def _names(self, count: int) -> list[str]:
@@ -151,22 +125,14 @@ def gate_numbers(gates: Tensor) -> Tensor:
     )
 
 
-def merge_gates(rows: Tensor) -> Tensor:
-    """Several rows of `gate_numbers` as one."""
-    merged = rows.sum(0)
-    merged[2], merged[3] = rows[:, 2].min(), rows[:, 3].max()
-    return merged
-
-
 def read_gates(row: Tensor) -> GateStats:
     rows, entropy, lowest, largest, collapsed, *shares = row.tolist()
-    assert len(row) == _GATE_NUMBERS
     return GateStats(int(rows), entropy / rows, lowest, largest, collapsed / rows, *(share / rows for share in shares))
 
 
 def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """[B, S, G, n] -> rows, blocks, most in a row, rows that are full, forced blocks, agreeing and compared blocks,
-    rows with a token before them, and blocks by distance."""
+    and blocks by distance."""
     batch, tokens, groups, width = indices.shape
     position = token_layout(tokens, spec, cu_seqlens, indices.device).position
     own = (position // spec.sel_block).view(1, tokens, 1, 1)
@@ -178,7 +144,7 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
     bins = torch.bucketize(distance, bounds, right=True)
     histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)
     histogram.index_add_(0, bins.flatten(), used.flatten().to(torch.float64))
-    agreeing, compared, pairs = _agreement(indices, position)
+    agreeing, compared = _agreement(indices, position)
     wide = torch.float64
     numbers = [
         torch.full((), batch * tokens * groups, dtype=wide, device=own.device),
@@ -188,31 +154,23 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
         forced.sum(dtype=wide),
         agreeing,
         compared,
-        pairs,
     ]
     return torch.cat([torch.stack(numbers), histogram])
 
 
-def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks that a row shares with the row before it, blocks of those rows, and how many rows were compared."""
+def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks that a row shares with the row before it, and blocks of the rows that were compared."""
     step = -(-indices.shape[1] // MOST_PAIRS)
     later = torch.arange(1, indices.shape[1], step, device=indices.device)
     mine, before = indices[:, later], indices[:, later - 1]
     used = (mine >= 0) & (position[later] > 0).view(1, -1, 1, 1)  # a document's first token has none before it
     shared = (mine.unsqueeze(-1) == before.unsqueeze(-2)).any(-1) & used
     wide = torch.float64
-    return shared.sum(dtype=wide), used.sum(dtype=wide), used.any(-1).sum(dtype=wide)
-
-
-def merge_selection(rows: Tensor) -> Tensor:
-    merged = rows.sum(0)
-    merged[2] = rows[:, 2].max()
-    return merged
+    return shared.sum(dtype=wide), used.sum(dtype=wide)
 
 
 def read_selection(row: Tensor) -> SelectionStats:
-    assert len(row) == _SELECTION_NUMBERS
-    rows, blocks, most, full, forced, agreeing, compared, _, *histogram = row.tolist()
+    rows, blocks, most, full, forced, agreeing, compared, *histogram = row.tolist()
     return SelectionStats(
         int(rows),
         blocks / rows,

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.record.memory import local_bytes, local_part, run_tensors, write_whole
+from nsa.record.schema import DTYPES_FILE, OPTIMIZER_STATE_FILE
 
-DTYPES_FILE = "dtypes_report.txt"
-OPTIMIZER_STATE_FILE = "opt_state_mb.txt"
 LOCK_WAIT_S = 2.0
 STEP_COUNTERS = "step counters"
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.config import Config
+from nsa.record.schema import OUT_OF_MEMORY, memory_files
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers")
 UNACCOUNTED = "activations and others"
@@ -134,10 +135,9 @@ def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named
             "owners": _by_kind(stock),
             "largest_tensors": [owned.as_json() for owned in _largest(stock)],
         }
-        stem = f"mem_{label}" + (f"_rank{rank}" if rank else "")
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"{stem}.txt", _spell_dump(snapshot, device))
-        write_whole(folder / f"{stem}.json", json.dumps(snapshot, indent=1) + "\n")
+        write_whole(memory_files(label, ".txt").path(folder, rank), _spell_dump(snapshot, device))
+        write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
     except Exception:  # no disk, no folder, a device that does not answer: training goes on
         return False
     return True
@@ -189,7 +189,7 @@ def oom_report(
         return f"out of memory on rank {rank}: {said}{remedy}"
     with suppress(Exception):
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"oom_rank{rank}.json", json.dumps(report, indent=1) + "\n")
+        write_whole(OUT_OF_MEMORY.path(folder, rank), json.dumps(report, indent=1) + "\n")
     asked = report["requested_bytes"]
     more = f" and {spell_bytes(asked)} more asked for" if asked else ""
     used = f"{spell_bytes(report['in_use_bytes'])} of {spell_bytes(report['total_bytes'])} in use{more}"

@@ -7,13 +7,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from nsa.record.schema import RUN_LOG
+
 
 class RunLog:
     """While it is entered, what goes to stdout and stderr goes to the file too. A file that cannot be written is done
     without, and what C code prints by itself is not seen."""
 
     def __init__(self, folder: Path, rank: int):
-        self.path = folder / ("run.log" if rank == 0 else f"run_rank{rank}.log")
+        self.path = RUN_LOG.path(folder, rank)
         self.failures = 0
         self._file: TextIO | None = None
 

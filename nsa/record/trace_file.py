@@ -6,14 +6,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from nsa.record.schema import OLDER_TRACE, TRACE
+
 
 def trace_path(folder: Path, rank: int) -> Path:
-    return folder / f"trace_rank{rank}.jsonl"
+    return TRACE.path(folder, rank)
 
 
 def older_path(folder: Path, rank: int) -> Path:
     """Where a file that grew too large goes."""
-    return folder / f"trace_rank{rank}.older.jsonl"
+    return OLDER_TRACE.path(folder, rank)
 
 
 class LineFile:

@@ -36,6 +36,7 @@ from typing import Any, Self
 import psutil
 
 from nsa.record.deadman import DeadMan, make_dead_man
+from nsa.record.schema import HEARTBEAT, NCCL_TRACE, stack_dumps
 
 EXIT_CODE = 6
 STEPS_OF_MEDIAN = 101
@@ -227,7 +228,7 @@ class Watchdog:
         if self._last[2] == DATA_PHASE:  # its own data does not come either: each judges for itself
             return False
         with self._counted():
-            stalls = [_newest_stall(path) for path in self._folder.glob("heartbeat_rank*.jsonl")]
+            stalls = [_newest_stall(path) for path in HEARTBEAT.find(self._folder).values()]
             return any(time.time() - stall["time"] < within_s for stall in stalls if stall)
         return False
 
@@ -287,9 +288,9 @@ class Watchdog:
     def _look_at_ranks(self) -> list[RankState]:
         """Where all ranks stood; those on this host that are stopped are killed."""
         found = []
-        for path in sorted(self._folder.glob("heartbeat_rank*.jsonl")):
+        for number, path in HEARTBEAT.find(self._folder).items():
             with self._counted():
-                found.append(_read_rank(path))
+                found.append(_read_rank(number, path))
         self._put("\n\nwhere each rank stood:\n" + "".join(f"{rank}\n" for rank, _ in found))
         for rank, events in found:
             self._put(f"\nlast events of rank {rank.rank}:\n" + "".join(f"{line}\n" for line in events))
@@ -345,13 +346,13 @@ class Watchdog:
             recorder = getattr(torch._C, "_distributed_c10d", None)
             dump = getattr(recorder, "_dump_nccl_trace_json", None) or getattr(recorder, "_dump_fr_trace_json", None)
             if dump is not None:
-                (self._folder / f"nccl_trace_rank{self._rank}.json").write_bytes(dump())
+                NCCL_TRACE.path(self._folder, self._rank).write_bytes(dump())
 
 
 def _dump_name(rank: int, at: float | None = None) -> str:
     """Of a dump of that time, or as a pattern for all of the rank's."""
     stamp = "*" if at is None else time.strftime("%Y%m%dT%H%M%S", time.localtime(at))
-    return f"stackdump_{stamp}_rank{rank}.txt"
+    return stack_dumps(stamp).name(rank)
 
 
 def _place(path: Path | None) -> str:
@@ -363,9 +364,9 @@ def _remove_empty(path: Path) -> None:
         path.unlink()
 
 
-def _read_rank(path: Path) -> tuple[RankState, list[str]]:
+def _read_rank(number: int, path: Path) -> tuple[RankState, list[str]]:
     """What a rank's events say of it, and the last of them."""
-    rank = RankState(int(path.stem.removeprefix("heartbeat_rank")))
+    rank = RankState(number)
     start: dict[str, Any] = {}
     last: deque[str] = deque(maxlen=LAST_EVENTS)
     with path.open(encoding="utf-8", errors="replace") as file:

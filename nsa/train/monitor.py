@@ -17,15 +17,15 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
 from nsa.parallel.launch import World
-from nsa.record.attention_stats import AttentionObserver, GateStats, Sample, SelectionStats
+from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
-from nsa.record.events import EventStream, Heartbeat, Sink
+from nsa.record.events import EventStream, HeartbeatSink, Sink
 from nsa.record.memory import dump_memory
 from nsa.record.profile import StepProfiler
-from nsa.record.sinks import TensorBoard, Tracker, csv_sinks
+from nsa.record.schema import EventKind, GateStats, SelectionStats, TrainingRow
+from nsa.record.sinks import TensorBoard, Tracker, table_sinks
 from nsa.record.trace import Tracer
-from nsa.record.training_csv import TrainingRow
 from nsa.record.watchdog import DATA_PHASE, Watchdog
 from nsa.train.folder import record_end
 from nsa.train.state import RunState
@@ -34,7 +34,7 @@ from nsa.train.state import RunState
 class Monitor:
     def __init__(self, config: Config, folder: Path, world: World):
         self.config, self.folder, self.world = config, folder, world
-        self.stream = EventStream(world.rank, [Heartbeat(folder, world.rank)])
+        self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)])
         self.console = RunConsole(config.train.steps, silent=not world.is_first)
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         self.watchdog = Watchdog(
@@ -61,7 +61,7 @@ class Monitor:
         """The files of the run, cut back to the step it goes on from."""
         done, wanted = state.progress.step, self.config.telemetry
         if self.world.is_first or wanted.per_rank:
-            self.stream.add(*csv_sinks(self.folder, self.world.rank, done))
+            self.stream.add(*table_sinks(self.folder, self.world.rank, done))
         if self.world.is_first and wanted.tensorboard:
             self._add(lambda: TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
@@ -113,7 +113,7 @@ class Monitor:
     def say(self, line: str) -> None:
         self.console.say(line)
 
-    def emit(self, event: str, step: int, **values: Any) -> None:
+    def emit(self, event: EventKind, step: int, **values: Any) -> None:
         self.stream.emit(event, step, **values)
 
     def incident(self, kind: str, message: str, step: int) -> None:

@@ -20,7 +20,7 @@ from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.errors import CheckpointError
 from nsa.parallel.strategy import gather_weights
-from nsa.train.folder import NONFINITE_FOLDER
+from nsa.record.schema import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
 

@@ -16,7 +16,7 @@ from nsa import faults
 from nsa.checkpoint import layout
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.save import Saver
-from nsa.checkpoint.weights import WEIGHTS_FILE, spell_weights
+from nsa.checkpoint.weights import spell_weights
 from nsa.config import Config
 from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
@@ -30,11 +30,10 @@ from nsa.parallel.strategy import gather_weights, host_mesh
 from nsa.record.environment import describe_environment
 from nsa.record.memory import is_out_of_memory, memory_gib, oom_report, remedies
 from nsa.record.run_log import RunLog
-from nsa.record.training_csv import TrainingRow
+from nsa.record.schema import ENVIRONMENT_FILE, WEIGHTS_FILE, TrainingRow
 from nsa.train import nonfinite
 from nsa.train.feed import Feed
 from nsa.train.folder import (
-    ENVIRONMENT_FILE,
     changed_keys,
     claim_folder,
     finished_metrics,

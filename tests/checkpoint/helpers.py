@@ -22,7 +22,7 @@ from nsa.checkpoint.manifest import MANIFEST_FILE, entry_of, read_manifest, writ
 from nsa.checkpoint.save import STATE_FILE, random_file
 from nsa.checkpoint.shards import METADATA_FILE, saved_shapes
 from nsa.config import Config, parse_config
-from nsa.record.training_csv import MACHINE_COLUMNS
+from nsa.record.schema import MACHINE_COLUMNS
 from nsa.train import train
 
 SMALL = {

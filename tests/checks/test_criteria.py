@@ -94,7 +94,8 @@ DAMAGE = {
     ],
     "k_stats.csv": [
         (lambda f: cut(f / "k_stats.csv", 7), "holds no sample"),
-        (lambda f: edit(f / "k_stats.csv", "distance_0", "other_0"), "distances add up to"),
+        (lambda f: edit(f / "k_stats.csv", "distance_0", "other_0"), "lacks the columns distance_0"),
+        (lambda f: edit(f / "k_stats.csv", ",0.0\n", ",0.5\n"), "distances add up to"),
     ],
     "gate_stats.csv": [
         (lambda f: (f / "gate_stats.csv").unlink(), "gate_stats.csv is missing"),

@@ -16,15 +16,13 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import NSASpec
 from nsa.ops.observe import observing
 from nsa.record.attention_stats import (
-    DISTANCE_BINS,
     AttentionObserver,
     gate_numbers,
-    merge_gates,
-    merge_selection,
     read_gates,
     read_selection,
     selection_numbers,
 )
+from nsa.record.schema import DISTANCE_BINS, GateStats, SelectionStats
 from nsa.train import train
 from tests.train.test_feed import TINY
 
@@ -158,13 +156,14 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
 def test_layers_merge_to_what_all_rows_together_give():
     generator = torch.Generator().manual_seed(1)
     gates = torch.rand(2, 8, 4, 3, generator=generator)
-    merged = merge_gates(torch.stack([gate_numbers(part[None]) for part in gates]))
-    whole, parts = read_gates(gate_numbers(gates)), read_gates(merged)
+    parts = GateStats.merge([read_gates(gate_numbers(part[None])) for part in gates])
+    whole = read_gates(gate_numbers(gates))
     for name in whole.__dataclass_fields__:
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     indices = torch.sort(torch.randint(0, 8, (2, 32, 1, 4), generator=generator, dtype=torch.int32)).values
-    rows = torch.stack([selection_numbers(part[None], SPEC, None) for part in indices])
-    whole, parts = read_selection(selection_numbers(indices, SPEC, None)), read_selection(merge_selection(rows))
+    rows = [selection_numbers(part[None], SPEC, None) for part in indices]
+    parts = SelectionStats.merge([read_selection(row) for row in rows], [float(row[6]) for row in rows])
+    whole = read_selection(selection_numbers(indices, SPEC, None))
     assert parts.mean_distinct == pytest.approx(whole.mean_distinct)
     assert parts.agreement == pytest.approx(whole.agreement)
     assert parts.distances == pytest.approx(whole.distances)

@@ -9,10 +9,9 @@ from dataclasses import asdict
 import pytest
 
 from nsa.record import events
-from nsa.record.attention_stats import GateStats
 from nsa.record.events import EventStream
+from nsa.record.schema import GateStats, TrainingRow
 from nsa.record.sinks import Tracker
-from nsa.record.training_csv import TrainingRow
 
 
 class Kept:
@@ -62,7 +61,7 @@ def wait_until(condition):
 
 
 def test_a_sink_that_hangs_holds_up_no_other_and_no_checkpoint(hanging, monkeypatch):
-    monkeypatch.setattr(events, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(events, "TIMEOUT_S", 0.3)
     kept, stream = Kept(), EventStream(0)
     stream.add(hanging)
     stream.add(kept)
@@ -89,10 +88,10 @@ def test_a_file_that_hangs_is_waited_for_as_long_as_is_allowed_and_no_longer(han
 
 
 def test_what_waits_for_a_sink_that_hangs_is_bounded_and_the_rest_is_counted(hanging, monkeypatch):
-    monkeypatch.setattr(events, "MOST_WAITING", 10)
+    monkeypatch.setattr(events, "MAX_QUEUED", 10)
     stream = EventStream(0, [hanging])
     stream.emit("step", 0)
-    wait_until(lambda: not stream._writers[0].waiting)  # it is in the first one
+    wait_until(lambda: not stream._writers[0].queued)  # it is in the first one
     for step in range(1, 31):
         stream.emit("step", step)
     assert stream.dropped == 20

@@ -7,9 +7,9 @@ import types
 import pytest
 
 from nsa.errors import LaunchError, NumericsError
-from nsa.record.events import EventStream, Heartbeat
-from nsa.record.tables import Table
-from nsa.record.training_csv import COLUMNS
+from nsa.record.events import EventStream, HeartbeatSink
+from nsa.record.schema import TRAINING
+from nsa.record.sinks import TableSink
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
@@ -80,12 +80,12 @@ def test_a_profile_that_cannot_be_written_does_not_stop_training(tmp_path):
 
 def test_rows_of_other_columns_are_kept_aside(tmp_path):
     (tmp_path / "training.csv").write_text("step,loss\n1,5.0\n")
-    Table(tmp_path / "training.csv", COLUMNS, done_steps=1).close()
+    TableSink(tmp_path, 0, TRAINING, done_steps=1).close()
     assert (tmp_path / "training.old.csv").read_text() == "step,loss\n1,5.0\n"
 
 
 def test_events_that_cannot_be_written_are_counted(tmp_path):
-    stream = EventStream(0, [Heartbeat(tmp_path / "nowhere", rank=0)])
+    stream = EventStream(0, [HeartbeatSink(tmp_path / "nowhere", rank=0)])
     stream.incident("save_failed", "no room", step=3)
     stream.close()
     assert (stream.dropped, stream.incidents) == (1, 1)

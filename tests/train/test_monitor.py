@@ -17,7 +17,8 @@ from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import read_run
 from nsa.parallel.launch import World
 from nsa.record import events
-from nsa.record.attention_stats import GateStats, Sample
+from nsa.record.attention_stats import Sample
+from nsa.record.schema import GateStats
 from nsa.train import train
 from nsa.train.monitor import Monitor
 from tests.distributed.launching import events_of, metrics_of, run_ranks, write_config
@@ -40,7 +41,7 @@ def hanging_tracker(monkeypatch, request):
 def test_a_tracker_that_hangs_holds_up_neither_training_nor_files(tmp_path, monkeypatch, hanging_tracker):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(events, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(events, "TIMEOUT_S", 1.0)
     train(tiny(), tmp_path / "plain")
     began = time.monotonic()
     options = ("telemetry.tracker=wandb", "telemetry.tensorboard=true", "checkpoint.every=1")
