@@ -404,10 +404,10 @@ def timed(tree: Mapping[str, Any], limit_s: float, *, traced: bool = False) -> d
 
 def _numbers(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     try:
-        training = read_run(folder).training.columns
+        training = read_run(folder).training
     except ConfigError:  # it did not come that far
         return (), ()
-    return tuple(training["loss"]), tuple(training["grad_norm"])
+    return tuple(training.column("loss").tolist()), tuple(training.column("grad_norm").tolist())
 
 
 def _tidy(folder: Path, *, keep_nonfinite: bool) -> None:

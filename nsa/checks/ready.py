@@ -176,7 +176,7 @@ def _train(plan: Plan, phase: Phase, trial: Trial, watcher: Watcher) -> None:
     phase.artifacts = check_artifacts(trial.folder, trial.config, plan.nproc)
     phase.criteria += judge_run(phase.key, outcome, view, plan.config.readiness, busy.percent, phase.artifacts)
     if view is not None:
-        phase.facts |= {"data": view.metrics.get("data"), "env": view.env, "fallbacks": view.fallbacks.total}
+        phase.facts |= {"data": view.metrics.get("data"), "env": view.env, "fallbacks": sum(view.fallbacks.values())}
 
 
 def _phase3(plan: Plan, phase: Phase, watcher: Watcher) -> None:

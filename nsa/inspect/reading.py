@@ -1,8 +1,8 @@
-"""A run as its folder tells it: never from the process, so that a run on another machine reads alike.
+"""A run as its folder shows it: never from the process, so that a run on another machine reads alike.
 
-`read_run` reads everything once. A `RunReader` is kept by a view that looks again and again: a look costs what was
-added since the last one. Files that are missing or damaged are named in `RunView.problems`; only a folder that is no
-run at all is an error. Statistics that several ranks wrote are merged here.
+`read_run` reads everything once. A view that refreshes keeps a `RunReader`: a refresh costs what was added since the
+last one. Files that are missing or damaged are named in `RunView.problems`; only a folder that is no run at all is an
+error. Statistics that several ranks wrote are merged.
 """
 
 import math
@@ -14,28 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from nsa.errors import ConfigError
-from nsa.inspect.run_files import (
-    Document,
-    Heartbeat,
-    Numbers,
-    NumberTable,
-    Row,
-    lookup,
-    number,
-    whole,
-)
+from nsa.errors import ConfigError, HangError
+from nsa.inspect.run_files import Document, GrowingFile, HeartbeatFile, Numbers, Row, StepTable, lookup, number, whole
 from nsa.inspect.run_samples import (
-    Fallbacks,
-    LayerGates,
     Samples,
-    Selection,
-    merge_gates,
+    merge_layer_gates,
     merge_layer_selection,
     merge_selection,
+    total_fallbacks,
 )
-from nsa.inspect.run_story import Happening, happenings
-from nsa.record.schema import TRAINING
+from nsa.inspect.timeline import Entry, describe_hang, timeline
+from nsa.record.schema import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    FALLBACKS,
+    GATES,
+    HEARTBEAT,
+    LAYER_SELECTION,
+    METRICS_FILE,
+    SELECTION,
+    TRAINING,
+    Event,
+    GateStats,
+    SelectionStats,
+)
 
 RECENT = 50  # steps that "now" means for numbers that jump from step to step
 DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # of silence, where the configuration cannot be read
@@ -56,19 +58,18 @@ class Status:
 
 @dataclass(frozen=True)
 class RankView:
-    """Where a rank stands, by its own last words."""
+    """The last reported state of a rank."""
 
     rank: int
     step: int
     seen_at: float
     mem_gib: float
-    data_wait_s: float
     telemetry_failures: int
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at the time `now`. Numbers that nobody has written are NaN; `left_s` is None where nothing can be said."""
+    """A run at the time `now`. Numbers that nobody has written are NaN; `left_s` is None where it is unknown."""
 
     folder: Path
     now: float
@@ -81,29 +82,36 @@ class RunView:
     started_at: float
     elapsed_s: float
     left_s: float | None
-    training: NumberTable
-    gates: list[LayerGates]  # of the newest sample; the last one is of all layers
-    gates_step: int
-    selection: Selection | None
-    layer_selection: dict[str, Selection]  # of the newest sample
-    fallbacks: Fallbacks
-    happenings: list[Happening]  # the newest first
+    training: StepTable
+    gate_samples: Samples[dict[str, GateStats]]  # by layer; the last is ALL_LAYERS
+    selection_samples: Samples[SelectionStats]
+    layer_selection: dict[str, SelectionStats]  # of the newest sample
+    layer_selection_step: int
+    fallbacks: dict[tuple[str, str], float]  # by branch and reason
+    timeline: list[Entry]  # the newest first
     ranks: list[RankView]
     problems: dict[str, str]
     metrics: Row
     config: Row
     env: Row
-    gate_samples: Samples
-    selection_samples: Samples
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name or str(self.folder)
 
+    @property
+    def gates(self) -> dict[str, GateStats]:
+        """Of the newest sample."""
+        return self.gate_samples.newest() or {}
+
+    @property
+    def selection(self) -> SelectionStats | None:
+        return self.selection_samples.newest()
+
     def now_of(self, column: str) -> float:
         """The newest value of a column of training.csv."""
-        values = self.training.columns[column]
-        return values[-1] if values else math.nan
+        values = self.training.last(column, 1)
+        return float(values[0]) if len(values) else math.nan
 
     def recent(self, column: str, how: Callable[[Numbers], Any] = np.median) -> float:
         """`how` of the finite values in the last steps."""
@@ -120,7 +128,7 @@ class RunView:
 
     @property
     def data_share(self) -> float:
-        """The part of the last steps that went by waiting for data."""
+        """The part of the last steps that was spent waiting for data."""
         spent = self.recent("step_s", np.sum)
         return self.recent("data_wait_s", np.sum) / spent if spent > 0 else math.nan
 
@@ -162,134 +170,129 @@ class RunReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._training = NumberTable(folder / TRAINING.file, TRAINING.columns)  # other ranks speak by their heartbeats
-        self._gates = Samples("gate_stats", merge_gates, text=("layer",))
-        self._selection = Samples("k_stats", merge_selection)
-        self._fallbacks = Samples("fallback_counters", lambda ranks: ranks, text=("branch", "reason"))
-        self._layer_selection = Samples("k_stats_layers", merge_layer_selection, text=("layer",))
-        self._samples = (self._gates, self._selection, self._layer_selection, self._fallbacks)
-        self._beats: dict[int, Heartbeat] = {0: Heartbeat(folder / "heartbeat_rank0.jsonl")}
-        self._documents = {name: Document(folder / name) for name in ("metrics.json", "config.yaml", "env.json")}
+        self._training = StepTable(folder / TRAINING.file, TRAINING)  # of other ranks the heartbeats are enough
+        self._gates = Samples(GATES, merge_layer_gates)
+        self._selection = Samples(SELECTION, merge_selection)
+        self._layer_selection = Samples(LAYER_SELECTION, merge_layer_selection)
+        self._fallbacks = Samples(FALLBACKS, list[Row])
+        self._heartbeats = {0: HeartbeatFile(HEARTBEAT.path(folder, 0))}
+        self._metrics, self._config, self._env = (
+            Document(folder / name) for name in (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
+        )
+
+    @property
+    def _samples(self) -> tuple[Samples[Any], ...]:
+        return self._gates, self._selection, self._layer_selection, self._fallbacks
 
     def refresh(self, now: float | None = None) -> RunView:
-        self._refuse_what_is_no_run()
-        for path in self.folder.glob("heartbeat_rank*.jsonl"):
-            digits = path.stem.removeprefix("heartbeat_rank")
-            if digits.isdigit():
-                self._beats.setdefault(int(digits), Heartbeat(path))
-        parts: list[NumberTable | Heartbeat | Document] = [self._training, *self._beats.values()]
-        for part in [*parts, *self._documents.values()]:
-            part.refresh()
+        for rank, path in self._find_heartbeats().items():
+            self._heartbeats.setdefault(rank, HeartbeatFile(path))
+        files: list[GrowingFile | Document] = [self._training, *self._heartbeats.values()]
+        for file in [*files, self._metrics, self._config, self._env]:
+            file.refresh()
         for samples in self._samples:
             samples.refresh(self.folder, self._world_size())
         return self._view(time.time() if now is None else now)
 
-    def _refuse_what_is_no_run(self) -> None:
+    def _find_heartbeats(self) -> dict[int, Path]:
+        """Refuses a folder that is no run."""
         try:
-            names = {path.name for path in self.folder.iterdir()}
+            found = HEARTBEAT.find(self.folder)
         except OSError as error:
             raise ConfigError(f"{self.folder}: cannot be read: {error.strerror}; give the out_dir of a run") from None
-        known = {"training.csv", "metrics.json", "env.json"} & names
-        if not known and not any(name.startswith("heartbeat_rank") for name in names):
+        names = (TRAINING.file, METRICS_FILE, ENVIRONMENT_FILE)
+        if not found and not any((self.folder / name).exists() for name in names):
             raise ConfigError(
-                f"{self.folder}: is no folder of a run (no training.csv, metrics.json, env.json or "
-                "heartbeat_rank*.jsonl); give the out_dir of a run"
+                f"{self.folder}: is no folder of a run (no {', '.join(names)} or {HEARTBEAT.pattern}); "
+                "give the out_dir of a run"
             )
+        return found
 
     @property
-    def _start(self) -> Row:
-        """The newest start of the run, as rank 0 told it."""
-        return next((e for e in reversed(self._beats[0].events) if e["event"] == "start"), {})
+    def _start(self) -> Event:
+        """The newest start of the run, as rank 0 reported it."""
+        return next((e for e in reversed(self._heartbeats[0].events) if e["event"] == "start"), {})
 
     def _world_size(self) -> int:
-        env = self._documents["env.json"].content
-        return whole(self._start.get("world_size"), whole(env.get("world_size"), len(self._beats)))
+        env = self._env.content
+        return whole(self._start.get("world_size"), whole(env.get("world_size"), len(self._heartbeats)))
 
-    def _own_beats(self) -> dict[int, Heartbeat]:
-        """Without ranks that only a run before, with more of them, had."""
-        began = self._beats[0].attempts[0][0] if self._beats[0].attempts else 0.0
-        size = self._world_size()
+    def _own_heartbeats(self) -> dict[int, HeartbeatFile]:
+        """Without ranks that only an earlier run, with more of them, had."""
+        attempts, size = self._heartbeats[0].attempts, self._world_size()
+        began = attempts[0][0] if attempts else 0.0
         return {
-            rank: beat
-            for rank, beat in sorted(self._beats.items())
-            if rank < size or (beat.newest and beat.newest["time"] >= began)
+            rank: heartbeat
+            for rank, heartbeat in sorted(self._heartbeats.items())
+            if rank < size or (heartbeat.newest and heartbeat.newest["time"] >= began)
         }
 
     def _view(self, now: float) -> RunView:
-        beats, start, size = self._own_beats(), self._start, self._world_size()
-        metrics, config, env = (self._documents[n].content for n in ("metrics.json", "config.yaml", "env.json"))
-        training = self._training
-        status = self._status(now)
-        step = self._step()
-        steps = self._steps()
-        attempts = beats[0].attempts
-        elapsed = sum(last - first for first, last in attempts)
-        if status.kind == RUNNING:
-            elapsed += status.age_s
+        heartbeats, start, size = self._own_heartbeats(), self._start, self._world_size()
+        metrics, config, env = self._metrics.content, self._config.content, self._env.content
+        status, step, steps = self._status(now), self._step(), self._steps()
+        attempts = heartbeats[0].attempts
+        is_running = status.kind == RUNNING
         return RunView(
-            self.folder,
-            now,
-            status,
-            step,
-            steps,
-            str(start.get("strategy") or env.get("strategy") or metrics.get("strategy") or "unknown"),
-            size,
-            len(attempts),
-            attempts[0][0] if attempts else math.nan,
-            elapsed,
-            _left(training, beats[0], steps - step) if status.kind == RUNNING else None,
-            training,
-            self._gates.newest() or [],
-            self._gates.last_step,
-            self._selection.newest(),
-            self._layer_selection.newest() or {},
-            Fallbacks.of(self._fallbacks),
-            happenings(beats),
-            [_rank_view(rank, beat) for rank, beat in beats.items() if beat.newest and rank < size],
-            self._problems(),
-            metrics,
-            config,
-            env,
-            self._gates,
-            self._selection,
+            folder=self.folder,
+            now=now,
+            status=status,
+            step=step,
+            steps=steps,
+            strategy=str(start.get("strategy") or env.get("strategy") or metrics.get("strategy") or "unknown"),
+            world_size=size,
+            attempts=len(attempts),
+            started_at=attempts[0][0] if attempts else math.nan,
+            elapsed_s=sum(last - first for first, last in attempts) + (status.age_s if is_running else 0.0),
+            left_s=_left(self._training, heartbeats[0], steps - step) if is_running else None,
+            training=self._training,
+            gate_samples=self._gates,
+            selection_samples=self._selection,
+            layer_selection=self._layer_selection.newest() or {},
+            layer_selection_step=self._layer_selection.last_step,
+            fallbacks=total_fallbacks(self._fallbacks),
+            timeline=timeline(heartbeats),
+            ranks=[_rank_view(rank, file) for rank, file in heartbeats.items() if file.newest and rank < size],
+            problems=self._problems(),
+            metrics=metrics,
+            config=config,
+            env=env,
         )
 
     def _steps(self) -> int:
-        config = self._documents["config.yaml"].content
-        return whole(self._start.get("steps"), whole(lookup(config, "train.steps"), self._step()))
+        return whole(self._start.get("steps"), whole(lookup(self._config.content, "train.steps"), self._step()))
 
     def _step(self) -> int:
-        steps = self._training.columns["step"]
-        if steps:
-            return int(steps[-1])
-        told = [beat.newest["step"] for beat in self._beats.values() if beat.newest]
-        return max(told, default=whole(self._documents["metrics.json"].content.get("steps"), 0))
+        if len(self._training):
+            return self._training.step
+        reported = [file.newest["step"] for file in self._heartbeats.values() if file.newest]
+        return max(reported, default=whole(self._metrics.content.get("steps"), 0))
 
     def _status(self, now: float) -> Status:
-        metrics = self._documents["metrics.json"]
-        newest = max((b.newest for b in self._beats.values() if b.newest), key=lambda e: e["time"], default={})
-        booted_at = max((b.attempts[-1][0] for b in self._beats.values() if b.attempts), default=0.0)
-        last = number(newest.get("time"), metrics.written_at)
-        age, limit = max(0.0, now - last), self._limit()
+        files, metrics = self._heartbeats.values(), self._metrics.content
+        newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
+        booted_at = max((file.attempts[-1][0] for file in files if file.attempts), default=0.0)
+        age = max(0.0, now - number(newest.get("time"), self._metrics.written_at))
+        limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
-        said = metrics.content.get("status")
-        if said in ("done", "failed", "preempted") and booted_at > metrics.written_at:
-            # Started again, and how it ended the last time is still written there; a run that is done stays done.
-            return Status(FINISHED, age, limit, 0) if said == "done" and live.kind == SILENT else live
-        if said == "done":
+        ended = metrics.get("status")
+        if ended in ("done", "failed", "preempted") and booted_at > self._metrics.written_at:
+            # Started again, and the summary is still that of the last end; a run that is done stays done.
+            return Status(FINISHED, age, limit, 0) if ended == "done" and live.kind == SILENT else live
+        if ended == "done":
             return Status(FINISHED, age, limit, 0)
-        if said in ("failed", "preempted"):
-            code, reason = whole(metrics.content.get("exit_code"), 1), str(metrics.content.get("reason", "not said"))
-            return Status(FAILED if said == "failed" else PREEMPTED, age, limit, code, reason)
+        if ended in ("failed", "preempted"):
+            code, reason = whole(metrics.get("exit_code"), 1), str(metrics.get("reason", "not said"))
+            return Status(FAILED if ended == "failed" else PREEMPTED, age, limit, code, reason)
         return _by_last_event(newest, live)
 
     def _limit(self) -> float:
-        """How much silence is normal: what the run's own watchdog allows."""
-        config = self._documents["config.yaml"].content
+        """How much silence is normal: as much as the run's own watchdog allows."""
+        config = self._config.content
         first = number(lookup(config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
         took = self._training.last("step_s", RECENT)
         took = took[np.isfinite(took)]
-        starting = self._beats[0].newest.get("event") in ("boot", "first_batch", "start")
+        starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start")
         if not len(took) or starting or self._validates_or_saves():
             return first
         floor = number(lookup(config, "telemetry.watchdog_floor_s"), DEFAULT_FLOOR_S)
@@ -299,32 +302,31 @@ class RunReader:
 
     def _validates_or_saves(self) -> bool:
         """Whether that comes after the newest event: a step's event follows its validation and precedes its save."""
-        config, step, steps = self._documents["config.yaml"].content, self._step(), self._steps()
+        config, step, steps = self._config.content, self._step(), self._steps()
         evals = whole(lookup(config, "train.eval_every"), 0)
         saves = whole(lookup(config, "checkpoint.every"), 0)
         validates = step + 1 >= steps or (evals > 0 and (step + 1) % evals == 0)
         return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is saved too
 
     def _problems(self) -> dict[str, str]:
-        found = {name: document.problem for name, document in self._documents.items()}
-        found["training.csv"] = self._training.problem
+        files = (self._metrics, self._config, self._env, self._training)
+        found = {file.path.name: file.problem for file in files}
         for samples in self._samples:
             found.update(samples.problems())
-        for rank, beat in sorted(self._beats.items()):
-            found[f"heartbeat_rank{rank}.jsonl"] = beat.problem
+        found.update({file.path.name: file.problem for _, file in sorted(self._heartbeats.items())})
         return {name: problem for name, problem in found.items() if problem}
 
 
 def read_run(folder: Path, now: float | None = None) -> RunView:
-    """Everything the folder tells."""
+    """Everything the folder shows."""
     return RunReader(folder).refresh(now)
 
 
-def _by_last_event(newest: Row, live: Status) -> Status:
-    """How the run stands where no summary says that it ended."""
+def _by_last_event(newest: Event, live: Status) -> Status:
+    """The status of a run whose summary does not say that it ended."""
     kind = newest.get("event")
     if kind == "hang":
-        return Status(FAILED, live.age_s, live.limit_s, 6, "no progress; see stackdump_*")
+        return Status(FAILED, live.age_s, live.limit_s, HangError.exit_code, describe_hang(newest))
     if kind == "preempted":
         return Status(PREEMPTED, live.age_s, live.limit_s, None, "asked to stop")
     if kind == "end" and live.kind == SILENT:
@@ -332,18 +334,18 @@ def _by_last_event(newest: Row, live: Status) -> Status:
     return live
 
 
-def _left(training: NumberTable, beat: Heartbeat, steps: int) -> float | None:
+def _left(training: StepTable, heartbeat: HeartbeatFile, steps: int) -> float | None:
     """From the median of the last steps, and the mean of what lies between steps: validation and saving."""
     took = training.last("step_s", RECENT)
     took = took[np.isfinite(took)]
     if not len(took):
         return None
-    return max(0, steps) * (float(np.median(took)) + _between_steps_s(training, beat))
+    return max(0, steps) * (float(np.median(took)) + _between_steps_s(training, heartbeat))
 
 
-def _between_steps_s(training: NumberTable, beat: Heartbeat) -> float:
+def _between_steps_s(training: StepTable, heartbeat: HeartbeatFile) -> float:
     """Seconds a step since the process started, beyond what the steps themselves took."""
-    first, last = beat.first_step, beat.last_step
+    first, last = heartbeat.first_step, heartbeat.last_step
     if not first or not last or last["step"] <= first["step"]:
         return 0.0
     step, took = training.column("step"), training.column("step_s")
@@ -352,13 +354,7 @@ def _between_steps_s(training: NumberTable, beat: Heartbeat) -> float:
     return max(0.0, float(between)) / int(last["step"] - first["step"])
 
 
-def _rank_view(rank: int, beat: Heartbeat) -> RankView:
-    last = beat.last_step
-    return RankView(
-        rank,
-        beat.newest["step"],
-        beat.newest["time"],
-        number(last.get("mem_gib")),
-        number(last.get("data_wait_s")),
-        whole(last.get("telemetry_failures"), 0),
-    )
+def _rank_view(rank: int, heartbeat: HeartbeatFile) -> RankView:
+    newest, last = heartbeat.newest, heartbeat.last_step
+    failures = whole(last.get("telemetry_failures"), 0)
+    return RankView(rank, newest["step"], newest["time"], number(last.get("mem_gib")), failures)

@@ -9,10 +9,10 @@ import numpy as np
 
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
-from nsa.inspect.run_samples import ALL_LAYERS, BRANCHES, LayerGates, Selection
-from nsa.inspect.run_story import BAD
 from nsa.inspect.svg import Curve, Plot, draw, heat_height, heat_map
+from nsa.inspect.timeline import BAD
 from nsa.record.numbers import short
+from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING, SelectionStats
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340
@@ -46,7 +46,7 @@ def missing(identity: str, title: str, why: str) -> str:
     )
 
 
-def _lines(view: RunView, identity: str, title: str, about: str, plot: Plot, file: str = "training.csv") -> str:
+def _lines(view: RunView, identity: str, title: str, about: str, plot: Plot, file: str = TRAINING.file) -> str:
     inside = draw(plot, WIDTH, HEIGHT)
     if not inside:
         return missing(identity, title, _why(view, file))
@@ -75,7 +75,7 @@ def training_figures(view: RunView) -> list[str]:
     def simple(identity: str, title: str, about: str, plot: Plot) -> str:
         return _lines(view, identity, title, about, plot)
 
-    marks = [(float(h.step), f"step {h.step}: {h.kind}") for h in view.happenings if h.weight == BAD][:MOST_MARKS]
+    marks = [(float(h.step), f"step {h.step}: {h.kind}") for h in view.timeline if h.weight == BAD][:MOST_MARKS]
     loss, val = column("loss"), column("val_loss")
     at = np.isfinite(val)
     curves = [
@@ -166,21 +166,20 @@ def gate_figures(view: RunView) -> list[str]:
     names += [("plot-collapsed", "Gates: collapsed rows")]
     samples = [(step, found) for step in view.gate_samples.steps if (found := view.gate_samples.at(step))]
     if not samples:
-        return [missing(identity, title, _why(view, "gate_stats.csv")) for identity, title in names]
-    layers = [g.layer for g in samples[-1][1] if g.layer != ALL_LAYERS] or [ALL_LAYERS]
+        return [missing(identity, title, _why(view, GATES.file)) for identity, title in names]
+    layers = [layer for layer in samples[-1][1] if layer != ALL_LAYERS] or [ALL_LAYERS]
     labels = [short_layer(layer) for layer in layers]
     steps = np.array([float(step) for step, _ in samples])
 
-    def grid(value: Callable[[LayerGates], float]) -> Numbers:
-        found = [{g.layer: value(g) for g in gates} for _, gates in samples]
+    def grid(name: str) -> Numbers:
+        found = [{layer: getattr(gates, name) for layer, gates in sample.items()} for _, sample in samples]
         return np.array([[column.get(layer, np.nan) for column in found] for layer in layers])
 
-    shares = [grid(lambda g, at=at: g.shares[at]) for at in range(3)]  # type: ignore[misc]
+    shares = [grid(f"share_{branch}") for branch in BRANCHES]
     top = float(np.ceil(max(np.nanmax(part, initial=0.0) for part in shares) * 10) / 10) or 1.0
     told = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
     drawn = [_heat(names[at], told, steps, labels, shares[at], top, f"h{at + 1}") for at in range(3)]
-    lowest = grid(lambda g: g.min_entropy)
-    entropy, collapsed = grid(lambda g: g.mean_entropy), grid(lambda g: g.collapsed)
+    lowest, entropy, collapsed = grid("min_entropy"), grid("mean_entropy"), grid("collapsed")
     told = "Mean over rows, in nats; three equal shares have 1.10. Faint: one branch has nearly all the weight."
     drawn.append(_heat(names[3], told, steps, labels, entropy, MAX_ENTROPY, "h4", np.nanmin))
     told = "Of the row that mixes least, in nats. Faint: there is a row that reads one branch alone."
@@ -218,17 +217,19 @@ def selection_figures(view: RunView) -> list[str]:
         "plot-agreement": "Selection: agreement",
         "plot-distinct": "Selection: blocks a row",
     }
-    found: list[Selection] = [s for step in view.selection_samples.steps if (s := view.selection_samples.at(step))]
+    by_step = {step: s for step in view.selection_samples.steps if (s := view.selection_samples.at(step))}
+    found = list(by_step.values())
     if not found:
-        return [missing(identity, title, _why(view, "k_stats.csv")) for identity, title in titles.items()]
-    steps = np.array([float(s.step) for s in found])
-    bins = [name for name in found[-1].distances if any(s.distances.get(name, 0) > 0 for s in found)] or ["0"]
-    values = np.array([[s.distances.get(name, np.nan) for s in found] for name in bins])
+        return [missing(identity, title, _why(view, SELECTION.file)) for identity, title in titles.items()]
+    steps = np.array([float(step) for step in by_step])
+    used = [at for at in range(len(DISTANCE_BINS)) if any(s.distances[at] > 0 for s in found)] or [0]
+    bins = [DISTANCE_BINS[at] for at in used]
+    values = np.array([[s.distances[at] for s in found] for at in used])
     top = float(np.ceil(np.nanmax(values, initial=0.1) * 10) / 10)
     told = "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read."
     plots = [_heat(("plot-distance", titles["plot-distance"]), told, steps, bins, values, top, "h2")]
 
-    def curve(name: str, value: Callable[[Selection], float], style: str) -> Curve:
+    def curve(name: str, value: Callable[[SelectionStats], float], style: str) -> Curve:
         return Curve(name, steps, np.array([value(s) for s in found]), style)
 
     agreement = [
@@ -238,12 +239,12 @@ def selection_figures(view: RunView) -> list[str]:
     ]
     told = "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are."
     plots.append(
-        _lines(view, "plot-agreement", titles["plot-agreement"], told, Plot(agreement, "%", True), "k_stats.csv")
+        _lines(view, "plot-agreement", titles["plot-agreement"], told, Plot(agreement, "%", True), SELECTION.file)
     )
     distinct = [curve("mean", lambda s: s.mean_distinct, "c1"), curve("most", lambda s: s.max_distinct, "c2")]
     told = "Distinct blocks that a token and key/value head reads."
     plots.append(
-        _lines(view, "plot-distinct", titles["plot-distinct"], told, Plot(distinct, "blocks", True), "k_stats.csv")
+        _lines(view, "plot-distinct", titles["plot-distinct"], told, Plot(distinct, "blocks", True), SELECTION.file)
     )
     return plots
 

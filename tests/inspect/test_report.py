@@ -128,7 +128,7 @@ def test_the_page_holds_the_numbers_of_the_files(finished):
     page = render(view)
     assert f"<dd>{view.loss:.4f}</dd>" in page
     assert f"<dd>{view.validation[1]:.4f}</dd>" in page
-    assert f"{view.gates[0].shares[2]:.1%}</span>" in page
+    assert f"{view.gates['blocks.0.attention'].share_win:.1%}</span>" in page
     assert ">finished<" in page
     assert "Nothing unhealthy was found" in page
     assert "num_selected: 4" in page

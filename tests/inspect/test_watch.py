@@ -95,11 +95,11 @@ def test_the_numbers_in_the_view_are_those_of_the_files(finished):
     assert view.validation == (30, float(rows[-1]["val_loss"]), float(rows[-1]["val_bits_per_byte"]))
     assert view.mem_gib == float(rows[-1]["mem_gib"])
     last = [row for row in rows_of(finished / "gate_stats.csv") if row["step"] == "30"]
-    assert [gates.layer for gates in view.gates] == [row["layer"] for row in last]
-    assert [gates.shares[1] for gates in view.gates] == [float(row["share_sel"]) for row in last]
+    assert list(view.gates) == [row["layer"] for row in last]
+    assert [gates.share_sel for gates in view.gates.values()] == [float(row["share_sel"]) for row in last]
     selection = rows_of(finished / "k_stats.csv")[-1]
     assert view.selection.agreement == float(selection["agreement"])
-    assert view.selection.distances["2-3"] == float(selection["distance_2-3"])
+    assert view.selection.distances[2] == float(selection["distance_2-3"])
     text = text_of(view)
     assert "finished" in text
     assert "step 30 of 30 (100%)" in text
@@ -184,7 +184,7 @@ def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_pa
                 file.write(event("step", 40, rank))
     (folder / "gate_stats_rank9.csv").write_text(GATES + "\n40,all,1000000,0.1,0.0,1.0,1.0,1.0,0.0,0.0\n")
     view = read_run(folder, now)
-    assert [(h.kind, h.message, len(h.ranks)) for h in view.happenings] == [
+    assert [(h.kind, h.message, len(h.ranks)) for h in view.timeline] == [
         ("data stall", "slow hub", 8),
         ("start", "from the beginning", 8),
     ]
@@ -197,7 +197,7 @@ def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_pa
             file.write(event("start", 20, rank, at=now, world_size=8, steps=80, from_checkpoint="step_20"))
     again = read_run(folder, now)
     assert (again.attempts, again.started_at) == (2, BEGAN), "one that goes on is the same run"
-    assert [h.kind for h in again.happenings] == ["start", "data stall", "start"]
+    assert [h.kind for h in again.timeline] == ["start", "data stall", "start"]
 
 
 def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
@@ -207,7 +207,7 @@ def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
         file.write(event("boot", 0, at=now + 9) + event("start", 0, at=now + 9, from_checkpoint=None, fresh=False))
     view = read_run(tmp_path / "run", now + 10)
     assert view.attempts == 2
-    assert "hang" in [h.kind for h in view.happenings]
+    assert "hang" in [h.kind for h in view.timeline]
 
 
 def test_what_any_rank_could_not_write_is_said(tmp_path):
@@ -218,7 +218,7 @@ def test_what_any_rank_could_not_write_is_said(tmp_path):
             file.write(event("incident", 40, rank, at=now, kind="telemetry", message="disk full"))
     view = read_run(tmp_path / "run", now)
     assert "records could not be written: 4 of rank 1, 12 of rank 3" in text_of(view)
-    assert next(h.ranks for h in view.happenings if h.kind == "telemetry") == (1, 3)
+    assert next(h.ranks for h in view.timeline if h.kind == "telemetry") == (1, 3)
     (tmp_path / "run" / "metrics.json").write_text(
         json.dumps({"status": "failed", "exit_code": 1, "reason": "x", "rank": 3, "telemetry_failures": 20})
     )
@@ -297,13 +297,13 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
         (tmp_path / "run" / f"k_stats_layers{rank}.csv").write_text(LAYER_SELECTION + f"\n{rows},{zeros}\n")
     (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(event("step", 40, 1, mem_gib=64.0, data_wait_s=0.1))
     view = read_run(tmp_path / "run", now)
-    (gates,) = view.gates
+    (gates,) = view.gates.values()
     assert gates.mean_entropy == pytest.approx(0.7)
     assert (gates.rows, gates.min_entropy, gates.largest_share) == (400, 0.2, 0.9)
     assert gates.shares == pytest.approx((0.5, 0.3, 0.2))
     assert (view.selection.mean_distinct, view.selection.max_distinct) == (8.0, 16)
     assert view.selection.share_forced == pytest.approx((4 * 0.5 + 12 * 0.1) / 16)
-    assert view.selection.distances["1"] == pytest.approx(0.75)
+    assert view.selection.distances[1] == pytest.approx(0.75)
     layer = view.layer_selection["a"]
     assert (layer.rows, layer.mean_distinct) == (400, 10.0)
     assert layer.agreement == pytest.approx((100 * 4 * 0.5 + 300 * 12 * 0.9) / 4000)
@@ -318,7 +318,7 @@ def test_what_all_ranks_say_is_one_line_and_a_silent_rank_is_named(tmp_path):
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
         file.write(event("step", 1000))
     view = read_run(tmp_path / "run", now)
-    (stall,) = [h for h in view.happenings if h.kind == "data stall"]
+    (stall,) = [h for h in view.timeline if h.kind == "data stall"]
     assert stall.ranks == (0, 1)
     assert any(line.startswith("rank 1 is silent at step 100") for line in unhealthy(view))
 
