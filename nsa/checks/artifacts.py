@@ -10,32 +10,7 @@ from safetensors import safe_open
 from nsa.checkpoint import layout
 from nsa.config import Config
 from nsa.errors import CheckpointError
-from nsa.record.schema import (
-    ALL_LAYERS,
-    BRANCHES,
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    DISTANCE_COLUMNS,
-    DTYPES_FILE,
-    ENVIRONMENT_FIELDS,
-    ENVIRONMENT_FILE,
-    FALLBACKS,
-    GATES,
-    HEARTBEAT,
-    METRICS_FILE,
-    OPTIMIZER_STATE_FILE,
-    RUN_LOG,
-    SELECTION,
-    TENSORBOARD_FOLDER,
-    TRAINING,
-    WEIGHTS_FILE,
-    RankFiles,
-    Table,
-    memory_files,
-    parse_event,
-    read_json,
-    read_rows,
-)
+from nsa.record import schema
 
 SHARES_TOLERANCE = 1e-3  # how far the sum of shares may be from 1
 
@@ -81,34 +56,34 @@ class _Checks:
 
     def all(self) -> dict[str, Callable[[], str]]:
         checks: dict[str, Callable[[], str]] = {
-            METRICS_FILE: self._metrics,
-            ENVIRONMENT_FILE: self._environment,
-            CONFIG_FILE: lambda: self._lines(self.folder / CONFIG_FILE),
-            RUN_LOG.name(0): lambda: ", ".join(self._lines(path) for path in self._each(RUN_LOG)),
-            TRAINING.file: self._training,
+            schema.METRICS_FILE: self._metrics,
+            schema.ENVIRONMENT_FILE: self._environment,
+            schema.CONFIG_FILE: lambda: self._lines(self.folder / schema.CONFIG_FILE),
+            schema.RUN_LOG.name(0): lambda: ", ".join(self._lines(path) for path in self._each(schema.RUN_LOG)),
+            schema.TRAINING.file: self._training,
             "heartbeat_rank{r}.jsonl": self._heartbeats,
-            FALLBACKS.file: self._fallbacks,
-            DTYPES_FILE: self._dtypes,
+            schema.FALLBACKS.file: self._fallbacks,
+            schema.DTYPES_FILE: self._dtypes,
             "mem_boot.*": lambda: self._memory("boot"),
             "mem_step1.*": lambda: self._memory("step1"),
-            OPTIMIZER_STATE_FILE: self._optimizer_state,
-            f"{CHECKPOINTS_FOLDER}/": self._checkpoints,
-            WEIGHTS_FILE: self._weights,
+            schema.OPTIMIZER_STATE_FILE: self._optimizer_state,
+            f"{schema.CHECKPOINTS_FOLDER}/": self._checkpoints,
+            schema.WEIGHTS_FILE: self._weights,
         }
         branch = self.config.nsa.force_branch if self.config.model.attention == "nsa" else "none"
         if branch in (None, "sel"):
-            checks[SELECTION.file] = self._selection
+            checks[schema.SELECTION.file] = self._selection
         if branch is None:
-            checks[GATES.file] = self._gates
+            checks[schema.GATES.file] = self._gates
         if self.config.telemetry.tensorboard:
-            checks[f"{TENSORBOARD_FOLDER}/"] = self._tensorboard
+            checks[f"{schema.TENSORBOARD_FOLDER}/"] = self._tensorboard
         return checks
 
-    def _each(self, files: RankFiles) -> list[Path]:
+    def _each(self, files: schema.RankFiles) -> list[Path]:
         return [files.path(self.folder, rank) for rank in range(self.ranks)]
 
-    def _rows(self, table: Table, otherwise: str) -> list[dict[str, str]]:
-        rows = read_rows(self.folder, table)
+    def _rows(self, table: schema.Table, otherwise: str) -> list[dict[str, str]]:
+        rows = schema.read_rows(self.folder, table)
         _demand(bool(rows), otherwise)
         missing = [name for name in table.columns if name not in rows[0]]
         _demand(not missing, f"lacks the columns {', '.join(missing)}")
@@ -120,7 +95,7 @@ class _Checks:
         return f"{lines} lines"
 
     def _metrics(self) -> str:
-        metrics = read_json(self.folder / METRICS_FILE)
+        metrics = schema.read_json(self.folder / schema.METRICS_FILE)
         _demand(metrics.get("status") == "done", f"status is {metrics.get('status')!r}, not 'done'")
         _demand(metrics.get("steps") == self.steps, f"counts {metrics.get('steps')} steps of {self.steps}")
         lost = metrics.get("telemetry_failures")
@@ -128,15 +103,15 @@ class _Checks:
         return f"done, {self.steps} steps, {metrics.get('incidents')} incidents"
 
     def _environment(self) -> str:
-        env = read_json(self.folder / ENVIRONMENT_FILE)
-        missing = [name for name in ENVIRONMENT_FIELDS if name not in env]
+        env = schema.read_json(self.folder / schema.ENVIRONMENT_FILE)
+        missing = [name for name in schema.ENVIRONMENT_FIELDS if name not in env]
         _demand(not missing, f"lacks {', '.join(missing)}")
         _demand(env["world_size"] == self.ranks, f"says {env['world_size']} ranks, {self.ranks} were started")
         _demand(env["config"]["train"]["steps"] == self.steps, "holds another configuration")
         return f"{env['strategy']} on {self.ranks} ranks, torch {env['packages'].get('torch')}"
 
     def _training(self) -> str:
-        rows = self._rows(TRAINING, "holds no row")
+        rows = self._rows(schema.TRAINING, "holds no row")
         steps = [int(row["step"]) for row in rows]
         each_once = steps == list(range(1, self.steps + 1))
         _demand(each_once, f"{len(steps)} rows do not show each of {self.steps} steps once")
@@ -148,8 +123,8 @@ class _Checks:
         return f"{len(rows)} rows"
 
     def _heartbeats(self) -> str:
-        for rank, path in enumerate(self._each(HEARTBEAT)):
-            events = [parse_event(line) for line in path.read_bytes().splitlines()]
+        for rank, path in enumerate(self._each(schema.HEARTBEAT)):
+            events = [schema.parse_event(line) for line in path.read_bytes().splitlines()]
             kinds = {event["event"] for event in events}
             missing = [kind for kind in ("boot", "start", "step", "end") if kind not in kinds]
             _demand(not missing, f"{path.name}: has no event {', '.join(missing)}")
@@ -159,32 +134,32 @@ class _Checks:
         return f"{self.ranks} files, all to the end"
 
     def _selection(self) -> str:
-        rows = self._rows(SELECTION, "holds no sample; telemetry.attention must be on")
+        rows = self._rows(schema.SELECTION, "holds no sample; telemetry.attention must be on")
         for row in rows:
             most = float(row["max_distinct"])
             _demand(1 <= most <= self.config.nsa.num_selected, f"step {row['step']}: max_distinct is {most:g}")
-            total = sum(float(row[name]) for name in DISTANCE_COLUMNS)
+            total = sum(float(row[name]) for name in schema.DISTANCE_COLUMNS)
             _demand(abs(total - 1) < SHARES_TOLERANCE, f"step {row['step']}: distances add up to {total:.3f}")
         return f"{len(rows)} samples"
 
     def _gates(self) -> str:
-        rows = self._rows(GATES, "holds no sample; telemetry.attention must be on")
-        layers = {row["layer"] for row in rows} - {ALL_LAYERS}
+        rows = self._rows(schema.GATES, "holds no sample; telemetry.attention must be on")
+        layers = {row["layer"] for row in rows} - {schema.ALL_LAYERS}
         _demand(len(layers) == self.layers, f"shows {len(layers)} of {self.layers} layers")
         for row in rows:
-            total = sum(float(row[f"share_{branch}"]) for branch in BRANCHES)
+            total = sum(float(row[f"share_{branch}"]) for branch in schema.BRANCHES)
             sound = abs(total - 1) < SHARES_TOLERANCE
             _demand(sound, f"step {row['step']}, {row['layer']}: shares add up to {total}")
         return f"{len(rows) // (self.layers + 1)} samples of {self.layers} layers"
 
     def _fallbacks(self) -> str:
-        header = (self.folder / FALLBACKS.file).open(encoding="utf-8").readline()
-        _demand(header == FALLBACKS.header, "has other columns than it should")
-        kinds = {(row["branch"], row["reason"]) for row in read_rows(self.folder, FALLBACKS)}
+        header = (self.folder / schema.FALLBACKS.file).open(encoding="utf-8").readline()
+        _demand(header == schema.FALLBACKS.header, "has other columns than it should")
+        kinds = {(row["branch"], row["reason"]) for row in schema.read_rows(self.folder, schema.FALLBACKS)}
         return f"{len(kinds)} kinds of fallback" if kinds else "no fallback"
 
     def _dtypes(self) -> str:
-        text = (self.folder / DTYPES_FILE).read_text(encoding="utf-8")
+        text = (self.folder / schema.DTYPES_FILE).read_text(encoding="utf-8")
         missing = [kind for kind in ("parameters", "gradients", "optimizer state") if kind not in text]
         _demand(not missing, f"says nothing of {', '.join(missing)}")
         first = text.splitlines()[0]
@@ -193,15 +168,15 @@ class _Checks:
         return first
 
     def _memory(self, label: str) -> str:
-        for path in self._each(memory_files(label, ".json")):
-            known = read_json(path).get("owners", {}).get("parameters", {}).get("bytes", 0)
+        for path in self._each(schema.memory_files(label, ".json")):
+            known = schema.read_json(path).get("owners", {}).get("parameters", {}).get("bytes", 0)
             _demand(known > 0, f"{path.name}: knows no parameters")
-        for path in self._each(memory_files(label, ".txt")):
+        for path in self._each(schema.memory_files(label, ".txt")):
             self._lines(path)
         return f"{2 * self.ranks} files"
 
     def _optimizer_state(self) -> str:
-        lines = (self.folder / OPTIMIZER_STATE_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (self.folder / schema.OPTIMIZER_STATE_FILE).read_text(encoding="utf-8").splitlines()
         megabytes = {line.split(":")[0]: float(line.split(":")[1].split()[0]) for line in lines if ":" in line}
         for rank in range(self.ranks):
             _demand(f"rank {rank}" in megabytes, f"has no line of rank {rank}")
@@ -209,7 +184,7 @@ class _Checks:
         return f"{megabytes['rank 0']:g} MB on rank 0"
 
     def _checkpoints(self) -> str:
-        root, damage = self.folder / CHECKPOINTS_FOLDER, list[CheckpointError]()
+        root, damage = self.folder / schema.CHECKPOINTS_FOLDER, list[CheckpointError]()
         newest = layout.newest_verified(root, damage.append)
         _demand(not damage, str(damage[0]) if damage else "")
         if newest is None:
@@ -219,7 +194,7 @@ class _Checks:
         return f"{len(layout.committed(root))} kept, {newest.name} verified"
 
     def _weights(self) -> str:
-        path = self.folder / WEIGHTS_FILE
+        path = self.folder / schema.WEIGHTS_FILE
         path.stat()  # the library's own message names no file
         try:
             with safe_open(path, framework="np") as file:
@@ -230,7 +205,7 @@ class _Checks:
         return f"{count} tensors"
 
     def _tensorboard(self) -> str:
-        files = (self.folder / TENSORBOARD_FOLDER).glob("events.out.tfevents.*")
+        files = (self.folder / schema.TENSORBOARD_FOLDER).glob("events.out.tfevents.*")
         count = sum(path.stat().st_size > 0 for path in files)
         _demand(count > 0, "holds no event file")
         return f"{count} files"

@@ -23,7 +23,7 @@ import yaml
 
 from nsa.config import Config
 from nsa.errors import ConfigError, LaunchError
-from nsa.inspect.reading import RunReader, RunView
+from nsa.inspect.reading import RunView
 
 POLL_S = 0.25
 DUMP_S = 3.0  # what ranks get to write their stacks before they are killed
@@ -109,7 +109,7 @@ def run_trial(trial: Trial, watch: Callable[[RunView | None, float], None] = lam
     """Runs it to its end or its limit. `watch` is called again and again with how the run stands."""
     write_trial_config(trial)
     began, timed_out = time.monotonic(), False
-    reader = RunReader(trial.folder)
+    reader = RunView(trial.folder)
     with _started(trial) as (process, members):
         while (code := process.poll()) is None:
             seconds = time.monotonic() - began
@@ -227,7 +227,7 @@ def _dump_stacks(process: subprocess.Popen[bytes]) -> None:
         time.sleep(DUMP_S)
 
 
-def _look(reader: RunReader) -> RunView | None:
+def _look(reader: RunView) -> RunView | None:
     try:
         return reader.refresh()
     except ConfigError:  # the run has written nothing yet

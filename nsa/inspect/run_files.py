@@ -226,38 +226,31 @@ class HeartbeatFile(GrowingFile):
 
 
 class Document:
-    """A small JSON or YAML file that is written whole: read again when it changed."""
+    """A small JSON or YAML file that is written whole, and read whole."""
 
     def __init__(self, path: Path):
         self.path = path
         self.content: Row = {}
         self.written_at = 0.0
         self.problem = ""
-        self._seen: tuple[int, int, int] | None = None
 
     def refresh(self) -> None:
+        self.content, self.problem = {}, ""
         try:
             _refuse_endless(self.path)
-            about = self.path.stat()
-            seen = (about.st_ino, about.st_size, about.st_mtime_ns)
-            if seen == self._seen:
-                return
-            self._seen, self.written_at, self.content = seen, about.st_mtime, {}
-            self.content = _read_document(self.path)
-            self.problem = "" if self.content else "damaged: holds no table of values"
+            self.written_at = self.path.stat().st_mtime
+            if self.path.suffix == ".json":
+                self.content = read_json(self.path)
+            else:
+                self.content = yaml.load(self.path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 (safe)
         except FileNotFoundError:
-            self.content, self.problem, self._seen = {}, "missing", None
+            self.problem = "missing"
         except OSError as error:
-            self.content, self.problem, self._seen = {}, f"cannot be read: {error.strerror}", None
+            self.problem = f"cannot be read: {error.strerror}"
         except (ValueError, yaml.YAMLError, RecursionError):
             self.problem = "damaged: cannot be parsed"
-
-
-def _read_document(path: Path) -> Row:
-    if path.suffix == ".json":
-        return read_json(path)
-    content = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 (a safe loader)
-    return content if isinstance(content, dict) else {}
+        if not self.problem and not (self.content and isinstance(self.content, dict)):
+            self.content, self.problem = {}, "damaged: holds no table of values"
 
 
 def _refuse_endless(path: Path) -> None:

@@ -44,9 +44,6 @@ class Samples(Generic[T]):
     def newest(self) -> T | None:
         return self.at(self.last_step)
 
-    def problems(self) -> dict[str, str]:
-        return {file.path.name: file.problem for file in self.files.values()}
-
 
 def _by_layer(rows: list[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}

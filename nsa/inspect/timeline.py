@@ -48,6 +48,8 @@ def _describe(event: Event) -> tuple[str, str, str] | None:
         return "data stall", str(event.get("message", "")), BAD
     if kind == "hang":
         return "hang", describe_hang(event), BAD
+    if kind == "save_wait":
+        return "save wait", f"{number(event.get('seconds')):.1f} s for the save of step {event.get('writing')}", NOTE
     if kind == "preempted":
         return "preempted", "asked to stop; everything is saved", NOTE
     if kind == "start":

@@ -64,7 +64,7 @@ def _fit(lines: list[Text], width: int, plain: bool) -> Text:
 
 def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     status = view.status
-    words = {
+    text = {
         RUNNING: f"running, last event {seconds(status.age_s)} ago",
         SILENT: f"SILENT since {seconds(status.age_s)}",
         FAILED: f"FAILED, exit code {status.exit_code}",
@@ -72,7 +72,7 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     first = Text.assemble(
         (one_line(view.name, 60), "bold"),
         "  ",
-        (words, _STATUS_STYLE[status.kind]),
+        (text, _STATUS_STYLE[status.kind]),
         f"  {one_line(view.strategy, 20)} x {view.world_size}",
         f", attempt {view.attempts}" if view.attempts > 1 else "",
     )

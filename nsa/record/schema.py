@@ -9,7 +9,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -103,8 +104,8 @@ def read_json(path: Path) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- events
 
 EventKind = Literal[
-    "boot", "first_batch", "start", "step", "gates", "selection", "fallbacks", "data_stall", "incident", "hang",
-    "preempted", "end",
+    "boot", "first_batch", "start", "step", "gates", "selection", "fallbacks", "data_stall", "save_wait",
+    "incident", "hang", "preempted", "end",
 ]  # fmt: skip
 Event = dict[str, Any]
 EVENT_VERSION = 1
@@ -188,8 +189,8 @@ class SelectionStats:
     def of(cls, row: Mapping[str, Any]) -> Self:
         """From a row of k_stats.csv or k_stats_layers.csv."""
         own = {f.name: row[f.name] for f in fields(cls)[:-1]}
-        whole = {"rows": int(own["rows"]), "max_distinct": int(own["max_distinct"])}
-        return cls(**{**own, **whole}, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
+        own |= {name: int(own[name]) for name in ("rows", "max_distinct")}
+        return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
 
     @classmethod
     def merge(cls, parts: Sequence[Self], compared: Sequence[float] | None = None) -> Self:
@@ -233,6 +234,7 @@ EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
     "selection": _SELECTION,  # the same
     "fallbacks": ("counts",),  # lists of operator, reason, count
     "data_stall": ("seconds", "message"),
+    "save_wait": ("seconds", "writing"),  # a step waits until the checkpoint of step `writing` is saved
     "incident": ("kind", "message"),
     # Always written before a hung process ends. `ranks` are tables of rank, step, event, age_s, pid, host, state and
     # killed; `reported_by` is "thread", or "guard": the helper process that reports where Python cannot.
@@ -268,10 +270,8 @@ def parse_events(lines: Iterable[str | bytes]) -> list[Event]:
     """The events among lines; damaged ones are left out."""
     found = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             found.append(parse_event(line))
-        except ValueError:
-            continue
     return found
 
 
@@ -285,13 +285,13 @@ def read_events(folder: Path, rank: int = 0) -> list[Event]:
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV file that one kind of event fills. `text` are the columns that hold text, all others hold numbers."""
+    """A CSV file that one kind of event fills: with a row, or with a row per layer, or both (`whole`)."""
 
     stem: str
-    columns: tuple[str, ...]
     event: EventKind
-    rows: Callable[[Event], Sequence[Mapping[str, Any]]]  # that an event adds
-    text: tuple[str, ...] = ()
+    columns: tuple[str, ...]
+    text: tuple[str, ...] = ()  # columns that hold text, all others hold numbers
+    whole: bool = True
 
     @property
     def files(self) -> RankFiles:
@@ -304,57 +304,39 @@ class Table:
 
     @property
     def header(self) -> str:
-        return ",".join(self.columns) + "\n"
+        return format_row(self.columns)
 
     def format(self, event: Event) -> str:
         """The lines that an event adds."""
-        return "".join(format_row(row[name] for name in self.columns) for row in self.rows(event))
+        names = [name for name in self.columns[1:] if name not in DISTANCE_COLUMNS]
+        rows = ([*(row[name] for name in names), *row.get("distances", ())] for row in self._rows(event))
+        return "".join(format_row([event["step"], *row]) for row in rows)
+
+    def _rows(self, event: Event) -> list[dict[str, Any]]:
+        if self.event == "fallbacks":
+            return [dict(zip(self.columns[1:], count, strict=True)) for count in event["counts"]]
+        layers = event["layers"] if "layer" in self.columns else []
+        return [*layers, {**event, "layer": ALL_LAYERS}] if self.whole else layers
 
 
-def _layers(event: Event) -> list[dict[str, Any]]:
-    return [{"step": event["step"], **layer} for layer in event["layers"]]
-
-
-def _with_distances(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{**row, **dict(zip(DISTANCE_COLUMNS, row["distances"], strict=True))} for row in rows]
-
-
-def _counts(event: Event) -> list[dict[str, Any]]:
-    return [{"step": event["step"], "branch": b, "reason": r, "count": n} for b, r, n in event["counts"]]
-
-
-_SAMPLE = (*_SELECTION[:-1], *DISTANCE_COLUMNS)
-_LAYER = ("layer",)
-TRAINING = Table("training", _TRAINING, "step", lambda event: [event])
-GATES = Table(
-    "gate_stats",
-    ("step", *_LAYER, *_GATES),
-    "gates",
-    lambda event: [*_layers(event), {**event, "layer": ALL_LAYERS}],
-    text=_LAYER,
-)
-SELECTION = Table("k_stats", ("step", *_SAMPLE), "selection", lambda event: _with_distances([event]))
+TRAINING = Table("training", "step", _TRAINING)
+GATES = Table("gate_stats", "gates", ("step", "layer", *_GATES), text=("layer",))
+SELECTION = Table("k_stats", "selection", ("step", *_SELECTION[:-1], *DISTANCE_COLUMNS))
 LAYER_SELECTION = Table(
-    "k_stats_layers",
-    ("step", *_LAYER, *_SAMPLE),
-    "selection",
-    lambda event: _with_distances(_layers(event)),
-    text=_LAYER,
+    "k_stats_layers", "selection", ("step", "layer", *SELECTION.columns[1:]), text=("layer",), whole=False
 )
-FALLBACKS = Table(
-    "fallback_counters", ("step", "branch", "reason", "count"), "fallbacks", _counts, text=("branch", "reason")
-)
+FALLBACKS = Table("fallback_counters", "fallbacks", ("step", "branch", "reason", "count"), text=("branch", "reason"))
 TABLES = (TRAINING, GATES, SELECTION, LAYER_SELECTION, FALLBACKS)
 
 
 def format_row(values: Iterable[Any]) -> str:
     """A line of a table: numbers in full precision, an empty cell for None, quotes where a text needs them."""
-    return ",".join("" if value is None else _format_cell(value) for value in values) + "\n"
+    return ",".join(map(_format_cell, values)) + "\n"
 
 
 def _format_cell(value: Any) -> str:
     if not isinstance(value, str):
-        return repr(value)
+        return "" if value is None else repr(value)
     text = value.replace("\n", " ")
     return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"') else text
 

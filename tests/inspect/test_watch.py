@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from nsa.cli.watch import watch
 from nsa.errors import ConfigError
 from nsa.inspect.health import unhealthy
-from nsa.inspect.reading import RunReader, read_run
+from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.view import frame
 from tests.record.runs import (
     BEGAN,
@@ -350,7 +350,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
 
 def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
     now = live_run(tmp_path / "run")
-    reader, row = RunReader(tmp_path / "run"), training_row(41, loss=1.25)
+    reader, row = RunView(tmp_path / "run"), training_row(41, loss=1.25)
     with (tmp_path / "run" / "training.csv").open("a") as file:
         file.write(row[:20])
         file.flush()
@@ -362,7 +362,7 @@ def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
 
 def test_a_file_cut_back_by_a_resume_is_read_anew_even_if_it_grew_past_the_old_end(tmp_path):
     now = live_run(tmp_path / "run")
-    reader = RunReader(tmp_path / "run")
+    reader = RunView(tmp_path / "run")
     assert reader.refresh(now).step == 40
     kept = [training_row(step) for step in range(1, 31)]
     new = [training_row(step, loss=0.123456789) for step in range(31, 61)]
@@ -389,7 +389,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 def test_a_long_run_is_looked_at_again_in_a_tenth_of_a_second(tmp_path):
     folder = long_run(tmp_path / "run")
-    reader, now = RunReader(folder), BEGAN + 50_000 * 0.55
+    reader, now = RunView(folder), BEGAN + 50_000 * 0.55
     frame(reader.refresh(now))
     times = []
     for step in range(50_001, 50_006):
