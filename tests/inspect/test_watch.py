@@ -22,6 +22,7 @@ from nsa.errors import ConfigError
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.view import frame
+from nsa.record import schema
 from tests.record.runs import (
     BEGAN,
     GATES,
@@ -132,6 +133,14 @@ def test_a_frame_fits_its_terminal(tmp_path, size, plain):
             assert part in text
 
 
+def test_every_event_of_a_run_has_the_fields_of_the_contract(finished):
+    events = schema.read_events(finished)
+    assert len(events) == len((finished / "heartbeat_rank0.jsonl").read_text().splitlines())
+    assert {each["event"] for each in events} >= {"boot", "first_batch", "start", *schema.ROUTINE_EVENTS, "end"}
+    for each in events:
+        assert tuple(each) == (*schema.COMMON_FIELDS, *schema.EVENT_FIELDS[each["event"]])
+
+
 def test_a_run_is_running_then_silent(tmp_path):
     now = live_run(tmp_path / "run")
     fresh, stale = (read_run(tmp_path / "run", now + later) for later in (5, 4000))
@@ -167,7 +176,7 @@ def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
         assert read_run(tmp_path / "run", now).status.kind == kind, config
 
 
-def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_path):
+def test_a_fresh_start_hides_what_an_earlier_run_left(tmp_path):
     folder = tmp_path / "run"
     now = live_run(folder, 40)
     before = BEGAN - 10_000
@@ -210,7 +219,7 @@ def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
     assert "hang" in [h.kind for h in view.timeline]
 
 
-def test_what_any_rank_could_not_write_is_said(tmp_path):
+def test_records_that_any_rank_could_not_write_are_counted(tmp_path):
     now = live_run(tmp_path / "run", 40)
     for rank in (1, 3):
         with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("w") as file:
@@ -225,7 +234,7 @@ def test_what_any_rank_could_not_write_is_said(tmp_path):
     assert read_run(tmp_path / "run", now).telemetry_failures == {1: 4, 3: 20}
 
 
-def test_a_failed_run_says_its_exit_code_and_reason(copy):
+def test_a_failed_run_shows_its_exit_code_and_reason(copy):
     (copy / "metrics.json").write_text(
         json.dumps({"status": "failed", "exit_code": 5, "reason": "the loss is nan", "steps": 30})
     )
@@ -257,12 +266,12 @@ def test_a_preempted_run_and_one_that_was_started_again(copy):
         ({"skipped": 1}, "40 of the last 40 steps were left out"),
     ],
 )
-def test_what_is_unhealthy_in_steps_is_said_in_words(tmp_path, row, words):
+def test_unhealthy_steps_are_reported(tmp_path, row, words):
     now = live_run(tmp_path / "run", **row)
     assert any(words in line for line in unhealthy(read_run(tmp_path / "run", now)))
 
 
-def test_a_rising_loss_is_said_and_a_noisy_one_is_not(tmp_path):
+def test_a_rising_loss_is_reported_and_a_noisy_one_is_not(tmp_path):
     now = live_run(tmp_path / "run", 400)
     assert unhealthy(read_run(tmp_path / "run", now)) == []
     with (tmp_path / "run" / "training.csv").open("a") as file:
@@ -270,7 +279,7 @@ def test_a_rising_loss_is_said_and_a_noisy_one_is_not(tmp_path):
     assert "the loss rises" in unhealthy(read_run(tmp_path / "run", now))[0]
 
 
-def test_collapsed_gates_an_idle_branch_and_fallbacks_on_a_gpu_are_said(tmp_path):
+def test_collapsed_gates_an_idle_branch_and_fallbacks_on_a_gpu_are_reported(tmp_path):
     now = live_run(tmp_path / "run")
     with (tmp_path / "run" / "gate_stats.csv").open("a") as file:
         file.write(
@@ -310,7 +319,7 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
     assert view.mem_gib == 64.0
 
 
-def test_what_all_ranks_say_is_one_line_and_a_silent_rank_is_named(tmp_path):
+def test_what_all_ranks_report_is_one_line_and_a_silent_rank_is_named(tmp_path):
     now = live_run(tmp_path / "run", 1000)
     for rank in (0, 1):
         with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("a") as file:
@@ -360,7 +369,7 @@ def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
     assert (view.step, view.now_of("loss")) == (41, 1.25)
 
 
-def test_a_file_cut_back_by_a_resume_is_read_anew_even_if_it_grew_past_the_old_end(tmp_path):
+def test_a_file_truncated_by_a_resume_is_read_again_even_if_it_grew_past_the_old_end(tmp_path):
     now = live_run(tmp_path / "run")
     reader = RunView(tmp_path / "run")
     assert reader.refresh(now).step == 40
@@ -387,7 +396,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
             read_run(folder)
 
 
-def test_a_long_run_is_looked_at_again_in_a_tenth_of_a_second(tmp_path):
+def test_a_long_run_refreshes_in_a_tenth_of_a_second(tmp_path):
     folder = long_run(tmp_path / "run")
     reader, now = RunView(folder), BEGAN + 50_000 * 0.55
     frame(reader.refresh(now))
@@ -403,7 +412,7 @@ def test_a_long_run_is_looked_at_again_in_a_tenth_of_a_second(tmp_path):
     assert statistics.median(times) < 0.1
 
 
-def test_words_of_a_run_cannot_steer_the_terminal(tmp_path):
+def test_text_of_a_run_cannot_control_the_terminal(tmp_path):
     now = live_run(tmp_path / "run")
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
         file.write(event("incident", 40, kind="\x1b[2Jx", message="\x1b]0;owned\x07[bold]a\nb[/bold]"))
@@ -421,7 +430,7 @@ def test_the_command_prints_one_frame_where_there_is_no_terminal(finished):
         assert "step 30 of 30" in result.output
 
 
-def test_looking_at_a_run_needs_no_torch(finished):
+def test_watching_a_run_needs_no_torch(finished):
     look = f"from nsa.cli.watch import watch; watch(pathlib.Path({str(finished)!r}), 1.0, True)"
     code = f"import pathlib, sys; {look}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -190,7 +190,7 @@ def test_a_layer_is_watched_only_while_somebody_watches_and_computes_the_same():
     assert observer.ready() == []
 
 
-def test_an_observer_that_fails_is_let_go_and_the_layer_goes_on():
+def test_an_observer_that_fails_is_removed_and_the_layer_continues():
     class Broken(AttentionObserver):
         def mixed(self, gates):
             raise RuntimeError("no")

@@ -14,7 +14,7 @@ from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
 
-def test_env_json_tells_what_a_run_was_started_with(tmp_path, monkeypatch):
+def test_env_json_records_what_a_run_was_started_with(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")
     train(tiny(), tmp_path)
     told = json.loads((tmp_path / "env.json").read_text())
@@ -112,7 +112,7 @@ def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys):
     assert "step 0006" in capsys.readouterr().out
 
 
-def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
+def test_a_tracker_that_raises_is_removed_and_counted(tmp_path, monkeypatch):
     """Stands in for an installed package: it works for two steps, then its network is gone."""
     calls = []
 
@@ -139,7 +139,7 @@ def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
     assert metrics["incidents"] == 1
 
 
-def test_a_tracker_that_cannot_begin_is_let_go_and_counted(tmp_path, monkeypatch):
+def test_a_tracker_that_cannot_begin_is_removed_and_counted(tmp_path, monkeypatch):
     def refuse(**_):
         raise ConnectionRefusedError(111, "Connection refused")
 

@@ -1,5 +1,5 @@
-"""What a run says about itself when something beside it fails: a tracker that hangs, data that does not come, a run
-before it in the same folder."""
+"""What a run records about itself when something beside it fails: a tracker that hangs, data that does not come, an
+earlier run in the same folder."""
 
 import json
 import math
@@ -28,14 +28,14 @@ from tests.train.test_training import rows_of, tiny
 @pytest.fixture(params=["init", "log"])
 def hanging_tracker(monkeypatch, request):
     """Stands in for an installed package whose network never answers: from the start, or later."""
-    let_go = threading.Event()
+    released = threading.Event()
     package = types.ModuleType("wandb")
-    package.init = lambda **_: let_go.wait(60) if request.param == "init" else None
-    package.log = lambda *_, **__: let_go.wait(60)
-    package.finish = lambda: let_go.wait(60)
+    package.init = lambda **_: released.wait(60) if request.param == "init" else None
+    package.log = lambda *_, **__: released.wait(60)
+    package.finish = lambda: released.wait(60)
     monkeypatch.setitem(sys.modules, "wandb", package)
     yield
-    let_go.set()
+    released.set()
 
 
 def test_a_tracker_that_hangs_holds_up_neither_training_nor_files(tmp_path, monkeypatch, hanging_tracker):
@@ -91,7 +91,7 @@ def test_a_run_that_is_started_fresh_does_not_show_the_incidents_of_the_one_befo
     assert (view.attempts, unhealthy(view)) == (1, [])
 
 
-def test_every_step_says_how_much_could_not_be_written_so_far(tmp_path):
+def test_every_step_counts_what_could_not_be_written_so_far(tmp_path):
     (tmp_path / "gate_stats.csv").symlink_to("/dev/full")
     train(tiny("telemetry.every=1"), tmp_path)
     counts = [e["telemetry_failures"] for e in events_of(tmp_path) if e["event"] == "step"]
@@ -101,7 +101,7 @@ def test_every_step_says_how_much_could_not_be_written_so_far(tmp_path):
     assert read_run(tmp_path).telemetry_failures[0] >= counts[-1]
 
 
-def test_a_run_that_fails_says_what_it_could_not_write(tmp_path):
+def test_a_run_that_fails_counts_what_it_could_not_write(tmp_path):
     (tmp_path / "heartbeat_rank0.jsonl").symlink_to("/dev/full")
     with pytest.raises(NumericsError):
         train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path)
@@ -147,7 +147,7 @@ def test_data_that_does_not_come_within_the_watchdogs_time_is_a_hang_that_names_
     assert (metrics["rank"], metrics["incidents"], metrics["telemetry_failures"]) == (0, 0, 0)
 
 
-def test_a_rank_that_waits_for_one_without_data_leaves_the_judgement_to_it_and_both_end_as_a_hang(tmp_path):
+def test_a_rank_that_waits_for_one_without_data_leaves_the_decision_to_it_and_both_end_as_a_hang(tmp_path):
     config = write_config(
         tmp_path,
         train={"steps": 200, "eval_every": 0, "out_dir": str(tmp_path / "run")},
