@@ -15,13 +15,13 @@ from nsa.record import schema
 SHARES_TOLERANCE = 1e-3  # how far the sum of shares may be from 1
 
 
-class Unsound(Exception):  # noqa: N818  (what is wrong with a file, in words)
+class Unsound(Exception):  # noqa: N818
     """Why a file does not count."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """One file or family of files of a run. `found` says what is in it, or what is wrong."""
+    """One file or family of files of a run. `found` is what it holds, or what is wrong with it."""
 
     name: str
     ok: bool

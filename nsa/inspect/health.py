@@ -70,7 +70,7 @@ def _data_wait(view: RunView) -> str:
     share = view.data_share
     if not share > MOST_DATA_WAIT:
         return ""
-    return f"{share:.0%} of a step goes by waiting for data: raise data.workers, or look at the source"
+    return f"{share:.0%} of a step is spent waiting for data: raise data.workers, or look at the source"
 
 
 def _behind(view: RunView) -> str:

@@ -305,7 +305,7 @@ def read_run(folder: Path, now: float | None = None) -> RunView:
 
 
 def _by_last_event(newest: schema.Event, live: Status) -> Status:
-    """The status of a run whose summary does not say that it ended."""
+    """The status of a run that has no summary of its end."""
     kind = newest.get("event")
     if kind == "hang":
         return Status(FAILED, live.age_s, live.limit_s, HangError.exit_code, describe_hang(newest))

@@ -180,7 +180,7 @@ def _layer_selection(view: RunView) -> str:
     rows = "".join(_selection_row(layer, found, top) for layer, found in view.layer_selection.items())
     distance = f"distance, {schema.DISTANCE_BINS[0]} to {schema.DISTANCE_BINS[-1]} blocks"
     heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", distance)
-    head = "".join(f"<th>{escape(word)}</th>" for word in heads)
+    head = "".join(f"<th>{escape(title)}</th>" for title in heads)
     summary = f"Layer by layer at step {view.layer_selection_samples.last_step:,}"
     return (
         f'<details class="card" id="selection-layers"><summary>{summary}</summary>'
@@ -217,7 +217,7 @@ def _timeline(view: RunView) -> str:
     )
     more = len(view.timeline) - len(shown)
     note = f'<p class="about">{more} older ones are in {schema.HEARTBEAT.pattern}.</p>' if more else ""
-    head = "<tr><th>time</th><th>step</th><th>ranks</th><th>what</th><th>words</th></tr>"
+    head = "<tr><th>time</th><th>step</th><th>ranks</th><th>event</th><th>message</th></tr>"
     return f'<div class="card scroll"><table class="story">{head}{rows}</table>{note}</div>'
 
 

@@ -98,7 +98,7 @@ def speed_figures(view: RunView) -> list[str]:
     figures = (
         ("plot-throughput", "Throughput", f"Tokens a second over all ranks; median of the last steps {median}.",
          Plot(speeds, "tokens/s", from_zero=True)),
-        ("plot-step-time", "Time of a step", "Seconds, and how much of them went by waiting.",
+        ("plot-step-time", "Time of a step", "Seconds, and how many of them were spent waiting.",
          Plot(times, "s", from_zero=True)),
         ("plot-memory", "Memory", "Of rank 0: of its GPU, or of the process where there is none.",
          Plot(memory, "GiB", from_zero=True)),

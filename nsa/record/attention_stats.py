@@ -1,15 +1,14 @@
 """The health of sparse attention: how gates share out the branches, and which blocks queries read.
 
-Everything is computed from tensors the forward pass has, reduced on their device to one row of numbers a layer, and
-copied to the host without waiting: `ready` gives what has arrived. Layers are told apart by the order in which they
-run.
+Everything is computed from tensors of the forward pass, reduced on their device to one row of numbers per layer, and
+copied to the host asynchronously: `ready` returns what has arrived. The order in which layers run identifies them.
 
 A row of gates: the weights of a token and head divided by their sum. It is collapsed when one branch has more than
 COLLAPSED of it. Entropy is in nats; three equal shares have ln 3 = 1.0986.
 
-A row of blocks: what one token and key/value head reads. Forced blocks are the first ones and the newest, read whatever
-the scores are. The distance of a block is counted in blocks from the query's own. Agreement is the share of a row's
-blocks that the row of the token before it in its document reads too.
+A row of blocks: what one token and key/value head reads. Forced blocks are the first ones and the newest, read
+regardless of the scores. The distance of a block is counted in blocks from the query's own. Agreement is the share of a
+row's blocks that the row of the token before it in its document reads too.
 """
 
 from collections.abc import Sequence
@@ -21,22 +20,20 @@ from torch import Tensor
 
 from nsa.ops.layout import token_layout
 from nsa.ops.spec import NSASpec
-from nsa.record.schema import DISTANCE_BINS, GateStats, SelectionStats
+from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
-MOST_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
+MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
 _COMPARED = 6  # where `selection_numbers` has the blocks that agreement is a share of
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen in one step: by layer, and over all layers."""
+    """What was seen in one step, by layer; the last is ALL_LAYERS. Empty where the layers have none."""
 
     step: int
-    gates: list[tuple[str, GateStats]]
-    selection: list[tuple[str, SelectionStats]]
-    all_gates: GateStats | None
-    all_selection: SelectionStats | None
+    gates: dict[str, GateStats]
+    selection: dict[str, SelectionStats]
 
 
 class AttentionObserver:
@@ -58,7 +55,7 @@ class AttentionObserver:
         self._selection.append(selection_numbers(indices, spec, cu_seqlens))
 
     def finish(self, step: int) -> None:
-        """The pass is through: its numbers set out for the host."""
+        """Ends a pass: starts the copy of its numbers to the host."""
         gates, selection = self._gates, self._selection
         self._gates, self._selection = [], []
         if gates or selection:
@@ -70,13 +67,13 @@ class AttentionObserver:
             self._waiting.append((step, on_host[0], on_host[1], arrived))
 
     def wait(self) -> None:
-        """Until everything has arrived: for the end of a run."""
+        """Waits for the copies: for the end of a run."""
         for _, _, _, arrived in self._waiting:
             if arrived is not None:
                 arrived.synchronize()
 
     def ready(self) -> list[Sample]:
-        """Samples that have arrived; never waits."""
+        """Samples that have arrived. Never waits."""
         done: list[Sample] = []
         while self._waiting and (self._waiting[0][3] is None or self._waiting[0][3].query()):
             step, gates, selection, _ = self._waiting.pop(0)
@@ -84,19 +81,19 @@ class AttentionObserver:
         return done
 
     def _read(self, step: int, gates: Tensor | None, selection: Tensor | None) -> Sample:
-        by_gate = [] if gates is None else [read_gates(row) for row in gates]
-        by_selection = [] if selection is None else [read_selection(row) for row in selection]
-        compared = [] if selection is None else selection[:, _COMPARED].tolist()
-        return Sample(
-            step,
-            list(zip(self._names(len(by_gate)), by_gate, strict=True)),
-            list(zip(self._names(len(by_selection)), by_selection, strict=True)),
-            GateStats.merge(by_gate) if by_gate else None,
-            SelectionStats.merge(by_selection, compared) if by_selection else None,
-        )
+        sample = Sample(step, {}, {})
+        if gates is not None:
+            mixed = [read_gates(row) for row in gates]
+            sample.gates.update(zip(self._names(len(mixed)), [*mixed, GateStats.merge(mixed)], strict=True))
+        if selection is not None:
+            selected = [read_selection(row) for row in selection]
+            whole = SelectionStats.merge(selected, selection[:, _COMPARED].tolist())
+            sample.selection.update(zip(self._names(len(selected)), [*selected, whole], strict=True))
+        return sample
 
     def _names(self, count: int) -> list[str]:
-        return self.layers if count == len(self.layers) else [str(number) for number in range(count)]
+        layers = self.layers if count == len(self.layers) else [str(number) for number in range(count)]
+        return [*layers, ALL_LAYERS]
 
 
 def _to_host(numbers: Tensor) -> Tensor:
@@ -140,7 +137,7 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
     distinct = used.sum(-1)
     distance = (own - indices).clamp(min=0)
     forced = used & ((indices < spec.num_init) | (distance < spec.num_local))
-    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made there: a copy from here would wait
+    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made on the device: a copy to it would wait
     bins = torch.bucketize(distance, bounds, right=True)
     histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)
     histogram.index_add_(0, bins.flatten(), used.flatten().to(torch.float64))
@@ -160,7 +157,7 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
 
 def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks that a row shares with the row before it, and blocks of the rows that were compared."""
-    step = -(-indices.shape[1] // MOST_PAIRS)
+    step = -(-indices.shape[1] // MAX_PAIRS)
     later = torch.arange(1, indices.shape[1], step, device=indices.device)
     mine, before = indices[:, later], indices[:, later - 1]
     used = (mine >= 0) & (position[later] > 0).view(1, -1, 1, 1)  # a document's first token has none before it

@@ -10,8 +10,8 @@ from nsa.record.schema import RUN_LOG
 
 
 class RunLog:
-    """As a context, copies stdout and stderr of Python into the file. The output of C code is not seen. Without a
-    file that can be written the run goes on."""
+    """As a context, copies stdout and stderr of Python into the file. The output of C code is not seen. A file that
+    cannot be written does not stop the run."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = RUN_LOG.path(folder, rank)

@@ -1,11 +1,11 @@
-"""Everything a run says about itself: lines for people, events and their sinks, samples of sparse attention.
+"""Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
 
-Nothing here waits for the device or for another rank. Files that cannot be opened at the start end the run, since its
-folder is of no use then; nothing that fails later does.
+Nothing here waits for the device or for another rank. A file that cannot be opened at the start ends the run, because
+its folder is not usable; nothing that fails later does.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -54,11 +54,11 @@ class Monitor:
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._sink_failures = 0
-        self._told = False  # that something cannot be written
+        self._failure_reported = False
         self._steps_done = 0
 
     def open(self, state: RunState) -> None:
-        """The files of the run, cut back to the step it goes on from."""
+        """Opens the files of the run, truncated to the step it resumes from."""
         done, wanted = state.progress.step, self.config.telemetry
         if self.world.is_first or wanted.per_rank:
             self.stream.add(*table_sinks(self.folder, self.world.rank, done))
@@ -79,11 +79,11 @@ class Monitor:
             self.stream.last_failure = str(error)
 
     def observer(self, step: int) -> Observer | None:
-        """Who watches this step's forward pass."""
+        """Sees this step's forward pass, if it is sampled."""
         return self._observer if self._is_sampled(step) else None
 
     def beat(self, step: int, phase: str) -> None:
-        """Progress: the watchdog's patience begins anew."""
+        """Progress: the watchdog's timeout starts again."""
         self.watchdog.beat(step, phase)
 
     def patient(self) -> AbstractContextManager[None]:
@@ -121,13 +121,13 @@ class Monitor:
         self.console.say(f"incident {kind}: {message}")
 
     def step_done(self, row: TrainingRow) -> None:
-        """A step is through, its validation included."""
+        """A step is done, its validation included."""
         self.watchdog.step_done(row.step_s)
         self._steps_done = row.step
         self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
         self._take_samples(row.step)
-        if self.failures and not self._told:
-            self._told = True
+        if self.failures and not self._failure_reported:
+            self._failure_reported = True
             self.incident("telemetry", self.stream.last_failure or "a file or a sink could not be written", row.step)
         trace = self.profiler.after(row.step)
         self.console.advance(row.step, row.loss)
@@ -155,31 +155,31 @@ class Monitor:
                 self._emit_sample(sample)
 
     def last_samples(self) -> None:
-        """At the end of a run: what was still on its way."""
+        """At the end of a run: those that have not arrived yet."""
         if self._observer is not None:
             self._observer.wait()
             for sample in self._observer.ready():
                 self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
-        if sample.all_gates is not None:
-            layers = [{"layer": name, **asdict(stats)} for name, stats in sample.gates]
-            self._last["gates"] = _finite(sample.all_gates)
-            self.stream.emit("gates", sample.step, layers=layers, **asdict(sample.all_gates))
-        if sample.all_selection is not None:
-            layers = [{"layer": name, **asdict(stats)} for name, stats in sample.selection]
-            self._last["selection"] = _finite(sample.all_selection)
-            self.stream.emit("selection", sample.step, layers=layers, **asdict(sample.all_selection))
+        self._emit_stats("gates", sample.step, sample.gates)
+        self._emit_stats("selection", sample.step, sample.selection)
+
+    def _emit_stats(self, event: EventKind, step: int, stats: Mapping[str, GateStats | SelectionStats]) -> None:
+        if stats:
+            *layers, (_, whole) = stats.items()
+            self._last[event] = _finite(whole)
+            self.stream.emit(event, step, layers=[{"layer": n, **asdict(s)} for n, s in layers], **asdict(whole))
 
     @property
     def failures(self) -> int:
-        """What could not be written and was left out."""
+        """How many records could not be written."""
         observed = self._observer.failures if self._observer else 0
         others = self.watchdog.failures + self.tracer.failures
         return self.stream.dropped + self._sink_failures + observed + others
 
     def describe(self) -> dict[str, Any]:
-        """For the summary of the run: what this rank saw. Whoever reads it finds the others in their heartbeats."""
+        """For the summary of the run: what this rank saw. The heartbeats have it for the other ranks."""
         return {
             "rank": self.world.rank,
             "incidents": self.stream.incidents,

@@ -262,7 +262,7 @@ def test_a_preempted_run_and_one_that_was_started_again(copy):
     ("row", "words"),
     [
         ({"loss": "nan"}, "the loss of step 40 is nan"),
-        ({"data_wait_s": 0.22}, "40% of a step goes by waiting for data"),
+        ({"data_wait_s": 0.22}, "40% of a step is spent waiting for data"),
         ({"skipped": 1}, "40 of the last 40 steps were left out"),
     ],
 )

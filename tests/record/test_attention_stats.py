@@ -22,7 +22,7 @@ from nsa.record.attention_stats import (
     read_selection,
     selection_numbers,
 )
-from nsa.record.schema import DISTANCE_BINS, GateStats, SelectionStats
+from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 from nsa.train import train
 from tests.train.test_feed import TINY
 
@@ -148,9 +148,9 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     observer.wait()
     sample = observer.ready()[-1]
     assert sample.step == 2
-    assert sample.all_selection == read_selection(selection_numbers(indices, SPEC, borders))
+    assert sample.selection[ALL_LAYERS] == read_selection(selection_numbers(indices, SPEC, borders))
     expected = asdict(read_gates(gate_numbers(gates)))
-    assert asdict(sample.all_gates) == pytest.approx(expected, rel=1e-5)
+    assert asdict(sample.gates[ALL_LAYERS]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_layers_merge_to_what_all_rows_together_give():
@@ -182,11 +182,11 @@ def test_a_layer_is_watched_only_while_somebody_watches_and_computes_the_same():
     (sample,) = observer.ready()
     assert torch.equal(plain, watched)
     assert sample.step == 7
-    assert [name for name, _ in sample.gates] == ["only"]
-    assert sample.all_gates.rows == 64 * 4
-    assert sample.all_selection.rows == 64 * 2
+    assert list(sample.gates) == list(sample.selection) == ["only", ALL_LAYERS]
+    assert sample.gates[ALL_LAYERS].rows == 64 * 4
+    assert sample.selection[ALL_LAYERS].rows == 64 * 2
     by_hand = read_gates(gate_numbers(layer.gate(x)))
-    assert sample.all_gates.mean_entropy == pytest.approx(by_hand.mean_entropy, rel=1e-6)
+    assert sample.gates[ALL_LAYERS].mean_entropy == pytest.approx(by_hand.mean_entropy, rel=1e-6)
     assert observer.ready() == []
 
 

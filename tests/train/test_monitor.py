@@ -165,7 +165,7 @@ def test_the_summary_is_json_whatever_the_gates_are(tmp_path):
     world = World(torch.device("cpu"))
     monitor = Monitor(tiny(), tmp_path, world)
     stats = GateStats(10, math.nan, 0.0, math.inf, 0.0, 0.2, 0.3, 0.5)
-    monitor._emit_sample(Sample(1, [("a", stats)], [], stats, None))
+    monitor._emit_sample(Sample(1, {"a": stats, "all": stats}, {}))
     monitor.close()
     told = json.loads(json.dumps(monitor.describe(), allow_nan=False))
     assert told["gates"] == {**asdict(stats), "mean_entropy": None, "largest_share": None}
