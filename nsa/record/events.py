@@ -1,8 +1,8 @@
 """What happens to a run, as one stream of events per rank. Files and dashboards are its sinks.
 
 schema.py lists the kinds of events and their fields. Background threads write: training puts an event into a queue and
-continues. Sinks that are added together share a thread, so a sink that hangs delays no others. A checkpoint waits for the
-files, the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is counted and
+continues. Sinks that are added together share a thread, so a sink that hangs delays no others. A checkpoint waits for
+the files, the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is counted and
 dropped. A sink that fails three times in a row, other than by a disk error, is removed.
 """
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -308,15 +309,20 @@ class Table:
 
     def format(self, event: Event) -> str:
         """The lines that an event adds."""
-        names = [name for name in self.columns[1:] if name not in DISTANCE_COLUMNS]
-        rows = ([*(row[name] for name in names), *row.get("distances", ())] for row in self._rows(event))
+        rows = ([*map(row.__getitem__, self._own_columns), *row.get("distances", ())] for row in self._rows(event))
         return "".join(format_row([event["step"], *row]) for row in rows)
+
+    @cached_property
+    def _own_columns(self) -> list[str]:
+        """Those that a row has under their name: without the step and the distances, which come last."""
+        return [name for name in self.columns[1:] if name not in DISTANCE_COLUMNS]
 
     def _rows(self, event: Event) -> list[dict[str, Any]]:
         if self.event == "fallbacks":
             return [dict(zip(self.columns[1:], count, strict=True)) for count in event["counts"]]
-        layers = event["layers"] if "layer" in self.columns else []
-        return [*layers, {**event, "layer": ALL_LAYERS}] if self.whole else layers
+        if "layer" not in self.text:
+            return [event]
+        return [*event["layers"], {**event, "layer": ALL_LAYERS}] if self.whole else event["layers"]
 
 
 TRAINING = Table("training", "step", _TRAINING)
