@@ -52,16 +52,15 @@ class RunView:
     """A run at the time of its last `refresh`. Numbers that nobody has written are NaN."""
 
     def __init__(self, folder: Path):
-        self.folder, self.now = folder, math.nan
+        self.folder = folder
         self.training = StepTable(folder / schema.TRAINING.file, schema.TRAINING)  # of rank 0
         self.gate_samples = Samples(schema.GATES, merge_layer_gates)
         self.selection_samples = Samples(schema.SELECTION, merge_selection)
         self.layer_selection_samples = Samples(schema.LAYER_SELECTION, merge_layer_selection)
         self._fallbacks = Samples(schema.FALLBACKS, list[Row])
         self._heartbeats = {0: HeartbeatFile(schema.HEARTBEAT.path(folder, 0))}
-        self._metrics = Document(folder / schema.METRICS_FILE)
-        self._config = Document(folder / schema.CONFIG_FILE)
-        self._env = Document(folder / schema.ENVIRONMENT_FILE)
+        names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
+        self._documents = [Document(folder / name) for name in names]
 
     def refresh(self, now: float | None = None) -> Self:
         """Reads what was added."""
@@ -69,10 +68,15 @@ class RunView:
         for rank, path in self._find_heartbeats().items():
             self._heartbeats.setdefault(rank, HeartbeatFile(path))
         files: list[GrowingFile | Document] = [self.training, *self._heartbeats.values()]
-        for file in [*files, self._metrics, self._config, self._env]:
+        for file in [*files, *self._documents]:
             file.refresh()
+        self.metrics, self.config, self.env = (document.content for document in self._documents)
         for samples in self._samples:
             samples.refresh(self.folder, self.world_size)
+        self.gates = self.gate_samples.newest() or {}  # by layer; the last is ALL_LAYERS
+        self.selection = self.selection_samples.newest()
+        self.layer_selection = self.layer_selection_samples.newest() or {}
+        self.fallbacks = total_fallbacks(self._fallbacks)  # by branch and reason
         own = self._own_heartbeats()
         self.ranks = [_rank_view(rank, file) for rank, file in own.items() if file.newest and rank < self.world_size]
         self.timeline = timeline(own)  # the newest first
@@ -111,21 +115,9 @@ class RunView:
         return self.folder.resolve().name or str(self.folder)
 
     @property
-    def metrics(self) -> Row:
-        return self._metrics.content
-
-    @property
-    def config(self) -> Row:
-        return self._config.content
-
-    @property
-    def env(self) -> Row:
-        return self._env.content
-
-    @property
     def problems(self) -> dict[str, str]:
         """What is wrong with each file that has something wrong with it."""
-        files: list[GrowingFile | Document] = [self._metrics, self._config, self._env, self.training]
+        files: list[GrowingFile | Document] = [*self._documents, self.training]
         files += [file for samples in self._samples for file in samples.files.values()]
         files += [file for _, file in sorted(self._heartbeats.items())]
         return {file.path.name: file.problem for file in files if file.problem}
@@ -189,24 +181,6 @@ class RunView:
         between = last["time"] - first["time"] - float(np.nansum(took[inside]))
         return max(0.0, float(between)) / int(last["step"] - first["step"])
 
-    @property
-    def gates(self) -> dict[str, schema.GateStats]:
-        """By layer, of the newest sample; the last is ALL_LAYERS."""
-        return self.gate_samples.newest() or {}
-
-    @property
-    def selection(self) -> schema.SelectionStats | None:
-        return self.selection_samples.newest()
-
-    @property
-    def layer_selection(self) -> dict[str, schema.SelectionStats]:
-        return self.layer_selection_samples.newest() or {}
-
-    @property
-    def fallbacks(self) -> dict[tuple[str, str], float]:
-        """How often a fast kernel was wanted and not used, by branch and reason."""
-        return total_fallbacks(self._fallbacks)
-
     def now_of(self, column: str) -> float:
         """The newest value of a column of training.csv."""
         values = self.training.last(column, 1)
@@ -257,14 +231,14 @@ class RunView:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
     def _status(self) -> Status:
-        files, metrics = self._heartbeats.values(), self.metrics
+        files, metrics, written_at = self._heartbeats.values(), self.metrics, self._documents[0].written_at
         newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
         booted_at = max((file.attempts[-1][0] for file in files if file.attempts), default=0.0)
-        age = max(0.0, self.now - number(newest.get("time"), self._metrics.written_at))
+        age = max(0.0, self.now - number(newest.get("time"), written_at))
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        if ended in ("done", "failed", "preempted") and booted_at > self._metrics.written_at:
+        if ended in ("done", "failed", "preempted") and booted_at > written_at:
             # Started again, and the summary is still that of the last end; a run that is done stays done.
             return Status(FINISHED, age, limit, 0) if ended == "done" and live.kind == SILENT else live
         if ended == "done":

@@ -3,7 +3,6 @@
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from nsa.record.schema import RUN_LOG
@@ -28,9 +27,7 @@ class RunLog:
         sys.stdout, sys.stderr = (cast(TextIO, _Both(stream, self)) for stream in self._before)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         sys.stdout, sys.stderr = self._before
         if error is not None:  # its traceback is printed after this file is closed
             self.write(f"ended by {type(error).__name__}: {error}\n")
