@@ -7,7 +7,6 @@ import typer
 
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError
-from nsa.record.schema import CONFIG_FILE
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run.", show_default=False)]
 
@@ -25,6 +24,8 @@ def generate(
     ] = False,
 ) -> None:
     """Let a trained model write."""
+    from nsa.record.schema import CONFIG_FILE
+
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
     if not (run_dir / CONFIG_FILE).is_file():

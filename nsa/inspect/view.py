@@ -15,13 +15,7 @@ from nsa.inspect.timeline import BAD
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
-_STATUS_STYLE = {
-    RUNNING: "bold green",
-    FINISHED: "bold cyan",
-    SILENT: "bold red",
-    FAILED: "bold red",
-    PREEMPTED: "yellow",
-}
+_STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # any other is bold red
 _BRANCH_STYLE = ("cyan", "magenta", "yellow")
 _BRANCH_SIGNS, _PLAIN_SIGNS = "█▓░", "#=."
 _SHORTEST_CURVE, _TALLEST_CURVE = 4, 14
@@ -72,7 +66,7 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     first = Text.assemble(
         (one_line(view.name, 60), "bold"),
         "  ",
-        (text, _STATUS_STYLE[status.kind]),
+        (text, _STATUS_STYLE.get(status.kind, "bold red")),
         f"  {one_line(view.strategy, 20)} x {view.world_size}",
         f", attempt {view.attempts}" if view.attempts > 1 else "",
     )

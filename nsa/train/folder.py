@@ -13,7 +13,7 @@ import yaml
 from nsa.checkpoint.files import write_atomically
 from nsa.config import Config, differences, load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
-from nsa.record.schema import CONFIG_FILE, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, read_json
+from nsa.record.schema import CONFIG_FILE, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
 
 
 @contextmanager
@@ -100,10 +100,11 @@ def record_end(folder: Path, error: BaseException, step: int | None, telemetry: 
             return
         if step is None and now.get("status") == "done":
             return
+        status: RunStatus = "preempted" if isinstance(error, Preempted) else "failed"
         write_metrics(
             folder,
             {
-                "status": "preempted" if isinstance(error, Preempted) else "failed",
+                "status": status,
                 "exit_code": error.exit_code if isinstance(error, NSAError) else 1,
                 "reason": str(error) or type(error).__name__,
                 "steps": now.get("steps", 0) if step is None else step,
