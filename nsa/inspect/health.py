@@ -9,15 +9,15 @@ from nsa.inspect.run_files import lookup
 from nsa.record.numbers import seconds, short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, GateStats
 
-MOST_COLLAPSED = 0.5  # of the rows of a layer
-LEAST_SHARE = 0.01  # of a branch
-MOST_DATA_WAIT = 0.2  # of a step
+MAX_COLLAPSED = 0.5  # of the rows of a layer
+MIN_SHARE = 0.01  # of a branch
+MAX_DATA_WAIT = 0.2  # of a step
 RISE = 0.05  # above the best the loss was
-SHORTEST_WINDOW, LONGEST_WINDOW = 20, 500  # steps whose median is "the loss" when a rise is looked for
+MIN_WINDOW, MAX_WINDOW = 20, 500  # steps whose median is "the loss" when a rise is looked for
 
 
 def is_unwell(gates: GateStats) -> bool:
-    return gates.collapsed > MOST_COLLAPSED or min(gates.shares) < LEAST_SHARE
+    return gates.collapsed > MAX_COLLAPSED or min(gates.shares) < MIN_SHARE
 
 
 def unhealthy(view: RunView) -> list[str]:
@@ -53,7 +53,7 @@ def _rising(view: RunView) -> str:
     """The median of the last steps against the best median of as many steps before."""
     losses = view.training.column("loss")
     losses = losses[np.isfinite(losses)]
-    window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, len(losses) // 10))
+    window = min(MAX_WINDOW, max(MIN_WINDOW, len(losses) // 10))
     count = len(losses) // window
     if count < 2:
         return ""
@@ -68,7 +68,7 @@ def _rising(view: RunView) -> str:
 
 def _data_wait(view: RunView) -> str:
     share = view.data_share
-    if not share > MOST_DATA_WAIT:
+    if not share > MAX_DATA_WAIT:
         return ""
     return f"{share:.0%} of a step is spent waiting for data: raise data.workers, or look at the source"
 
@@ -91,7 +91,7 @@ def _gates(view: RunView) -> list[str]:
         return []  # one branch alone is what was asked for
     layers = {layer: gates for layer, gates in view.gates.items() if layer != ALL_LAYERS} or view.gates
     found = []
-    collapsed = {layer: g.collapsed for layer, g in layers.items() if g.collapsed > MOST_COLLAPSED}
+    collapsed = {layer: g.collapsed for layer, g in layers.items() if g.collapsed > MAX_COLLAPSED}
     if collapsed:
         worst = max(collapsed, key=lambda layer: collapsed[layer])
         found.append(
@@ -99,7 +99,7 @@ def _gates(view: RunView) -> list[str]:
             f"the weight in {collapsed[worst]:.0%} of rows"
         )
     for at, branch in enumerate(BRANCHES):
-        idle = {layer: g.shares[at] for layer, g in layers.items() if g.shares[at] < LEAST_SHARE}
+        idle = {layer: g.shares[at] for layer, g in layers.items() if g.shares[at] < MIN_SHARE}
         if idle:
             worst = min(idle, key=lambda layer: idle[layer])
             found.append(

@@ -25,7 +25,7 @@ from nsa.inspect.timeline import BAD
 from nsa.record import schema
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
-MOST_ENTRIES = 500
+MAX_ENTRIES = 500
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -208,7 +208,7 @@ def _selection_row(layer: str, found: schema.SelectionStats, top: float) -> str:
 def _timeline(view: RunView) -> str:
     if not view.timeline:
         return '<p class="missing">Nothing is recorded.</p>'
-    shown = view.timeline[:MOST_ENTRIES]
+    shown = view.timeline[:MAX_ENTRIES]
     rows = "".join(
         f'<tr class="{entry.weight}"><td class="num">{clock(entry.time)}</td>'
         f'<td class="num">{entry.step:,}</td><td>{escape(_ranks(entry.ranks, view.world_size))}</td>'

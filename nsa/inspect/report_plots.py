@@ -16,8 +16,8 @@ from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECT
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340
-MOST_COLUMNS = 100  # of a heat map
-MOST_MARKS = 40
+MAX_COLUMNS = 100  # of a heat map
+MAX_MARKS = 40
 MAX_ENTROPY = float(np.log(3.0))
 
 
@@ -70,7 +70,7 @@ def training_figures(view: RunView) -> list[str]:
             Curve("validation", x[at], val[at], "c2", dots=True),
         ],
         "nats per token",
-        marks=[(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.weight == BAD][:MOST_MARKS],
+        marks=[(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.weight == BAD][:MAX_MARKS],
         may_be_log=True,
     )
     lr = Plot([Curve("lr", x, column("lr"))], from_zero=True)
@@ -227,9 +227,9 @@ def selection_figures(view: RunView) -> list[str]:
 
 def _squeeze(steps: Numbers, values: Numbers, how: Callable[..., Numbers]) -> tuple[Numbers, Numbers]:
     """Neighbouring samples as one column where there are too many; `how` keeps what must not be overlooked."""
-    if len(steps) <= MOST_COLUMNS:
+    if len(steps) <= MAX_COLUMNS:
         return steps, values
-    starts = np.linspace(0, len(steps), MOST_COLUMNS + 1).astype(int)
+    starts = np.linspace(0, len(steps), MAX_COLUMNS + 1).astype(int)
     parts = [values[:, a:b] for a, b in pairwise(starts)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a layer without a value in a stretch stays NaN

@@ -12,7 +12,7 @@ import numpy as np
 from nsa.inspect.run_files import Numbers
 from nsa.record.numbers import short
 
-MOST_POINTS = 1000  # of a curve
+MAX_POINTS = 1000  # of a curve
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 22, 32
 _LEVELS = 20  # shades of a heat map
 _BANDS = 60  # parts of a plot that show their values under a pointer
@@ -59,7 +59,7 @@ class Plot:
     may_be_log: bool = False
 
 
-def thin(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
+def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
     """At most about `most` points with the lowest and the highest of every stretch, and the first and the last."""
     if len(x) <= most:
         return x, y

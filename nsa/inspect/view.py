@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from nsa.inspect.chart import bars, curve, split_bar
-from nsa.inspect.health import MOST_COLLAPSED, is_unwell, unhealthy
+from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
 from nsa.inspect.timeline import BAD
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
@@ -20,7 +20,7 @@ _BRANCH_STYLE = ("cyan", "magenta", "yellow")
 _BRANCH_SIGNS, _PLAIN_SIGNS = "█▓░", "#=."
 _SHORTEST_CURVE, _TALLEST_CURVE = 4, 14
 _WIDEST = 160
-_MOST_WARNINGS = 5
+_MAX_WARNINGS = 5
 
 
 def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = False) -> Text:
@@ -82,8 +82,8 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
 
 def _warnings(view: RunView) -> list[Text]:
     found = [Text(f"! {one_line(line)}", "bold red") for line in unhealthy(view)]
-    if len(found) > _MOST_WARNINGS:
-        found[_MOST_WARNINGS - 1 :] = [Text(f"! and {len(found) - _MOST_WARNINGS + 1} more", "bold red")]
+    if len(found) > _MAX_WARNINGS:
+        found[_MAX_WARNINGS - 1 :] = [Text(f"! and {len(found) - _MAX_WARNINGS + 1} more", "bold red")]
     if view.problems:
         named = "; ".join(f"{name}: {problem}" for name, problem in view.problems.items())
         found.append(Text(f"? {one_line(named)}", "yellow"))
@@ -142,7 +142,7 @@ def _gate_line(layer: str, gates: GateStats, bar: int, signs: str) -> Text:
     cmp, sel, win = (exact(share * 100, "3.0f") for share in gates.shares)
     line.append(f" {cmp}/{sel}/{win} %  H {exact(gates.mean_entropy, '.2f')}")
     if gates.collapsed > 0:
-        line.append(f"  collapsed {gates.collapsed:.0%}", "red" if gates.collapsed > MOST_COLLAPSED else "")
+        line.append(f"  collapsed {gates.collapsed:.0%}", "red" if gates.collapsed > MAX_COLLAPSED else "")
     return line
 
 
