@@ -3,13 +3,14 @@ contract of the run folder became one module."""
 
 import csv
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from nsa.inspect.health import unhealthy
-from nsa.inspect.reading import read_run
+from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.report import render
 from nsa.inspect.view import frame
 from nsa.record import schema
@@ -84,3 +85,35 @@ def test_a_hang_that_it_reported_is_read_without_who_reported_it(recorded):
     assert (view.status.kind, view.status.exit_code, view.status.reason) == ("failed", 6, told)
     assert (view.timeline[0].kind, view.timeline[0].message) == ("hang", told)
     assert unhealthy(view)[0] == f"failed with exit code 6: {told}"
+
+
+def damage(folder: Path, chance: random.Random) -> None:
+    """Overwrites bytes, truncates, appends garbage, shuffles lines, or removes a file."""
+    path = folder / chance.choice(sorted(p.name for p in RECORDED.iterdir()))
+    content = bytearray(path.read_bytes() if path.exists() else b"")
+    lines = bytes(content).splitlines(keepends=True)
+    kind = chance.choice(["bytes", "cut", "garbage", "shuffle", "remove"])
+    if kind == "remove":
+        path.unlink(missing_ok=True)
+        return
+    if kind == "bytes" and content:
+        for _ in range(20):
+            content[chance.randrange(len(content))] = chance.choice(b'0123456789,.-"e\n{}[]:\x00\xff')
+    elif kind == "cut":
+        del content[chance.randrange(len(content) + 1) :]
+    elif kind == "garbage":
+        content += bytes(chance.choices(b'0123456789,.-e"\nnaif{}', k=60)) + b"\n"
+    elif kind == "shuffle":
+        chance.shuffle(lines)
+        content = bytearray(b"".join(lines))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_damage_to_its_files_never_breaks_a_view(recorded, seed):
+    chance, view = random.Random(seed), RunView(recorded)
+    for _ in range(3):  # what a view has read may change under it
+        damage(recorded, chance)
+        view.refresh()
+        assert "step" in frame(view, chance.randint(20, 160), chance.randint(4, 60)).plain
+    assert render(view).endswith("</html>\n")
