@@ -7,7 +7,7 @@ from tests.ops.triton.compiling import Plan, taken_elsewhere
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 KERNELS = {
     "_mean_kernel", "_mean_backward_kernel", "_contract_kernel", "_contract_dx_kernel", "_contract_dweight_kernel",
-    "forward_kernel", "dq_kernel", "dkv_kernel", "_score_kernel", "_pick_kernel", "_tile_lists_kernel",
+    "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
 }  # fmt: skip
