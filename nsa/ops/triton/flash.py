@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import keep_with, token_layout, visible_compressed
+from nsa.ops.layout import cached_with, token_layout, visible_compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
@@ -145,7 +145,7 @@ class Branch:
     def sight(self, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
         if cu_seqlens is None:
             return self._sight(tokens, spec, None)
-        return keep_with(cu_seqlens, (self.name, tokens, spec), lambda: self._sight(tokens, spec, cu_seqlens))
+        return cached_with(cu_seqlens, (self.name, tokens, spec), lambda: self._sight(tokens, spec, cu_seqlens))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None

@@ -316,7 +316,7 @@ def _block_grads_rows(
     ROWS: tl.constexpr, FUSED: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Steps [begin, end) of ROWS rows each. Scores stand transposed, [keys, rows], so that they feed the two
+    """Steps [begin, end) of ROWS rows each. Scores are transposed, [keys, rows], so that they feed the two
     accumulators as first operands without a detour."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     place = tl.arange(0, ROWS)

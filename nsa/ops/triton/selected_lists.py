@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.layout import keep_with, num_blocks, token_layout
+from nsa.ops.layout import cached_with, num_blocks, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.launch import cdiv, power_of_2
 
@@ -55,7 +55,7 @@ def number_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device:
     if cu_seqlens is None:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         return Blocks(count_blocks(tokens, spec, None), False, nothing, nothing, nothing)
-    return keep_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
+    return cached_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
 
 
 def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:

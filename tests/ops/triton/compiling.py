@@ -49,7 +49,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 120: 170}
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 120: 170}
 SPEC = NSASpec()
 
 
