@@ -28,14 +28,14 @@ REFERENCE: dict[str, Any] = {
     "win": attention.window,
     "mix": mix,
 }
-# Imported on first use: the module of nsa.ops.triton, and what in it has the functions, unless the module itself.
+# Under nsa.ops.triton, imported on first use.
 _TRITON = {
-    "phi": ("compress", None),
-    "cmp": ("flash", "compressed"),
-    "select": ("selection", None),
-    "sel": ("selected", None),
-    "win": ("flash", "window"),
-    "mix": ("mix", None),
+    "phi": "compress",
+    "cmp": "flash.compressed",
+    "select": "selection",
+    "sel": "selected",
+    "win": "flash.window",
+    "mix": "mix",
 }
 OPERATORS = tuple(REFERENCE)
 
@@ -81,9 +81,9 @@ def backend_name(operator: str, backend: str | None, q: Tensor, v: Tensor, spec:
 @cache
 def kernels_for(operator: str) -> Any:
     """The Triton kernels of an operator, whether or not they can run here."""
-    module, name = _TRITON[operator]
+    module, _, branch = _TRITON[operator].partition(".")
     kernels = import_module(f"nsa.ops.triton.{module}")
-    return kernels if name is None else getattr(kernels, name)
+    return getattr(kernels, branch) if branch else kernels
 
 
 def _count_fallback(operator: str, reason: str, *, on_gpu: bool) -> None:

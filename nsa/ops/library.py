@@ -81,26 +81,16 @@ def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) ->
     return operator
 
 
-def _forward(operator: str, function: str = "forward", value: int = 0) -> Callable[..., Any]:
-    """A node that runs `function` of the backend chosen for its first argument and argument number `value`."""
-
-    def run(*args: Any) -> Any:
-        *tensors, sizes, cu_seqlens, backend = args
-        spec = _spec(*sizes)
-        _check_border_values(cu_seqlens, tensors[0].shape[1])
-        chosen = choose(operator, backend, tensors[0], tensors[value], spec, count=True)
-        return getattr(chosen, function)(*tensors, spec, cu_seqlens)
-
-    return run
-
-
-def _backward(operator: str, function: str = "backward", query: int = 1, value: int = 1) -> Callable[..., Any]:
-    """The backend that ran forward: the same arguments lead to the same choice."""
+def _node(operator: str, function: str, query: int = 0, value: int = 0, *, forward: bool = True) -> Callable[..., Any]:
+    """What runs `function` of the backend chosen for the arguments number `query` and `value`. In backward they are
+    those of forward, so that the same backend is chosen."""
 
     def run(*args: Any) -> Any:
         *given, sizes, cu_seqlens, backend = args
         spec = _spec(*sizes)
-        chosen = choose(operator, backend, given[query], given[value], spec, count=False)
+        if forward:
+            _check_border_values(cu_seqlens, given[0].shape[1])
+        chosen = choose(operator, backend, given[query], given[value], spec, count=forward)
         return getattr(chosen, function)(*given, spec, cu_seqlens)
 
     return run
@@ -143,26 +133,26 @@ def _num_slots(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None) -> int
 
 mean_blocks = _define(
     f"mean_blocks(Tensor x, {_SETTINGS}) -> Tensor",
-    _forward("phi", "mean"),
+    _node("phi", "mean"),
     lambda x, spec, cu_seqlens, _: x.new_empty(x.shape[0], _num_slots(x, spec, cu_seqlens), *x.shape[2:]),
 )
 mean_blocks_backward = _define(
     f"mean_blocks_backward(Tensor dy, SymInt tokens, {_SETTINGS}) -> Tensor",
-    _backward("phi", "mean_backward", query=0, value=0),
+    _node("phi", "mean_backward", forward=False),
     lambda dy, tokens, *_: dy.new_empty(dy.shape[0], tokens, *dy.shape[2:]),
 )
 _differentiate(mean_blocks, mean_blocks_backward, lambda inputs, _: (inputs[0].shape[1], *inputs[1:]))
 
 contract_blocks = _define(
     f"contract_blocks(Tensor x, Tensor weight, {_SETTINGS}) -> Tensor",
-    _forward("phi", "contract"),
+    _node("phi", "contract"),
     lambda x, weight, spec, cu_seqlens, _: x.new_empty(
         x.shape[0], _num_slots(x, spec, cu_seqlens), x.shape[2], weight.shape[2]
     ),
 )
 contract_blocks_backward = _define(
     f"contract_blocks_backward(Tensor dy, Tensor x, Tensor weight, {_SETTINGS}) -> (Tensor, Tensor)",
-    _backward("phi", "contract_backward"),
+    _node("phi", "contract_backward", 1, 1, forward=False),
     lambda dy, x, weight, *_: _like(x, weight),
 )
 _differentiate(contract_blocks, contract_blocks_backward)
@@ -177,7 +167,7 @@ def _select(*args: Any) -> Tensor:
     return indices
 
 
-_run_selection = _forward("select", value=1)
+_run_selection = _node("select", "forward", 0, 1)
 select_blocks = _define(
     f"select_blocks(Tensor q, Tensor k, Tensor lse, {_SETTINGS}) -> Tensor",
     _select,
@@ -199,7 +189,7 @@ def _define_attention(
     forward = _define(f"{name}({tensors}, {_SETTINGS}) -> (Tensor, Tensor)", run, _attention_shapes)
     backward = _define(
         f"{name}_backward(Tensor do, {tensors}, Tensor o, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-        _backward(operator, value=3),
+        _node(operator, "backward", 1, 3, forward=False),
         lambda do, q, k, v, *_: _like(q, k, v),
     )
     _differentiate(forward, backward, lambda inputs, output: (*inputs[:-3], *output, *inputs[-3:]))
@@ -211,9 +201,9 @@ def _attend_selected(*args: Any) -> tuple[Tensor, Tensor]:
     return _run_selected(*args)
 
 
-_run_selected = _forward("sel", value=2)
-compressed_attention = _define_attention("compressed_attention", _forward("cmp", value=2), "cmp")
-window_attention = _define_attention("window_attention", _forward("win", value=2), "win")
+_run_selected = _node("sel", "forward", 0, 2)
+compressed_attention = _define_attention("compressed_attention", _node("cmp", "forward", 0, 2), "cmp")
+window_attention = _define_attention("window_attention", _node("win", "forward", 0, 2), "win")
 selected_attention = _define_attention(
     "selected_attention", _attend_selected, "sel", "Tensor q, Tensor k, Tensor v, Tensor indices"
 )

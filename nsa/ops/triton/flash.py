@@ -1,7 +1,7 @@
 """Compressed and window attention: every query sees one interval of keys, forward and backward.
 
 Query t sees keys lo(t) .. hi(t)-1 and both ends never decrease as t grows, so key n is seen by one interval of queries
-too. The two branches differ only in these ends (`Sight`). This file plans a call on the host; the kernels are in
+too. The two branches differ only in these ends (`KeyRange`). This file plans a call on the host; the kernels are in
 `flash_kernels.py`. The rows of a launch are those of a query tile (queries x heads of a group), its columns keys.
 
 Legend: B batch, S tokens, N keys, G key/value heads, H query heads, DK/DV head sizes.
@@ -84,7 +84,7 @@ LAUNCHES = LaunchTable(
 
 
 @dataclass(frozen=True)
-class Sight:
+class KeyRange:
     """Which keys each query sees. Without documents hi(t) counts the n with n*stride + span - 1 <= t and
     lo(t) is max(0, t - window + 1), or 0 where window is 0. With documents both ends are tables.
 
@@ -111,28 +111,28 @@ class Sight:
         return self._by_key[num_keys]
 
 
-def _compressed_sight(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
+def _compressed_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
     if cu_seqlens is None:
-        return Sight(spec.cmp_block, spec.cmp_stride, 0)
+        return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
     layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
     hi = layout.cmp_start + visible_compressed(layout.position, spec)
-    return Sight(spec.cmp_block, spec.cmp_stride, 0, layout.cmp_start.to(torch.int32), hi.to(torch.int32))
+    return KeyRange(spec.cmp_block, spec.cmp_stride, 0, layout.cmp_start.to(torch.int32), hi.to(torch.int32))
 
 
-def _window_sight(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
+def _window_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
     if cu_seqlens is None:
-        return Sight(1, 1, spec.window)
+        return KeyRange(1, 1, spec.window)
     layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
     token = layout.doc_start + layout.position
     lo = torch.maximum(layout.doc_start, token + (1 - spec.window))
-    return Sight(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
+    return KeyRange(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
 
 
 class Branch:
     """The functions of a branch: the same as its reference's. Launches replace those of the table, for tuning."""
 
-    def __init__(self, name: str, sight: Callable[[int, NSASpec, Tensor | None], Sight]):
-        self.name, self._sight = name, sight
+    def __init__(self, name: str, key_range: Callable[[int, NSASpec, Tensor | None], KeyRange]):
+        self.name, self._range = name, key_range
 
     def refusal(self, q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
         """Why these kernels cannot run tensors like q and v; None when they can. Every spec runs."""
@@ -142,17 +142,17 @@ class Branch:
         """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""
         return LAUNCHES.find(f"{self.name}_{kernel}", q, v, card)
 
-    def sight(self, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Sight:
+    def key_range(self, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
         if cu_seqlens is None:
-            return self._sight(tokens, spec, None)
-        return cached_with(cu_seqlens, (self.name, tokens, spec), lambda: self._sight(tokens, spec, cu_seqlens))
+            return self._range(tokens, spec, None)
+        return cached_with(cu_seqlens, (self.name, tokens, spec), lambda: self._range(tokens, spec, cu_seqlens))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
     ) -> tuple[Tensor, Tensor]:
         """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] float32, natural logarithm."""
         params = params or self.launch("forward", q, v)
-        sight = self.sight(q.shape[1], spec, cu_seqlens)
+        key_range = self.key_range(q.shape[1], spec, cu_seqlens)
         q, k, v = unit_last(q), unit_last(k), unit_last(v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -160,8 +160,8 @@ class Branch:
         if lanes * tiles:
             with launch_on(q):
                 forward_kernel[(lanes * tiles,)](
-                    q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, lse_ptr=lse, lo_ptr=sight.lo, hi_ptr=sight.hi,
-                    lanes=lanes, tiles=tiles, **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, sight, params),
+                    q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, lse_ptr=lse, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
+                    lanes=lanes, tiles=tiles, **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, key_range, params),
                 )  # fmt: skip
         return o, lse
 
@@ -180,7 +180,7 @@ class Branch:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
         dq_params, dkv_params = dq_params or self.launch("dq", q, v), dkv_params or self.launch("dkv", q, v)
-        sight = self.sight(q.shape[1], spec, cu_seqlens)
+        key_range = self.key_range(q.shape[1], spec, cu_seqlens)
         do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
         (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -188,23 +188,23 @@ class Branch:
         delta = torch.empty_like(lse2)
         shared = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "lse2_ptr": lse2, "delta_ptr": delta}
         lanes, tiles = _query_programs(q, k, dq_params)
-        splits = num_splits(q, k, sight, dkv_params, card_of(q))
-        first, behind = sight.queries_of(num_keys)
+        splits = num_splits(q, k, key_range, dkv_params, card_of(q))
+        first, behind = key_range.queries_of(num_keys)
         dk_parts = k.new_empty(splits, *k.shape, dtype=torch.float32) if splits > 1 else dk
         dv_parts = v.new_empty(splits, *v.shape, dtype=torch.float32) if splits > 1 else dv
         programs = batch * groups * splits * cdiv(num_keys, dkv_params.columns)
         with launch_on(q):
             if lanes * tiles:
                 dq_kernel[(lanes * tiles,)](
-                    **shared, o_ptr=o, lse_ptr=lse.contiguous(), dq_ptr=dq, lo_ptr=sight.lo, hi_ptr=sight.hi,
+                    **shared, o_ptr=o, lse_ptr=lse.contiguous(), dq_ptr=dq, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
                     lanes=lanes, tiles=tiles,
-                    **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, sight, dq_params),
+                    **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, key_range, dq_params),
                 )  # fmt: skip
             if programs:
                 dkv_kernel[(programs,)](
                     **shared, dk_ptr=dk_parts, dv_ptr=dv_parts, first_ptr=first, behind_ptr=behind,
                     lanes=batch * groups, splits=splits,
-                    **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, sight, dkv_params),
+                    **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
                 )  # fmt: skip
             if programs and splits > 1:
                 for parts, out in ((dk_parts, dk), (dv_parts, dv)):
@@ -218,23 +218,23 @@ class Branch:
     ) -> int:
         """Bytes that `backward` holds on top of arguments and results: two numbers a row, and dK and dV in float32
         once for every part that their sum over the queries is split into."""
-        splits = num_splits(q, k, self._sight(q.shape[1], spec, None), self.launch("dkv", q, v, H200), H200)
+        splits = num_splits(q, k, self._range(q.shape[1], spec, None), self.launch("dkv", q, v, H200), H200)
         return 4 * (2 * lse.numel() + (splits * (k.numel() + v.numel()) if splits > 1 else 0))
 
 
-compressed = Branch("cmp", _compressed_sight)
-window = Branch("win", _window_sight)
+compressed = Branch("cmp", _compressed_range)
+window = Branch("win", _window_range)
 
 
-def num_splits(q: Tensor, k: Tensor, sight: Sight, params: Launch, card: Card) -> int:
+def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: Card) -> int:
     """Parts per key tile. Enough programs to fill the card three times over, or eight where early keys have
     most of the work, yet sixteen query tiles in each; at most 32, as every part is written in float32. More where
     a sum would run over too many rows: at 2**20 rows a part (128k tokens, 16 heads a group) gradients differed by
     0.3 % from those of shorter parts; tensor cores do not round every partial sum to nearest."""
     programs = max(1, q.shape[0] * k.shape[2] * cdiv(k.shape[1], params.columns))
-    queries = min(q.shape[1], sight.window + params.columns) if sight.window else q.shape[1]
+    queries = min(q.shape[1], key_range.window + params.columns) if key_range.window else q.shape[1]
     rows = queries * (q.shape[2] // k.shape[2])
-    wanted: int = cdiv((3 if sight.window else 8) * card.multiprocessors, programs)
+    wanted: int = cdiv((3 if key_range.window else 8) * card.multiprocessors, programs)
     return max(1, min(wanted, rows // params.rows // 16, 32), -(-rows // LONGEST_SUM))
 
 
@@ -259,9 +259,9 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     return strides
 
 
-def _shape_args(q: Tensor, k: Tensor, v: Tensor, sight: Sight, params: Launch) -> dict[str, object]:
+def _shape_args(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, params: Launch) -> dict[str, object]:
     """The arguments that all three kernels take."""
-    ends = (sight.span, sight.stride, sight.window)
+    ends = (key_range.span, key_range.stride, key_range.window)
     return _shape_constants(q.shape[1:], k.shape[1:3], v.shape[3], q.dtype == torch.float32, ends, params)
 
 

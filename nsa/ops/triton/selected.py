@@ -88,11 +88,8 @@ def forward_workspace(
 @triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr,
-    o_ptr,  # [B, S, H, DV] contiguous
-    lse_ptr,  # [B, S, H]
-    entries_ptr,  # [P, tiles, capacity]
-    counts_ptr,  # [P, tiles, 2]
-    take_ptr,  # [P, large_tiles]
+    o_ptr, lse_ptr, entries_ptr,  # [B, S, H, DV] contiguous; [B, S, H]; [P, tiles, capacity]
+    counts_ptr, take_ptr,  # [P, tiles, 2]; [P, large_tiles]
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, tokens, groups, tiles,
     capacity, large_tiles,
     scale,  # Dk ** -0.5 * log2(e)
@@ -152,10 +149,7 @@ def _attend_kernel(
 
 @triton.jit
 def _attend_entries(
-    acc,  # [ROWS, BLOCK_DV]
-    top,  # [ROWS]
-    total,  # [ROWS]
-    q,  # [ROWS, BLOCK_DK]
+    acc, top, total, q,  # [ROWS, BLOCK_DV]; [ROWS]; [ROWS]; [ROWS, BLOCK_DK]
     t, slot, entries, begin, end, k_base, v_base, tokens, scale, STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CHECKED: tl.constexpr,

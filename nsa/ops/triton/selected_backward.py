@@ -223,12 +223,8 @@ def _delta_kernel(
 @triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
 def _block_grads_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr,  # [B, S, H]
-    delta_ptr,  # [B, S, H]
-    dq_ptr,  # [B, S, H, DK] float32, when FUSED
-    dk_ptr,  # [B, S, G, DK] contiguous
-    dv_ptr,  # [B, S, G, DV] contiguous
-    dk_parts_ptr,  # [slots, SEL, DK] float32
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H]; [B, S, H, DK] float32, when FUSED
+    dk_ptr, dv_ptr, dk_parts_ptr,  # [B, S, G, DK] contiguous; [B, S, G, DV] contiguous; [slots, SEL, DK] float32
     dv_parts_ptr,  # [slots, SEL, DV] float32
     queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, slot_first_ptr,
     starts_ptr, stride_qb, stride_kb, stride_ks, stride_kg, stride_vb, stride_vs, stride_vg, stride_db,
@@ -309,8 +305,7 @@ def _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL: tl.constexpr
 
 @triton.jit
 def _block_grads_rows(
-    acc_dk,  # [KEYS, BLOCK_DK]
-    acc_dv,  # [KEYS, BLOCK_DV]
+    acc_dk, acc_dv,  # [KEYS, BLOCK_DK]; [KEYS, BLOCK_DV]
     k, v, key, key_ok, queries, begin, end, num_rows, q_base, do_base, lse_base, delta_base, dq_base, scale,
     STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr, FUSED: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,

@@ -240,9 +240,7 @@ def _popcount(x):
 
 @triton.jit(do_not_specialize=["spans", "blocks"])
 def _count_kernel(
-    bits_ptr,  # [pairs, spans, J, WORDS]
-    before_ptr,  # [pairs, spans, J]
-    counts_ptr,  # [pairs, J]
+    bits_ptr, before_ptr, counts_ptr,  # [pairs, spans, J, WORDS]; [pairs, spans, J]; [pairs, J]
     spans, blocks, BLOCKS: tl.constexpr, SPANS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """For every block: how many queries of earlier spans chose it, for each span, and how many in all."""
@@ -301,9 +299,7 @@ def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH
 @triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
 def _scatter_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
-    bits_ptr,  # [pairs, spans, J, SPAN / 32]
-    before_ptr,  # [pairs, spans, J]
-    offsets_ptr,  # [pairs, J]
+    bits_ptr, before_ptr, offsets_ptr,  # [pairs, spans, J, SPAN / 32]; [pairs, spans, J]; [pairs, J]
     queries_ptr, first_pair, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip

@@ -13,12 +13,8 @@ from nsa.ops.triton.selected_tiles import decode_tile
 @triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
 def query_grads_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,
-    lse_ptr,  # [B, S, H]
-    delta_ptr,  # [B, S, H], written here
-    dq_ptr,  # [B, S, H, DK] contiguous
-    entries_ptr,  # [P, tiles, capacity]
-    counts_ptr,  # [P, tiles, 2]
-    take_ptr,  # [P, large_tiles]
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H], written here; [B, S, H, DK] contiguous
+    entries_ptr, counts_ptr, take_ptr,  # [P, tiles, capacity]; [P, tiles, 2]; [P, large_tiles]
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, stride_ob, stride_os,
     stride_oh, stride_db, stride_ds, stride_dh, tokens, groups, tiles, capacity, large_tiles, scale,
     PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
@@ -77,8 +73,7 @@ def query_grads_kernel(
 def _query_grads_entries(
     dq,  # [ROWS, BLOCK_DK]
     q, do,
-    lse,  # [ROWS], base 2
-    delta,  # [ROWS]
+    lse, delta,  # [ROWS], base 2; [ROWS]
     t, slot, entries, begin, end, k_base, v_base, tokens, scale, STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CHECKED: tl.constexpr,

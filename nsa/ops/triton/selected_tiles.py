@@ -185,11 +185,8 @@ def tile_lists(
 @triton.jit(do_not_specialize=["tokens", "groups", "tiles", "small_tiles", "capacity"])
 def _tile_lists_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n,
-    doc_start_ptr,  # [S]
-    entries_ptr,  # [P, tiles, capacity]
-    counts_ptr,  # [P, tiles, 2]
-    small_counts_ptr,  # [P, small_tiles, 2]
-    take_ptr,  # [P, tiles]
+    doc_start_ptr, entries_ptr, counts_ptr,  # [S]; [P, tiles, capacity]; [P, tiles, 2]
+    small_counts_ptr, take_ptr,  # [P, small_tiles, 2]; [P, tiles]
     ratio, tokens, groups, tiles, small_tiles, capacity, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, SUB: tl.constexpr,
     SUB_WIDTH: tl.constexpr, UNROLL: tl.constexpr,
