@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.checks.memory_trace import LiveBytes
 from nsa.checks.memory_workspaces import workspace_bytes
+from nsa.ops import dispatch
 from nsa.ops.dispatch import REFERENCE, kernels_for
 from nsa.ops.layout import num_slots
 from nsa.ops.reference import attention as reference_attention
@@ -104,3 +105,12 @@ def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypa
     monkeypatch.setitem(reference_attention.SCORES_PER_CHUNK, "cpu", reference_attention.SCORES_PER_CHUNK["cuda"])
     allocated, formula = allocated_and_formula("reference", operator, tensors_of(1, 2048, 4, 2, 16, False))
     assert 0.6 * allocated <= formula <= 1.7 * allocated + (2 << 20)
+
+
+def test_without_triton_the_reference_counts(monkeypatch):
+    given = tensors_of(1, 2048, 4, 2, 16, False)
+    func = torch.ops.nsa.window_attention_backward.default
+    args = (*(given[name] for name in CALLS["window_attention_backward"]), SPEC.as_ints(), None)
+    kernels = workspace_bytes(func, (*args, None))
+    monkeypatch.setattr(dispatch, "triton_missing", lambda: "Triton cannot be imported")
+    assert workspace_bytes(func, (*args, None)) == workspace_bytes(func, (*args, "reference")) > kernels
