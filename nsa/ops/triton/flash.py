@@ -73,6 +73,8 @@ LAUNCHES = LaunchTable(
         ("win_dkv", "sm80", 64): Launch(32, 64, 4, 2),
         ("win_dkv", "sm80", 128): Launch(64, 64, 8, 2),
         ("win_dkv", "sm80", 256): Launch(32, 64, 8, 1),
+        ("cmp_dkv", "sm86", 256): Launch(32, 32, 8, 1),
+        ("win_dkv", "sm86", 256): Launch(32, 32, 8, 1),
     }
     | {
         (f"{branch}_{kernel}", "fp32", head): Launch(rows, columns, 8, 1)

@@ -71,19 +71,19 @@ def _card(index: int) -> Card:
 
 class LaunchTable:
     """The launches of one kernel file, by kernel, class ("fp32" for float32 on any card, else the card's) and class of
-    head size. One that is not given is that of the next larger head size, or else that of "sm80"; for a small card,
-    "sm86", with one pipeline stage less."""
+    head size. One that is not given is that of the next larger head size, or else that of "sm80". For a small card,
+    "sm86", it is that of "sm80" with one pipeline stage less."""
 
     def __init__(self, given: dict[tuple[str, str, int], Launch]):
         self._launches: dict[tuple[str, str, int], Launch] = {}
         for kernel in {kernel for kernel, _, _ in given}:
-            for kind, head in product(("sm90", "sm80", "sm86", "fp32"), HEAD_CLASSES):
+            for kind, head in product(("sm90", "sm80", "fp32"), HEAD_CLASSES):
                 keys = [(kernel, k, h) for k in (kind, "sm80") for h in HEAD_CLASSES if h >= head]
-                key = next(key for key in keys if key in given)
-                launch = given[key]
-                if kind == "sm86" and key[1] == "sm80":
-                    launch = replace(launch, num_stages=max(1, launch.num_stages - 1))
-                self._launches[kernel, kind, head] = launch
+                self._launches[kernel, kind, head] = next(given[key] for key in keys if key in given)
+            for head in HEAD_CLASSES:
+                launch = self._launches[kernel, "sm80", head]
+                small = replace(launch, num_stages=max(1, launch.num_stages - 1))
+                self._launches[kernel, "sm86", head] = given.get((kernel, "sm86", head), small)
 
     def find(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
         """The launch for queries like q and values like v, on a card other than theirs if one is given."""

@@ -45,6 +45,7 @@ LAUNCHES = LaunchTable(
         ("block", "sm80", 64): Launch(64, 64, 4, 2),
         ("block", "sm80", 128): Launch(64, 64, 8, 2),
         ("block", "sm80", 256): Launch(32, 64, 8, 2),
+        ("block", "sm86", 256): Launch(32, 32, 8, 1),
         ("block", "fp32", 128): Launch(16, 32, 4, 1),
         ("block", "fp32", 256): Launch(16, 16, 8, 1),
         ("query_small", "sm80", 64): Launch(16, 64, 1, 3),
@@ -57,6 +58,8 @@ LAUNCHES = LaunchTable(
         ("query_large", "sm90", 256): Launch(64, 64, 8, 2),
         ("query_large", "sm80", 128): Launch(64, 64, 4, 2),
         ("query_large", "sm80", 256): Launch(64, 64, 8, 1),
+        ("query_large", "sm86", 192): Launch(32, 32, 8, 1),
+        ("query_large", "sm86", 256): Launch(32, 32, 8, 1),
         ("query_large", "fp32", 128): Launch(16, 32, 4, 1),
         ("query_large", "fp32", 256): Launch(16, 16, 8, 1),
     }
