@@ -39,6 +39,7 @@ test-gpu: setup-dev
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long tests/ops/triton
 
 bench: setup
 	$(BIN)/python -m bench.attention

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nsa.config import Config
 from nsa.ops import (
-    NSASpec,
     compress_contract,
     compress_mean,
     compressed_attention,
@@ -20,7 +19,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.dispatch import choose
+from nsa.ops.dispatch import backend_name
 from nsa.ops.library import mix_branches
 from nsa.ops.operators import Backend, backend_of
 from nsa.train.state import chosen_kernels
@@ -185,8 +184,3 @@ def _cotangent(output: Tensor) -> Tensor:
 
 def _distance(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
-
-
-def backend_name(operator: str, by: str | None, q: Tensor, v: Tensor, spec: NSASpec) -> str:
-    """Who computes the operator for such tensors."""
-    return choose(operator, by, q, v, spec, count=False).__name__.split(".")[-2]

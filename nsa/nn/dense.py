@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.nn.rope import rotary_tables, rotate
-from nsa.ops.checks import check_borders
-from nsa.ops.operators import positions
+from nsa.ops.operators import check_borders, positions
 from nsa.ops.spec import NSASpec
 
 

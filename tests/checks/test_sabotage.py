@@ -27,7 +27,7 @@ def test_a_rank_that_hangs_in_backward(tmp_path):
 
 
 WRONG_GRADIENT = """
-from nsa.ops.reference import selected
+from nsa.ops.reference.attention import selected
 right = selected.backward
 def backward(*arguments):
     dq, dk, dv = right(*arguments)

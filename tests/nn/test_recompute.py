@@ -48,7 +48,7 @@ def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
         indices = original(*args)
         return indices if len(calls) <= MODEL.n_layers else torch.full_like(indices, -1)
 
-    monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", counted)
+    monkeypatch.setattr(dispatch.REFERENCE["select"], "forward", counted)
     gradients(granularity)
     assert len(calls) == MODEL.n_layers
 
@@ -64,7 +64,7 @@ def test_selective_runs_no_attention_operator_twice(monkeypatch):
         return forward
 
     for operator in ("cmp", "select", "sel", "win", "mix"):
-        module = dispatch._REFERENCE[operator]
+        module = dispatch.REFERENCE[operator]
         monkeypatch.setattr(module, "forward", counted(operator, module.forward))
     gradients("selective")
     once = dict.fromkeys(("cmp", "select", "sel", "win"), MODEL.n_layers)

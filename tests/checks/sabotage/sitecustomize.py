@@ -29,11 +29,11 @@ def recompute_raises(recompute):
     recompute.checkpoint = checkpoint
 
 
-def win_raises(operators):
+def win_raises(library):
     def window_attention(*args, **options):
         raise RuntimeError("sabotage: window attention")
 
-    operators.window_attention = window_attention
+    library.window_attention = window_attention
 
 
 def fsdp_hangs(fsdp):
@@ -67,7 +67,7 @@ def _hang_in_backward(module, inputs, output):
 # By name: the module, and what is done to it once it is there.
 SABOTAGES = {
     "recompute_raises": ("nsa.parallel.recompute", recompute_raises),
-    "win_raises": ("nsa.ops.operators", win_raises),
+    "win_raises": ("nsa.ops.library", win_raises),
     "fsdp_hangs": ("nsa.parallel.fsdp", fsdp_hangs),
     "sel_gradient_wrong": ("nsa.ops.triton.selected", sel_gradient_wrong),
 }
