@@ -117,10 +117,8 @@ class Planner:
         self.micro_batch = micro_batch_size(config, nproc)
         self.share = config.train.batch_size // nproc  # sequences of a rank in a step
         self._shards = nproc if self.strategy == "fsdp" else 1
-        self.param_dtype = torch.float32  # of the parameters in forward and backward
-        if self.strategy == "fsdp":
-            wanted = config.parallel.fsdp.param_dtype
-            self.param_dtype = _DTYPES[self.precision if wanted == "auto" else wanted]
+        wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
+        self.param_dtype = _DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
         self._traces: dict[tuple[Granularity, int], Trace] = {}
 
     def estimate(self, micro_batch: int | None = None, checkpointing: Granularity | None = None) -> Estimate:

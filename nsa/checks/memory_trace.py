@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
         self.now[kind] -= size
 
 
-def trace(config: Config, param_dtype: torch.dtype = torch.float32, *, norms_in_float32: bool = True) -> Trace:
+def trace(config: Config, param_dtype: torch.dtype, *, norms_in_float32: bool) -> Trace:
     """Runs one forward and backward pass of a micro-batch, of a model shortened to three blocks, as on a GPU.
 
     `config` has no "auto": its micro-batch, precision and vocabulary size are set.
@@ -170,9 +170,9 @@ def _all_blocks(live: LiveBytes, untraced: int) -> dict[str, Moment]:
 
 def _attention_of_a_gpu(config: Config) -> AbstractContextManager[Any]:
     """Most GPUs have no fused kernel for a mask together with grouped heads: PyTorch computes whole score matrices."""
-    model = config.model
-    masked = model.attention == "dense" and config.data.isolate_documents
-    return sdpa_kernel(SDPBackend.MATH) if masked and model.n_heads != model.n_kv_heads else nullcontext()
+    masked = config.model.attention == "dense" and config.data.isolate_documents
+    grouped = config.model.n_heads != config.model.n_kv_heads
+    return sdpa_kernel(SDPBackend.MATH) if masked and grouped else nullcontext()
 
 
 def _change_dtype(model: Decoder, dtype: torch.dtype) -> None:

@@ -106,7 +106,6 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
         left = "" if card["left_gib"] is None else f"{card['left_gib']:.1f}"
         fits, usable = "fits" if card["fits"] else "TOO LARGE", str(card["usable_micro_batch"] or "none")
         cards.add_row(card["name"], f"{card['gib']:.1f}", fits, str(card["largest_micro_batch"]), usable, left)
-
     processes = f"{planner.nproc} process{'es' if planner.nproc > 1 else ''}"
     compiled = ", compiled" if found["compile"] else ""
     console.print(f"{file}: {processes}, {planner.strategy}, {planner.precision}{compiled}", soft_wrap=True)

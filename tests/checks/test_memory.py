@@ -149,10 +149,10 @@ def test_a_measured_peak_is_met_and_missed_with_another_setting(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", POINTS.keys() - SIX.keys())
-def test_every_other_measured_peak_is_met(name):
+@pytest.mark.parametrize("name", [name for name in POINTS if name not in SIX])
+def test_every_other_measured_peak_is_met_and_missed_with_more_layers(name):
     assert POINTS[name].is_met()
-    assert not POINTS[name].is_met("model.n_layers=14")
+    assert not POINTS[name].is_met("model.n_layers=20")
 
 
 def test_all_recorded_peaks_are_compared():
