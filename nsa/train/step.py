@@ -49,7 +49,7 @@ def train_step(
             with state.autocast(), observing(observer):
                 loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens), batch.targets) / targets
             observer = None
-            if faults.spoiled("step.loss"):
+            if faults.makes_nan("step.loss"):
                 loss = loss * math.nan
             faults.point("step.forward")
             (loss * state.scale.value).backward()

@@ -47,7 +47,7 @@ def assert_found(ended, run, line_of_stuck, line_of_waiting):
 
 def test_a_rank_that_sleeps(tmp_path):
     ended, run = run_stuck(tmp_path, "step.forward:sleep:hit=4:rank=1:seconds=1000")
-    assert_found(ended, run, "in _happen", "in train_step")
+    assert_found(ended, run, "in _trigger", "in train_step")
     assert ended[1].code == 6, ended[1].output
     assert 'faults.py", line' in dumps_of(run, 1)
 
