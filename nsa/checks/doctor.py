@@ -34,7 +34,7 @@ from nsa.checks.doctor_search import (
 )
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import Outcome, Trial, last_lines, run_trial, usable_gpus, write_trial_config
+from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus, write_trial_config
 from nsa.config import Config, load_config, parse_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.train.folder import NONFINITE_FOLDER
@@ -170,8 +170,6 @@ class Attempt:
     folder: str = ""
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    last_lines: list[str] = field(default_factory=list)
-    env: dict[str, Any] = field(default_factory=dict)
 
 
 class Diagnosis:
@@ -194,6 +192,7 @@ class Diagnosis:
         self.smallest: Case | None = None
         self.evidence: Attempt | None = None  # the smallest case once more, traced
         self.baseline: Attempt | None = None  # the run that has the right numbers
+        self.environment: dict[str, Any] = {}  # env.json of a trial
         self.seconds = 0.0
 
     def run(self) -> None:
@@ -317,14 +316,15 @@ class Diagnosis:
         config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
         outcome = self._run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
         _remove_weights(folder, keep_nonfinite=traced)
-        training, env = (outcome.view.training.columns, outcome.view.env) if outcome.view else ({}, {})
-        losses, norms = (list(training.get(column, ())) for column in ("loss", "grad_norm"))
+        losses, norms = list[float](), list[float]()
+        if view := outcome.view:
+            losses, norms = (view.training.column(column).tolist() for column in ("loss", "grad_norm"))
+            self.environment = self.environment or view.env
         failure, reason = kind_of(outcome), outcome.reason
         if not failure and against is not None:
             reason = first_difference(losses, norms, against, setup.tolerance(case))
             failure = OTHER_NUMBERS if reason else ""
-        lines = last_lines(outcome.trial.log_file)
-        made = Attempt(name, failure, reason, outcome.seconds, case, nproc, str(folder), losses, norms, lines, env)
+        made = Attempt(name, failure, reason, outcome.seconds, case, nproc, str(folder), losses, norms)
         self._known.setdefault(case, made)
         return self._end(made)
 

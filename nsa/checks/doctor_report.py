@@ -17,7 +17,7 @@ from nsa import __version__
 from nsa.checks.doctor import HANG, NON_FINITE, OTHER_NUMBERS, OUT_OF_MEMORY, Attempt, Diagnosis
 from nsa.checks.doctor_search import Case, Cause
 from nsa.checks.pages import Section, write_files
-from nsa.checks.trials import format_command
+from nsa.checks.trials import format_command, last_lines
 from nsa.config import load_config
 from nsa.config.differences import flat
 from nsa.errors import ConfigError
@@ -77,7 +77,7 @@ def write_page(diagnosis: Diagnosis) -> Path:
 def summary(diagnosis: Diagnosis) -> dict[str, Any]:
     """All findings as plain values."""
     setup, failure, evidence = diagnosis.setup, diagnosis.failure, diagnosis.evidence
-    env: dict[str, Any] = next((attempt.env for attempt in diagnosis.attempts if attempt.env), {})
+    env = diagnosis.environment
     return {
         "schema": SCHEMA,
         "nsa": __version__,
@@ -88,13 +88,13 @@ def summary(diagnosis: Diagnosis) -> dict[str, Any]:
         "seconds": diagnosis.seconds,
         "healthy": failure is None,
         "verdict": verdict(diagnosis),
-        "failure": None if failure is None else _trial(failure),
+        "failure": None if failure is None else asdict(failure),
         "causes": [{**asdict(cause), "advice": _advice(cause, setup.given)} for cause in diagnosis.causes],
         "smallest": None if diagnosis.smallest is None else _smallest(diagnosis, diagnosis.smallest),
         "environment": {name: env[name] for name in ENVIRONMENT if env.get(name)},
         "machine": asdict(diagnosis.machine),
         "kernels": asdict(diagnosis.kernels),
-        "trials": [_trial(attempt) for attempt in diagnosis.attempts],
+        "trials": [asdict(attempt) for attempt in diagnosis.attempts],
         "evidence": None if evidence is None else _evidence(diagnosis, evidence),
     }
 
@@ -138,10 +138,6 @@ def _format_value(value: Any) -> str:
     return bare if yaml.safe_load(bare) == value else json.dumps(value)
 
 
-def _trial(attempt: Attempt) -> dict[str, Any]:
-    return {name: value for name, value in asdict(attempt).items() if name not in ("last_lines", "env")}
-
-
 def _evidence(diagnosis: Diagnosis, traced: Attempt) -> dict[str, Any]:
     """Of the traced run; where it passed this time, of the newest run that failed."""
     failed = [
@@ -151,11 +147,11 @@ def _evidence(diagnosis: Diagnosis, traced: Attempt) -> dict[str, Any]:
     baseline, names = diagnosis.baseline, ("step", "loss", "baseline_loss", "grad_norm", "baseline_grad_norm")
     rows = zip(shown.losses, baseline.losses, shown.grad_norms, baseline.grad_norms, strict=False) if baseline else ()
     return {
-        **_trial(shown),
+        **asdict(shown),
         "hangs": hang_events(Path(shown.folder)),
         "stacks": stacks(Path(shown.folder)),
         "trace": _explain_trace(Path(traced.folder)),
-        "log": [_printable(line) for line in shown.last_lines[-LOG_LINES:]],
+        "log": [_printable(line) for line in last_lines(Path(f"{shown.folder}.log"), LOG_LINES)],
         "numbers": [dict(zip(names, (step, *row), strict=True)) for step, row in enumerate(rows, start=1)],
     }
 
@@ -253,8 +249,8 @@ def describe_case(case: Mapping[str, Any] | None, nproc: int) -> str:
     """The factors of a case that differ from the simplest values."""
     if not case:
         return ""
-    simplest = asdict(Case(0, 0))
-    words = [f"{name} {value}" for name, value in case.items() if value != simplest[name]]
+    simplest = plain(asdict(Case(0, 0)))
+    words = [f"{name} {_number(value)}" for name, value in case.items() if value != simplest[name]]
     return ", ".join([*words, f"{nproc} processes"] if nproc > 1 else words)
 
 
@@ -290,11 +286,12 @@ def _shown(evidence: Mapping[str, Any]) -> Iterator[str]:
         yield from Section("Losses and gradient norms", head, rows).markdown(3)
     hangs = evidence["hangs"]
     if hangs:
-        rows = [[h["rank"], h["step"], *(h.get(name, "") for name in ("phase", "silent_s", "limit_s"))] for h in hangs]
-        yield from Section("Hangs", ["rank", "step", "phase", "silent s", "limit s"], rows).markdown(3)
+        names: tuple[str, ...] = ("rank", "step", "phase", "silent_s", "limit_s", "reported_by")
+        yield from Section("Hangs", names, [[_number(h.get(name, "")) for name in names] for h in hangs]).markdown(3)
+        states = hangs[0].get("ranks") or []
         names = ("rank", "step", "event", "age_s", "pid", "host", "state")
-        stood = [[rank.get(name, "") for name in names] for rank in hangs[0].get("ranks") or []]
-        yield from Section("Where each rank stood", names, stood).markdown(3)
+        rows = [[_number(state.get(name, "")) for name in names] for state in states]
+        yield from Section("Where each rank stood", names, rows).markdown(3)
     for stack in evidence["stacks"]:
         title, frames = f"Rank {stack['rank']}, main thread, newest call first ({stack['file']})", stack["frames"]
         yield from Section(title, lines=frames[:MAX_FRAMES]).markdown(3)

@@ -286,7 +286,7 @@ def resumable(config: Config, scale: Scale) -> Config:
 def remaining_s(first: Outcome, scale: Scale) -> float:
     """An upper bound from a run of one step, which also compiles: every run starts and every step takes as long."""
     assert first.view is not None
-    step_s = first.view.training.columns["step_s"][0]
+    step_s = float(first.view.training.column("step_s")[0])
     return scale.total * step_s + 5 * (first.seconds - step_s)
 
 

@@ -218,7 +218,7 @@ def test_a_hang_is_shown_with_its_events_and_stacks(tmp_path):
     assert evidence["stacks"][1]["frames"] == [
         "torch/autograd/graph.py:820 _engine_run_backward", "nsa/train/step.py:63 train_step"
     ]  # fmt: skip
-    assert "| 1 | 2 | backward | 4.5 | 4.0 |" in page
+    assert "| 1 | 2 | backward | 4.5 | 4 | thread |" in page
     assert "| 1 | 2 | step | 4.5 | 7 | h | sleeping |" in page.split("### Where each rank stood")[1]
     assert "Rank 1, main thread, newest call first (stackdump_20260101T000000_rank1.txt)" in page
     assert "stackdump_*" in page.split("## What to do")[1]
