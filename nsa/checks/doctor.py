@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint import layout
-from nsa.checkpoint.weights import WEIGHTS_FILE
 from nsa.checks.doctor_search import (
     AS_GIVEN,
     BRANCH_OF,
@@ -37,7 +35,7 @@ from nsa.checks.progress import Progress
 from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus, write_trial_config
 from nsa.config import Config, load_config, parse_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
-from nsa.train.folder import NONFINITE_FOLDER
+from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
 
 HANG, NON_FINITE, OUT_OF_MEMORY = "hang", "non-finite numbers", "out of memory"
@@ -313,6 +311,7 @@ class Diagnosis:
         self._begin(name, limit_s)
         slug = re.sub(r"\W+", "-", name).strip("-")
         folder = setup.out / "trials" / f"{len(self.attempts) - 1:02d}-{slug}"
+        folder.mkdir(parents=True, exist_ok=True)  # evidence is read from it even if the run writes nothing
         config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
         outcome = self._run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
         _remove_weights(folder, keep_nonfinite=traced)
@@ -362,6 +361,6 @@ def first_difference(losses: list[float], norms: list[float], against: Attempt, 
 
 def _remove_weights(folder: Path, *, keep_nonfinite: bool) -> None:
     """Weights are large and are no evidence, except those of a non-finite step."""
-    for name in (layout.FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
+    for name in (CHECKPOINTS_FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)

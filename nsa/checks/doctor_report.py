@@ -21,9 +21,9 @@ from nsa.checks.trials import format_command, last_lines
 from nsa.config import load_config
 from nsa.config.differences import flat
 from nsa.errors import ConfigError
-from nsa.inspect.run_files import Heartbeat
 from nsa.inspect.trace_report import explain
 from nsa.record.numbers import clock, one_line, plain, seconds
+from nsa.record.schema import HEARTBEAT, read_events, stack_dumps
 
 SCHEMA = 2
 JSON_FILE, PAGE_FILE = "doctor.json", "doctor.md"
@@ -158,25 +158,20 @@ def _evidence(diagnosis: Diagnosis, traced: Attempt) -> dict[str, Any]:
 
 def hang_events(folder: Path) -> list[dict[str, Any]]:
     """The newest `hang` event of every rank that has one."""
-    found = []
-    for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
-        beat = Heartbeat(path)
-        beat.refresh()
-        found += [event for event in beat.events if event["event"] == "hang"][-1:]
-    return found
+    hangs = ([e for e in read_events(folder, rank) if e["event"] == "hang"] for rank in HEARTBEAT.find(folder))
+    return [events[-1] for events in hangs if events]
 
 
 def stacks(folder: Path) -> list[dict[str, Any]]:
     """By rank: the main thread with the newest frame first, and other threads that were computing."""
     found = []
-    for path in sorted(folder.glob("stackdump_*_rank*.txt")):
+    for rank, path in stack_dumps().find(folder).items():
         threads = _threads(path.read_text(encoding="utf-8", errors="replace"))
         mains = [frames for frames in threads if frames[-1].endswith(" <module>") or "runpy" in frames[-1]]
         if mains:
             # Without the calls that lead to the command, which are the same in every stack.
             end = next((at for at, frame in enumerate(mains[-1]) if frame.startswith("nsa/cli/")), None)
             others = [frames for frames in threads if frames not in mains and any(map(_COMPUTES.match, frames))]
-            rank = int(path.stem.rpartition("_rank")[2])
             found.append({"rank": rank, "file": path.name, "frames": mains[-1][:end], "computing": others[-2:]})
     return found
 

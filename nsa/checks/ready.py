@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from nsa.checkpoint.weights import WEIGHTS_FILE
 from nsa.checks.artifacts import Artifact, check_artifacts
 from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
@@ -23,9 +20,8 @@ from nsa.checks.progress import Progress
 from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial, write_trial_config
 from nsa.config import Config, parse_config
 from nsa.inspect.reading import RunView
-from nsa.inspect.run_files import Heartbeat
 from nsa.record.numbers import seconds
-from nsa.record.training_csv import COLUMNS, MACHINE_COLUMNS
+from nsa.record.schema import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
 
 TITLES = {
     "phase0": "environment, kernels, one step",
@@ -230,7 +226,11 @@ def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterio
         problem = f"did not resume: {resumed.reason}"
     else:
         checkpoint = resumed_from(resumed.trial.folder)
-        problem = first_difference(whole, resumed) if checkpoint else "it started over instead of resuming"
+        problem = (
+            first_difference(whole.trial.folder, resumed.trial.folder)
+            if checkpoint
+            else "it started over instead of resuming"
+        )
     measured = "not equal" if problem else f"equal, from {checkpoint}"
     return Criterion("resume", "phase3", "bit-equal after kill -9", measured, not problem, problem)
 
@@ -292,22 +292,18 @@ def remaining_s(first: Outcome, scale: Scale) -> float:
 
 def resumed_from(folder: Path) -> str | None:
     """The checkpoint from which the newest start of the run resumed."""
-    beat = Heartbeat(folder / "heartbeat_rank0.jsonl")
-    beat.refresh()
-    starts = [event.get("from_checkpoint") for event in beat.events if event["event"] == "start"]
-    return starts[-1] if starts else None
+    starts = [event for event in read_events(folder) if event["event"] == "start"]
+    return starts[-1].get("from_checkpoint") if starts else None
 
 
-def first_difference(whole: Outcome, resumed: Outcome) -> str:
+def first_difference(whole: Path, resumed: Path) -> str:
     """Where two runs that should be identical first differ; empty where they do not."""
-    names = [name for name in COLUMNS if name not in MACHINE_COLUMNS]
-    views = [run.view for run in (whole, resumed) if run.view]
-    ours, theirs = (np.stack([view.training.column(name) for name in names], axis=1) for view in views)
-    for mine, other in zip(ours, theirs, strict=False):
-        for name, was, value in zip(names, mine, other, strict=True):
-            if not np.array_equal(was, value, equal_nan=True):
-                return f"step {mine[0]:.0f}: {name} is {value} and was {was}"
+    ours, theirs = read_rows(whole, TRAINING), read_rows(resumed, TRAINING)
+    for left, right in zip(ours, theirs, strict=False):
+        for name, value in left.items():
+            if name not in MACHINE_COLUMNS and right.get(name) != value:
+                return f"step {left['step']}: {name} is {right.get(name)} and was {value}"
     if len(ours) != len(theirs):
         return f"{len(theirs)} rows instead of {len(ours)}"
-    weights = [(run.trial.folder / WEIGHTS_FILE).read_bytes() for run in (whole, resumed)]
-    return "" if weights[0] == weights[1] else "all losses are the same, the weights are not"
+    same = (whole / WEIGHTS_FILE).read_bytes() == (resumed / WEIGHTS_FILE).read_bytes()
+    return "" if same else "all losses are the same, the weights are not"

@@ -22,7 +22,7 @@ import yaml
 
 from nsa.config import Config
 from nsa.errors import ConfigError, HangError, LaunchError
-from nsa.inspect.reading import RunReader, RunView
+from nsa.inspect.reading import RunView
 
 POLL_S = 0.25
 DUMP_S = 3.0  # for the ranks to write their stacks before they are killed
@@ -96,7 +96,7 @@ def write_trial_config(trial: Trial) -> None:
 def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None) -> Outcome:
     """Runs the trial until it ends or its time limit passes."""
     write_trial_config(trial)
-    began, reader = time.monotonic(), RunReader(trial.folder)
+    began, reader = time.monotonic(), RunView(trial.folder)
     with _started(trial) as (process, members):
         while (code := process.poll()) is None and time.monotonic() - began <= trial.limit_s:
             members.update(_process_tree(process.pid))
@@ -207,7 +207,7 @@ def _dump_stacks(process: subprocess.Popen[bytes]) -> None:
         time.sleep(DUMP_S)
 
 
-def _read(reader: RunReader) -> RunView | None:
+def _read(reader: RunView) -> RunView | None:
     try:
         return reader.refresh()
     except ConfigError:  # the run has written nothing yet

@@ -162,7 +162,6 @@ def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda fold
 
     def run(trial, on_progress):
         code, loss = behave(trial.config)
-        trial.folder.mkdir(parents=True)
         rows = [f"{step},{loss},1.0" for step in range(1, trial.config.train.steps + 1)]
         (trial.folder / "training.csv").write_text("\n".join(["step,loss,grad_norm", *rows, ""]))
         trial.log_file.write_text("RuntimeError: faked\n" if code else "")
