@@ -296,13 +296,7 @@ class Diagnosis:
         self.evidence = self.attempt(f"{operator} ({backends[operator]}) in training", case, against=self.baseline)
 
     def attempt(
-        self,
-        name: str,
-        case: Case,
-        *,
-        against: Attempt | None = None,
-        limit_s: float | None = None,
-        traced: bool = False,
+        self, name: str, case: Case, *, against: Attempt | None = None, limit_s: float = 0.0, traced: bool = False
     ) -> Attempt:
         """Trains the case, or returns the earlier attempt at it unless it is to be traced now."""
         setup, limit_s = self.setup, limit_s or self.setup.limit_s

@@ -19,7 +19,8 @@ class Progress:
 
     def __init__(self, console: Console | None = None, render: Callable[[Any], RenderableType] = str):
         self._console, self._render = console, render
-        self._live = Live(console=console, auto_refresh=False, transient=True) if _is_terminal(console) else None
+        on_terminal = console is not None and console.is_terminal
+        self._live = Live(console=console, auto_refresh=False, transient=True) if on_terminal else None
         self._name, self._printed_at = "", time.monotonic()
 
     def __enter__(self) -> Self:
@@ -53,10 +54,6 @@ class Progress:
             self._live.update(line, refresh=True)
         elif now or time.monotonic() - self._printed_at > PLAIN_EVERY_S:
             self.note(line)
-
-
-def _is_terminal(console: Console | None) -> bool:
-    return console is not None and console.is_terminal
 
 
 def _state(view: RunView | None) -> str:

@@ -219,18 +219,15 @@ def _judge_kernels(probed: ProbeResult) -> Criterion:
 
 
 def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterion:
-    checkpoint = None
+    checkpoint = resumed_from(resumed.trial.folder) if resumed.passed else None
     if killed.passed:
         problem = "the run finished although it was killed: nothing was shown"
     elif not resumed.passed:
         problem = f"did not resume: {resumed.reason}"
+    elif checkpoint is None:
+        problem = "it started over instead of resuming"
     else:
-        checkpoint = resumed_from(resumed.trial.folder)
-        problem = (
-            first_difference(whole.trial.folder, resumed.trial.folder)
-            if checkpoint
-            else "it started over instead of resuming"
-        )
+        problem = first_difference(whole.trial.folder, resumed.trial.folder)
     measured = "not equal" if problem else f"equal, from {checkpoint}"
     return Criterion("resume", "phase3", "bit-equal after kill -9", measured, not problem, problem)
 
