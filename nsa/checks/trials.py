@@ -23,6 +23,7 @@ import yaml
 from nsa.config import Config
 from nsa.errors import ConfigError, HangError, LaunchError
 from nsa.inspect.reading import RunView
+from nsa.record.schema import HEARTBEAT, read_events
 
 POLL_S = 0.25
 DUMP_S = 3.0  # for the ranks to write their stacks before they are killed
@@ -103,7 +104,7 @@ def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None
             on_progress(_read(reader), time.monotonic() - began)
             time.sleep(POLL_S)
         if code is None:
-            _dump_stacks(process)
+            _dump_stacks(trial, process)
     seconds, view = time.monotonic() - began, _read(reader)
     on_progress(view, seconds)
     return outcome_of(trial, view, code, seconds)
@@ -194,17 +195,15 @@ def _process_tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _dump_stacks(process: subprocess.Popen[bytes]) -> None:
-    """Asks every rank for its stacks, but not the launcher, which the signal would kill."""
-    asked = False
-    for member in _process_tree(process.pid):
+def _dump_stacks(trial: Trial, process: subprocess.Popen[bytes]) -> None:
+    """Asks every rank that has started for its stacks. The signal would kill any other process."""
+    ranks = HEARTBEAT.find(trial.folder) if trial.folder.is_dir() else {}
+    started = {event.get("pid") for rank in ranks for event in read_events(trial.folder, rank)}
+    asked = [member for member in _process_tree(process.pid) if member.pid in started]
+    for member in asked:
         with contextlib.suppress(psutil.Error):
-            line = member.cmdline()
-            if "train" in line and "torch.distributed.run" not in line:
-                member.send_signal(signal.SIGUSR2)
-                asked = True
-    if asked:
-        time.sleep(DUMP_S)
+            member.send_signal(signal.SIGUSR2)
+    time.sleep(DUMP_S if asked else 0.0)
 
 
 def _read(reader: RunView) -> RunView | None:

@@ -143,7 +143,7 @@ def test_a_kernel_that_returns_a_wrong_gradient(tmp_path):
     assert "sel (reference): gradient of k by differences is off by" in reason(result, "kernels")
     assert not any("gradient of v" in line for line in result["reasons"])
     page = (tmp_path / "ready" / "readiness.md").read_text()
-    assert "1 process on CPU, " in page, "the machine is named although no run has told of it"
+    assert "1 process on CPU, " in page, "the probe names the machine although no run has"
     assert f"torch {torch.__version__}" in page
 
 
