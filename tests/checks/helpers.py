@@ -39,7 +39,7 @@ def ready(folder: Path, config: Path, *arguments: str, **variables: str) -> tupl
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
         cwd=ROOT,
     )
     result = folder / "ready" / "readiness.json"

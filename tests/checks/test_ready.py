@@ -16,6 +16,8 @@ from tests.checks.helpers import ready, write_config
 from tests.distributed.launching import ROOT, environment
 from tests.inspect.test_report import browse
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def earlier_result(folder: Path) -> Path:
     """What a full check on another machine measured: half the memory, a thousand times the speed."""

@@ -16,6 +16,7 @@ from tests.data.hub_server import Fault, HubServer
 from tests.data.mirror import write_mirror
 from tests.distributed.launching import ROOT
 
+pytestmark = pytest.mark.timeout(900)
 QUICK = ("--quick",)
 DIVERGES = {"lr": 6.0, "warmup_steps": 60, "grad_clip": 0.0}  # fine at first, far too fast at the end
 LIMITS = ("readiness.min_toks_per_s=1e9", "readiness.max_mem_gib=0.01", "readiness.max_step_s=1e-6")
