@@ -74,7 +74,7 @@ SABOTAGES = {
 
 
 class Saboteur:
-    """Finds the modules that are to be patched, by asking everybody else."""
+    """Finds the modules to patch through the other finders."""
 
     def __init__(self, names):
         self.patches = {}
@@ -83,7 +83,7 @@ class Saboteur:
             self.patches.setdefault(module, []).append(patch)
 
     def find_spec(self, name, path=None, target=None):
-        patches = self.patches.pop(name, None)  # and not again: the search below comes by here
+        patches = self.patches.pop(name, None)  # only once: the search below calls this finder again
         if patches is None:
             return None
         spec = importlib.util.find_spec(name)
