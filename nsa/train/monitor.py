@@ -22,7 +22,7 @@ from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
 from nsa.record.events import EventStream, HeartbeatSink, Sink
 from nsa.record.guard import hang_reason
-from nsa.record.memory import dump_memory
+from nsa.record.memory_dump import dump_memory
 from nsa.record.profile import StepProfiler
 from nsa.record.schema import EventKind, GateStats, SelectionStats, TrainingRow
 from nsa.record.sinks import TensorBoard, Tracker, table_sinks
