@@ -250,7 +250,7 @@ def test_values_that_are_not_finite_stay_json(tmp_path):
 
 def test_a_step_whose_gradients_were_cleared_is_told(tmp_path):
     record(tmp_path, TwoLayers(), inputs=torch.ones(1, 1), clear=True)
-    assert "not known in steps that were left out: 1" in text(tmp_path)
+    assert "not known in skipped steps: 1" in text(tmp_path)
 
 
 def test_a_large_trace_becomes_two_files_that_are_read_as_one(tmp_path, monkeypatch):
