@@ -26,7 +26,6 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nsa.record.atomic_file import write_whole
+from nsa.record.schema import HEARTBEAT, METRICS_FILE, format_event, make_event, parse_events, read_events, stack_dumps
 
 EXIT_CODE = 6
 BEAT = struct.Struct("<qdq32s")  # when (ns), limit in seconds, step, phase
@@ -130,7 +130,7 @@ class Guard:
         standing = format_ranks(found) + f"\nmemory: {resident_gib:.3f} GiB resident\n"
         self._send({"report": report, "standing": standing, "until": time.monotonic() + self.answer_s})
         if not self._is_recorded_by_thread():
-            time_limited(self.report_s, lambda: self._report(report, standing, now))
+            time_limited(self.report_s, lambda: self._report(report, standing))
         others = [rank for rank in ranks if rank.pid != self.pid and rank.is_alive_here]
         if others:
             time_limited(self.report_s, lambda: self._wait_for_stacks(others, now - report["silent_s"]))
@@ -144,20 +144,20 @@ class Guard:
                 break
         return b"recorded" in self.replies
 
-    def _report(self, report: Report, standing: str, now: float) -> None:
+    def _report(self, report: Report, standing: str) -> None:
         """What the thread would have written, as far as it is known outside; the most important first."""
-        text = headline(self.rank, report)
-        self._write(f"{text}\nreported by the guard: the rank's own watchdog thread does not answer\n\n")
+        self._write(f"{headline(self.rank, report)}\nreported by the guard: the watchdog thread does not answer\n\n")
         self._ask_for_own_stacks()
         self._write(f"\n{standing}")
-        event = {"v": 1, "time": now, "rank": self.rank, "event": "hang", **report, "reported_by": "guard"}
-        with suppress(OSError), (self.folder / f"heartbeat_rank{self.rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-        steps = next((rank["step"] for rank in report["ranks"] if rank["rank"] == self.rank), None) or 0
-        metrics = {"status": "failed", "exit_code": EXIT_CODE, "reason": hang_reason(self.rank, report), "steps": steps}
+        with suppress(OSError), HEARTBEAT.path(self.folder, self.rank).open("a", encoding="utf-8") as file:
+            file.write(format_event(make_event("hang", self.rank, **report, reported_by="guard")))
         with suppress(OSError):
-            write_whole(self.folder / "metrics.json", json.dumps({**metrics, "rank": self.rank}, indent=2) + "\n")
-        os.write(STDERR, f"{text}\n".encode())
+            events = reversed(read_events(self.folder, self.rank))
+            steps = next((event["step"] for event in events if event["event"] in ("start", "step")), 0)
+            end = {"status": "failed", "exit_code": EXIT_CODE, "reason": hang_reason(self.rank, report)}
+            text = json.dumps({**end, "steps": steps, "rank": self.rank}, indent=2) + "\n"
+            write_whole(self.folder / METRICS_FILE, text)
+        os.write(STDERR, f"{headline(self.rank, report)}\n".encode())
 
     def _ask_for_own_stacks(self) -> None:
         before = self._position()
@@ -256,7 +256,7 @@ def hang_reason(rank: int, report: Report) -> str:
 def dump_name(rank: int, at: float | None = None) -> str:
     """Of a dump of that time, or as a pattern for all of the rank's."""
     stamp = "*" if at is None else time.strftime("%Y%m%dT%H%M%S", time.localtime(at))
-    return f"stackdump_{stamp}_rank{rank}.txt"
+    return stack_dumps(stamp).name(rank)
 
 
 def has_stacks(folder: Path, rank: int, since: float) -> bool:
@@ -298,11 +298,7 @@ class RankState:
 
 def read_ranks(folder: Path) -> list[tuple[RankState, list[str]]]:
     """Every rank that left events, and the last of them."""
-    found = []
-    for path in _heartbeats(folder):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found.append(_read_rank(path))
-    return found
+    return [_read_rank(rank, path) for rank, path in HEARTBEAT.find(folder).items()]
 
 
 def format_ranks(found: list[tuple[RankState, list[str]]]) -> str:
@@ -317,29 +313,20 @@ def data_is_missing_elsewhere(folder: Path, phase: str, within_s: float) -> bool
     """Whether this rank may be waiting for one that recently reported missing data: that one is the one to judge."""
     if phase == DATA_PHASE:  # its own data is missing too: each rank judges for itself
         return False
-    return any(time.time() - _newest_stall(path) < within_s for path in _heartbeats(folder))
+    return any(time.time() - _newest_stall(path) < within_s for path in HEARTBEAT.find(folder).values())
 
 
-def _heartbeats(folder: Path) -> list[Path]:
-    return sorted(folder.glob("heartbeat_rank*.jsonl"))
-
-
-def _read_rank(path: Path) -> tuple[RankState, list[str]]:
-    rank = RankState(int(path.stem.removeprefix("heartbeat_rank")))
-    start: dict[str, Any] = {}
-    last: deque[str] = deque(maxlen=LAST_EVENTS)
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            last.append(line.rstrip())
-            if '"pid"' in line and "pid" in (event := _parse(line)):  # at boot, and again when the run starts
-                start = event
-    newest = next(filter(None, map(_parse, reversed(last))), None)
-    if newest is not None:
-        rank.step, rank.event, rank.age_s = newest["step"], newest["event"], time.time() - newest["time"]
-    rank.pid, rank.host = start.get("pid"), start.get("host")
-    if rank.host == socket.gethostname() and rank.pid is not None:
-        rank.state = process_state(rank.pid, start["time"])
-    return rank, list(last)
+def _read_rank(rank: int, path: Path) -> tuple[RankState, list[str]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = lines[-LAST_EVENTS:]
+    state = RankState(rank)
+    for event in parse_events(last)[-1:]:
+        state.step, state.event, state.age_s = event["step"], event["event"], time.time() - event["time"]
+    for start in parse_events(line for line in lines if '"pid"' in line)[-1:]:  # at boot, and again when the run starts
+        state.pid, state.host = int(start["pid"]), start.get("host")
+        if state.host == socket.gethostname():
+            state.state = process_state(state.pid, start["time"])
+    return state, last
 
 
 def _newest_stall(path: Path) -> float:
@@ -347,20 +334,11 @@ def _newest_stall(path: Path) -> float:
     its other threads may still report missing data."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2**16))
-        lines = file.read().decode(errors="replace").splitlines()
-    events = filter(None, map(_parse, reversed(lines)))
-    stalls = list(takewhile(lambda event: event.get("event") in ("data_stall", "hang"), events))
+        events = parse_events(file.read().splitlines())
+    stalls = list(takewhile(lambda event: event["event"] in ("data_stall", "hang"), reversed(events)))
     if not stalls or any(event["event"] == "hang" for event in stalls):
         return -math.inf
     return float(stalls[0]["time"])
-
-
-def _parse(line: str) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:  # cut off in the middle
-        return {}
-    return event if isinstance(event, dict) else {}
 
 
 def _process_status(pid: int | None) -> dict[str, str]:

@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from nsa.record.exit_switch import arm_exit_switch
 from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s
+from nsa.record.schema import NCCL_TRACE
 
 STEPS_OF_MEDIAN = 101
 GUARD_END_S = 5.0  # then it is killed
@@ -243,7 +244,7 @@ class Watchdog:
             recorder = getattr(torch._C, "_distributed_c10d", None)
             dump = getattr(recorder, "_dump_nccl_trace_json", None) or getattr(recorder, "_dump_fr_trace_json", None)
             if dump is not None:
-                (self._folder / f"nccl_trace_rank{self._rank}.json").write_bytes(dump())
+                NCCL_TRACE.path(self._folder, self._rank).write_bytes(dump())
 
 
 def _open_memory() -> int:

@@ -145,6 +145,7 @@ def main(how: str, folder: Path, rank: int = 0) -> None:
     if how == "gil_without_exit_switch":
         watchdog.arm_exit_switch = lambda code: None
     emit(folder, rank, event="start", step=0, pid=os.getpid(), host=socket.gethostname())
+    emit(folder, rank, event="step", step=11)
     before = signal.getsignal(signal.SIGUSR2), threading.active_count()
     dog = Watchdog(
         folder,

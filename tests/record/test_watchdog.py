@@ -148,9 +148,11 @@ def test_no_process_is_touched_that_only_has_a_dead_ranks_number(tmp_path):
         for rank, seen_at in ((1, time.time() - 100), (2, "never"), (3, time.time())):
             event = {"time": seen_at, "rank": rank, **boot}
             (tmp_path / f"heartbeat_rank{rank}.jsonl").write_text(json.dumps(event) + '\n{"time": 1')
-        dead, alive = (rank for rank, _ in read_ranks(tmp_path))
+        dead, damaged, alive = (rank for rank, _ in read_ranks(tmp_path))
         dead.kill_if_stopped()
         assert (dead.rank, dead.state, dead.killed) == (1, "gone", False)
+        damaged.kill_if_stopped()
+        assert (damaged.rank, damaged.pid, damaged.killed) == (2, None, False)
         assert sleeper.poll() is None
         alive.kill_if_stopped()
         assert (alive.rank, alive.state, alive.killed) == (3, "stopped", True)
@@ -230,7 +232,7 @@ def test_a_stuck_process_ends_with_code_6_and_its_stacks_show_where(ended, how):
     assert any(
         f"\n{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(stamp + late))}, limit 0.5 s" in text for late in (0, 1)
     ), "the name has the time of the dump, not of the start"
-    assert "rank 0: step 0, event start" in text
+    assert "rank 0: step 11, event step" in text
     hang = events_of(folder)[-1]
     assert (hang["event"], hang["step"], hang["phase"], hang["limit_s"]) == ("hang", 12, "backward", 0.5)
     assert (hang["reported_by"], hang["file"]) == ("thread", str(path))
@@ -244,7 +246,7 @@ def test_a_process_whose_c_code_never_releases_the_gil_is_reported_and_ended_by_
     assert re.search(r"hang: rank 0: no progress for \d s in step 12 \(phase backward\)", end.output)
     (text,) = dumps(folder)
     assert shown_where("gil", text)
-    assert "rank 0: step 0, event start" in text
+    assert "rank 0: step 11, event step" in text
     (hang,) = [event for event in events_of(folder) if event["event"] == "hang"]
     assert (hang["step"], hang["phase"], hang["limit_s"]) == (12, "backward", 0.5)
     assert hang["reported_by"] == "guard"
@@ -252,7 +254,7 @@ def test_a_process_whose_c_code_never_releases_the_gil_is_reported_and_ended_by_
     (path,) = folder.glob("stackdump_*")
     assert hang["file"] == str(path)
     metrics = metrics_of(folder)
-    assert (metrics["status"], metrics["exit_code"]) == ("failed", 6)
+    assert (metrics["status"], metrics["exit_code"], metrics["steps"]) == ("failed", 6, 11)
     assert "in step 12 (phase backward)" in metrics["reason"]
 
 
@@ -390,7 +392,7 @@ def test_a_stopped_rank_is_named_and_killed_and_a_running_one_shows_its_stacks(t
     stopped.communicate()
     (text,) = dumps(tmp_path, 2)
     host = os.uname().nodename
-    assert re.search(rf"rank 1: step 0, event start, \d+ s ago; process {stopped.pid} on {host}: stopped\n", text)
+    assert re.search(rf"rank 1: step 11, event step, \d+ s ago; process {stopped.pid} on {host}: stopped\n", text)
     assert "rank 1 was stopped and could not end itself: killed" in text
     assert [(r["rank"], r["killed"]) for r in events_of(tmp_path, 2)[-1]["ranks"]] == [
         (0, False),
