@@ -1,10 +1,8 @@
 """Lets another process end this one with a chosen exit code, even while C code holds the GIL.
 
-A signal cannot do that: its default action sets the code, and no Python handler runs without the GIL. The C library's
-asynchronous read can: when the read is complete, glibc calls a C function with a value. Here the read is of a pipe, the
-function is `_exit` and the value is the exit code, so one byte in the pipe ends the process from C.
-
-For Linux with glibc on 64-bit machines. It takes one thread of glibc and two descriptors until the process ends.
+A signal cannot do that: its default action sets the code, and no Python handler runs without the GIL. An asynchronous
+read of the C library can: when the read is complete, glibc calls a C function with a value. Here it reads from a pipe,
+the function is `_exit` and the value is the exit code, so one byte in the pipe ends the process from C.
 """
 
 import ctypes
@@ -14,6 +12,7 @@ import platform
 import sys
 
 _SIGEV_THREAD = 2  # notify by calling a function in a new thread
+_in_use: list[object] = []  # memory that the C library reads and writes
 
 
 class _ReadRequest(ctypes.Structure):
@@ -34,16 +33,12 @@ class _ReadRequest(ctypes.Structure):
     )
 
 
-@functools.cache
+@functools.cache  # once a process: it keeps a thread of the C library and both ends of the pipe until the end
 def arm_exit_switch(exit_code: int) -> int | None:
-    """A descriptor: a byte written to it ends this process with the code. None where the C library cannot do it.
-
-    Called once a process: this process keeps both ends of the pipe, so the end of another process triggers nothing.
-    """
-    if sys.platform != "linux" or sys.maxsize < 2**32 or platform.libc_ver()[0] != "glibc":
-        return None
+    """A descriptor: a byte written to it ends this process with the code. None without 64-bit glibc 2.34 or newer."""
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "aio_read"):  # before glibc 2.34 it is in another library
+    is_glibc = sys.platform == "linux" and sys.maxsize > 2**32 and platform.libc_ver()[0] == "glibc"
+    if not is_glibc or not hasattr(libc, "aio_read"):
         return None
     reader, writer = os.pipe()
     buffer = ctypes.create_string_buffer(1)
@@ -57,6 +52,3 @@ def arm_exit_switch(exit_code: int) -> int | None:
     )
     _in_use.extend((buffer, request))
     return writer if libc.aio_read(ctypes.byref(request)) == 0 else None
-
-
-_in_use: list[object] = []  # memory that the C library reads and writes

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from nsa.record.atomic_file import write_whole
 from nsa.record.schema import HEARTBEAT, METRICS_FILE, format_event, make_event, parse_events, read_events, stack_dumps
@@ -44,6 +44,7 @@ LAST_EVENTS = 5
 LOOK_S = 3.0  # limit for reading the run folder
 STOPPED = ("stopped", "tracing stop")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Report = dict[str, Any]
 
@@ -98,9 +99,10 @@ class Guard:
             phase = name.rstrip(b"\0").decode(errors="replace")
             silent_s = silence.measure(beat, time.monotonic(), stopped=process_state(self.pid) in STOPPED)
             self._name_new_stacks()
-            if silent_s >= limit_s and not self._another_rank_waits_for_data(phase, limit_s):
-                self._handle_hang({"step": step, "phase": phase, "silent_s": silent_s, "limit_s": limit_s})
-                return
+            if silent_s < limit_s or time_limited(LOOK_S, data_is_missing_elsewhere, self.folder, phase, limit_s):
+                continue
+            self._handle_hang({"step": step, "phase": phase, "silent_s": silent_s, "limit_s": limit_s})
+            return
         self._name_new_stacks()
 
     def _wait(self, seconds: float) -> bool:
@@ -115,13 +117,10 @@ class Guard:
                 return False
         return os.getppid() == self.pid
 
-    def _another_rank_waits_for_data(self, phase: str, within_s: float) -> bool:
-        return bool(time_limited(LOOK_S, lambda: data_is_missing_elsewhere(self.folder, phase, within_s)))
-
     def _handle_hang(self, report: Report) -> None:
         now = time.time()
-        time_limited(LOOK_S, lambda: self._name_stacks(now))
-        found = time_limited(LOOK_S, lambda: read_ranks(self.folder)) or []
+        time_limited(LOOK_S, self._name_stacks, now)
+        found = time_limited(LOOK_S, read_ranks, self.folder) or []
         ranks = [rank for rank, _ in found]
         for rank in ranks:
             rank.kill_if_stopped()
@@ -130,10 +129,10 @@ class Guard:
         standing = format_ranks(found) + f"\nmemory: {resident_gib:.3f} GiB resident\n"
         self._send({"report": report, "standing": standing, "until": time.monotonic() + self.answer_s})
         if not self._is_recorded_by_thread():
-            time_limited(self.report_s, lambda: self._report(report, standing))
+            time_limited(self.report_s, self._report, report, standing)
         others = [rank for rank in ranks if rank.pid != self.pid and rank.is_alive_here]
         if others:
-            time_limited(self.report_s, lambda: self._wait_for_stacks(others, now - report["silent_s"]))
+            time_limited(self.report_s, self._wait_for_stacks, others, now - report["silent_s"])
         self._end_rank()
 
     def _is_recorded_by_thread(self) -> bool:
@@ -208,7 +207,7 @@ class Guard:
     def _name_new_stacks(self) -> None:
         """Stacks that a signal asked for give the file their time."""
         if self._position() != self.written:
-            time_limited(LOOK_S, lambda: self._name_stacks(time.time()))
+            time_limited(LOOK_S, self._name_stacks, time.time())
 
     def _name_stacks(self, now: float) -> None:
         if self.path is not None:
@@ -223,13 +222,13 @@ def report_s(floor_s: float) -> float:
     return min(20.0, max(1.0, floor_s))
 
 
-def time_limited(seconds: float, function: Callable[[], T]) -> T | None:
+def time_limited(seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """Its result, or None if it fails or takes longer, as on a dead file system."""
     results: list[T] = []
 
     def work() -> None:
         with suppress(Exception):
-            results.append(function())
+            results.append(function(*args, **kwargs))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

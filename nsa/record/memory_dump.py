@@ -274,7 +274,7 @@ def _oom_state(rank: int, device: torch.device, error: BaseException, named_tens
         "kinds": kinds,
         "largest_owners": [{"kind": kind, "module": module, "bytes": size} for size, kind, module in largest if size],
         "largest_tensors": _largest(held),
-        "allocator": _allocator_state(device, named_tensors) if device.type == "cuda" else None,
+        "allocator": torch.cuda.memory_stats(device) if device.type == "cuda" else None,
     }
 
 
@@ -282,29 +282,3 @@ def _bytes_in(error: BaseException, before: str) -> int:
     """The amount that an allocator's message gives after some words, or 0."""
     found = re.search(rf"{before} ([\d.]+) ({'|'.join(_UNITS)})", str(error))
     return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0
-
-
-def _allocator_state(device: torch.device, named_tensors: NamedTensors) -> dict[str, Any] | None:
-    """Segments and largest blocks of PyTorch's GPU allocator as they are now. History, which costs, is not recorded."""
-    try:
-        names = {local_part(x).untyped_storage().data_ptr(): name.replace("/", " ", 1) for name, x in named_tensors()}
-        every = torch.cuda.memory._snapshot()["segments"]  # of all devices of this process, whichever is asked for
-        index = torch.cuda.current_device() if device.index is None else device.index
-        segments = [segment for segment in every if segment.get("device", index) == index]
-        blocks = sorted((b for segment in segments for b in segment["blocks"]), key=lambda block: -block["size"])
-        states: Counter[str] = Counter()
-        for block in blocks:
-            states[block["state"]] += block["size"]
-        return {
-            "segments": len(segments),
-            "segment_bytes": sum(segment["total_size"] for segment in segments),
-            "largest_segment_bytes": max((segment["total_size"] for segment in segments), default=0),
-            "bytes_by_state": states,
-            "largest_free_block_bytes": next((b["size"] for b in blocks if b["state"] == "inactive"), 0),
-            "largest_blocks": [
-                {"bytes": block["size"], "state": block["state"], "tensor": names.get(block.get("address"))}
-                for block in blocks[:LARGEST_TENSORS]
-            ],
-        }
-    except Exception:  # a private function of PyTorch: the rest of the report does without
-        return None

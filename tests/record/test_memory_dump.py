@@ -342,6 +342,6 @@ def test_a_full_gpu_names_what_filled_it(tmp_path):
     assert report["kinds"]["activations and others"] >= activations.nbytes
     assert report["total_bytes"] == torch.cuda.get_device_properties(device).total_memory
     assert report["allocated_bytes"] <= report["in_use_bytes"] <= report["total_bytes"]
-    blocks = {block["tensor"]: block["bytes"] for block in report["allocator"]["largest_blocks"]}
-    assert blocks["parameters weight"] == 4 * 2**20
-    assert report["allocator"]["segment_bytes"] == report["reserved_bytes"]
+    largest = report["largest_tensors"][0]
+    assert (largest["kind"], largest["name"], largest["bytes"]) == ("parameters", "weight", 4 * 2**20)
+    assert report["allocator"]["reserved_bytes.all.current"] == report["reserved_bytes"]
