@@ -341,7 +341,7 @@ def _newest_stall(path: Path) -> float:
 
 
 def _process_status(pid: int | None) -> dict[str, str]:
-    """What Linux says of a process; nothing where it is gone or there is no /proc."""
+    """The fields of /proc/PID/status; none where the process is gone or there is no /proc."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

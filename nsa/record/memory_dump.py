@@ -279,6 +279,6 @@ def _oom_state(rank: int, device: torch.device, error: BaseException, named_tens
 
 
 def _bytes_in(error: BaseException, before: str) -> int:
-    """The amount that an allocator's message gives after some words, or 0."""
+    """The amount in an allocator's message after the given text, or 0."""
     found = re.search(rf"{before} ([\d.]+) ({'|'.join(_UNITS)})", str(error))
     return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0

@@ -58,7 +58,7 @@ def _counted(method: Callable[Concatenate["Tracer", P], None]) -> Callable[Conca
 
 
 class Tracer:
-    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` says why.
+    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` has the last reason.
 
     Order of use: `traced_hook` while the model is wrapped, `attach` when it is, then steps, then `close`.
     """

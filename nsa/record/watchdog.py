@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,7 +96,7 @@ class Watchdog:
                 self._remove_empty_dumps()
 
     def beat(self, step: int, phase: str) -> None:
-        """Progress: called a few times a step. Costs about a microsecond."""
+        """Progress: called a few times a step. Costs a few microseconds."""
         self._step, self._phase = step, phase.encode()
         self._write_beat()
 
@@ -165,7 +165,8 @@ class Watchdog:
     def _end_guard(self) -> None:
         if self._guard is None:
             return
-        self._link.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the guard is gone already
+            self._link.shutdown(socket.SHUT_RDWR)
         try:
             self._guard.wait(GUARD_END_S)
         except subprocess.TimeoutExpired:

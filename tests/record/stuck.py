@@ -1,4 +1,4 @@
-"""A process that gets stuck under a watchdog, in the way its first argument says; the second is the run's folder."""
+"""A process that gets stuck under a watchdog, in the way its first argument names; the second is the run's folder."""
 
 import ctypes
 import json
@@ -108,7 +108,7 @@ def after_allowed(dog: Watchdog) -> None:
 
 
 def working(dog: Watchdog) -> None:
-    """Until a file says stop."""
+    """Until the file `stop` exists."""
     step = 0
     print("working", flush=True)
     while not Path(sys.argv[2], "stop").exists():

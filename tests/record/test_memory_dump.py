@@ -105,7 +105,7 @@ def test_the_largest_tensors_come_first_with_name_shape_and_type(tmp_path):
     assert "parameters 0.weight" in text
 
 
-def test_the_snapshot_says_when_where_and_how_much(tmp_path):
+def test_the_snapshot_has_time_place_and_amounts(tmp_path):
     decoder, optimizer = trained_decoder()
     before = time.time()
     snapshot, text = dumped(tmp_path, decoder, optimizer, "step7")
@@ -224,7 +224,7 @@ def wrapped(cause):
     return error
 
 
-def test_running_out_of_memory_is_told_from_other_errors():
+def test_running_out_of_memory_is_distinguished_from_other_errors():
     for error in (
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         torch.OutOfMemoryError("x"),

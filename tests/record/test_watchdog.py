@@ -184,6 +184,7 @@ def test_a_guard_that_is_killed_is_counted(tmp_path):
         guard.kill()
         wait_until(lambda: dog.failures == 1)
         dog.beat(1, "step")
+    assert dog.failures == 1
     assert not list(tmp_path.iterdir())
 
 
