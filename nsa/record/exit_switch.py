@@ -8,7 +8,6 @@ the function is `_exit` and the value is the exit code, so one byte in the pipe 
 import ctypes
 import functools
 import os
-import platform
 import sys
 
 _SIGEV_THREAD = 2  # notify by calling a function in a new thread
@@ -37,8 +36,7 @@ class _ReadRequest(ctypes.Structure):
 def arm_exit_switch(exit_code: int) -> int | None:
     """A descriptor: a byte written to it ends this process with the code. None without 64-bit glibc 2.34 or newer."""
     libc = ctypes.CDLL(None)
-    is_glibc = sys.platform == "linux" and sys.maxsize > 2**32 and platform.libc_ver()[0] == "glibc"
-    if not is_glibc or not hasattr(libc, "aio_read"):
+    if sys.maxsize < 2**32 or not (hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "aio_read")):
         return None
     reader, writer = os.pipe()
     buffer = ctypes.create_string_buffer(1)
