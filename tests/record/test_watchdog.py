@@ -208,7 +208,7 @@ def ended(tmp_path_factory):
         folders[f"no folder {how}"].write_text("in place of the folder")
     results: dict[str, tuple[Ended, Path]] = {}
     names = list(folders)
-    for few in (names[i : i + 6] for i in range(0, len(names), 6)):  # no more: they would disturb each other
+    for few in (names[i : i + 9] for i in range(0, len(names), 9)):  # no more: they would disturb each other
         processes = [start(name.removeprefix("no folder "), folders[name]) for name in few]
         for name, end in zip(few, wait_all(processes, IN_TIME_S), strict=True):
             results[name] = (end, folders[name])
