@@ -21,12 +21,13 @@ from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
 from nsa.record.events import EventStream, HeartbeatSink, Sink
-from nsa.record.memory import dump_memory
+from nsa.record.guard import hang_reason
+from nsa.record.memory_dump import dump_memory
 from nsa.record.profile import StepProfiler
 from nsa.record.schema import EventKind, GateStats, SelectionStats, TrainingRow
 from nsa.record.sinks import TensorBoard, Tracker, table_sinks
 from nsa.record.trace import Tracer
-from nsa.record.watchdog import DATA_PHASE, Watchdog
+from nsa.record.watchdog import Watchdog
 from nsa.train.folder import record_end
 from nsa.train.state import RunState
 
@@ -88,13 +89,12 @@ class Monitor:
 
     def patient(self) -> AbstractContextManager[None]:
         """Inside, as much time as for the first step: for what may compile or write much."""
-        return self.watchdog.patient(self.config.telemetry.watchdog_first_step_s)
+        return self.watchdog.allow(self.config.telemetry.watchdog_first_step_s)
 
     def _on_hang(self, report: dict[str, Any]) -> None:
         """In the watchdog's thread; the process ends when this returns."""
-        step = int(report.pop("step", 0))
-        self.stream.emit("hang", step, **report)
-        reason = HangError(_hang_words(self.world.rank, step, report))
+        reason = HangError(hang_reason(self.world.rank, report))
+        self.stream.emit("hang", **report)
         record_end(self.folder, reason, self._steps_done, self.describe())
         self.stream.flush(3.0)
 
@@ -199,13 +199,3 @@ class Monitor:
 def _finite(stats: GateStats | SelectionStats) -> dict[str, Any]:
     """For JSON, which has no NaN: what is not finite is null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(stats).items()}
-
-
-def _hang_words(rank: int, step: int, report: dict[str, Any]) -> str:
-    """Why the run ended, and where to look."""
-    where = "waiting for data" if report["phase"] == DATA_PHASE else f"phase {report['phase']}"
-    stacks = Path(report["file"]).name if report["file"] else "the log"
-    return (
-        f"rank {rank}: no progress for {report['silent_s']:.0f} s in step {step} ({where}); {stacks} shows where every "
-        "rank stood; the same command goes on from the last checkpoint"
-    )

@@ -19,7 +19,7 @@ from nsa.parallel.ddp import Watch
 from nsa.parallel.launch import World, pick_device
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import apply_strategy
-from nsa.record.memory import run_tensors
+from nsa.record.memory_dump import run_tensors
 from nsa.train.optimizer import build_optimizer
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

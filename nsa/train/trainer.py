@@ -28,7 +28,7 @@ from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
 from nsa.parallel.strategy import gather_weights, host_mesh
 from nsa.record.environment import describe_environment
-from nsa.record.memory import is_out_of_memory, memory_gib, oom_report, remedies
+from nsa.record.memory_dump import is_out_of_memory, memory_gib, oom_report, remedies
 from nsa.record.run_log import RunLog
 from nsa.record.schema import ENVIRONMENT_FILE, WEIGHTS_FILE, TrainingRow
 from nsa.train import nonfinite

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.launching import events_of, metrics_of, run_ranks, start_ranks, wait_all, write_config
 
-FLOOR_S = 4.0
+FLOOR_S = 3.0
 pytestmark = pytest.mark.timeout(240)
 
 

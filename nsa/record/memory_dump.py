@@ -1,17 +1,15 @@
 """Memory in use and who holds it: of the GPU where there is one, else the process's resident size.
 
-`mem_{label}.txt` and `.json` show it at chosen steps, `oom_rank{r}.json` when it ran out. Tensors come with names
-"kind/name" as `run_tensors` spells them. Only sizes and addresses are looked at: the device is never waited for.
+`mem_{label}.txt` and `.json` show it at chosen steps, `oom_rank{r}.json` when it ran out. Tensors are named "kind/name"
+as in `run_tensors`. Only sizes and addresses are read: nothing waits for the device.
 """
 
 import json
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.config import Config
+from nsa.record.atomic_file import write_whole
 from nsa.record.schema import OUT_OF_MEMORY, memory_files
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers")
@@ -29,6 +28,7 @@ LARGEST_TENSORS = 20
 LARGEST_OWNERS = 5
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+Held = dict[str, Any]  # kind, name, shape, dtype and bytes of a tensor; local_shape of a sharded one
 
 # Texts of errors that have no type of their own. "Out of resource" of a Triton kernel is about shared memory: not here.
 _HOST_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
@@ -61,33 +61,11 @@ def run_tensors(
     yield from ((f"buffers/{name}", buffer) for name, buffer in buffers.items())
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A tensor that a run keeps, and what this rank holds of it."""
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...] | None  # of a sharded tensor
-    dtype: str
-    bytes: int
-    storage: int  # its address
-
-    @property
-    def module(self) -> str:
-        """The part of the model at the top, such as `blocks`."""
-        return self.name.partition("/")[0].partition(".")[0]
-
-    def as_json(self) -> dict[str, Any]:
-        values = {"kind": self.kind, "name": self.name, "shape": self.shape, "dtype": self.dtype, "bytes": self.bytes}
-        return values if self.local_shape is None else values | {"local_shape": self.local_shape}
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: all of it, or its shard."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # else a shard would get a place in the graph
+    with torch.no_grad():  # else a shard would become part of the graph
         return tensor.to_local()
 
 
@@ -97,33 +75,31 @@ def local_bytes(tensor: Tensor) -> int:
     return min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
 
 
-def take_stock(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Owned]:
-    """The tensors that lie on this kind of device. One that has several names counts once, under the first."""
-    found: list[Owned] = []
+def held_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Held]:
+    """The tensors on this kind of device. One that has several names counts once, under the first."""
+    found: list[Held] = []
     seen: set[int] = set()
     for full_name, tensor in named:
         local = local_part(tensor)
-        first = local.data_ptr()  # of its first element: gradients that share one bucket of DDP are told apart
+        first = local.data_ptr()  # of its first element: gradients in one bucket of DDP share a storage
         if local.device.type != device.type or first in seen:
             continue
         if first:  # an empty shard has no address
             seen.add(first)
         kind, _, name = full_name.partition("/")
-        if kind not in KINDS:
-            kind, name = "other tensors", full_name
-        sharded = tuple(local.shape) if isinstance(tensor, DTensor) else None
-        dtype, storage = str(local.dtype).removeprefix("torch."), local.untyped_storage().data_ptr()
-        found.append(Owned(kind, name, tuple(tensor.shape), sharded, dtype, local_bytes(local), storage))
+        dtype = str(local.dtype).removeprefix("torch.")
+        row = {"kind": kind, "name": name, "shape": tuple(tensor.shape), "dtype": dtype, "bytes": local_bytes(local)}
+        found.append(row | {"local_shape": tuple(local.shape)} if isinstance(tensor, DTensor) else row)
     return found
 
 
 def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> bool:
     """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`.
 
-    Never raises: False says that a file is missing, or an old one stayed.
+    Never raises: False means that a file is missing, or an old one stayed.
     """
     try:
-        stock = take_stock(named_tensors(), device)
+        held = held_tensors(named_tensors(), device)
         usage = memory_usage(device)
         snapshot = {
             "time": time.time(),
@@ -131,12 +107,12 @@ def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named
             "label": label,
             "device": str(device),
             **usage,
-            "unaccounted_bytes": max(0, _in_use(usage) - sum(owned.bytes for owned in stock)),
-            "owners": _by_kind(stock),
-            "largest_tensors": [owned.as_json() for owned in _largest(stock)],
+            "unaccounted_bytes": max(0, _in_use(usage) - sum(tensor["bytes"] for tensor in held)),
+            "owners": _owners(held),
+            "largest_tensors": _largest(held),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(memory_files(label, ".txt").path(folder, rank), _spell_dump(snapshot, device))
+        write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
         write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
     except Exception:  # no disk, no folder, a device that does not answer: training goes on
         return False
@@ -170,7 +146,7 @@ def oom_report(
     device: torch.device,
     error: BaseException,
     named_tensors: NamedTensors,
-    advice: Sequence[str] = ("a smaller train.micro_batch", "runtime.gradient_checkpointing=block"),
+    advice: Sequence[str] = (),
 ) -> str:
     """Writes `oom_rank{r}.json` and returns one line: how much is in use, who holds most of it, what to try.
 
@@ -178,23 +154,23 @@ def oom_report(
     """
     cause = _memory_error(error) or error
     on_host = isinstance(cause, MemoryError) or any(text in str(cause) for text in _HOST_TEXTS)
-    if on_host and device.type != "cpu":  # the GPU had room: what eats the host are batches and saves
+    if on_host and device.type != "cpu":  # the GPU had room: batches and saves fill the host
         device = torch.device("cpu")
         advice = ("fewer data.workers", "a smaller data.prefetch", "checkpoint.background=false")
     remedy = f"; try {', '.join(advice)}" if advice else ""
     try:
         report = _oom_state(rank, device, cause, named_tensors)
-    except Exception:  # a device that is beyond questions, or no memory for the report either
-        said = next(iter(str(cause).splitlines()), "") or type(cause).__name__
-        return f"out of memory on rank {rank}: {said}{remedy}"
+    except Exception:  # a device that does not answer, or no memory for the report either
+        reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        return f"out of memory on rank {rank}: {reason}{remedy}"
     with suppress(Exception):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(OUT_OF_MEMORY.path(folder, rank), json.dumps(report, indent=1) + "\n")
-    asked = report["requested_bytes"]
-    more = f" and {spell_bytes(asked)} more asked for" if asked else ""
-    used = f"{spell_bytes(report['in_use_bytes'])} of {spell_bytes(report['total_bytes'])} in use{more}"
-    owners = sorted(report["kinds"].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{kind} {spell_bytes(size)}" for kind, size in owners[:LARGEST_OWNERS] if size)
+    requested = report["requested_bytes"]
+    more = f" and {format_bytes(requested)} more asked for" if requested else ""
+    used = f"{format_bytes(report['in_use_bytes'])} of {format_bytes(report['total_bytes'])} in use{more}"
+    owners = Counter(report["kinds"]).most_common(LARGEST_OWNERS)
+    largest = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in owners if size)
     return f"out of memory on rank {rank}: {used}; largest: {largest}{remedy}"
 
 
@@ -212,62 +188,51 @@ def remedies(config: Config, micro_batch: int, world_size: int, strategy: str) -
     return found or ["a shorter train.seq_len", "a smaller model"]
 
 
-def spell_bytes(count: float) -> str:
-    """As people say it: 38.9 GiB."""
+def format_bytes(count: float) -> str:
+    """Such as 38.9 GiB."""
     power = 0
     while count >= 1024 and power < len(_UNITS) - 1:
         count, power = count / 1024, power + 1
     return f"{count:.1f} {_UNITS[power]}" if power else f"{count:.0f} bytes"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes beside the place and renames: a reader sees the old file or the new one. Raises OSError."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
-
-
 def _in_use(usage: Mapping[str, int]) -> int:
     return usage["allocated_bytes"] if "allocated_bytes" in usage else usage["resident_bytes"]
 
 
-def _largest(stock: list[Owned]) -> list[Owned]:
-    return sorted(stock, key=lambda owned: (-owned.bytes, owned.kind, owned.name))[:LARGEST_TENSORS]
+def _largest(held: list[Held]) -> list[Held]:
+    return sorted(held, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))[:LARGEST_TENSORS]
 
 
-def _by_kind(stock: list[Owned]) -> dict[str, dict[str, Any]]:
-    """Per kind bytes, number of tensors, and bytes of every module at the top."""
-    kinds: dict[str, dict[str, Any]] = {kind: {"bytes": 0, "tensors": 0, "modules": {}} for kind in KINDS}
-    for owned in stock:
-        entry = kinds.setdefault(owned.kind, {"bytes": 0, "tensors": 0, "modules": {}})
-        entry["bytes"] += owned.bytes
+def _owners(held: list[Held]) -> dict[str, dict[str, Any]]:
+    """Per kind: bytes, number of tensors, and bytes of every top-level module, such as `blocks`."""
+    kinds: dict[str, dict[str, Any]] = {kind: {"bytes": 0, "tensors": 0, "modules": Counter()} for kind in KINDS}
+    for tensor in held:
+        entry = kinds[tensor["kind"]]
+        entry["bytes"] += tensor["bytes"]
         entry["tensors"] += 1
-        entry["modules"][owned.module] = entry["modules"].get(owned.module, 0) + owned.bytes
+        entry["modules"][re.split("[./]", tensor["name"])[0]] += tensor["bytes"]
     return kinds
 
 
-def _spell_dump(snapshot: Mapping[str, Any], device: torch.device) -> str:
+def _format_dump(snapshot: Mapping[str, Any], device: torch.device) -> Iterator[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot["time"]))
-    lines = [f"memory of rank {snapshot['rank']} at {snapshot['label']} on {device}, {when}", ""]
-    amounts = [(key, value) for key, value in snapshot.items() if key.endswith("_bytes")]
-    lines += [f"{key.removesuffix('_bytes').replace('_', ' '):<16} {spell_bytes(value):>12}" for key, value in amounts]
-    lines += ["", f"{'held by':<28} {'tensors':>8} {'size':>12}"]
+    yield from (f"memory of rank {snapshot['rank']} at {snapshot['label']} on {device}, {when}", "")
+    for key, value in snapshot.items():
+        if key.endswith("_bytes"):
+            yield f"{key.removesuffix('_bytes').replace('_', ' '):<16} {format_bytes(value):>12}"
+    yield from ("", f"{'held by':<28} {'tensors':>8} {'size':>12}")
     for kind, entry in snapshot["owners"].items():
-        lines.append(f"{kind:<28} {entry['tensors']:>8} {spell_bytes(entry['bytes']):>12}")
-        lines += [f"  {name:<26} {'':>8} {spell_bytes(size):>12}" for name, size in entry["modules"].items()]
-    lines += ["", f"the {len(snapshot['largest_tensors'])} largest tensors"]
+        yield f"{kind:<28} {entry['tensors']:>8} {format_bytes(entry['bytes']):>12}"
+        for name, size in entry["modules"].items():
+            yield f"  {name:<26} {'':>8} {format_bytes(size):>12}"
+    yield from ("", f"the {len(snapshot['largest_tensors'])} largest tensors")
     for tensor in snapshot["largest_tensors"]:
         shape = "x".join(map(str, tensor.get("local_shape", tensor["shape"]))) or "scalar"
-        size = spell_bytes(tensor["bytes"])
-        lines.append(f"{size:>12}  {tensor['dtype']:<9} {shape:<16} {tensor['kind']} {tensor['name']}")
+        size = format_bytes(tensor["bytes"])
+        yield f"{size:>12}  {tensor['dtype']:<9} {shape:<16} {tensor['kind']} {tensor['name']}"
     if device.type == "cuda":
-        lines += ["", torch.cuda.memory_summary(device)]
-    return "\n".join(lines) + "\n"
+        yield from ("", torch.cuda.memory_summary(device))
 
 
 def _memory_error(error: BaseException | None) -> BaseException | None:
@@ -284,68 +249,36 @@ def _memory_error(error: BaseException | None) -> BaseException | None:
 
 
 def _oom_state(rank: int, device: torch.device, error: BaseException, named_tensors: NamedTensors) -> dict[str, Any]:
-    stock = take_stock(named_tensors(), device)
+    held = held_tensors(named_tensors(), device)
     usage = memory_usage(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         in_use = total - free  # with what other processes and CUDA itself hold
     else:
         in_use, total = usage["resident_bytes"], psutil.virtual_memory().total
-    # Some of it is free again by now; PyTorch's message says how much it was.
-    held = max(_in_use(usage), _said_bytes(error, "Of the allocated memory"))
-    kinds = Counter({kind: entry["bytes"] for kind, entry in _by_kind(stock).items()})
-    kinds[UNACCOUNTED] = max(0, held - kinds.total())
-    owners: Counter[tuple[str, str | None]] = Counter({(UNACCOUNTED, None): kinds[UNACCOUNTED]})
-    for owned in stock:
-        owners[owned.kind, owned.module] += owned.bytes
+    owners = _owners(held)
+    kinds = {kind: entry["bytes"] for kind, entry in owners.items()}
+    # Some of it is free again by now; PyTorch's message has the amount at the time of the error.
+    kinds[UNACCOUNTED] = max(0, max(_in_use(usage), _bytes_in(error, "Of the allocated memory")) - sum(kinds.values()))
+    modules = [(size, kind, module) for kind, entry in owners.items() for module, size in entry["modules"].items()]
+    largest = sorted([*modules, (kinds[UNACCOUNTED], UNACCOUNTED, None)], key=lambda owner: -owner[0])[:LARGEST_OWNERS]
     return {
         "time": time.time(),
         "rank": rank,
         "device": str(device),
         "error": str(error)[:2000] or type(error).__name__,
-        "requested_bytes": _said_bytes(error, "ried to allocate"),
+        "requested_bytes": _bytes_in(error, "ried to allocate"),
         "in_use_bytes": in_use,
         "total_bytes": total,
         **usage,
-        "kinds": dict(kinds),
-        "largest_owners": [
-            {"kind": kind, "module": module, "bytes": size}
-            for (kind, module), size in owners.most_common(LARGEST_OWNERS)
-            if size
-        ],
-        "largest_tensors": [owned.as_json() for owned in _largest(stock)],
-        "allocator": _allocator_state(device, {owned.storage: f"{owned.kind} {owned.name}" for owned in stock}),
+        "kinds": kinds,
+        "largest_owners": [{"kind": kind, "module": module, "bytes": size} for size, kind, module in largest if size],
+        "largest_tensors": _largest(held),
+        "allocator": torch.cuda.memory_stats(device) if device.type == "cuda" else None,
     }
 
 
-def _said_bytes(error: BaseException, before: str) -> int:
-    """The amount that an allocator's message gives after some words, or 0."""
+def _bytes_in(error: BaseException, before: str) -> int:
+    """The amount in an allocator's message after the given text, or 0."""
     found = re.search(rf"{before} ([\d.]+) ({'|'.join(_UNITS)})", str(error))
     return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0
-
-
-def _allocator_state(device: torch.device, names: Mapping[int, str]) -> dict[str, Any] | None:
-    """Segments and largest blocks of PyTorch's GPU allocator as they are now. History, which costs, is not recorded."""
-    if device.type != "cuda":
-        return None
-    try:
-        every = torch.cuda.memory._snapshot()["segments"]  # of all devices of this process, whichever is asked for
-        index = torch.cuda.current_device() if device.index is None else device.index
-        segments = [segment for segment in every if segment.get("device", index) == index]
-        blocks = [block for segment in segments for block in segment["blocks"]]
-        states: Counter[str] = Counter()
-        for block in blocks:
-            states[block["state"]] += block["size"]
-        return {
-            "segments": len(segments),
-            "segment_bytes": sum(segment["total_size"] for segment in segments),
-            "largest_segment_bytes": max((segment["total_size"] for segment in segments), default=0),
-            "bytes_by_state": dict(states),
-            "largest_free_block_bytes": max((b["size"] for b in blocks if b["state"] == "inactive"), default=0),
-            "largest_blocks": [
-                {"bytes": block["size"], "state": block["state"], "tensor": names.get(block.get("address"))}
-                for block in sorted(blocks, key=lambda block: -block["size"])[:LARGEST_TENSORS]
-            ],
-        }
-    except Exception:  # a private function of PyTorch: the rest of the report does without
-        return None

@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from nsa.config import parse_config
 from nsa.nn.model import build_model
-from nsa.record.memory import (
+from nsa.record.memory_dump import (
     dump_memory,
+    format_bytes,
+    held_tensors,
     is_out_of_memory,
     memory_usage,
     oom_report,
     remedies,
     run_tensors,
-    spell_bytes,
-    take_stock,
 )
 
 CPU = torch.device("cpu")
@@ -77,19 +77,19 @@ def test_a_weight_with_two_names_counts_once():
     both = dict(pair.named_parameters(remove_duplicate=False))
     assert len(both) == 2
     first(torch.ones(8)).sum().backward()
-    stock = take_stock(run_tensors(both, {}, torch.optim.SGD(pair.parameters())), CPU)
+    held = held_tensors(run_tensors(both, {}, torch.optim.SGD(pair.parameters())), CPU)
     expected = [("parameters", "0.weight", 256), ("gradients", "0.weight", 256)]
-    assert [(owned.kind, owned.name, owned.bytes) for owned in stock] == expected
+    assert [(tensor["kind"], tensor["name"], tensor["bytes"]) for tensor in held] == expected
 
 
 def test_gradients_that_are_pieces_of_one_bucket_count_each():
     bucket = torch.zeros(100)
     pieces = [("gradients/a", bucket[:60]), ("gradients/b", bucket[60:])]
-    assert [owned.bytes for owned in take_stock(pieces, CPU)] == [240, 160]
+    assert [tensor["bytes"] for tensor in held_tensors(pieces, CPU)] == [240, 160]
 
 
 def test_an_expanded_tensor_is_no_larger_than_what_it_shows():
-    assert take_stock([("buffers/mask", torch.zeros(1).expand(1000))], CPU)[0].bytes == 4
+    assert held_tensors([("buffers/mask", torch.zeros(1).expand(1000))], CPU)[0]["bytes"] == 4
 
 
 def test_the_largest_tensors_come_first_with_name_shape_and_type(tmp_path):
@@ -105,7 +105,7 @@ def test_the_largest_tensors_come_first_with_name_shape_and_type(tmp_path):
     assert "parameters 0.weight" in text
 
 
-def test_the_snapshot_says_when_where_and_how_much(tmp_path):
+def test_the_snapshot_has_time_place_and_amounts(tmp_path):
     decoder, optimizer = trained_decoder()
     before = time.time()
     snapshot, text = dumped(tmp_path, decoder, optimizer, "step7")
@@ -224,7 +224,7 @@ def wrapped(cause):
     return error
 
 
-def test_running_out_of_memory_is_told_from_other_errors():
+def test_running_out_of_memory_is_distinguished_from_other_errors():
     for error in (
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         torch.OutOfMemoryError("x"),
@@ -254,11 +254,11 @@ def test_the_line_names_the_largest_owners_and_what_to_try(tmp_path):
     line = oom_report(tmp_path, 1, CPU, real_host_error(), named(decoder, optimizer), advice)
     report = json.loads((tmp_path / "oom_rank1.json").read_text())
     assert "\n" not in line
-    assert line.startswith(f"out of memory on rank 1: {spell_bytes(report['in_use_bytes'])} of ")
+    assert line.startswith(f"out of memory on rank 1: {format_bytes(report['in_use_bytes'])} of ")
     assert "in use and 3.6 PiB more asked for; largest: activations and others " in line
     floats, count = decoder.num_parameters(), len(list(decoder.parameters()))
     for kind, held in (("optimizer state", 8 * floats + 4 * count), ("parameters", 4 * floats)):
-        assert f"{kind} {spell_bytes(held)}" in line
+        assert f"{kind} {format_bytes(held)}" in line
         assert report["kinds"][kind] == held
     assert line.index("optimizer state") < line.index("parameters")
     assert line.endswith("; try train.micro_batch=8, runtime.gradient_checkpointing=block")
@@ -298,9 +298,9 @@ def test_only_settings_that_can_still_be_changed_are_proposed(overrides, micro_b
     assert remedies(parse_config({}, "test", overrides), micro_batch, world, strategy) == advice
 
 
-def test_sizes_are_spelled_as_people_say_them():
-    spelled = {0: "0 bytes", 1023: "1023 bytes", 1024: "1.0 KiB", 3 * 2**20: "3.0 MiB", 41_768_607_949: "38.9 GiB"}
-    assert {count: spell_bytes(count) for count in spelled} == spelled
+def test_sizes_have_a_unit_that_people_read():
+    formatted = {0: "0 bytes", 1023: "1023 bytes", 1024: "1.0 KiB", 3 * 2**20: "3.0 MiB", 41_768_607_949: "38.9 GiB"}
+    assert {count: format_bytes(count) for count in formatted} == formatted
 
 
 @pytest.mark.gpu
@@ -342,6 +342,6 @@ def test_a_full_gpu_names_what_filled_it(tmp_path):
     assert report["kinds"]["activations and others"] >= activations.nbytes
     assert report["total_bytes"] == torch.cuda.get_device_properties(device).total_memory
     assert report["allocated_bytes"] <= report["in_use_bytes"] <= report["total_bytes"]
-    blocks = {block["tensor"]: block["bytes"] for block in report["allocator"]["largest_blocks"]}
-    assert blocks["parameters weight"] == 4 * 2**20
-    assert report["allocator"]["segment_bytes"] == report["reserved_bytes"]
+    largest = report["largest_tensors"][0]
+    assert (largest["kind"], largest["name"], largest["bytes"]) == ("parameters", "weight", 4 * 2**20)
+    assert report["allocator"]["reserved_bytes.all.current"] == report["reserved_bytes"]
