@@ -60,6 +60,7 @@ class HubServer:
         self.token = token
         self.page = page
         self.lifetime_s = 3600.0  # of a signature
+        self.time = time.time
         self.link_base = None  # where links to further pages lead; a mirror of the hub passes on the hub's own
         self.log: list[Request] = []
         self.faults: list[Fault] = []
@@ -241,7 +242,7 @@ class _HubHandler(_Handler):
             self.error(404, "EntryNotFound", "Entry not found")
             return
         data = hub.commits[commit][name]
-        path, expires = f"/{commit}/{quote(name)}", f"{time.time() + hub.lifetime_s:.3f}"
+        path, expires = f"/{commit}/{quote(name)}", f"{hub.time() + hub.lifetime_s:.3f}"
         signed = urlencode({"Expires": expires, "Signature": hub.signature(unquote(path), expires)})
         headers = {
             "X-Repo-Commit": commit,
@@ -264,7 +265,7 @@ class _CdnHandler(_Handler):
         expires = query.get("Expires", ["0"])[0]
         if self.headers["Authorization"] is not None:
             self.answer(400, b"Only one auth mechanism allowed")
-        elif query.get("Signature") != [hub.signature(unquote(parts.path), expires)] or time.time() > float(expires):
+        elif query.get("Signature") != [hub.signature(unquote(parts.path), expires)] or hub.time() > float(expires):
             self.answer(403, b"<Error><Code>AccessDenied</Code></Error>", content_type="application/xml")
         else:
             self.send_part(hub.commits[commit][name])

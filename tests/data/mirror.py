@@ -58,7 +58,7 @@ def texts_of(source):
     """Every document of a source, of which none may be left out."""
     skipped = Skipped()
     texts = [text for unit in source.units() for text in source.documents(unit, skipped)]
-    assert not skipped.reasons
+    assert not skipped
     return texts
 
 

@@ -28,7 +28,7 @@ TEXTS = [f"Document {i} of many, größer und größer. " * (1 + i % 5) for i in
 
 def read(path, **options):
     source, skipped = TextSource([str(path)], **options), Skipped()
-    return [text for unit in source.units() for text in source.documents(unit, skipped)], skipped.reasons
+    return [text for unit in source.units() for text in source.documents(unit, skipped)], skipped
 
 
 def refusal(path, **options):
@@ -184,7 +184,7 @@ try:
         texts += source.documents(unit, skipped)
 except DataError as error:
     print("refused:", error)
-print(texts, skipped.reasons)
+print(texts, dict(skipped))
 print((kib("VmHWM") - before) // 1024)
 """
 

@@ -11,13 +11,12 @@ import os
 import pytest
 
 from nsa.config.schema import DataConfig, TrainConfig
-from nsa.data.bpe import GPT2Tokenizer
 from nsa.data.build import build_data
 from nsa.data.lanes import LengthIndex
 from nsa.data.prepare import prepare
 from nsa.data.sources.fineweb import FineWebEdu
 from nsa.data.sources.text import TextSource
-from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
+from nsa.data.tokenizers import ByteTokenizer, GPT2Tokenizer, load_tokenizer
 from tests.data.mirror import write_mirror
 
 TRAIN = TrainConfig(seq_len=48, batch_size=6, seed=11, eval_sequences=4)

@@ -16,8 +16,8 @@ from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.corpus import build_corpora, join, tokenise_units
 from nsa.data.prepare import make_plan, prepare
-from nsa.data.shards import MANIFEST, open_shards, read_manifest, verify
 from nsa.data.sources.text import TextSource
+from nsa.data.token_shards import MANIFEST, open_shards, read_manifest, verify
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
 
@@ -55,16 +55,16 @@ def test_shards_hold_the_source_document_for_document(source, tmp_path, workers)
     manifest = prepare(source, TOKENIZER, out, workers=workers, shard_bytes=SHARD_BYTES)
     direct = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
     shards = open_shards([out], TOKENIZER)
-    assert len(manifest["shards"]) > 2
+    assert len(manifest.shards) > 2
     assert np.array_equal(np.concatenate(shards.pieces), direct.tokens)
     assert np.array_equal(shards.lengths, direct.lengths)
     assert np.array_equal(shards.keys, direct.keys)
-    assert manifest["documents"] == 240
-    assert manifest["tokens"] == len(direct.tokens)
-    assert manifest["text_bytes"] == direct.text_bytes
-    assert manifest["skipped"] == {"empty": 6}
-    assert manifest["tokenizer"]["name"] == "bytes"
-    assert verify(out)["tokens"] == manifest["tokens"]
+    assert manifest.documents == 240
+    assert manifest.tokens == len(direct.tokens)
+    assert manifest.text_bytes == direct.text_bytes
+    assert manifest.skipped == {"empty": 6}
+    assert manifest.tokenizer.name == "bytes"
+    assert verify(out).tokens == manifest.tokens
 
 
 def test_the_number_of_workers_changes_no_byte(source, tmp_path):
@@ -149,7 +149,7 @@ def test_finished_shards_are_not_made_again_and_other_ones_are_refused(source, t
     with pytest.raises(DataError, match="another preparation"):
         prepare(source, TOKENIZER, out, workers=1, shard_bytes=100 * SHARD_BYTES)
     prepare(source, TOKENIZER, out, workers=1, shard_bytes=100 * SHARD_BYTES, fresh=True)
-    assert verify(out)["documents"] == 240
+    assert verify(out).documents == 240
 
 
 def test_a_source_that_changed_in_between_is_refused(source, tmp_path):
@@ -176,7 +176,7 @@ def test_a_full_disk_ends_the_preparation_and_loses_no_shard(source, tmp_path):
     assert failed.returncode == 3
     assert "No space left" in failed.stderr
     run_cli(out, tmp_path / "texts", "--workers", "1")
-    assert verify(out)["documents"] == 240
+    assert verify(out).documents == 240
 
 
 def test_two_preparations_do_not_write_into_one_folder(source, tmp_path):
@@ -215,7 +215,7 @@ def test_verify_finds_every_flipped_byte(source, tmp_path):
     ("change", "message"),
     [
         (lambda m: m.update(version=2), "format version 2"),
-        (lambda m: m.update(format="other"), "no manifest of token shards"),
+        (lambda m: m.update(format="other"), "not a manifest of token shards"),
         (lambda m: m.pop("tokenizer"), "damaged"),
         (lambda m: m["tokenizer"].update(dtype="object"), "dtype"),
         (lambda m: m["shards"][0].update(tokens=-1), "damaged"),

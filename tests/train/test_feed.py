@@ -13,7 +13,7 @@ import pytest
 from nsa.config import parse_config
 from nsa.data import build
 from nsa.data.prepare import prepare
-from nsa.data.sources.base import Tally
+from nsa.data.sources.base import Progress
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError, DataUnavailableError
@@ -145,9 +145,9 @@ def test_a_run_does_not_go_on_in_other_data(texts, tmp_path):
 
 class DeadSource:
     name = "dead"
-    listed = Tally("footers read")
+    listed = Progress("footers read")
 
-    def give_up(self):
+    def cancel(self):
         pass
 
     def units(self):

@@ -9,7 +9,7 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.data import build
-from nsa.data.sources import transport
+from nsa.data.sources import hub as hub_client
 from nsa.train import train
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import write_mirror
@@ -30,6 +30,8 @@ def hub(tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
             monkeypatch.delenv(name, raising=False)
+        # huggingface_hub reads HF_HOME when it is imported.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
         yield server
 
 
@@ -62,7 +64,7 @@ def has_event(run, kind):
     ],
 )
 def test_a_hub_that_is_slow_while_the_source_is_opened_is_reported(hub, tmp_path, monkeypatch, capsys, fault, known):
-    monkeypatch.setattr(transport, "SLOW_S", 0.1)
+    monkeypatch.setattr(hub_client, "SLOW_S", 0.1)
     hub.fault(sleep=1.5, **fault)
     train(streamed(), tmp_path / "run")
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
@@ -192,7 +194,9 @@ def test_a_process_asked_to_stop_before_its_first_batch_stops(hub, tmp_path):
     _, ended, seconds = stop_while_stalled(tmp_path, data)
     assert ended.code == 75, ended.output
     assert seconds < 20
-    assert ended.output.splitlines()[-1].startswith("stopped: asked to stop at step 0 while the first batch was")
+    assert ended.output.splitlines()[-1].startswith(
+        "stopped: asked to stop at step 0 while the run waited for its first batch"
+    )
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["status"] == "preempted"
 
 
@@ -206,4 +210,4 @@ def test_when_one_of_two_ranks_is_asked_to_stop_before_the_first_batch_both_stop
     processes[1].send_signal(signal.SIGTERM)
     for ended in wait_all(processes, timeout_s=90):  # rank 0 waits for as long as the configuration says
         assert ended.code == 75, ended.output
-        assert "while the first batch was waited for" in ended.output
+        assert "while the run waited for its first batch" in ended.output

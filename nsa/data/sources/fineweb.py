@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from nsa.data.sources.base import Skipped, Tally, Unit
+from nsa.data.sources.base import Progress, Skipped, Unit
 from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_content_id, cached_snapshot, is_offline
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
 from nsa.errors import DataError, DataUnavailableError
@@ -37,7 +37,7 @@ class Files(Protocol):
     entries: dict[str, Entry]
 
     def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
-        """The file for reading; `what` says in messages what it is read for."""
+        """The file for reading; `what` names in messages what it is read for."""
         ...
 
 
@@ -63,7 +63,7 @@ class FineWebEdu:
         self.paths = tuple(paths)
         self.text_field = text_field
         self.deadline_s = deadline_s
-        self.listed = Tally("footers read")
+        self.listed = Progress("footers read")
         self._hub: Hub | None = None
         self._files: Files | None = None
         self._units: list[Unit] | None = None
@@ -86,16 +86,16 @@ class FineWebEdu:
                 files = self._listed()
                 with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
                     footers = [pool.submit(self._units_of, files, name) for name in sorted(files.entries)]
-                    self.listed.done, self.listed.of = 0, len(footers)
+                    self.listed.done, self.listed.total = 0, len(footers)
                     try:
                         for footer in as_completed(footers):
                             footer.result()
                             self.listed.done += 1
                         self._units = [unit for footer in footers for unit in footer.result()]
                     except BaseException:
-                        # Nobody waits for the other files any more: after a Ctrl-C, that would take a whole deadline.
+                        # After a Ctrl-C the other files would keep the process for a whole deadline.
                         pool.shutdown(wait=False, cancel_futures=True)
-                        self.give_up()
+                        self.cancel()
                         raise
             return self._units
 
@@ -110,20 +110,18 @@ class FineWebEdu:
         return digest.hexdigest()
 
     def waiting_for(self) -> str | None:
-        """What is waited for, as "FILE, row group 3: try 4, 12 s, last: HTTP 503"; None when nothing is slow."""
-        hub = self._hub
-        return None if hub is None else hub.waiting_for()
+        """As "FILE, row group 3: try 4, 12 s, last: HTTP 503"."""
+        return None if self._hub is None else self._hub.waiting_for()
 
-    def be_patient(self, deadline_s: float) -> None:
-        """Another deadline from now on: a run that is under way waits longer than one that has not begun."""
+    def set_deadline(self, deadline_s: float) -> None:
+        """A run that is under way waits longer than one that has not started."""
         self.deadline_s = deadline_s
         if self._hub is not None:
-            self._hub.be_patient(deadline_s)
+            self._hub.deadline_s = deadline_s
 
-    def give_up(self) -> None:
-        """Reads of the hub that are under way in other threads end soon, with an error."""
+    def cancel(self) -> None:
         if self._hub is not None:
-            self._hub.give_up()
+            self._hub.cancel()
 
     def _units_of(self, files: Files, name: str) -> list[Unit]:
         with files.open(name, "footer") as file:
@@ -131,7 +129,7 @@ class FineWebEdu:
 
     def _listed(self) -> Files:
         files = self._files
-        if files is not None:  # without waiting for a thread that reads footers
+        if files is not None:  # without the lock, which a thread that reads footers holds
             return files
         with self._lock:
             if self._files is None:
@@ -196,7 +194,7 @@ class HubFiles:
             return zlib.decompress(packed)
         entry = self.entries[name]
         tail = self._fetch(entry, max(0, entry.size - TAIL_BYTES), entry.size, "footer")
-        # The last eight bytes: how long the footer is, and four letters. Whether they make sense arrow will say.
+        # The last eight bytes: the footer's length and a magic number. Arrow checks whether they make sense.
         missing = int.from_bytes(tail[-8:-4], "little") + 8 - len(tail)
         if 0 < missing <= min(entry.size - len(tail), MAX_FOOTER_BYTES) and tail.endswith(b"PAR1"):
             start = entry.size - len(tail)
@@ -240,7 +238,7 @@ def _cached(subset: str, revision: str) -> LocalFiles:
     folder = subset_folder(subset)
     if folder is None:
         raise DataError(
-            f"data.subset: {subset!r} is no subset of {REPO}; name sample-10BT, sample-100BT, sample-350BT, a crawl "
+            f"data.subset: {subset!r} is not a subset of {REPO}; name sample-10BT, sample-100BT, sample-350BT, a crawl "
             "such as CC-MAIN-2024-10, or default for all"
         )
     snapshot = cached_snapshot(REPO, revision, folder)
@@ -279,7 +277,7 @@ def _in_folder(top: Path, subset: str) -> list[Path]:
     folder = subset_folder(subset)
     if folder is not None and (top / folder).is_dir():
         return _parquet_below(top / folder)
-    # In a mirror of the repository another subset must not be taken for the one that was asked for.
+    # In a mirror of the repository another subset must not be mistaken for the one that is configured.
     others = [p for pattern in ("sample/*BT", "data/CC-MAIN-*") for p in top.glob(pattern) if p.is_dir()]
     if others:
         raise _unknown_subset(subset, f"the mirror {top}", [p.relative_to(top).as_posix() for p in others])
