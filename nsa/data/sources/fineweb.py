@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from nsa.data.sources.base import Progress, Skipped, Unit
 from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_content_id, cached_snapshot, is_offline
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
+from nsa.data.sources.text import files_below
 from nsa.errors import DataError, DataUnavailableError
 
 REPO = "HuggingFaceFW/fineweb-edu"
@@ -285,21 +286,7 @@ def _in_folder(top: Path, subset: str) -> list[Path]:
 
 
 def _parquet_below(folder: Path) -> list[Path]:
-    """Every .parquet file below a folder. Links to folders are followed, each folder is entered once."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    found, entered = [], set()
-    with file_errors(folder):
-        for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-            real = os.path.realpath(here)
-            if real in entered:
-                folders.clear()
-                continue
-            entered.add(real)
-            found += [Path(here, name) for name in names if _is_parquet(name)]
-    return sorted(found)
+    return sorted(path for path in files_below(folder) if _is_parquet(path.name))
 
 
 def _is_parquet(name: str) -> bool:

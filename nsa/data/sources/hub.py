@@ -18,13 +18,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+import huggingface_hub
+
 from nsa.errors import DataError, DataUnavailableError
+
+try:
+    import httpx2 as httpx
+except ImportError:  # before version 2 huggingface_hub brought it under its older name
+    import httpx  # type: ignore[import-not-found, no-redef]
 
 T = TypeVar("T")
 
@@ -105,13 +110,11 @@ class Hub:
         self.repo = repo
         self.deadline_s = deadline_s
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-        if not re.match(r"https?://[^/?#]+", self.endpoint):
-            raise DataError(
-                f"HF_ENDPOINT: {self.endpoint[:80]!r} is not a web address; unset it, or give the hub's address with "
-                "https://"
-            )
+        try:
+            self._origin = _origin(httpx.URL(self.endpoint))
+        except httpx.InvalidURL:
+            raise DataError(f"HF_ENDPOINT: {self.endpoint[:80]!r} is not a web address; correct or unset it") from None
         self._client = _new_client()
-        self._origin = _origin(self._client.build_request("GET", self.endpoint).url)
         self._operations: dict[int, _Operation] = {}
         self._lock = threading.Lock()
         self._signed: dict[str, str] = {}  # where a file's bytes were found last; good until refused
@@ -176,7 +179,7 @@ class Hub:
                 operation.tries += 1
                 try:
                     return attempt(operation)
-                except (_Failure, TimeoutError, _httpx().TransportError) as error:
+                except (_Failure, TimeoutError, httpx.TransportError, httpx.InvalidURL) as error:
                     operation.last = _describe(error, what)
                     retry_after = error.retry_after if isinstance(error, _Failure) else 0.0
                 if operation.left() <= 0 or operation.cancelled.is_set():
@@ -241,7 +244,7 @@ class Hub:
             self._signed[key] = str(response.url)
 
     @contextmanager
-    def _response(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[Any]:
+    def _response(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
         """The first answer that is no redirect, its body still to be read."""
         stop = _now() + timeout_s
         for _ in range(MAX_REDIRECTS + 1):
@@ -259,14 +262,14 @@ class Hub:
                 response.close()
         raise _Failure(f"more than {MAX_REDIRECTS} redirects")
 
-    def _send(self, request: Any) -> Any:
+    def _send(self, request: httpx.Request) -> httpx.Response:
         try:
             return self._client.send(request, stream=True)
-        except (_httpx().ReadError, _httpx().WriteError, _httpx().RemoteProtocolError):
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             # A server may close an idle connection just as it is used again, which is no failure.
             return self._client.send(request, stream=True)
 
-    def _refusal(self, response: Any, what: str) -> Exception:
+    def _refusal(self, response: httpx.Response, what: str) -> Exception:
         """What a status other than success means: a failure that may pass, or an error with a remedy."""
         status, headers = response.status_code, response.headers
         if status in (408, 425, 429) or status >= 500:
@@ -338,7 +341,7 @@ def cached_snapshot(repo: str, revision: str, folder: str) -> Path | None:
     Uses no network. Only newer versions of huggingface_hub know which files are missing.
     """
     try:
-        found = _library("huggingface_hub").snapshot_download(
+        found = huggingface_hub.snapshot_download(
             repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[f"{folder}/*"]
         )
     except FileNotFoundError:
@@ -357,7 +360,9 @@ def cached_content_id(path: Path) -> str:
     return blob.name if blob.parent.name == "blobs" else ""
 
 
-def _receive(response: Any, buffer: bytearray, size: int, timeout_s: float, progress: Callable[[], None]) -> None:
+def _receive(
+    response: httpx.Response, buffer: bytearray, size: int, timeout_s: float, progress: Callable[[], None]
+) -> None:
     """Appends the body to the buffer until it holds `size` bytes or the body ends.
 
     A timeout of the client is that of one read; here many slow reads add up to one chunk.
@@ -385,8 +390,10 @@ def _pause(cancelled: threading.Event, seconds: float) -> None:
     cancelled.wait(seconds)
 
 
-def _origin(url: Any) -> tuple[str, str, int]:
+def _origin(url: httpx.URL) -> tuple[str, str, int]:
     """Scheme, host and port: what a token belongs to."""
+    if url.scheme not in ("http", "https") or not url.host:
+        raise httpx.InvalidURL(f"{url} is not a web address")
     return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
 
 
@@ -405,7 +412,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 def _describe(error: Exception, what: str) -> str:
     """How an attempt failed, in a few words. A certificate that is refused will not pass and raises a `DataError`."""
-    httpx, cause = _httpx(), error.__cause__ or error.__context__
+    cause = error.__cause__ or error.__context__
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             raise DataError(
@@ -426,46 +433,22 @@ def _token() -> str | None:
     """As huggingface_hub finds it: HF_TOKEN, or the file that a login left. Asked anew each time: tokens expire."""
     if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
-    token: str | None = _library("huggingface_hub").get_token()
-    return token
+    return huggingface_hub.get_token()
 
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _new_client() -> Any:
-    httpx = _httpx()
+def _new_client() -> httpx.Client:
+    tls = ssl.create_default_context()  # SSL_CERT_FILE, or the system's certificates, which a slim container lacks
+    with suppress(ImportError):
+        import certifi
+
+        tls.load_verify_locations(certifi.where())
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
     headers = {"User-Agent": "nsa", "Accept-Encoding": "identity"}
     try:
-        return httpx.Client(headers=headers, limits=limits, verify=_tls())
+        return httpx.Client(headers=headers, limits=limits, verify=tls)
     except (ValueError, ImportError) as error:
-        raise DataError(
-            f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used: {error}; correct it or unset it"
-        ) from None
-
-
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context()  # SSL_CERT_FILE, or the system's certificates
-    with suppress(ImportError, OSError):  # a slim container has none
-        context.load_verify_locations(import_module("certifi").where())
-    return context
-
-
-@cache
-def _httpx() -> Any:
-    """The HTTP client of huggingface_hub; older versions bring it under its older name."""
-    try:
-        return _library("httpx2")
-    except DataError:
-        return _library("httpx")
-
-
-def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise DataError(
-            f"data.source: fineweb_edu needs {name}; pip install 'huggingface-hub>=1.0', which brings it"
-        ) from None
+        raise DataError(f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: cannot be used: {error}; correct or unset it") from None

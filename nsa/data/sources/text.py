@@ -141,7 +141,7 @@ def expand_paths(paths: Sequence[str]) -> list[Path]:
 
 def _named_by(entry: str, path: Path) -> list[Path]:
     if path.is_dir():
-        inside = _readable(_files_below(path))
+        inside = _readable(files_below(path))
         if not inside:
             raise DataError(f"data.paths: the folder {entry} holds no {READABLE}; name another")
     elif path.is_file():
@@ -170,7 +170,7 @@ def _readable(paths: Iterable[Path]) -> list[Path]:
     return sorted((p for p in paths if p.name.lower().endswith(SUFFIXES) and p.is_file()), key=lambda p: p.parts)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """Every file below a folder. Links to folders are followed, but each folder is entered once: links may form rings.
 
     Links wait until the tree itself is done, so that a file goes by its real name where it has one.
@@ -201,7 +201,7 @@ def _matching(pattern: Path) -> Iterator[Path]:
         return
     first = parts.index("**")
     for base in sorted(glob(str(Path(*parts[:first])))):  # noqa: PTH207
-        for path in _files_below(Path(base)):
+        for path in files_below(Path(base)):
             if _matches(path.relative_to(base).parts, parts[first:]):
                 yield path
 
