@@ -49,14 +49,7 @@ class Plan:
 
 
 def make_plan(source: Source, tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> Plan:
-    shards: list[list[Unit]] = []
-    filled = 0
-    for unit in source.units():
-        if not shards or filled + unit.size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(unit)
-        filled += unit.size
+    shards = list(_groups(source.units(), shard_bytes))
     digest = hashlib.sha256(f"{source.fingerprint()}\n{tokenizer.fingerprint}\n".encode())
     for shard in shards:
         digest.update(f"{[(u.path, u.part, u.start, u.stop) for u in shard]}\n".encode())
@@ -119,7 +112,9 @@ class _Job:
 
     def write(self, number: int, units: Sequence[Unit]) -> ShardEntry:
         try:
-            parts = (tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in _groups(units))
+            parts = (
+                tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in _groups(units, GROUP_BYTES)
+            )
             return write_shard(self.folder, number, self.plan, parts, self.tokenizer)
         except OSError as error:
             path = shard_path(self.folder, number, "tokens")
@@ -162,12 +157,12 @@ def _write_shard(number: int, units: Sequence[Unit]) -> ShardEntry:
     return _worker_job.write(number, units)
 
 
-def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Units that are tokenised at once: one, or as many small ones as make up GROUP_BYTES."""
+def _groups(units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
+    """Consecutive units of at most `size` bytes together, or one that is larger."""
     group: list[Unit] = []
     filled = 0
     for unit in units:
-        if group and filled + unit.size > GROUP_BYTES:
+        if group and filled + unit.size > size:
             yield group
             group, filled = [], 0
         group.append(unit)

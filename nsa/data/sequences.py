@@ -17,7 +17,6 @@ at S tokens, and what stays free is padding that no loss sees.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,17 +41,11 @@ def random_order(count: int, *key: int) -> NDArray[np.int64]:
     return np.argsort(random_bits(count, *key), kind="stable")
 
 
-class TokenStream(Protocol):
-    """`read(start, count)` gives those tokens and the places among them where a document begins."""
-
-    @property
-    def length(self) -> int | None: ...  # tokens in one epoch; None where the stream never repeats
-
-    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]: ...
-
-
 class PackedStream:
-    """The documents of a corpus, one after the other, in a new order every epoch."""
+    """The documents of a corpus, one after the other, in a new order every epoch of `length` tokens.
+
+    `read(start, count)` gives those tokens and the places among them where a document begins.
+    """
 
     def __init__(self, corpus: Corpus, seed: int):
         self.corpus = corpus
@@ -183,7 +176,7 @@ class Sequences:
 
 
 class Concat(Sequences):
-    def __init__(self, stream: TokenStream, seq_len: int, seed: int, name: str = ""):
+    def __init__(self, stream: PackedStream | SyntheticStream, seq_len: int, seed: int, name: str = ""):
         self.stream, self.seq_len, self.seed, self.name = stream, seq_len, seed, name
         self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
 

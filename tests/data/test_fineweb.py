@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from nsa.data.sources import fineweb
 from nsa.data.sources.base import Skipped
-from nsa.data.sources.fineweb import FineWebEdu
-from nsa.data.sources.hub import RemoteFile
+from nsa.data.sources.fineweb import FineWebEdu, RemoteFile
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import FIRST, texts_of, write_mirror

@@ -5,19 +5,20 @@ commit that the revision stood for at the first contact.
 """
 
 import hashlib
+import io
 import os
 import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from nsa.data.sources.base import Progress, Skipped, Unit
-from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_content_id, cached_snapshot, is_offline
+from nsa.data.sources.hub import Entry, Hub, cached_content_id, cached_snapshot, is_offline
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
 from nsa.data.sources.text import files_below
 from nsa.errors import DataError, DataUnavailableError
@@ -29,17 +30,6 @@ MAX_FOOTER_BYTES = 256 << 20
 # A footer of 700 row groups is 1.4 MB, half of what a row group's text is: kept compressed, so that those of 250
 # files stay, rather than fetched again for every row group.
 FOOTER_CACHE_BYTES = 128 << 20
-
-
-class Files(Protocol):
-    """Parquet files by name, wherever they are."""
-
-    commit: str | None
-    entries: dict[str, Entry]
-
-    def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
-        """The file for reading; `what` names in messages what it is read for."""
-        ...
 
 
 class FineWebEdu:
@@ -66,7 +56,7 @@ class FineWebEdu:
         self.deadline_s = deadline_s
         self.listed = Progress("footers read")
         self._hub: Hub | None = None
-        self._files: Files | None = None
+        self._files: LocalFiles | HubFiles | None = None
         self._units: list[Unit] | None = None
         self._lock = threading.RLock()
 
@@ -124,11 +114,11 @@ class FineWebEdu:
         if self._hub is not None:
             self._hub.cancel()
 
-    def _units_of(self, files: Files, name: str) -> list[Unit]:
+    def _units_of(self, files: "LocalFiles | HubFiles", name: str) -> list[Unit]:
         with files.open(name, "footer") as file:
             return parquet_units(name, file, self.text_field)
 
-    def _listed(self) -> Files:
+    def _listed(self) -> "LocalFiles | HubFiles":
         files = self._files
         if files is not None:  # without the lock, which a thread that reads footers holds
             return files
@@ -213,6 +203,42 @@ class HubFiles:
     def _fetch(self, entry: Entry, start: int, stop: int, what: str) -> bytes:
         assert self.commit is not None
         return self.hub.read(self.commit, entry.name, start, stop, entry.size, f"{entry.name}, {what}")
+
+
+class RemoteFile(io.RawIOBase):
+    """A seekable file of `size` bytes that holds its last ones; others come from `fetch(start, stop)` at each read."""
+
+    def __init__(self, size: int, tail: bytes, fetch: Callable[[int, int], bytes]):
+        self._size = size
+        self._tail = tail
+        self._fetch = fetch
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative position {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        start = min(self._position, self._size)
+        stop = min(start + len(buffer), self._size)
+        tail_start = self._size - len(self._tail)
+        data = self._fetch(start, min(stop, tail_start)) if start < min(stop, tail_start) else b""
+        data += self._tail[max(start - tail_start, 0) : max(stop - tail_start, 0)]
+        buffer[: len(data)] = data
+        self._position = stop
+        return len(data)
 
 
 def subset_folder(subset: str) -> str | None:

@@ -6,7 +6,6 @@ and its retries sleep for 23 s or for whatever a Retry-After says. The token is 
 the hosts it redirects to.
 """
 
-import io
 import json
 import os
 import random
@@ -292,42 +291,6 @@ class Hub:
         if status == 200:
             return DataError(f"{reason} with a whole file to a request for a part; set data.paths to a local mirror")
         return DataError(f"{reason}, which is not expected; check HF_ENDPOINT, or set data.paths to a local mirror")
-
-
-class RemoteFile(io.RawIOBase):
-    """A seekable file of `size` bytes that holds its last ones; others come from `fetch(start, stop)` at each read."""
-
-    def __init__(self, size: int, tail: bytes, fetch: Callable[[int, int], bytes]):
-        self._size = size
-        self._tail = tail
-        self._fetch = fetch
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative position {base + offset}")
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        start = min(self._position, self._size)
-        stop = min(start + len(buffer), self._size)
-        tail_start = self._size - len(self._tail)
-        data = self._fetch(start, min(stop, tail_start)) if start < min(stop, tail_start) else b""
-        data += self._tail[max(start - tail_start, 0) : max(stop - tail_start, 0)]
-        buffer[: len(data)] = data
-        self._position = stop
-        return len(data)
 
 
 def is_offline() -> bool:
