@@ -346,7 +346,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def hub(mirror: Path) -> Iterator[bool]:
-    """The test suite's hub on this machine, in place of the real one; False where the tests are not at hand."""
+    """The test suite's hub on this machine, in place of the real one; False where the tests are not installed."""
     try:
         from tests.data.hub_server import HubServer
     except ImportError:

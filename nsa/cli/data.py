@@ -1,7 +1,8 @@
 """`nsa data prepare`, `nsa data stats`, `nsa data verify`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,8 +50,7 @@ def prepare(
     from nsa.data.tokenizers import tokenizer_for
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))
-    bar = _Bar()
-    with bar:
+    with _progress() as progress:
         manifest = write_shards(
             open_source(data, data.timeout_s),
             tokenizer_for(data),
@@ -58,7 +58,7 @@ def prepare(
             workers=workers or os.cpu_count() or 1,
             shard_bytes=shard_mb << 20,
             fresh=fresh,
-            progress=bar.show,
+            progress=progress,
         )
     print(f"{folder}: {_totals(manifest)} in {len(manifest.shards):,} shards")
     _print_skipped(manifest.skipped)
@@ -136,35 +136,26 @@ def _print(found: "Statistics") -> None:
         print(f"--- sample {number} ---\n{text}")
 
 
-class _Bar:
-    """A progress bar on a terminal, a line every tenth elsewhere."""
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, int], None]]:
+    """Shows bytes done of a total: a bar on a terminal, a line every tenth elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress("{task.description}", *columns, console=console) as bar:
+            task = bar.add_task("prepare", total=None)
+            yield lambda done, total, text_bytes: bar.update(task, completed=done, total=total)
+        return
+    shown = -1
 
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            "{task.description}",
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("prepare", total=None)
-        self._tenth = -1
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int, text_bytes: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+    def show(done: int, total: int, text_bytes: int) -> None:
+        nonlocal shown
         tenth = 10 * done // max(1, total)
-        if not self._console.is_terminal and tenth > self._tenth:
-            self._tenth = tenth
+        if tenth > shown:
+            shown = tenth
             print(f"prepare {10 * tenth:3d} % | {text_bytes / 2**20:,.0f} MiB of text", flush=True)
+
+    yield show

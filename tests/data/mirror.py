@@ -1,4 +1,4 @@
-"""Parquet files like FineWeb-Edu's: its folders, its columns with their types, and texts that can be told apart."""
+"""Parquet files like FineWeb-Edu's: its folders, its columns with their types, and texts that are all different."""
 
 import random
 from pathlib import Path

@@ -129,13 +129,13 @@ def test_the_deadline_holds_without_any_server(hub_settings, clock, monkeypatch)
     assert clock.now == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"])
-def test_the_deadline_holds_against_a_server_that_says_nothing_or_very_little(hub_settings, monkeypatch, said):
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"])
+def test_the_deadline_holds_against_a_server_that_sends_nothing_or_very_little(hub_settings, monkeypatch, answer):
     def drip():
-        while said:
+        while answer:
             connection, _ = server.accept()
             with suppress(OSError), connection:
-                connection.sendall(said)
+                connection.sendall(answer)
                 while True:
                     connection.sendall(b" ")
                     time.sleep(0.02)

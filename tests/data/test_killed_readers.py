@@ -16,7 +16,7 @@ from nsa.data.tokenizers import ByteTokenizer
 from tests.data.killed import digests, read_steps
 from tests.data.mirror import write_mirror
 
-STEPS, BATCH, SEQ_LEN = 240, 12, 48
+STEPS, BATCH, SEQ_LEN = 120, 12, 48
 TRAIN = {"steps": STEPS, "batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 3}
 
 
@@ -42,7 +42,7 @@ def finished_steps(log):
 
 
 def read_with_kills(context, data, folder, kills, draw):
-    """Starts, kills, goes on at the last step that all ranks had finished; as a run does at its checkpoint."""
+    """Starts, kills, resumes at the last step that all ranks had finished; as a run does at its checkpoint."""
     found, cursor, killed, starts = {}, 0, 0, 0
     while cursor < STEPS or killed < kills:
         if cursor == STEPS:  # through before the last kill: once more from the start

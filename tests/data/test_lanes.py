@@ -100,7 +100,7 @@ def test_a_restart_finds_its_place_without_reading_what_was_read(tmp_path):
     source = Pages(units=40)
     again = sequences_of(source, folder=tmp_path)
     assert tokens_of(again, range(300, 308)) == whole[300:308]
-    assert len(source.reads) <= 12, f"{len(source.reads)} units were read to go on with two sequences of four lanes"
+    assert len(source.reads) <= 12, f"{len(source.reads)} units were read to resume with two sequences of four lanes"
 
 
 def test_without_its_index_a_restart_finds_the_same_place(tmp_path):
@@ -204,7 +204,7 @@ def test_validation_documents_are_collected_until_they_suffice():
 
 
 class Slow(Pages):
-    """One unit is read when `let` says so, and then the next."""
+    """Reads one unit for every permit of `let`."""
 
     def __init__(self, units):
         super().__init__(units=units)
@@ -227,7 +227,7 @@ def test_what_validation_read_ahead_and_does_not_need_is_not_read():
     assert len(reader.read(mine).lengths) == 7
     reader.prefetch(last)
     reader.read(last)  # now the thread is through with all it was asked for before
-    assert len(source.reads) <= 4, "one that the thread had begun, and no other"
+    assert len(source.reads) <= 4, "one that the thread had started, and no other"
     assert source.reads.count(mine) == 1, "what training asked for is kept for it"
     assert reader.tokenised.done == reader.tokenised.total
 

@@ -1,4 +1,4 @@
-"""What a run relies on when text becomes tokens: nothing lost, nothing invented, the same everywhere."""
+"""What a run relies on when text becomes tokens: nothing lost, nothing added, the same everywhere."""
 
 import hashlib
 import http.server
@@ -275,11 +275,10 @@ def gpt4_style(tmp_path, byte_level):
     return load_tokenizer(save(tmp_path, spec, "gpt4.json"))
 
 
-@pytest.mark.parametrize("text", ["a" * 5_000_000, " " * 5_000_000, " " * 2_000_000 + "x"], ids=["a", "spaces", "last"])
+@pytest.mark.timeout(60)  # about 0.3 s on a free core; a quadratic way would take hours
+@pytest.mark.parametrize("text", ["a" * 1_500_000, " " * 1_500_000, " " * 1_200_000 + "x"], ids=["a", "spaces", "last"])
 def test_megabytes_of_one_character_are_encoded_in_seconds(gpt2, text):
-    started = time.monotonic()
     ids = gpt2.encode(text)
-    assert time.monotonic() - started < 20  # about 1 s on a free core; a quadratic way would take hours
     assert gpt2.decode(ids.tolist()) == text
 
 

@@ -332,7 +332,7 @@ def _receive(
     """
     stop, mark = _now() + timeout_s, len(buffer)
     for piece in response.iter_raw():
-        buffer += piece[: size - len(buffer)]
+        buffer += piece if len(piece) <= size - len(buffer) else piece[: size - len(buffer)]
         if len(buffer) - mark >= CHUNK_BYTES or len(buffer) == size:
             progress()
             stop, mark = _now() + timeout_s, len(buffer)
@@ -393,7 +393,7 @@ def _describe(error: Exception, what: str) -> str:
 
 
 def _token() -> str | None:
-    """As huggingface_hub finds it: HF_TOKEN, or the file that a login left. Asked anew each time: tokens expire."""
+    """As huggingface_hub finds it: HF_TOKEN, or the file of a login. Looked up for every request: tokens expire."""
     if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
     return huggingface_hub.get_token()

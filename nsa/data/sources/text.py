@@ -125,8 +125,11 @@ class PythonSource:
         return files_fingerprint(self._paths())
 
     def _paths(self) -> list[Path]:
-        inside = (p for p in self.root.rglob("*.py") if not PYTHON_SKIPPED & set(p.relative_to(self.root).parts))
-        return sorted(p for p in inside if p.is_file())
+        found = []
+        for here, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if name not in PYTHON_SKIPPED]
+            found += [Path(here, name) for name in names if name.endswith(".py")]
+        return sorted(path for path in found if path.is_file())
 
 
 def expand_paths(paths: Sequence[str]) -> list[Path]:
