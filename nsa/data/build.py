@@ -17,10 +17,9 @@ from nsa.data.loader import Loader
 from nsa.data.sequences import BestFit, Concat, Mixture, PackedStream, Sequences, SyntheticStream
 from nsa.data.sources import open_source
 from nsa.data.sources.base import Progress, RemoteSource, Skipped, Source
-from nsa.data.threads import DaemonPool
 from nsa.data.token_shards import open_shards
 from nsa.data.tokenizers import Tokenizer
-from nsa.data.waiting import Activity
+from nsa.data.waiting import Activity, DaemonPool
 from nsa.errors import ConfigError, DataError
 
 _VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
 from nsa.data.sources.base import Progress, RemoteSource, Skipped
-from nsa.data.threads import DaemonPool
 from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.data.waiting import DaemonPool
 from nsa.errors import DataError
 
 INDEX_PREFIX = "data_index_rank"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from nsa import faults
 from nsa.data.sequences import Row, Sequences
-from nsa.data.threads import DaemonPool
-from nsa.data.waiting import Waiter
+from nsa.data.waiting import DaemonPool, Waiter
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.config.schema import DataConfig
-from nsa.data.threads import run_in_thread
+from nsa.data.waiting import run_in_thread
 from nsa.errors import ConfigError, DataError, DataUnavailableError
 
 TokenArray = NDArray[np.unsignedinteger]
