@@ -29,6 +29,16 @@ class Unit:
     size: int = 0
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A file, or a folder without size and content id, by its name in the repository."""
+
+    name: str
+    size: int = 0
+    content_id: str = ""
+    is_folder: bool = False
+
+
 @dataclass
 class Progress:
     """How far a long operation is: `done` of `total`, which is None while files are being listed."""

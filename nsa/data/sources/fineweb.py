@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from nsa.data.sources.base import Progress, Skipped, Unit
-from nsa.data.sources.hub import Entry, Hub, cached_content_id, cached_snapshot, is_offline
+from nsa.data.sources.base import Entry, Progress, Skipped, Unit
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
 from nsa.data.sources.text import files_below
 from nsa.errors import DataError, DataUnavailableError
+
+if TYPE_CHECKING:  # a mirror needs no HTTP client, which takes a while to import
+    from nsa.data.sources.hub import Hub
 
 REPO = "HuggingFaceFW/fineweb-edu"
 FOOTER_THREADS = 16
@@ -126,7 +128,10 @@ class FineWebEdu:
             if self._files is None:
                 if self.paths:
                     self._files = LocalFiles(_mirrored(self.paths, self.subset))
-                elif is_offline():
+                    return self._files
+                from nsa.data.sources.hub import Hub, is_offline
+
+                if is_offline():
                     self._files = _cached(self.subset, self.revision)
                 else:
                     self._hub = self._hub or Hub(REPO, self.deadline_s)
@@ -143,7 +148,7 @@ class LocalFiles:
         self.entries = {}
         for name, path in paths.items():
             with file_errors(path):
-                self.entries[name] = Entry(name, path.stat().st_size, cached_content_id(path))
+                self.entries[name] = Entry(name, path.stat().st_size, _cached_content_id(path))
 
     def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
         if name not in self.paths:
@@ -154,7 +159,7 @@ class LocalFiles:
 class HubFiles:
     """Files of the hub at one commit. Footers are kept, everything else is fetched when it is read."""
 
-    def __init__(self, hub: Hub, commit: str, entries: dict[str, Entry]):
+    def __init__(self, hub: "Hub", commit: str, entries: dict[str, Entry]):
         self.hub = hub
         self.commit: str | None = commit
         self.entries = entries
@@ -250,7 +255,7 @@ def subset_folder(subset: str) -> str | None:
     return f"data/{subset}" if re.fullmatch(r"CC-MAIN-[\w-]+", subset) else None
 
 
-def _on_hub(hub: Hub, subset: str, revision: str) -> HubFiles:
+def _on_hub(hub: "Hub", subset: str, revision: str) -> HubFiles:
     commit = revision if re.fullmatch(r"[0-9a-f]{40}", revision) else hub.commit(revision)
     folder = subset_folder(subset)
     entries = hub.tree(commit, folder, recursive=True) if folder else []
@@ -268,6 +273,8 @@ def _cached(subset: str, revision: str) -> LocalFiles:
             f"data.subset: {subset!r} is not a subset of {REPO}; name sample-10BT, sample-100BT, sample-350BT, a crawl "
             "such as CC-MAIN-2024-10, or default for all"
         )
+    from nsa.data.sources.hub import cached_snapshot
+
     snapshot = cached_snapshot(REPO, revision, folder)
     found = _parquet_below(snapshot / folder) if snapshot is not None else []
     if snapshot is None or not found:
@@ -277,6 +284,17 @@ def _cached(subset: str, revision: str) -> LocalFiles:
             f'"{folder}/*"`, or set data.paths to a mirror'
         )
     return LocalFiles({path.relative_to(snapshot).as_posix(): path for path in found}, commit=snapshot.name)
+
+
+def _cached_content_id(path: Path) -> str:
+    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
+
+    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
+    """
+    if not path.is_symlink():
+        return ""
+    blob = path.readlink()
+    return blob.name if blob.parent.name == "blobs" else ""
 
 
 def _mirrored(paths: Sequence[str], subset: str) -> dict[str, Path]:

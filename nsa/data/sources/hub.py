@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import huggingface_hub
 
+from nsa.data.sources.base import Entry
 from nsa.errors import DataError, DataUnavailableError
 
 try:
@@ -46,16 +47,6 @@ NO_ANSWER = "no answer yet"
 
 _now = time.monotonic
 _jitter = random.Random()  # noqa: S311  (no secret, and apart from the generator that user code may have seeded)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A file, or a folder without size and content id, by its name in the repository."""
-
-    name: str
-    size: int = 0
-    content_id: str = ""
-    is_folder: bool = False
 
 
 class _NoEntryError(DataError):
@@ -310,17 +301,6 @@ def cached_snapshot(repo: str, revision: str, folder: str) -> Path | None:
     except FileNotFoundError:
         return None
     return Path(found)
-
-
-def cached_content_id(path: Path) -> str:
-    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
-
-    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
-    """
-    if not path.is_symlink():
-        return ""
-    blob = path.readlink()
-    return blob.name if blob.parent.name == "blobs" else ""
 
 
 def _receive(
