@@ -48,6 +48,7 @@ class Request:
     path: str
     range: str | None
     token: str | None
+    port: int  # of the client, one for each connection
     status: int = 0
     sent: int = 0
 
@@ -151,7 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one(self):
         hub = self.server.hub
         self.request_log = Request(
-            self.side, self.command, self.path, self.headers["Range"], self.headers["Authorization"]
+            self.side,
+            self.command,
+            self.path,
+            self.headers["Range"],
+            self.headers["Authorization"],
+            self.client_address[1],
         )
         hub.log.append(self.request_log)
         self.form = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()

@@ -326,6 +326,17 @@ def wait_until(value):
     return found
 
 
+def test_connections_are_kept_from_request_to_request(served):
+    server, texts = served
+    source = FineWebEdu()
+    units = source.units()
+    before = len(server.log)
+    assert [text for unit in units for text in source.documents(unit, Skipped())] == texts
+    assert len(server.log) - before == len(units) == 12
+    assert len({request.port for request in server.log[before:]}) == 1
+    assert len({request.port for request in server.requests("hub", "/api/")}) == 1
+
+
 def test_an_idle_connection_that_the_server_closed_is_no_failure(served, clock):
     server, texts = served
     source = FineWebEdu()

@@ -306,20 +306,20 @@ def cached_snapshot(repo: str, revision: str, folder: str) -> Path | None:
 def _receive(
     response: httpx.Response, buffer: bytearray, size: int, timeout_s: float, progress: Callable[[], None]
 ) -> None:
-    """Appends the body to the buffer until it holds `size` bytes or the body ends.
+    """Appends the body to the buffer up to `size` bytes. A body that is read to its end leaves the connection usable.
 
     A timeout of the client is that of one read; here many slow reads add up to one chunk.
     """
     stop, mark = _now() + timeout_s, len(buffer)
     for piece in response.iter_raw():
+        if len(buffer) == size:  # there is more than `size`
+            return
         buffer += piece if len(piece) <= size - len(buffer) else piece[: size - len(buffer)]
         if len(buffer) - mark >= CHUNK_BYTES or len(buffer) == size:
             progress()
             stop, mark = _now() + timeout_s, len(buffer)
         elif _now() > stop:
             raise TimeoutError
-        if len(buffer) == size:
-            return
 
 
 def _entry(item: dict[str, Any]) -> Entry:
