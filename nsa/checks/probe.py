@@ -56,7 +56,7 @@ def find(kind: str, config: Config, nproc: int, folder: Path) -> list[dict[str, 
     """The findings as plain values."""
     if kind == "machine":
         from nsa.checks.machine import inspect_machine
-        from nsa.data.opening import tokenizer_for
+        from nsa.data.tokenizers import tokenizer_for
 
         vocab_size = tokenizer_for(config.data).vocab_size
         return [asdict(finding) for finding in inspect_machine(config, nproc, folder, vocab_size)]

@@ -33,7 +33,7 @@ def generate(
     config = load_config(run_dir / CONFIG_FILE)
 
     from nsa.checkpoint.export import load_any_weights
-    from nsa.data.build import tokenizer_for
+    from nsa.data.tokenizers import tokenizer_for
     from nsa.nn.model import build_model
     from nsa.nn.sampling import sample_tokens
     from nsa.parallel.launch import pick_device

@@ -15,9 +15,9 @@ from torch import Tensor
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.weights import load_weights, spell_weights
 from nsa.config import Config, parse_config
-from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
+from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import CheckpointError
 from nsa.parallel.strategy import gather_weights
 from nsa.record.schema import NONFINITE_FOLDER

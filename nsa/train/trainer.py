@@ -18,8 +18,8 @@ from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.save import Saver
 from nsa.checkpoint.weights import spell_weights
 from nsa.config import Config
-from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
+from nsa.data.tokenizers import tokenizer_for
 from nsa.data.waiting import WaitStopped
 from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted
 from nsa.nn.flops import flops_per_token
