@@ -19,6 +19,7 @@ from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.errors import CheckpointError
+from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
 from nsa.record.schema import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
@@ -58,13 +59,14 @@ def reproduce(place: Path) -> StepResult:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{place}: is no whole dump of a step: {error}") from None
     config = parse_config(report["config"], str(place / "report.json"), ["parallel.strategy=single"])
-    state = build_state(config, tokenizer_for(config.data))
-    if not (place / "weights.safetensors").exists():
-        raise CheckpointError(f"{place}: has no weights; the dump was cut short")
-    load_weights(state.model, place / "weights.safetensors")
-    batches = []
-    for tensors in parts:
-        for number in range(len({name.split("/")[0] for name in tensors})):
-            batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
-            batches.append(batch.to(state.device))
-    return train_step(state, batches, sum(int((b.targets != IGNORED).sum()) for b in batches), lr=0.0)
+    with numerics(config.runtime):
+        state = build_state(config, tokenizer_for(config.data))
+        if not (place / "weights.safetensors").exists():
+            raise CheckpointError(f"{place}: has no weights; the dump was cut short")
+        load_weights(state.model, place / "weights.safetensors")
+        batches = []
+        for tensors in parts:
+            for number in range(len({name.split("/")[0] for name in tensors})):
+                batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
+                batches.append(batch.to(state.device))
+        return train_step(state, batches, sum(int((b.targets != IGNORED).sum()) for b in batches), lr=0.0)

@@ -1,6 +1,5 @@
 """Everything a run holds in memory, and how it is built from a configuration."""
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
 from nsa.parallel.ddp import Watch
 from nsa.parallel.launch import World, pick_device
+from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import apply_strategy
 from nsa.record.memory import run_tensors
@@ -96,11 +96,9 @@ class RunState:
 def build_state(
     config: Config, tokenizer: Tokenizer, world: World | None = None, watch: Watch = lambda hook: hook
 ) -> RunState:
+    """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`."""
     world = world or World(pick_device(config.runtime.device))
-    precision = config.runtime.precision
-    if precision == "auto":
-        precision = "bf16" if world.device.type == "cuda" else "fp32"
-    _apply_runtime(config)
+    precision = compute_precision(config.runtime.precision, world.device)
     model = build_model(
         config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config)
     )
@@ -155,13 +153,3 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
             f"{config.data.tokenizer!r}; leave it unset to take the tokenizer's"
         )
     return tokenizer.vocab_size
-
-
-def _apply_runtime(config: Config) -> None:
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
-    if config.runtime.deterministic:  # cuBLAS asks for a fixed workspace before its first use
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.runtime.deterministic)
-    torch.backends.cuda.matmul.allow_tf32 = config.runtime.tf32
-    torch.backends.cudnn.allow_tf32 = config.runtime.tf32

@@ -26,6 +26,7 @@ from nsa.nn.flops import flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import World, read_place, start_world
+from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights, host_mesh
 from nsa.record.environment import describe_environment
 from nsa.record.memory import is_out_of_memory, memory_gib, oom_report, remedies
@@ -72,7 +73,11 @@ def train(
         raise LaunchError("--fresh: would start over at every restart of torchrun; start without --max-restarts")
     faults.arm(os.environ.get("NSA_FAULTS", ""), place.rank, place.attempt)
     try:
-        with start_world(config.parallel, config.runtime.device) as world, ExitStack() as held:
+        with (
+            numerics(config.runtime),
+            start_world(config.parallel, config.runtime.device) as world,
+            ExitStack() as held,
+        ):
             on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
             done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
             if done is None:  # else nothing of the finished run is touched
@@ -181,7 +186,8 @@ class Run:
             write_metrics(folder, {"status": "running", "steps": self.step})  # first: what lies here is not done
             faults.point("start.running")
             write_config(folder, config)
-            write_json(folder / ENVIRONMENT_FILE, describe_environment(config.to_dict(), world.size, world.strategy))
+            environment = describe_environment(config.to_dict(), world.size, world.strategy)
+            write_json(folder / ENVIRONMENT_FILE, {**environment, "precision": state.precision})
             for line in self._describe(taken_up):
                 self.monitor.say(line)
         self.announced = True
@@ -409,6 +415,8 @@ class Run:
             f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
             f"{config.model.attention} attention, {state.precision} on {state.device}"
         )
+        if config.runtime.precision not in ("auto", state.precision):
+            yield f"note    this CPU has no bf16 instructions: bf16 is computed in {state.precision}"
         costs = f"{flops.sparse:.3g} FLOPs per token with NSA, " if config.model.attention == "nsa" else ""
         yield (
             f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
