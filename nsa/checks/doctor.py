@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint import layout
+from nsa.checkpoint import format as layout
 from nsa.checks.doctor_search import (
     AS_GIVEN,
     BRANCH_OF,

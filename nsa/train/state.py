@@ -14,7 +14,7 @@ from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
-from nsa.parallel.ddp import Watch
+from nsa.parallel.ddp import HookWrapper
 from nsa.parallel.launch import World, pick_device
 from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
@@ -27,9 +27,9 @@ AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Progress:
-    """How far a run is. Everything here is saved, and the run goes on from it."""
+    """How far a run is. Everything here is saved and restored."""
 
-    step: int = 0  # optimizer steps done, those left out included
+    step: int = 0  # optimizer steps done, skipped ones included
     tokens: int = 0
     sequences: int = 0  # the data cursor: sequences read by all ranks together
     skipped: int = 0
@@ -62,7 +62,7 @@ class LossScale:
 
 @dataclass
 class RunState:
-    """`model` is the decoder itself; `module` is what is called, the decoder in the clothes of its strategy."""
+    """`model` is the decoder itself; `module` is what is called, the decoder wrapped for its strategy."""
 
     model: Decoder
     module: nn.Module
@@ -76,7 +76,7 @@ class RunState:
     data: str | None = None  # fingerprint of what the run reads
 
     def __post_init__(self) -> None:
-        # Taken once, sharded as they are between steps: these are the tensors the optimizer moves.
+        # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trainable: list[nn.Parameter] = [p for p in self.parameters.values() if p.requires_grad]
 
@@ -94,7 +94,7 @@ class RunState:
 
 
 def build_state(
-    config: Config, tokenizer: Tokenizer, world: World | None = None, watch: Watch = lambda hook: hook
+    config: Config, tokenizer: Tokenizer, world: World | None = None, wrap_hook: HookWrapper = lambda hook: hook
 ) -> RunState:
     """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`."""
     world = world or World(pick_device(config.runtime.device))
@@ -108,11 +108,11 @@ def build_state(
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
     apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
-    if world.strategy != "fsdp":  # which moves every unit by itself, so that no card holds the whole
+    if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole
         model.to(world.device)
     if config.runtime.compile:
         compile_blocks(model)
-    module = apply_strategy(model, config.parallel, world, precision, watch)
+    module = apply_strategy(model, config.parallel, world, precision, wrap_hook)
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
     return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)
@@ -129,7 +129,7 @@ def micro_batch_size(config: Config, world_size: int) -> int:
     batch, size = config.train.batch_size, config.train.micro_batch
     if batch % world_size:
         raise ConfigError(
-            f"train.batch_size: {batch} sequences cannot be shared by {world_size} ranks; choose a multiple of it"
+            f"train.batch_size: {batch} sequences cannot be divided among {world_size} ranks; choose a multiple of it"
         )
     if size == "auto":
         size = batch // world_size

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-import nsa.train.trainer
-from nsa.checkpoint.layout import BEST, FOLDER, LATEST, name_of
-from nsa.checkpoint.load import read_random, read_state, saved_names
+import nsa.train.loop
+from nsa.checkpoint.format import BEST, FOLDER, LATEST, name_of
+from nsa.checkpoint.load import read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
 from nsa.errors import CheckpointError, ConfigError
 from nsa.train import train
@@ -112,7 +112,7 @@ def test_every_kind_of_run_resumes_to_the_same_bits(variant, tmp_path):
 def test_frozen_parameters_have_no_optimizer_state_before_and_after(tmp_path):
     train(small("nsa.force_branch=cmp", "train.steps=2"), tmp_path / "cmp")
     train(small("train.steps=2"), tmp_path / "all")
-    names, every = (saved_names(checkpoint_of(tmp_path / run, 2)) for run in ("cmp", "all"))
+    names, every = (set(saved_shapes(checkpoint_of(tmp_path / run, 2))) for run in ("cmp", "all"))
     assert {n for n in names if n.startswith("model/")} == {n for n in every if n.startswith("model/")}
     frozen = {n for n in every - names if n.startswith("optimizer/")}
     assert frozen, "the case needs a parameter that does not move"
@@ -134,12 +134,12 @@ def test_the_loss_scale_of_fp16_survives(tmp_path):
 
 def test_all_generators_go_on_where_they_were(tmp_path, monkeypatch):
     """Nothing in a step draws by chance today, so the rate does here, from each of them."""
-    plain = nsa.train.trainer.learning_rate
+    plain = nsa.train.loop.learning_rate
 
     def drawn(step, config):
         return plain(step, config) * (0.5 + (random.random() + np.random.rand() + torch.rand(()).item()) / 6)
 
-    monkeypatch.setattr(nsa.train.trainer, "learning_rate", drawn)
+    monkeypatch.setattr(nsa.train.loop, "learning_rate", drawn)
     train(small(), tmp_path / "whole")
     interrupt("step.begin:raise:hit=6", tmp_path / "cut")
     train(small(), tmp_path / "cut")

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 import nsa.parallel.numerics
-import nsa.train.trainer
+import nsa.train.loop
 from nsa.config import parse_config
 from nsa.parallel.numerics import compute_precision, default_threads, lists_bf16, numerics
 from nsa.train import train
@@ -82,8 +82,8 @@ def test_a_switch_flipped_before_a_run_changes_no_bit_and_stays_flipped_after(
     get, set_to, flipped = SWITCHES[switch]
     fresh, seen = get(), []
     assert fresh != flipped, "the case needs a value that a fresh process does not have"
-    rate = nsa.train.trainer.learning_rate
-    monkeypatch.setattr(nsa.train.trainer, "learning_rate", lambda *about: seen.append(get()) or rate(*about))
+    rate = nsa.train.loop.learning_rate
+    monkeypatch.setattr(nsa.train.loop, "learning_rate", lambda *about: seen.append(get()) or rate(*about))
     set_to(flipped)
     try:
         train(small("train.steps=3", "runtime.threads=null", f"runtime.precision={precision}"), tmp_path)
