@@ -43,6 +43,20 @@ INTERRUPTIONS = {
     "with a save prepared": "save.staged:raise:hit=4",
 }
 
+# Those that tests/faults/test_kills.py also kills a process at.
+INTERRUPTIONS_KILLED_TOO = {
+    "before anything was saved",
+    "after two steps that were not saved",
+    "in a forward pass",
+    "between backward and optimizer",
+    "with all gradients there",
+    "in the last validation",
+}
+
+
+def marked(cases, long):
+    return [pytest.param(case, marks=pytest.mark.long) if case in long else case for case in cases]
+
 
 def interrupt(fault, folder, *overrides, **options):
     with faults_armed(fault), pytest.raises(RuntimeError, match="fault at"):
@@ -50,7 +64,7 @@ def interrupt(fault, folder, *overrides, **options):
     forget_generators()  # the next process knows nothing of this one
 
 
-@pytest.mark.parametrize("place", INTERRUPTIONS)
+@pytest.mark.parametrize("place", marked(INTERRUPTIONS, INTERRUPTIONS_KILLED_TOO))
 def test_an_interrupted_run_ends_bit_equal_to_one_that_was_not(place, tmp_path, whole_run):
     interrupt(INTERRUPTIONS[place], tmp_path)
     assert metrics_of(tmp_path)["status"] == "failed"
@@ -101,7 +115,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", marked(VARIANTS, {"no validation", "every step saved"}))
 def test_every_kind_of_run_resumes_to_the_same_bits(variant, tmp_path):
     train(small(*VARIANTS[variant]), tmp_path / "whole")
     interrupt("step.begin:raise:hit=6", tmp_path / "cut", *VARIANTS[variant])
