@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.attention import machine
-from nsa.config import load_config
+from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
+from nsa.parallel.numerics import numerics
 from nsa.train.state import build_state
 from nsa.train.step import train_step
 
@@ -42,6 +43,12 @@ def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularit
             "runtime.device=cuda",
         ],
     )
+    with numerics(config.runtime):
+        return _measure(config, steps)
+
+
+def _measure(config: Config, steps: int) -> dict[str, Any]:
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
     torch.cuda.reset_peak_memory_stats()
     state = build_state(config, ByteTokenizer())
     tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
@@ -57,11 +64,11 @@ def measure(attention: str, seq_len: int, compiled: bool, steps: int, granularit
             times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
     result = {
-        "attention": attention,
+        "attention": config.model.attention,
         "seq_len": seq_len,
         "batch_size": batch_size,
-        "compiled": compiled,
-        "gradient_checkpointing": checkpointing,
+        "compiled": config.runtime.compile,
+        "gradient_checkpointing": config.runtime.gradient_checkpointing,
         "step_ms": 1000 * median,
         "toks_per_s": targets / median,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,

@@ -117,7 +117,7 @@ def _threads() -> list[str]:
 
 def _main() -> None:
     import nsa.cli.main
-    import nsa.train.trainer  # noqa: F401
+    import nsa.train.loop  # noqa: F401
 
     _serve(int(sys.argv[1]))
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

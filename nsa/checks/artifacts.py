@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from nsa.checkpoint import layout
+from nsa.checkpoint import format as layout
 from nsa.config import Config
 from nsa.errors import CheckpointError
 from nsa.record import schema

@@ -23,6 +23,7 @@ from nsa.ops import (
 from nsa.ops.dispatch import backend_name
 from nsa.ops.library import mix_branches
 from nsa.ops.operators import Backend, backend_of
+from nsa.parallel.numerics import compute_precision
 from nsa.train.state import chosen_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -54,8 +55,7 @@ def check_kernels(config: Config, device: torch.device) -> list[KernelCheck]:
     """All operators with the heads, sizes and dtypes of the configuration; empty where attention is dense."""
     if config.model.attention != "nsa":
         return []
-    precision = config.runtime.precision
-    dtype = DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = DTYPES[compute_precision(config.runtime.precision, device)]
     spec, wanted = config.nsa.spec(), chosen_kernels(config)
     long = _Inputs(config, (spec.num_selected + 4) * spec.sel_block, device, dtype)
     short = _Inputs(config, SLOPE_BLOCKS * spec.sel_block, device, torch.float64)

@@ -37,6 +37,7 @@ def generate(
     from nsa.nn.model import build_model
     from nsa.nn.sampling import sample_tokens
     from nsa.parallel.launch import pick_device
+    from nsa.parallel.numerics import numerics
     from nsa.train.state import vocabulary
 
     tokenizer = tokenizer_for(config.data)
@@ -58,7 +59,8 @@ def generate(
         text = prompt + tokenizer.decode(list(drawn))
         print(f"--- {title} ---\n{text}\n" if beside_untrained else text)
 
-    if beside_untrained:
-        write("before training")
-    load_any_weights(model, run_dir)
-    write("after training")
+    with numerics(config.runtime):
+        if beside_untrained:
+            write("before training")
+        load_any_weights(model, run_dir)
+        write("after training")

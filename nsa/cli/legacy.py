@@ -107,10 +107,10 @@ def resolve_overrides(
         raise ConfigError(f"--dataset {one_source}: {file} mixes several; add data.mixture=[] to read this one alone")
     from torch import cuda
 
-    from nsa.parallel.launch import read_place
+    from nsa.parallel.launch import read_launch
 
     on_cpu = config.runtime.device == "cpu" or not cuda.is_available()
-    place = read_place(environment)
+    place = read_launch(environment)
     for_cpu = cpu_overrides(config, place.size) if on_cpu else []
     if for_cpu and place.rank == 0:
         warnings.warn(

@@ -6,7 +6,7 @@ configuration that loads can be started.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nsa.errors import SpecError
@@ -203,6 +203,12 @@ class TrainConfig(Section):
         return self
 
 
+def _recomputation_of_a_switch(value: Any) -> Any:
+    """`true` and `false`, as an earlier system wrote them."""
+    return ("block" if value else "none") if isinstance(value, bool) else value
+
+
+Recomputation = Annotated[Literal["none", "selective", "block", "branch"], BeforeValidator(_recomputation_of_a_switch)]
 KernelChoice = Literal["auto", "triton", "reference"]
 
 
@@ -225,17 +231,20 @@ class RuntimeConfig(Section):
     """How the machine is used."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
-    gradient_checkpointing: Literal["none", "selective", "block", "branch"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="auto: bf16 on a GPU, fp32 on a CPU; bf16 on a CPU without bf16 instructions is computed in fp32",
+    )
+    gradient_checkpointing: Recomputation = Field(
         "none",
         description="what is recomputed in backward: all but what the attention kernels gave, whole blocks, or "
-        "attention branches and MLPs one by one",
+        "attention branches and MLPs one by one; true and false mean block and none",
     )
     compile: bool = Field(False, description="torch.compile each block")
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
     tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
     kernels: KernelsConfig = KernelsConfig()
-    threads: Positive | None = Field(None, description="CPU threads; PyTorch's own choice when unset")
+    threads: Positive | None = Field(None, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset")
 
 
 class DDPConfig(Section):

@@ -3,8 +3,8 @@
 Always the non-reentrant kind. The outputs of `nsa::select_blocks` are kept from the forward pass, so that
 backward reads the very blocks the forward pass read: by a SelectionCache, or in compiled blocks by torch's selective
 checkpointing, which a compiler understands and which costs a Python call per operator otherwise. "selective" keeps the
-outputs of the attention operators in the same way: a few bytes that are dear to compute. Modules keep their place, type
-and names: only their `forward` is replaced.
+outputs of the attention operators in the same way: a few bytes that are expensive to compute. Modules keep their place,
+type and names: only their `forward` is replaced.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def _recompute(module: nn.Module, context_fn: Callable[[], Any]) -> None:
-    # No layer draws random numbers, so there is no random state to put back.
+    # No layer draws random numbers, so there is no random state to restore.
     module.forward = partial(
         checkpoint,
         module.forward,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint import layout
+from nsa.checkpoint import format as layout
 from nsa.checks.artifacts import check_artifacts
 from nsa.checks.criteria import judge_run
 from nsa.checks.ready import FULL, QUICK, Plan, deep, first_difference, is_deep, resumable, short_run

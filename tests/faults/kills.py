@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 
 from nsa.checkpoint.export import find_checkpoint
-from nsa.checkpoint.load import fill, read_random, read_state
-from nsa.checkpoint.manifest import read_manifest
-from nsa.checkpoint.shards import saved_shapes
+from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
 from tests.distributed.launching import numbers_of, run_ranks, write_config
 
 KILLED = -9
@@ -96,7 +94,7 @@ def assert_equal_to_the_bit(run: Path, whole: Path, size: int) -> None:
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
-    shapes = saved_shapes(checkpoint, read_manifest(checkpoint))
+    shapes = saved_shapes(checkpoint)
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     fill(tensors, checkpoint)
     return tensors

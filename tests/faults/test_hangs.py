@@ -88,5 +88,5 @@ def test_sigusr2_dumps_stacks_and_the_run_goes_on(tmp_path):
     process.send_signal(signal.SIGUSR2)
     (ended,) = wait_all([process])
     assert ended.code == 0, ended.output
-    assert "nsa/train/trainer.py" in dumps_of(run, 0)
+    assert "nsa/train/loop.py" in dumps_of(run, 0)
     assert metrics_of(run)["steps"] == 60
