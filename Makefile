@@ -1,6 +1,6 @@
-# make train   set up, train the quickstart model, let it write
-# make test    the whole test suite      make lint   style, types, import arrows
-# make test-long   the full matrices of kills and of torch.compile, half an hour
+# make train   set up, train the quickstart model, generate text
+# make test    the test suite      make lint   style, types, import order
+# make test-long   the full matrices of kills, sabotage and torch.compile
 # make bench   kernels against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
 # make setup   only the environment in .venv
 
@@ -18,8 +18,8 @@ train: setup
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
-# Triton's interpreter is switched on for a whole process. tests/conftest.py says in which order tests run.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Triton's interpreter is switched on for a whole process. tests/conftest.py shares the tests out to two workers.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 test: setup-dev
 	$(PYTEST) --ignore=tests/ops/triton
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops/triton

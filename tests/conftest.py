@@ -1,7 +1,9 @@
 """Settings for every test: one CPU thread each (two test processes share two cores), a fixed seed, and an order that
 keeps both test processes busy to the end."""
 
+import functools
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,14 +26,27 @@ def _fixed_seed():
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    """Sorts by FIRST. With `--dist loadgroup`, tests that share a fixture of their module stay on one worker."""
     places = {name: place for place, name in enumerate(FIRST)}
     here = config.rootpath / "tests"
     items.sort(key=lambda item: places.get(item.path.relative_to(here).parts[0], len(FIRST)))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            fixtures = item._fixtureinfo.name2fixturedefs.values()
-            if any(definitions[-1].scope == "module" for definitions in fixtures):
-                item.add_marker(pytest.mark.xdist_group(item.path.relative_to(here).as_posix()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadscope`, a file whose fixtures are shared goes to one worker, other tests go one by one."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if _shares_fixtures(config.rootpath / file) else nodeid
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _shares_fixtures(file: Path) -> bool:
+    return 'scope="module"' in file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the arguments of the old scripts become a configuration and a folder."""
+"""The arguments of the old scripts become a configuration and a folder."""
 
 from pathlib import Path
 
@@ -83,14 +83,14 @@ def test_a_folder_is_named_after_what_differs_from_the_file(gpu):
     assert settled(M7C, "train.out_dir=here") == ["train.out_dir=here"]
 
 
-def test_a_long_name_is_cut_and_stays_one_of_its_own(gpu):
+def test_a_long_name_is_shortened_and_stays_unique(gpu):
     many = [f"data.paths=[{'x' * 300}]", "data.source=text"]
     names = {folder_of(settled(M7C, *many, f"train.seed={seed}")) for seed in range(5)}
     assert len(names) == 5
     assert max(map(len, names)) < 150
 
 
-def test_without_a_gpu_the_125m_model_fits_a_host_and_shows_signs_of_life(no_gpu):
+def test_without_a_gpu_the_125m_model_fits_host_memory_and_logs_every_step(no_gpu):
     with pytest.warns(ConfigWarning, match=r"trains on the CPU.*runtime\.device=cpu"):
         overrides = settled(TWO_GPUS)
     config = load_config(TWO_GPUS, overrides)
@@ -107,7 +107,7 @@ def test_a_static_graph_keeps_its_one_pass_on_a_cpu_too(no_gpu):
     assert (config.train.micro_batch, config.runtime.gradient_checkpointing) == ("auto", "block")
 
 
-def test_what_is_small_or_asked_for_stays_on_a_cpu(no_gpu, recwarn):
+def test_a_small_file_and_explicit_values_stay_unchanged_on_a_cpu(no_gpu, recwarn):
     quick = CONFIGS / "quickstart.yaml"
     assert settled(quick) == ["train.out_dir=runs/quickstart"]
     assert not recwarn.list
@@ -121,7 +121,7 @@ def test_the_production_file_wins_over_old_variables_with_a_warning(gpu):
     overrides = settled(TWO_GPUS, **OLD_VARIABLES)
     with pytest.warns(ConfigWarning, match=r"static_graph is set to False explicitly, which wins") as caught:
         config = load_config(TWO_GPUS, overrides, OLD_VARIABLES)
-    assert len(caught) == 1, "the others say what the file says"
+    assert len(caught) == 1, "the others equal the file"
     assert not config.parallel.ddp.static_graph
 
 
@@ -134,7 +134,7 @@ def test_a_mixture_is_not_silently_read_instead_of_the_dataset(tmp_path, gpu):
     assert legacy.settle(file, alone, {}, one_source="synthetic")[:2] == alone
 
 
-def test_a_file_that_is_whole_only_with_its_overrides_keeps_its_name(tmp_path, gpu):
+def test_a_file_that_is_valid_only_with_its_overrides_keeps_its_name(tmp_path, gpu):
     file = tmp_path / "mine.yaml"
     file.write_text("data: {source: text}")
     assert folder_of(settled(file, "data.paths=[notes.txt]")) == "runs/mine"
