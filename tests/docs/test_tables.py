@@ -4,8 +4,11 @@ import inspect
 import re
 import tomllib
 
+import pytest
+
 from nsa import errors
 from nsa.errors import NSAError
+from nsa.record import schema
 from tests.distributed.launching import run_ranks, write_config
 from tests.docs.pages import ROOT, Page, table_with
 
@@ -36,21 +39,32 @@ def test_exit_codes_have_one_table():
     assert with_codes == ["docs/reliability.md"]
 
 
-def test_every_file_of_a_run_is_in_the_table_of_artifacts(tmp_path):
+@pytest.fixture(scope="module")
+def artifacts():
+    """Whether a name is in the table of artifacts."""
     table = table_with(Page(ROOT / "docs/telemetry.md"), "file", "what", "when", "rank")
     listed = [name for row in table for name in re.findall(r"`([^`]+)`", row[0])]
-    config = write_config(tmp_path, telemetry={"tensorboard": True, "per_rank": True, "trace_grads": True})
-    for ended in run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}"):
-        assert ended.code == 0, ended.output
-    written = {path.name + "/" * path.is_dir() for path in (tmp_path / "run").iterdir()}
-    assert {"training.csv", "heartbeat_rank1.jsonl", "checkpoints/", "tb/"} <= written
     patterns = [re.sub(r"\\{\w+\\}|\\\*", r"[\\w.]+", re.escape(name)) for name in listed]
+    return lambda name: any(re.fullmatch(pattern, name) for pattern in patterns)
 
-    def known(name: str) -> bool:
-        plain = re.sub(r"_rank1(?=\.\w+$)", "", name)  # as the page says of memory dumps and CSV files
-        return any(re.fullmatch(pattern, one) for pattern in patterns for one in (name, plain))
 
-    assert [name for name in sorted(written) if not known(name)] == []
+def test_every_name_of_the_contract_is_in_the_table_of_artifacts(artifacts):
+    constants = vars(schema)
+    names = [value for name, value in constants.items() if name.endswith("_FILE") and value != schema.REPORT_FILE]
+    names += [value.name(0) for value in constants.values() if isinstance(value, schema.RankFiles)]
+    names += [value.file for value in constants.values() if isinstance(value, schema.Table)]
+    names += [f"{schema.CHECKPOINTS_FOLDER}/", f"{schema.TENSORBOARD_FOLDER}/", schema.stack_dumps("1").name(0)]
+    assert len(names) > 20
+    assert [name for name in names if not artifacts(name)] == []
+
+
+def test_every_file_of_a_run_is_in_the_table_of_artifacts(artifacts, tmp_path):
+    config = write_config(tmp_path, telemetry={"tensorboard": False, "trace_grads": True})
+    [ended] = run_ranks(1, "train", config, f"train.out_dir={tmp_path / 'run'}")
+    assert ended.code == 0, ended.output
+    written = [path.name + "/" * path.is_dir() for path in (tmp_path / "run").iterdir()]
+    assert {"training.csv", "heartbeat_rank0.jsonl", "checkpoints/"} <= set(written)
+    assert [name for name in written if not artifacts(name)] == []
 
 
 def test_the_import_diagram_names_every_package_in_the_order_that_is_checked():
