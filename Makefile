@@ -1,6 +1,6 @@
-# make train   set up, train the quickstart model, let it write
-# make test    the whole test suite      make lint   style, types, import arrows
-# make test-long   the full matrices of kills and of torch.compile, half an hour
+# make train   set up, train the quickstart model, generate text
+# make test    the test suite      make lint   style, types, import order
+# make test-long   the full matrices of kills, sabotage and torch.compile
 # make bench   kernels against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
 # make setup   only the environment in .venv
 
@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test browser test-gpu test-long bench lint setup setup-dev clean
+.PHONY: train test test-gpu test-long bench lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -18,19 +18,11 @@ train: setup
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
-# Tests that start several processes come by themselves: they would disturb those that watch the clock. Some share
-# folders of runs, so a file stays on one worker.
-PROCESSES := tests/distributed tests/faults tests/checks tests/scripts
-test: setup-dev browser
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/ops/triton $(PROCESSES:%=--ignore=%)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PROCESSES)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/ops/triton
-
-# The page of `nsa report` is opened in a real browser, installed where that is allowed.
-browser:
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	  apt-get -qq update >/dev/null 2>&1 && DEBIAN_FRONTEND=noninteractive \
-	  apt-get -qq install -y --no-install-recommends chromium >/dev/null 2>&1; } || true
+# Triton's interpreter is switched on for a whole process. tests/conftest.py shares the tests out to two workers.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+test: setup-dev
+	$(PYTEST) --ignore=tests/ops/triton
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops/triton
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
@@ -38,7 +30,8 @@ test-gpu: setup-dev
 
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
+	$(PYTEST) -m long --ignore=tests/ops/triton
+	TRITON_INTERPRET=1 $(PYTEST) -m long tests/ops/triton
 
 bench: setup
 	$(BIN)/python -m bench.attention

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
 from nsa.ops import compress_mean, nsa_attention
-from nsa.ops.dispatch import triton_module
+from nsa.ops.dispatch import OPERATORS, REFERENCE, kernels_for
 from nsa.record.environment import commit
 
 CHECK_TOKENS = 4096
@@ -44,46 +44,46 @@ def check(shape: Shape, correlated: bool, dtype: torch.dtype) -> dict[str, float
     exact = Inputs(*(t.detach().double().requires_grad_() for t in x.all()))
     errors: dict[str, float] = {}
     do = torch.randn(x.q.shape, device="cuda").to(dtype)
-    modules = {name: triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
-    from nsa.ops.reference import compress, compressed, mix, selected, selection, window
+    kernels = {operator: kernels_for(operator) for operator in OPERATORS}
 
     def compare(name: str, got: Tensor, want: Tensor) -> None:
         errors[name] = float((got.double() - want).norm() / want.norm())
 
-    k, v = (modules["phi"].mean(t.detach(), SPEC, None) for t in (x.k_cmp, x.v_cmp))
-    compare("phi", k, compress.mean(exact.k_cmp.detach(), SPEC, None))
-    dk = modules["phi"].mean_backward(k, small.tokens, SPEC, None)
-    compare("phi.dx", dk, compress.mean_backward(k.double(), small.tokens, SPEC, None))
+    k, v = (kernels["phi"].mean(t.detach(), SPEC, None) for t in (x.k_cmp, x.v_cmp))
+    compare("phi", k, REFERENCE["phi"].mean(exact.k_cmp.detach(), SPEC, None))
+    dk = kernels["phi"].mean_backward(k, small.tokens, SPEC, None)
+    compare("phi.dx", dk, REFERENCE["phi"].mean_backward(k.double(), small.tokens, SPEC, None))
     q, do64 = x.q.detach(), do.double()
-    o, lse = modules["cmp"].forward(q, k, v, SPEC, None)
-    o64, lse64 = compressed.forward(q.double(), k.double(), v.double(), SPEC, None)
+    o, lse = kernels["cmp"].forward(q, k, v, SPEC, None)
+    o64, lse64 = REFERENCE["cmp"].forward(q.double(), k.double(), v.double(), SPEC, None)
     compare("cmp", o, o64)
-    grads = modules["cmp"].backward(do, q, k, v, o, lse, SPEC, None)
-    wanted = compressed.backward(do64, q.double(), k.double(), v.double(), o64, lse64, SPEC, None)
+    grads = kernels["cmp"].backward(do, q, k, v, o, lse, SPEC, None)
+    wanted = REFERENCE["cmp"].backward(do64, q.double(), k.double(), v.double(), o64, lse64, SPEC, None)
     for name, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
         compare(f"cmp.{name}", a, b)
     outputs = [o]
-    indices = modules["select"].forward(q, k, lse, SPEC, None)
-    indices64 = selection.forward(q.double(), k.double(), lse64, SPEC, None)
+    indices = kernels["select"].forward(q, k, lse, SPEC, None)
+    indices64 = REFERENCE["select"].forward(q.double(), k.double(), lse64, SPEC, None)
     errors["select"] = float((indices != indices64).any(-1).float().mean())
-    for name, module, reference, tensors in (
-        ("sel", modules["sel"], selected, (q, x.k_sel.detach(), x.v_sel.detach(), indices)),
-        ("win", modules["win"], window, (q, x.k_win.detach(), x.v_win.detach())),
+    for name, tensors in (
+        ("sel", (q, x.k_sel.detach(), x.v_sel.detach(), indices)),
+        ("win", (q, x.k_win.detach(), x.v_win.detach())),
     ):
         tensors64 = tuple(t.double() if t.is_floating_point() else t for t in tensors)
-        o, lse = module.forward(*tensors, SPEC, None)
-        o64, lse64 = reference.forward(*tensors64, SPEC, None)
+        o, lse = kernels[name].forward(*tensors, SPEC, None)
+        o64, lse64 = REFERENCE[name].forward(*tensors64, SPEC, None)
         compare(name, o, o64)
-        grads = module.backward(do, *tensors, o, lse, SPEC, None)
-        wanted = reference.backward(do64, *tensors64, o64, lse64, SPEC, None)
+        grads = kernels[name].backward(do, *tensors, o, lse, SPEC, None)
+        wanted = REFERENCE[name].backward(do64, *tensors64, o64, lse64, SPEC, None)
         for suffix, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
             compare(f"{name}.{suffix}", a, b)
         outputs.append(o)
     gates = x.gates.detach()
-    compare("mix", modules["mix"].forward(*outputs, gates), mix.forward(*(t.double() for t in (*outputs, gates))))
-    mix64 = mix.backward(do64, *(t.double() for t in (*outputs, gates)))
+    exact_mix = [t.double() for t in (*outputs, gates)]
+    compare("mix", kernels["mix"].forward(*outputs, gates), REFERENCE["mix"].forward(*exact_mix))
+    mix64 = REFERENCE["mix"].backward(do64, *exact_mix)
     for name, a, b in zip(
-        ("dcmp", "dsel", "dwin", "dgates"), modules["mix"].backward(do, *outputs, gates), mix64, strict=True
+        ("dcmp", "dsel", "dwin", "dgates"), kernels["mix"].backward(do, *outputs, gates), mix64, strict=True
     ):
         compare(f"mix.{name}", a, b)
     return errors
@@ -142,7 +142,7 @@ def time_ours(x: Inputs, rep: int) -> dict[str, Any]:
 
 def time_parts(x: Inputs, rep: int) -> dict[str, float]:
     """Milliseconds of every kernel by itself."""
-    m = {name: triton_module(name) for name in ("phi", "cmp", "select", "sel", "win", "mix")}
+    m = {operator: kernels_for(operator) for operator in OPERATORS}
     q, raw, gates, tokens = x.q.detach(), x.k_cmp.detach(), x.gates.detach(), x.q.shape[1]
     parts = {"phi.fwd": 2 * median_ms(lambda: m["phi"].mean(raw, SPEC, None), rep)}
     k, v = m["phi"].mean(raw, SPEC, None), m["phi"].mean(x.v_cmp.detach(), SPEC, None)

@@ -35,12 +35,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.config.schema import DataConfig, TrainConfig
-from nsa.data.bpe import GPT2Tokenizer
 from nsa.data.build import Data, build_data
 from nsa.data.corpus import Tokenised
-from nsa.data.loader import Patience, Prefetcher, Request
-from nsa.data.shards import write_manifest, write_shard
-from nsa.data.tokenizers import Tokenizer, load_tokenizer
+from nsa.data.loader import Prefetcher, Request
+from nsa.data.token_shards import write_manifest, write_shard
+from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
+from nsa.data.waiting import Waiter
 from nsa.errors import NSAError
 from nsa.record.environment import commit
 
@@ -195,9 +195,9 @@ def prefetcher(data: Data, batches: int, first: int = 0) -> Prefetcher:
         requests,
         ahead=DataConfig().prefetch,
         device=torch.device("cpu"),
-        patience=Patience(600.0, 600.0, 60.0),
-        report=lambda seconds, message: print(message, file=sys.stderr, flush=True),
-        waiting_for=data.waiting_for,
+        waiter=Waiter(data.activity, 60.0, lambda seconds, message: print(message, file=sys.stderr, flush=True)),
+        first_batch_s=600.0,
+        timeout_s=600.0,
     )
 
 
@@ -346,7 +346,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def hub(mirror: Path) -> Iterator[bool]:
-    """The test suite's hub on this machine, in place of the real one; False where the tests are not at hand."""
+    """The test suite's hub on this machine, in place of the real one; False where the tests are not installed."""
     try:
         from tests.data.hub_server import HubServer
     except ImportError:

@@ -77,7 +77,7 @@ def prepare(work: Path, max_mb: int) -> None:
         with corpus.open(encoding="utf-8") as file:
             # Every third document: a vocabulary needs less text than a model, and all of the corpus' kinds.
             texts = (json.loads(line)["text"] for number, line in enumerate(file) if number % 3 == 0)
-            read = train_bpe(texts, tokenizer, vocab_size=VOCABULARY, max_bytes=128 << 20)
+            _, read = train_bpe(texts, tokenizer, vocab_size=VOCABULARY, max_bytes=128 << 20)
         print(f"{tokenizer}: {VOCABULARY:,} tokens from {read / 2**20:,.0f} MiB", flush=True)
     arguments = ["data.source=text", f"data.paths=[{corpus}]", f"data.tokenizer={tokenizer}"]
     subprocess.run([sys.executable, "-m", "nsa", "data", "prepare", str(work / "shards"), *arguments], check=True)

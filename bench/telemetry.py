@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.attention import machine
 from nsa.config import load_config
 from nsa.ops.observe import Observer
-from nsa.record.training_csv import TrainingRow
+from nsa.record.schema import EventKind, TrainingRow
 from nsa.train import trainer
 from nsa.train.monitor import Monitor
 
@@ -78,7 +78,7 @@ class SwitchedMonitor(Monitor):
     def patient(self) -> AbstractContextManager[None]:
         return super().patient() if self.on else nullcontext()
 
-    def emit(self, event: str, step: int, **values: Any) -> None:
+    def emit(self, event: EventKind, step: int, **values: Any) -> None:
         if self.on:
             super().emit(event, step, **values)
 

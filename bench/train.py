@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.attention import machine
-from nsa.config import load_config
+from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
+from nsa.parallel.numerics import numerics
 from nsa.train.state import build_state
 from nsa.train.step import train_step
 
@@ -46,6 +47,12 @@ def measure(
             "runtime.device=cuda",
         ],
     )
+    with numerics(config.runtime):
+        return _measure(config, steps, packed)
+
+
+def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
     torch.cuda.reset_peak_memory_stats()
     state = build_state(config, ByteTokenizer())
     tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
@@ -64,12 +71,12 @@ def measure(
             times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
     result = {
-        "attention": attention,
+        "attention": config.model.attention,
         "seq_len": seq_len,
         "batch_size": batch_size,
         "packed": packed,
-        "compiled": compiled,
-        "gradient_checkpointing": checkpointing,
+        "compiled": config.runtime.compile,
+        "gradient_checkpointing": config.runtime.gradient_checkpointing,
         "step_ms": 1000 * median,
         "toks_per_s": targets / median,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -83,12 +90,9 @@ def measure(
 
 def pack(batch_size: int, seq_len: int) -> torch.Tensor:
     """Borders of whole sequences: one in two is a document, the other holds documents of a quarter its length."""
-    quarter = max(1, seq_len // 4)
-    starts = [
-        row * seq_len + start
-        for row in range(batch_size)
-        for start in range(0, seq_len, seq_len if row % 2 else quarter)
-    ]
+    starts: list[int] = []
+    for row in range(batch_size):
+        starts += range(row * seq_len, (row + 1) * seq_len, seq_len if row % 2 else max(1, seq_len // 4))
     return torch.tensor([*starts, batch_size * seq_len], dtype=torch.int32)
 
 
@@ -110,17 +114,8 @@ def main() -> int:
     for seq_len in map(int, options.lengths.split(",")):
         for compiled in CHOICES[options.compile]:
             for attention, packed in product(options.attention.split(","), CHOICES[options.packed]):
-                results.append(
-                    measure(
-                        attention,
-                        seq_len,
-                        compiled,
-                        options.steps,
-                        options.checkpointing,
-                        options.step_tokens,
-                        packed,
-                    )
-                )
+                sizes = (options.steps, options.checkpointing, options.step_tokens)
+                results.append(measure(attention, seq_len, compiled, *sizes, packed))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     table = Table(title="Training the 125M model on one GPU, bf16")
     for column in ("tokens", "attention", "packed", "compiled", "checkpointed", "tokens/s", "step ms", "peak GiB"):

@@ -1,4 +1,4 @@
-"""Re-tunes the kernels' checked-in launch parameters on the GPU at hand: `python -m bench.tune --what cmp,win,sel`.
+"""Re-tunes the kernels' checked-in launch parameters on this machine's GPU: `python -m bench.tune --what cmp,win,sel`.
 
 Candidates are compiled by many processes at once, then timed one after the other by this one. Prints the fastest of
 each kernel beside what is checked in; nothing is changed. A candidate that does not run (too much shared memory) or
@@ -20,10 +20,10 @@ import torch
 
 from bench.attention import median_ms
 from bench.shapes import SPEC, Shape, make_inputs
-from nsa.ops.dispatch import triton_module
-from nsa.ops.triton import common, selected, selected_backward, selection
-from nsa.ops.triton.common import Launch
-from nsa.ops.triton.selected_tiles import QueryParams, TileParams
+from nsa.ops.dispatch import kernels_for
+from nsa.ops.triton import selected, selected_backward, selection
+from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.selected_tiles import TilePlan
 
 SHAPES = {
     "64": [Shape(16, 2048, 12, 2, 64), Shape(1, 32768, 12, 2, 64)],
@@ -39,6 +39,16 @@ FLASH = {
 }  # fmt: skip
 
 
+SCORE = [(64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+         (64, 256, 8, 3), (64, 64, 4, 3)]  # fmt: skip
+BLOCK = [(32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3),
+         (128, 64, 8, 2), (128, 64, 4, 2)]  # fmt: skip
+SMALL = [(16, 64, 1, 3), (16, 64, 2, 3), (16, 64, 1, 2), (16, 64, 4, 3), (16, 32, 1, 3), (16, 32, 2, 3),
+         (16, 32, 1, 4)]  # fmt: skip
+LARGE = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3),
+         (32, 64, 2, 3), (64, 64, 8, 3)]  # fmt: skip
+
+
 class Case:
     """One kernel call whose launch parameters are swept."""
 
@@ -47,66 +57,56 @@ class Case:
 
 
 def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
-    x, module = make_inputs(shape, correlated=False), triton_module(branch)
+    x, kernels = make_inputs(shape, correlated=False), kernels_for(branch)
     q, k, v = x.q.detach(), x.k_win.detach(), x.v_win.detach()
     if branch == "cmp":
-        k, v = (triton_module("phi").mean(t, SPEC, None) for t in (k, v))
-    o, lse = module.forward(q, k, v, SPEC, None)
+        k, v = (kernels_for("phi").mean(t, SPEC, None) for t in (k, v))
+    o, lse = kernels.forward(q, k, v, SPEC, None)
     do = torch.randn_like(o)
-    for part, sizes in FLASH.items():
-        key = (f"{branch}_{part}", 90, max(64, shape.dim))
-        default = common._LAUNCH_16[key]
-        candidates = [Launch(*size, mask) for size, mask in itertools.product(sizes, ("split", "branch"))]
-
-        def run(launch: Launch, part: str = part, key: tuple[str, int, int] = key) -> Any:
-            before = common._LAUNCH_16[key]
-            common._LAUNCH_16[key] = launch
-            try:
-                if part == "forward":
-                    return module.forward(q, k, v, SPEC, None)
-                return module.backward(do, q, k, v, o, lse, SPEC, None)
-            finally:
-                common._LAUNCH_16[key] = before
-
-        yield Case(f"{key[0]} {shape.name}", run, candidates, default)
+    runs: dict[str, Callable[[Launch], Any]] = {
+        "forward": lambda launch: kernels.forward(q, k, v, SPEC, None, launch),
+        "dq": lambda launch: kernels.backward(do, q, k, v, o, lse, SPEC, None, dq_params=launch),
+        "dkv": lambda launch: kernels.backward(do, q, k, v, o, lse, SPEC, None, dkv_params=launch),
+    }
+    for kernel, run in runs.items():
+        candidates = [Launch(*size, mask) for size, mask in itertools.product(FLASH[kernel], ("split", "branch"))]
+        yield Case(f"{branch}_{kernel} {shape.name}", run, candidates, kernels.launch(kernel, q, v))
 
 
 def selection_cases(shape: Shape) -> Iterator[Case]:
     x = make_inputs(shape, correlated=False)
     q = x.q.detach()
-    k = triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
-    _, lse = triton_module("cmp").forward(q, k, k, SPEC, None)
-    default = selection.default_params(common.arch_of(q), shape.dim, 2)
-    sizes = [(128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2), (64, 128, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-             (256, 64, 8, 3), (64, 64, 4, 3)]  # fmt: skip
-    candidates = [replace(default, columns=c, tokens=t, num_warps=w, num_stages=s) for c, t, w, s in sizes] + [
-        replace(default, pick_per_thread=n) for n in (4, 8, 16, 32)
+    k = kernels_for("phi").mean(x.k_cmp.detach(), SPEC, None)
+    _, lse = kernels_for("cmp").forward(q, k, k, SPEC, None)
+    score, pick = selection.default_params(q, k)
+    candidates = [(Launch(*size), pick) for size in SCORE] + [
+        (score, replace(pick, columns=32 * n * pick.num_warps)) for n in (4, 8, 16, 32)
     ]
     yield Case(
         f"select {shape.name}",
-        lambda p: (selection.forward(q, k, lse, SPEC, None, params=p).float(),),
+        lambda p: (selection.forward(q, k, lse, SPEC, None, p).float(),),
         candidates,
-        default,
+        (score, pick),
     )
 
 
 def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
     x = make_inputs(shape, correlated=correlated)
     q, k, v = x.q.detach(), x.k_sel.detach(), x.v_sel.detach()
-    k_cmp = triton_module("phi").mean(x.k_cmp.detach(), SPEC, None)
-    _, lse_cmp = triton_module("cmp").forward(q, k_cmp, k_cmp, SPEC, None)
-    indices = triton_module("select").forward(q, k_cmp, lse_cmp, SPEC, None)
+    k_cmp = kernels_for("phi").mean(x.k_cmp.detach(), SPEC, None)
+    _, lse_cmp = kernels_for("cmp").forward(q, k_cmp, k_cmp, SPEC, None)
+    indices = kernels_for("select").forward(q, k_cmp, lse_cmp, SPEC, None)
     o, lse = selected.forward(q, k, v, indices, SPEC, None)
     do = torch.randn_like(o)
     kind = "correlated" if correlated else "random"
     forward, backward = selected.default_params(q, k, v, SPEC), selected_backward.default_params(q, k, v, SPEC)
     yield Case(
         f"sel_forward {shape.name} {kind}",
-        lambda p: selected.forward(q, k, v, indices, SPEC, None, params=p),
+        lambda p: selected.forward(q, k, v, indices, SPEC, None, p),
         list(query_candidates(forward)),
         forward,
     )
-    blocks = [TileParams(*size) for size in BLOCK]
+    blocks = [Launch(*size) for size in BLOCK]
     chunks = sorted({backward.chunk, 512, 1024, 2048})
     both = [replace(backward, dq=dq, block=block) for dq, block in itertools.product(("fused", "separate"), blocks)] + [
         replace(backward, chunk=chunk) for chunk in chunks
@@ -115,22 +115,17 @@ def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
     queries = [replace(separate, query=query) for query in query_candidates(backward.query)]
     yield Case(
         f"sel_backward {shape.name} {kind}",
-        lambda p: selected_backward.backward(do, q, k, v, indices, o, lse, SPEC, None, params=p),
+        lambda p: selected_backward.backward(do, q, k, v, indices, o, lse, SPEC, None, p),
         both + queries,
         backward,
     )
 
 
-BLOCK = [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 4, 2)]
-SMALL = [(16, 1, 3), (16, 2, 3), (16, 1, 2), (16, 4, 3), (16, 1, 3, 32), (16, 2, 3, 32), (16, 1, 4, 32)]
-LARGE = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 2), (128, 8, 3), (64, 4, 3, 32), (32, 2, 3), (64, 8, 3)]
-
-
-def query_candidates(default: QueryParams) -> Iterator[QueryParams]:
+def query_candidates(default: TilePlan) -> Iterator[TilePlan]:
     for size in SMALL:
-        yield replace(default, method="query", small=replace(TileParams(*size), rows=max(size[0], default.small.rows)))
+        yield replace(default, method="query", small=replace(Launch(*size), rows=max(size[0], default.small.rows)))
     for size in LARGE:
-        yield replace(default, method="tile", large=TileParams(*size))
+        yield replace(default, method="tile", large=Launch(*size))
     for ratio in (1.0, 1.5, 2.0, 2.6, 3.5):
         yield replace(default, method="adaptive", ratio=ratio)
 

@@ -10,7 +10,7 @@ from nsa.ops import NSASpec
 
 torch.manual_seed(0)
 
-# Small blocks, so that 96 tokens already have something to choose from. Six query heads read two key/value heads.
+# Small blocks, so that 96 tokens offer a choice. Six query heads share two key/value heads.
 spec = NSASpec(cmp_block=8, cmp_stride=4, sel_block=8, num_selected=4, num_init=1, num_local=1, window=16)
 layer = NSAAttention(dim=64, num_heads=6, num_kv_heads=2, head_dim_k=32, head_dim_v=16, spec=spec)
 print(f"layer     {sum(p.numel() for p in layer.parameters()):,} parameters, {spec}")
@@ -26,9 +26,9 @@ changed = x.detach().clone()
 changed[:, 60:] = 0.0
 print(f"causal    output 0..59 changes by {(layer(changed) - y)[:, :60].abs().max():.1e} when tokens 60..95 change")
 
-# Three documents back to back. cu_seqlens holds the borders; the batch size is 1.
+# Three documents in one sequence. cu_seqlens holds their boundaries; the batch size is 1.
 documents = [torch.randn(1, length, 64) for length in (17, 50, 29)]
-borders = torch.tensor([0, 17, 67, 96], dtype=torch.int32)
-packed = layer(torch.cat(documents, dim=1), cu_seqlens=borders)
+boundaries = torch.tensor([0, 17, 67, 96], dtype=torch.int32)
+packed = layer(torch.cat(documents, dim=1), cu_seqlens=boundaries)
 alone = torch.cat([layer(document) for document in documents], dim=1)
 print(f"packed    three documents in one sequence and each alone differ by {(packed - alone).abs().max():.1e}")

@@ -1,4 +1,4 @@
-"""A transformer that knows nothing of this project gets NSAAttention in place of its own attention, and trains.
+"""Replaces the attention of a plain PyTorch transformer by NSAAttention, and trains it.
 
 python examples/in_your_model.py
 """
@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from nsa.nn import NSAAttention
 from nsa.ops import NSASpec
 
-VOCAB, DIM, HEADS, LENGTH, PERIOD = 16, 64, 4, 128, 48
+VOCAB, DIM, HEADS, LENGTH, PERIOD = 16, 64, 4, 64, 24
 
 
-# Somebody else's model: plain PyTorch, causal attention, a residual stream.
+# The given model: plain PyTorch, causal attention, residual connections.
 class CausalSelfAttention(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class TheirModel(nn.Module):
+class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
@@ -52,17 +52,17 @@ class TheirModel(nn.Module):
 
 
 def copy_batch(size: int) -> Tensor:
-    """Random tokens that repeat after PERIOD: from there on every next token can be copied."""
+    """Random tokens that repeat after PERIOD tokens: from there on the next token can be copied."""
     return torch.randint(VOCAB, (size, PERIOD)).repeat(1, LENGTH // PERIOD + 1)[:, :LENGTH]
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = TheirModel()
+    model = Transformer()
 
-    # The only change. NSAAttention brings its own rotary positions and takes [batch, tokens, dim], as theirs did.
-    # The window is shorter than PERIOD, so what is to be copied is within reach of the other two branches only.
-    spec = NSASpec(cmp_block=8, cmp_stride=4, sel_block=8, num_selected=8, num_init=1, num_local=1, window=16)
+    # The only change. NSAAttention applies rotary positions itself and takes [batch, tokens, dim] as before.
+    # The window is shorter than PERIOD, so only the other two branches can read the token to copy.
+    spec = NSASpec(cmp_block=8, cmp_stride=4, sel_block=8, num_selected=4, num_init=1, num_local=1, window=16)
     for block in model.blocks:
         block.attention = NSAAttention(DIM, num_heads=HEADS, num_kv_heads=2, head_dim_k=32, spec=spec)
 

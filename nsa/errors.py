@@ -1,4 +1,4 @@
-"""Every error a user can meet, each with the exit code its process ends with.
+"""Every error that a user can meet, with its exit code.
 
 A message says what was wrong, where, and what to do about it. Asserts elsewhere are for what cannot happen.
 """
@@ -45,13 +45,13 @@ class HangError(NSAError):
 
 
 class LaunchError(NSAError):
-    """Processes, devices or folders that do not fit the run that was asked for."""
+    """Processes, devices or folders that do not fit the configuration."""
 
     exit_code = 7
 
 
 class RankLostError(NSAError):
-    """Another process of the run is gone or does not answer."""
+    """Another process of the run ended or does not answer."""
 
     exit_code = 8
 
@@ -63,7 +63,7 @@ class OutOfMemoryError(NSAError):
 
 
 class Preempted(NSAError):  # noqa: N818  (nothing went wrong: the run was asked to stop, and saved)
-    """The run stopped at a signal with everything saved; the same command goes on."""
+    """The run stopped at a signal with everything saved; the same command resumes it."""
 
     exit_code = 75
 

@@ -1,8 +1,8 @@
-"""Faults on purpose: named points where a test can kill, stop or starve a process.
+"""Fault injection: named points at which a test can kill, stop or starve a process.
 
-While nothing is armed a point costs one look at a module variable. `arm` reads texts such as
-`save.rename:kill`, `save.shard:enospc:hit=2:rank=1` or `step.loss:nan:hit=5`, several with commas between: at the
-second time rank 1 comes to `save.shard` its disk is full. `nsa train` arms what NSA_FAULTS says.
+While no fault is armed, a point costs one check of a module variable. `arm` parses comma-separated faults such as
+`save.rename:kill`, `save.shard:enospc:hit=2:rank=1` or `step.loss:nan:hit=5`. The second one: when rank 1 reaches
+`save.shard` for the second time, its disk is full. `nsa train` arms the faults in NSA_FAULTS.
 """
 
 import errno
@@ -18,7 +18,7 @@ ACTIONS = ("kill", "stop", "terminate", "usr1", "enospc", "eio", "raise", "sleep
 
 @dataclass
 class Fault:
-    """Done when the process comes to `point` for the `hit`th time; `times` hits in a row from there on."""
+    """Triggered when the process reaches `point` for the `hit`th time, and `times` times in a row from there."""
 
     point: str
     action: str
@@ -38,25 +38,25 @@ _armed: list[Fault] = []
 
 
 def arm(text: str, rank: int = 0, attempt: int = 0) -> None:
-    """Replaces what is armed by what `text` says for this rank and attempt; an empty text disarms."""
+    """Replaces the armed faults by those in `text` for this rank and attempt; an empty text disarms."""
     faults = [_parse(part) for part in text.split(",") if part.strip()]
     _armed[:] = [f for f in faults if f.rank in (-1, rank) and f.attempt in (-1, attempt)]
 
 
 def point(name: str) -> None:
-    """A place where an armed fault happens."""
+    """Triggers the faults that are armed for this point."""
     if _armed:
         for fault in _armed:
             if fault.point == name and fault.action != "nan" and fault.due():
-                _happen(fault)
+                _trigger(fault)
 
 
-def spoiled(name: str) -> bool:
-    """Whether the value computed here is to become a NaN."""
+def makes_nan(name: str) -> bool:
+    """Whether a fault replaces the value computed here by a NaN."""
     return bool(_armed) and any(f.point == name and f.action == "nan" and f.due() for f in _armed)
 
 
-def _happen(fault: Fault) -> None:
+def _trigger(fault: Fault) -> None:
     signals = {
         "kill": signal.SIGKILL,
         "stop": signal.SIGSTOP,

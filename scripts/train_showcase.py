@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 scripts/train_showcase.py --dataset synthetic --steps 10
 
-An old name for `nsa train`: "Old commands" in docs/many-gpus.md.
+The old name of `nsa train`: "Old commands" in docs/many-gpus.md.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 scripts/train_showcase_fsdp.py --dataset synthetic --steps 10
 
-An old name for `nsa train CONFIG parallel.strategy=fsdp`: "Old commands" in docs/many-gpus.md.
+The old name of `nsa train CONFIG parallel.strategy=fsdp`: "Old commands" in docs/many-gpus.md.
 """
 
 import sys

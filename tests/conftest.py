@@ -1,12 +1,19 @@
-"""Settings for every test: one CPU thread each (two test processes share two cores), and a fixed seed."""
+"""Settings for every test: one CPU thread each (two test processes share two cores), a fixed seed, and an order that
+keeps both test processes busy to the end."""
 
+import functools
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Folders of long tests and of tests that start processes. They run first: short tests even out the end, and tests
+# that measure time run beside short ones.
+FIRST = ("distributed", "checks", "faults", "scripts", "train", "record")
 
 torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red test is red again.
@@ -17,3 +24,29 @@ settings.load_profile("fixed")
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(config, items):
+    places = {name: place for place, name in enumerate(FIRST)}
+    here = config.rootpath / "tests"
+    items.sort(key=lambda item: places.get(item.path.relative_to(here).parts[0], len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadscope`, a file whose fixtures are shared goes to one worker, other tests go one by one."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if _shares_fixtures(config.rootpath / file) else nodeid
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _shares_fixtures(file: Path) -> bool:
+    return 'scope="module"' in file.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Processes that start in a moment: forked from one that has imported torch and nsa and done nothing else.
+"""Processes that start at once: forked from one that has imported torch and nsa and done nothing else.
 
-They are real processes with their own environment, signals and end, as `python -m MODULE` would start them, less three
-seconds of imports each. One starter serves a test process; its children run MODULE from the top.
+They are real processes with their own environment, signals and exit code, as `python -m MODULE` or `python SCRIPT`
+would start them, less three seconds of imports each. One starter serves a test process.
 """
 
 import functools
@@ -57,10 +57,13 @@ class Process:
         self.send_signal(signal.SIGTERM)
 
 
-def start(module: str, *arguments: str, env: dict[str, str]) -> Process:
-    """`python -m module arguments` in ROOT; standard output and errors are read together."""
+def start(program: str, *arguments: str, env: dict[str, str], cwd: Path = ROOT) -> Process:
+    """`python -m program arguments`, or `python program arguments` where it ends in .py, in the folder `cwd`.
+
+    Standard output and standard error are read together.
+    """
     output = os.memfd_create("output", os.MFD_CLOEXEC)
-    asked = {"module": module, "arguments": arguments, "env": env}
+    asked = {"argv": [program, *arguments], "env": env, "cwd": str(cwd)}
     return Process(_ask(asked, output)["pid"], output)
 
 
@@ -82,7 +85,7 @@ def _starter(owner: int) -> socket.socket:
 
 
 def _serve(handle: int) -> None:
-    """In the starter: forks children and tells how they ended. Returns in a child, with everything set for it."""
+    """In the starter: forks children and reports how they ended. Returns in a child, with everything set for it."""
     asked = socket.socket(fileno=handle)
     while True:
         text, handles, _, _ = socket.recv_fds(asked, 1 << 20, 1)
@@ -105,22 +108,30 @@ def _serve(handle: int) -> None:
         os.close(handles[0])
         os.environ.clear()
         os.environ.update(message["env"])
-        sys.argv = [message["module"], *message["arguments"]]
+        os.chdir(message["cwd"])
+        sys.argv = message["argv"]
         return
 
 
 def _threads() -> list[str]:
-    """Threads beside the main one, by name; that of pyarrow's allocator, which knows of forks, left out."""
+    """Names of the threads beside the main one, without that of pyarrow's allocator, which handles forks."""
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     return [name for task in others if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
 
 
 def _main() -> None:
+    import torch._inductor  # noqa: F401 (deterministic mode imports it)
+
     import nsa.cli.main
-    import nsa.train.trainer  # noqa: F401
+    import nsa.train.loop  # noqa: F401
 
     _serve(int(sys.argv[1]))
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    program = sys.argv[0]
+    if program.endswith(".py"):
+        sys.path[0] = str(Path(program).resolve().parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,53 @@
-"""Reading a checkpoint back. It must have been verified; nothing in it is executed."""
+"""Reading a checkpoint that was verified before. Nothing in it is executed.
+
+Torch's distributed checkpoint reshards tensors between world sizes and strategies, but pickles its metadata. Here that
+is read through an allow-list of the types it consists of, entries that are no tensors are refused, and no shard outside
+the manifest is opened.
+"""
 
 import json
+import logging
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from nsa.checkpoint.manifest import read_manifest
-from nsa.checkpoint.save import STATE_FILE, random_file
-from nsa.checkpoint.shards import load_tensors, saved_shapes
+from nsa.checkpoint.format import METADATA_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
 from nsa.errors import CheckpointError
 
-STATE_VERSION = 1
-MODEL = "model/"  # what a tensor of the model is called by
+_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",  # so that the error can name the entry
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     state = _read_json(checkpoint / STATE_FILE)
     if state.get("version") != STATE_VERSION:
         raise CheckpointError(
-            f"{checkpoint / STATE_FILE}: version {state.get('version')!r} is not the {STATE_VERSION} that can be read"
+            f"{checkpoint / STATE_FILE}: has version {state.get('version')!r}, this program reads {STATE_VERSION}; "
+            "load the checkpoint with the version of nsa that wrote it"
         )
     return state
 
@@ -30,27 +57,27 @@ def read_step(checkpoint: Path) -> int:
     try:
         return int(read_state(checkpoint)["progress"]["step"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE}: says no step: {error}") from None
+        raise CheckpointError(f"{checkpoint / STATE_FILE}: has no step: {error}") from None
 
 
 def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     """The random state of that rank; None where fewer ranks saved."""
-    if random_file(rank) not in read_manifest(checkpoint):
-        return None
-    return _read_json(checkpoint / random_file(rank))
+    name = random_file(rank)
+    return _read_json(checkpoint / name) if name in read_manifest(checkpoint) else None
 
 
-def saved_names(checkpoint: Path) -> set[str]:
-    return set(saved_shapes(checkpoint, read_manifest(checkpoint)))
+def saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    """Name and shape of every saved tensor."""
+    metadata = _Reader(checkpoint).read_metadata()
+    return {name: entry.size for name, entry in _tensor_entries(metadata, checkpoint).items()}
 
 
 def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Fills every tensor in place, the model's among them.
+    """Fills every tensor in place, the model's among them, whatever world saved them.
 
-    One that is missing or has another shape, or a model's that is left over, is an error before any is touched.
+    A missing tensor, another shape, or a tensor of the model that is left over is an error before any is changed.
     """
-    files = read_manifest(checkpoint)
-    saved = saved_shapes(checkpoint, files)
+    saved = saved_shapes(checkpoint)
     missing = sorted(set(tensors) - set(saved))
     unknown = sorted(name for name in set(saved) - set(tensors) if name.startswith(MODEL))
     if missing or unknown:
@@ -63,7 +90,19 @@ def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup 
             raise CheckpointError(
                 f"{checkpoint}: {name} is {list(saved[name])} in the checkpoint and {list(tensor.shape)} in the model"
             )
-    load_tensors(tensors, checkpoint, files, group)
+    silence_torch()
+    try:
+        load(dict(tensors), storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        causes = "; ".join(dict.fromkeys(str(cause[0]) or type(cause[0]).__name__ for cause in error.failures.values()))
+        raise CheckpointError(f"{checkpoint}: cannot be loaded: {causes}") from None
+
+
+def silence_torch() -> None:
+    """Drops torch's remarks about running without a process group. The filter stays: restoring the old filters from
+    the thread that saves could undo what another thread did meanwhile."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -74,3 +113,81 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold an object")
     return value
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._folder = folder
+        self._files = read_manifest(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._folder / METADATA_FILE
+        if METADATA_FILE not in self._files:
+            raise CheckpointError(f"{path}: is not in the manifest")
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except Exception as error:  # a damaged pickle can raise anything
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{path}: holds no checkpoint metadata")
+        _tensor_entries(metadata, self._folder)
+        for info in metadata.storage_data.values():
+            shard = getattr(info, "relative_path", None)
+            if not isinstance(shard, str) or shard not in self._files:
+                raise CheckpointError(f"{path}: points to a file that is not in the manifest")
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"{path}: asks for a transformation of its shards, which is not supported")
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+
+class _Unpickler(pickle._Unpickler):
+    """Builds the listed types and nothing else; anything that could run code is an error.
+
+    This is the unpickler in Python: the one in C sets attributes of whatever it found, even of a class.
+    """
+
+    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _TYPES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(f"refused: it asks for {module}.{name}, which no checkpoint of ours needs")
+
+    def load_build(self) -> None:
+        built = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(built, type) or not is_dataclass(built):
+            raise CheckpointError("refused: it changes something that was there before")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
+
+def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStorageMetadata]:
+    entries = metadata.state_dict_metadata
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{folder / METADATA_FILE}: holds no checkpoint metadata")
+    for name, entry in entries.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{folder / METADATA_FILE}: entry {name!r} is no tensor; such entries are refused")
+        if not _is_whole(entry):
+            raise CheckpointError(f"{folder / METADATA_FILE}: the parts of {name!r} are not the whole tensor")
+    return entries  # type: ignore[return-value]
+
+
+def _is_whole(entry: TensorStorageMetadata) -> bool:
+    """Whether every part lies within the tensor and the parts have as many numbers: nothing would fill the rest."""
+    try:
+        size, inside = entry.size, True
+        for chunk in entry.chunks:
+            edges = zip(size, chunk.offsets, chunk.sizes, strict=True)
+            inside &= all(offset >= 0 and length >= 0 and offset + length <= edge for edge, offset, length in edges)
+        return isinstance(size, torch.Size) and inside and sum(c.sizes.numel() for c in entry.chunks) == size.numel()
+    except (AttributeError, TypeError, ValueError):
+        return False

@@ -1,10 +1,10 @@
 """What is broken, and the smallest case that shows it: the decision tree of `nsa doctor`.
 
-The environment, the kernels, then a survey of short runs on synthetic data, each in processes of its own: alone, with
-checkpointing, under DDP, under FSDP, compiled where that is configured, and at last the configuration as it is given.
-The first ones train the same batches, so that their losses and gradient norms must agree. A healthy system ends here.
-Where a run fails, `doctor_search` finds the smallest case that fails in the same way; that one is run once more,
-traced, as evidence.
+It checks the environment and the kernels, then runs short trials on synthetic data, each in its own processes: single
+process, with checkpointing, DDP, FSDP, compiled where that is configured, and finally the configuration as given. All
+but the last train on the same batches, so their losses and gradient norms must agree. A healthy system ends here. Where
+a trial fails, `doctor_search` finds the smallest case that fails in the same way. It runs once more, traced, as
+evidence.
 """
 
 import json
@@ -13,48 +13,51 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint import layout
-from nsa.checkpoint.weights import WEIGHTS_FILE
 from nsa.checks.doctor_search import (
     AS_GIVEN,
     BRANCH_OF,
-    FEWEST_TOKENS,
+    MIN_TOKENS,
     OPERATORS,
     SMALL,
     SYNTHETIC,
     Case,
-    Guilty,
+    Cause,
     Space,
     search,
 )
-from nsa.checks.probe import Probed, in_words, run_probe
-from nsa.checks.trials import Outcome, Trial, run_trial, write_trial_config
+from nsa.checks.probe import ProbeResult, describe, run_probe
+from nsa.checks.progress import Progress
+from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus, write_trial_config
 from nsa.config import Config, load_config, parse_config
-from nsa.errors import ConfigError, HangError, NumericsError, OutOfMemoryError
-from nsa.inspect.reading import RunView, read_run
-from nsa.train.folder import NONFINITE_FOLDER
+from nsa.errors import HangError, NumericsError, OutOfMemoryError
+from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
 
 HANG, NON_FINITE, OUT_OF_MEMORY = "hang", "non-finite numbers", "out of memory"
 OTHER_NUMBERS = "trains with other numbers"
-SAME_FP32, SAME_ROUNDED = 1e-4, 2e-2  # relative
-ENDS_IT = ("python", "torch", "triton", "GPUs")  # of the environment: without them no trial says anything
-PATIENCE, SHORTEST_S = 10, 60.0  # trials of a search get ten times what a sound one took, and at least a minute
+KINDS = {
+    0: "ended early",
+    HangError.exit_code: HANG,
+    NumericsError.exit_code: NON_FINITE,
+    OutOfMemoryError.exit_code: OUT_OF_MEMORY,
+}
+TOLERANCE_FP32, TOLERANCE_ROUNDED = 1e-4, 2e-2  # relative, of losses and gradient norms on the same batches
+REQUIRED = ("python", "torch", "triton", "GPUs")  # without these no trial means anything
+LIMIT_FACTOR, MIN_LIMIT_S = 10, 60.0  # trials of a search get ten times what a sound one took, and at least a minute
 
 
 @dataclass(frozen=True)
-class Patient:
-    """What is to be looked at. `config` is resolved; `stated` is the same without the environment's variables."""
+class Setup:
+    """The configuration to diagnose, and how to run its trials."""
 
     config_file: Path
     overrides: tuple[str, ...]
     config: Config
-    stated: Config
     out: Path
     nproc: int  # of DDP and FSDP
     given_nproc: int  # of the configuration as given
@@ -64,7 +67,7 @@ class Patient:
 
     @property
     def given(self) -> Case:
-        """The configuration as it is; a ConfigError where its batch does not come out even."""
+        """The configuration as it is; a ConfigError where its ranks cannot share the batch evenly."""
         config = self.config
         strategy = "single" if self.given_nproc == 1 else "ddp"
         batch = (config.train.batch_size, micro_batch_size(config, self.given_nproc))
@@ -74,15 +77,14 @@ class Patient:
             strategy if config.parallel.strategy == "auto" else config.parallel.strategy,
             config.runtime.gradient_checkpointing,
             config.runtime.compile,
-            (),
-            config.nsa.force_branch,
-            SYNTHETIC if config.data.source == "synthetic" and not config.data.mixture else AS_GIVEN,
-            SMALL if batch == self.small_batch else AS_GIVEN,
+            branch=config.nsa.force_branch,
+            data=SYNTHETIC if config.data.source == "synthetic" and not config.data.mixture else AS_GIVEN,
+            batch=SMALL if batch == self.small_batch else AS_GIVEN,
         )
 
     @property
     def small_batch(self) -> tuple[int, int]:
-        """Sequences of a step and of a pass that one process and all of them can train alike."""
+        """Sequences of a step and of a pass that one process and all of them can train in the same way."""
         train = self.config.train
         micro = max(1, train.batch_size // self.nproc) if train.micro_batch == "auto" else train.micro_batch
         return self.nproc * micro, micro
@@ -90,329 +92,269 @@ class Patient:
     def processes(self, case: Case) -> int:
         return 1 if case.strategy == "single" else self.nproc if case.batch == SMALL else self.given_nproc
 
-    def tree(self, case: Case) -> dict[str, Any]:
-        """The configuration of a case: as given, but for its factors and an end after a few steps."""
-        tree = self.config.to_dict()
-        train, parallel = tree["train"], tree["parallel"]
-        if case.batch == SMALL:
-            train["batch_size"], train["micro_batch"] = self.small_batch
-        else:
-            train["micro_batch"] = micro_batch_size(self.config, self.given_nproc)
-        train |= {"steps": self.steps, "seq_len": case.tokens, "profile_steps": None}
-        train["eval_sequences"] = min(train["eval_sequences"], train["batch_size"])
-        if case.layers != self.config.model.n_layers:
-            train["init_from"] = None  # weights of another depth
-        tree["model"]["n_layers"] = case.layers
-        tree["nsa"]["force_branch"] = case.branch
-        tree["runtime"] |= {"gradient_checkpointing": case.checkpointing, "compile": case.compiled}
-        tree["runtime"]["kernels"] |= dict.fromkeys(case.slow, "reference")
-        parallel["strategy"] = case.strategy
-        parallel["allow_single_rank"] |= self.on_gpu and self.processes(case) == 1
-        parallel["ddp"]["static_graph"] &= case.strategy == "ddp"  # alone, the same batch takes several passes
+    def changes(self, case: Case, limit_s: float, *, traced: bool = False) -> dict[str, Any]:
+        """What the configuration of a case changes, by `section.key`: its factors, the number of steps, and timeouts
+        with which the watchdog finds a hang well within the limit and before any collective times out."""
+        config, telemetry, parallel = self.config, self.config.telemetry, self.config.parallel
+        given_batch = (config.train.batch_size, micro_batch_size(config, self.given_nproc))
+        batch_size, micro_batch = self.small_batch if case.batch == SMALL else given_batch
+        changes: dict[str, Any] = {
+            "model.n_layers": case.layers,
+            "nsa.force_branch": case.branch,
+            "train.batch_size": batch_size,
+            "train.micro_batch": micro_batch,
+            "train.steps": self.steps,
+            "train.seq_len": case.tokens,
+            "train.profile_steps": None,
+            "train.eval_sequences": min(config.train.eval_sequences, batch_size),
+            "runtime.gradient_checkpointing": case.checkpointing,
+            "runtime.compile": case.compiled,
+            "parallel.strategy": case.strategy,
+            "parallel.allow_single_rank": parallel.allow_single_rank or (self.on_gpu and self.processes(case) == 1),
+            # One process takes several passes for the batch.
+            "parallel.ddp.static_graph": parallel.ddp.static_graph and case.strategy == "ddp",
+            "parallel.timeout_s": max(parallel.timeout_s, limit_s),
+            "telemetry.watchdog_first_step_s": min(telemetry.watchdog_first_step_s, limit_s / 2),
+            "telemetry.watchdog_floor_s": min(telemetry.watchdog_floor_s, limit_s / 4),
+            "telemetry.tracker": "none",
+        }
+        changes |= {f"runtime.kernels.{operator}": "reference" for operator in case.on_reference}
+        if case.layers != config.model.n_layers:
+            changes["train.init_from"] = None  # those weights have another depth
         if case.data == SYNTHETIC:
-            tree["data"] |= {"source": "synthetic", "paths": [], "mixture": []}
-        tree["telemetry"]["tracker"] = "none"
-        return tree
+            changes |= {"data.source": "synthetic", "data.paths": [], "data.mixture": []}
+        if traced:
+            changes |= dict.fromkeys((f"telemetry.trace_{what}" for what in ("grads", "modules", "buckets")), True)
+        return changes
+
+    def resolve(self, case: Case, limit_s: float, *, traced: bool = False) -> Config:
+        """The configuration of a case."""
+        changes = self.changes(case, limit_s, traced=traced)
+        return parse_config(self.config.to_dict(), "doctor", [f"{k}={json.dumps(v)}" for k, v in changes.items()])
 
     def tolerance(self, case: Case) -> float:
-        """How far the losses and gradient norms of two runs of the same batches may be apart."""
+        """The largest relative difference between losses or gradient norms of two runs on the same batches."""
         precision, fsdp = self.config.runtime.precision, self.config.parallel.fsdp
         used: set[str] = {("bf16" if self.on_gpu else "fp32") if precision == "auto" else precision}
         if case.strategy == "fsdp":
             used |= {fsdp.param_dtype, fsdp.reduce_dtype} - {"auto"}
         # Compiled code rounds in other places.
-        return SAME_FP32 if used == {"fp32"} and not case.compiled else SAME_ROUNDED
+        return TOLERANCE_FP32 if used == {"fp32"} and not case.compiled else TOLERANCE_ROUNDED
 
 
-def admit(config_file: Path, overrides: list[str], out: Path, nproc: int | None, steps: int, limit_s: float) -> Patient:
-    """Reads the configuration and says how many processes it takes. A mistake in it is a ConfigError."""
-    from torch import cuda
-
-    stated = load_config(config_file, overrides)
+def load_setup(
+    config_file: Path, overrides: list[str], out: Path, nproc: int | None, steps: int, limit_s: float
+) -> Setup:
+    """Loads the configuration and decides how many processes it takes. A mistake in it is a ConfigError."""
     config = load_config(config_file, overrides, os.environ)
-    gpus = 0 if config.runtime.device == "cpu" or not cuda.is_available() else cuda.device_count()
+    gpus, strategy = usable_gpus(config), config.parallel.strategy
     wanted = nproc or gpus or 2
-    alone = config.parallel.strategy == "single" or (config.parallel.strategy == "auto" and not (nproc or gpus))
-    patient = Patient(
-        config_file, tuple(overrides), config, stated, out, wanted, 1 if alone else wanted, gpus > 0, steps, limit_s
-    )
-    _ = patient.given
-    return patient
+    given = 1 if strategy == "single" or (strategy == "auto" and not (nproc or gpus)) else wanted
+    setup = Setup(config_file, tuple(overrides), config, out, wanted, given, gpus > 0, steps, limit_s)
+    _ = setup.given
+    return setup
 
 
 @dataclass(frozen=True)
-class Record:
-    """What became of a trial or a probe. `kind` is how it failed; empty where it did not."""
+class Attempt:
+    """One trial or probe, as plain values. `failure` is the kind of failure, empty where it passed."""
 
     name: str
-    kind: str
+    failure: str
     reason: str
     seconds: float
     case: Case | None = None
     nproc: int = 1
-    folder: Path | None = None
-    losses: tuple[float, ...] = ()
-    norms: tuple[float, ...] = ()
-    last_lines: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        return not self.kind
+    folder: str = ""
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Watcher:
-    """Told what is going on, for a live view; each does nothing unless given."""
-
-    begins: Callable[[str, float], None] = lambda name, limit_s: None
-    stands: Callable[[RunView | None, float], None] = lambda view, seconds: None
-    ended: Callable[[Record], None] = lambda record: None
-
-
-@dataclass
 class Diagnosis:
-    """Everything that was found. Healthy where nothing failed."""
+    """Walks the decision tree and keeps what it finds. Tests replace `run_trial` and `run_probe`."""
 
-    patient: Patient
-    machine: Probed = field(default_factory=lambda: Probed([]))
-    kernels: Probed = field(default_factory=lambda: Probed([]))
-    records: list[Record] = field(default_factory=list)
-    failure: Record | None = None
-    guilty: list[Guilty] = field(default_factory=list)
-    smallest: Case | None = None
-    evidence: Record | None = None  # the smallest case once more, traced
-    baseline: Record | None = None  # whose numbers it should have
-    seconds: float = 0.0
+    def __init__(
+        self,
+        setup: Setup,
+        progress: Progress,
+        run_trial: Callable[..., Outcome] = run_trial,
+        run_probe: Callable[..., ProbeResult] = run_probe,
+    ):
+        self.setup, self.progress = setup, progress
+        self._run_trial, self._run_probe = run_trial, run_probe
+        self._known: dict[Case, Attempt] = {}
+        self.machine, self.kernels = ProbeResult([]), ProbeResult([])
+        self.attempts: list[Attempt] = []
+        self.failure: Attempt | None = None  # the first one; None where the system is healthy
+        self.causes: list[Cause] = []
+        self.smallest: Case | None = None
+        self.evidence: Attempt | None = None  # the smallest case once more, traced
+        self.baseline: Attempt | None = None  # the run that has the right numbers
+        self.environment: dict[str, Any] = {}  # env.json of a trial
+        self.seconds = 0.0
 
-    @property
-    def healthy(self) -> bool:
-        return self.failure is None
+    def run(self) -> None:
+        began = time.monotonic()
+        shutil.rmtree(self.setup.out / "trials", ignore_errors=True)  # of an earlier diagnosis
+        self._walk()
+        self.seconds = time.monotonic() - began
 
-
-def diagnose(
-    patient: Patient,
-    watcher: Watcher,
-    run: Callable[..., Outcome] = run_trial,
-    probe: Callable[..., Probed] = run_probe,
-) -> Diagnosis:
-    """Walks down the tree, and searches where it breaks."""
-    began = time.monotonic()
-    shutil.rmtree(patient.out / "trials", ignore_errors=True)  # of an earlier examination
-    examination = _Examination(patient, watcher, run, probe)
-    examination.examine()
-    examination.found.seconds = time.monotonic() - began
-    return examination.found
-
-
-class _Examination:
-    def __init__(self, patient: Patient, watcher: Watcher, run: Callable[..., Outcome], probe: Callable[..., Probed]):
-        self.patient, self.watcher, self._run, self._probe = patient, watcher, run, probe
-        self.found = Diagnosis(patient)
-        self._known: dict[str, Record] = {}
-
-    def examine(self) -> None:
-        found = self.found
-        found.machine, machine = self._look("machine", "environment")
-        if machine.kind:
-            found.failure = machine
-            bad = [finding["what"] for finding in found.machine.findings if not finding["ok"]]
-            found.guilty = [Guilty("environment", what, f"environment: {what}") for what in bad or ["no answer"]]
-            if not bad or set(bad) & set(ENDS_IT):
+    def _walk(self) -> None:
+        self.machine, machine = self._probe("machine", "environment")
+        if machine.failure:
+            self.failure = machine
+            bad = [finding["what"] for finding in self.machine.failed] or ["no answer"]
+            self.causes = [Cause("environment", what, f"environment: {what}") for what in bad]
+            if self.machine.problem or set(bad) & set(REQUIRED):
                 return
-        found.kernels, kernels = self._look("kernels", "kernels")
-        wrong = [check for check in found.kernels.findings if not check["ok"]]
-        if wrong:
-            found.failure = kernels
-            self._show_wrong_kernels(wrong)
+        self.kernels, kernels = self._probe("kernels", "kernels")
+        if self.kernels.failed:
+            self.failure = kernels
+            self._show_wrong_kernels(self.kernels.failed)
             return
         failed = self._survey()
         if failed is not None:
-            found.failure = failed
+            self.failure = failed
             self._narrow_down(failed)
-        elif kernels.kind:
-            found.failure = kernels
-            found.guilty.append(Guilty("kernel", "all", "the check of the kernels"))
+        elif kernels.failure:
+            self.failure = kernels
+            self.causes.append(Cause("kernel", "all", "the check of the kernels"))
 
-    def _look(self, kind: str, name: str) -> tuple[Probed, Record]:
-        """The environment or the kernels, by a process of its own."""
-        patient, began = self.patient, time.monotonic()
-        self.watcher.begins(name, patient.limit_s)
-        tree = patient.tree(replace(patient.given, strategy="ddp", batch=SMALL))
-        folder = patient.out / "trials"
-        trial = Trial(kind, parse_config(tree, name), folder / kind, 1, patient.limit_s)
+    def _probe(self, kind: str, name: str) -> tuple[ProbeResult, Attempt]:
+        setup, began, folder = self.setup, time.monotonic(), self.setup.out / "trials"
+        self._begin(name, setup.limit_s)
+        config = setup.resolve(replace(setup.given, strategy="ddp", batch=SMALL), setup.limit_s)
+        trial = Trial(kind, config, folder / kind, 1, setup.limit_s)
         write_trial_config(trial)
-        probed = self._probe(kind, trial.config_file, patient.nproc, folder, patient.limit_s)
-        bad = [finding for finding in probed.findings if not finding["ok"]]
-        failure = "no answer" if probed.problem else f"{len(bad)} of {len(probed.findings)} wrong" if bad else ""
-        record = Record(name, failure, probed.problem or "; ".join(map(in_words, bad)), time.monotonic() - began)
-        self._note(record)
-        return probed, record
+        probed = self._run_probe(kind, trial.config_file, setup.nproc, folder, setup.limit_s)
+        wrong = f"{len(probed.failed)} of {len(probed.findings)} wrong" if probed.failed else ""
+        reason = probed.problem or "; ".join(map(describe, probed.failed))
+        return probed, self._end(
+            Attempt(name, "no answer" if probed.problem else wrong, reason, time.monotonic() - began)
+        )
 
-    def _survey(self) -> Record | None:
-        """The first run that fails."""
-        nproc, given = self.patient.nproc, self.patient.given
+    def _survey(self) -> Attempt | None:
+        """The first trial that fails."""
+        nproc, given = self.setup.nproc, self.setup.given
         plain = Case(given.layers, given.tokens, branch=given.branch)
-        kept = "block" if given.checkpointing == "none" else given.checkpointing
+        recompute = "block" if given.checkpointing == "none" else given.checkpointing
         shared = replace(plain, checkpointing=given.checkpointing)
-        cases = [
-            ("single process", plain),
-            (f"checkpointing ({kept})", replace(plain, checkpointing=kept)),
-            (f"ddp x {nproc}", replace(shared, strategy="ddp")),
-            (f"fsdp x {nproc}", replace(shared, strategy="fsdp")),
-        ]
-        if given.compiled:
-            cases.append(("torch.compile", replace(shared, compiled=True)))
-        for name, case in cases:
-            record = self.attempt(name, case, against=self._baseline(case))
-            if record.kind:
-                return record
-        record = self.attempt("the configuration as given", given)
-        return record if record.kind else None
+        cases = {
+            "single process": plain,
+            f"checkpointing ({recompute})": replace(plain, checkpointing=recompute),
+            f"ddp x {nproc}": replace(shared, strategy="ddp"),
+            f"fsdp x {nproc}": replace(shared, strategy="fsdp"),
+            **({"torch.compile": replace(shared, compiled=True)} if given.compiled else {}),
+            "the configuration as given": given,
+        }
+        attempts = (self.attempt(name, case, against=self._baseline(case)) for name, case in cases.items())
+        return next((attempt for attempt in attempts if attempt.failure), None)
 
-    def _narrow_down(self, failed: Record) -> None:
-        found, config, kind = self.found, self.patient.config, failed.kind
+    def _narrow_down(self, failed: Attempt) -> None:
+        config, kind = self.setup.config, failed.failure
         assert failed.case is not None
 
         def fails(name: str, case: Case) -> bool:
             against = self._baseline(case) if kind == OTHER_NUMBERS else None
-            return self.attempt(name, case, against=against, limit_s=self._limit(case)).kind == kind
+            return self.attempt(name, case, against=against, limit_s=self._limit_s(case)).failure == kind
 
         is_nsa = "nsa" in config.model.layer_kinds()
-        fewest = max(FEWEST_TOKENS, config.nsa.sel_block if is_nsa else 0)
-        space = Space(self._fast_operators() if is_nsa else (), is_nsa, min(fewest, failed.case.tokens))
-        found.smallest, guilty = search(failed.case, space, fails)
-        found.guilty += guilty
-        found.baseline = self._baseline(found.smallest) if kind == OTHER_NUMBERS else None
-        found.evidence = self.attempt("the smallest case, traced", found.smallest, against=found.baseline, traced=True)
+        min_tokens = min(max(MIN_TOKENS, config.nsa.sel_block if is_nsa else 0), failed.case.tokens)
+        space = Space(self._fast_operators() if is_nsa else (), is_nsa, min_tokens)
+        self.smallest, causes = search(failed.case, space, fails)
+        self.causes += causes
+        self.baseline = self._baseline(self.smallest) if kind == OTHER_NUMBERS else None
+        self.evidence = self.attempt("the smallest case, traced", self.smallest, against=self.baseline, traced=True)
 
-    def _baseline(self, case: Case) -> Record | None:
-        """The run whose numbers those of the case must be."""
+    def _baseline(self, case: Case) -> Attempt | None:
+        """The run whose numbers the case must reproduce."""
         plain = replace(case, strategy="single", checkpointing="none", compiled=False)
         if plain == case or case.data != SYNTHETIC or case.batch != SMALL:
             return None
-        record = self.attempt("the same, plain", plain)
-        return record if record.passed else None
+        attempt = self.attempt("the same, plain", plain)
+        return None if attempt.failure else attempt
 
     def _fast_operators(self) -> tuple[str, ...]:
-        """Those that not the reference computes; all that may be such, where the probe gave no answer."""
-        if not self.patient.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        """Operators that a fast kernel computes, or may compute where the probe gave no answer."""
+        if not self.setup.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
             return ()
-        wanted, checks = self.patient.config.runtime.kernels.model_dump(), self.found.kernels.findings
+        wanted, checks = self.setup.config.runtime.kernels.model_dump(), self.kernels.findings
         slow = {c["operator"] for c in checks if c["backend"] == "reference" and "differences" not in c["part"]}
         return tuple(name for name in OPERATORS[None] if wanted[name] != "reference" and name not in slow)
 
     def _show_wrong_kernels(self, wrong: list[dict[str, Any]]) -> None:
-        """What a wrong operator does to training, beside the reference."""
-        found, config, operator = self.found, self.patient.config, wrong[0]["operator"]
-        backends: dict[str, str] = {}
-        for check in wrong:  # a reference that finite differences contradict is itself at fault
-            by = "reference" if "differences" in check["part"] else check["backend"]
-            backends[check["operator"]] = "reference" if backends.get(check["operator"]) == "reference" else by
-        found.guilty += [Guilty("kernel", name, f"kernel {name} ({by})") for name, by in backends.items()]
+        """Trains with the first wrong operator, and with the reference in its place."""
+        config, operator = self.setup.config, wrong[0]["operator"]
+        # A reference that finite differences contradict is itself at fault.
+        backends = {check["operator"]: check["backend"] for check in wrong}
+        backends |= {check["operator"]: "reference" for check in wrong if "differences" in check["part"]}
+        self.causes += [Cause("kernel", name, f"kernel {name} ({by})") for name, by in backends.items()]
         tokens = min(config.train.seq_len, (config.nsa.num_selected + 4) * config.nsa.sel_block)
-        found.smallest = case = Case(1, tokens, branch=config.nsa.force_branch or BRANCH_OF[operator])
+        self.smallest = case = Case(1, tokens, branch=config.nsa.force_branch or BRANCH_OF[operator])
         if backends[operator] != "reference":
-            found.baseline = self.attempt(f"{operator} on the reference", replace(case, slow=(operator,)))
-        found.evidence = self.attempt(f"{operator} ({backends[operator]}) in training", case, against=found.baseline)
+            self.baseline = self.attempt(f"{operator} on the reference", replace(case, on_reference=(operator,)))
+        self.evidence = self.attempt(f"{operator} ({backends[operator]}) in training", case, against=self.baseline)
 
     def attempt(
-        self,
-        name: str,
-        case: Case,
-        *,
-        against: Record | None = None,
-        limit_s: float | None = None,
-        traced: bool = False,
-    ) -> Record:
-        """Trains the case; one that was trained before is remembered, unless it is to be traced now."""
-        tree, nproc = self.patient.tree(case), self.patient.processes(case)
-        key = json.dumps([tree, nproc])
-        if key in self._known and not traced:
-            return self._known[key]
-        record = self._train(name, case, tree, limit_s or self.patient.limit_s, traced=traced)
-        if record.passed and against is not None:
-            remark = first_difference(record, against, self.patient.tolerance(case))
-            record = replace(record, kind=OTHER_NUMBERS if remark else "", reason=remark)
-        self._known.setdefault(key, record)
-        self._note(record)
-        return record
-
-    def _train(self, name: str, case: Case, tree: dict[str, Any], limit_s: float, *, traced: bool) -> Record:
-        self.watcher.begins(name, limit_s)
+        self, name: str, case: Case, *, against: Attempt | None = None, limit_s: float = 0.0, traced: bool = False
+    ) -> Attempt:
+        """Trains the case, or returns the earlier attempt at it unless it is to be traced now."""
+        setup, limit_s = self.setup, limit_s or self.setup.limit_s
+        if case in self._known and not traced:
+            return self._known[case]
+        self._begin(name, limit_s)
         slug = re.sub(r"\W+", "-", name).strip("-")
-        folder = self.patient.out / "trials" / f"{len(self.found.records) - 1:02d}-{slug}"
-        config = parse_config(timed(tree, limit_s, traced=traced), name)
-        nproc = self.patient.processes(case)
-        outcome = self._run(Trial(name, config, folder, nproc, limit_s), self.watcher.stands)
-        losses, norms = _numbers(folder)
-        _tidy(folder, keep_nonfinite=traced)
-        lines = tuple(outcome.last_lines())
-        return Record(
-            name, kind_of(outcome), outcome.reason, outcome.seconds, case, nproc, folder, losses, norms, lines
-        )
+        folder = setup.out / "trials" / f"{len(self.attempts) - 1:02d}-{slug}"
+        folder.mkdir(parents=True, exist_ok=True)  # evidence is read from it even if the run writes nothing
+        config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
+        outcome = self._run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
+        _remove_weights(folder, keep_nonfinite=traced)
+        losses, norms = list[float](), list[float]()
+        if view := outcome.view:
+            losses, norms = (view.training.column(column).tolist() for column in ("loss", "grad_norm"))
+            self.environment = self.environment or view.env
+        failure, reason = kind_of(outcome), outcome.reason
+        if not failure and against is not None:
+            reason = first_difference(losses, norms, against, setup.tolerance(case))
+            failure = OTHER_NUMBERS if reason else ""
+        made = Attempt(name, failure, reason, outcome.seconds, case, nproc, str(folder), losses, norms)
+        self._known.setdefault(case, made)
+        return self._end(made)
 
-    def _limit(self, case: Case) -> float:
-        """A hang should not cost more than it must: sound trials have shown how long one takes."""
-        sound = [r.seconds for r in self.found.records if r.passed and r.case and r.case.compiled == case.compiled]
-        return min(self.patient.limit_s, max(SHORTEST_S, PATIENCE * max(sound, default=math.inf)))
+    def _limit_s(self, case: Case) -> float:
+        """Bounds the cost of a hang by how long sound trials took."""
+        sound = [a.seconds for a in self.attempts if a.case and not a.failure and a.case.compiled == case.compiled]
+        return min(self.setup.limit_s, max(MIN_LIMIT_S, LIMIT_FACTOR * max(sound, default=math.inf)))
 
-    def _note(self, record: Record) -> None:
-        self.found.records.append(record)
-        self.watcher.ended(record)
+    def _begin(self, name: str, limit_s: float) -> None:
+        self.progress.begin(f"{name} (at most {limit_s:.0f} s)")
+
+    def _end(self, attempt: Attempt) -> Attempt:
+        self.attempts.append(attempt)
+        self.progress.end(attempt)
+        return attempt
 
 
 def kind_of(outcome: Outcome) -> str:
-    """How a trial failed, as far as two failures can be called the same."""
-    code = outcome.exit_code
+    """How a trial failed, as precisely as two failures can be called the same."""
     if outcome.passed:
         return ""
-    if outcome.timed_out:
-        return HANG
-    known = {
-        0: "ended early",
-        HangError.exit_code: HANG,
-        NumericsError.exit_code: NON_FINITE,
-        OutOfMemoryError.exit_code: OUT_OF_MEMORY,
-    }
-    return known.get(code, f"crash (exit code {code})")
+    return HANG if outcome.timed_out else KINDS.get(outcome.exit_code, f"crash (exit code {outcome.exit_code})")
 
 
-def first_difference(record: Record, against: Record, limit: float) -> str:
-    """Where the losses or gradient norms of two runs part; nothing where they agree."""
-    rows = zip(record.losses, against.losses, record.norms, against.norms, strict=False)
+def first_difference(losses: list[float], norms: list[float], against: Attempt, tolerance: float) -> str:
+    """Where losses or gradient norms first differ from those of another run; empty where they agree."""
+    rows = zip(losses, against.losses, norms, against.grad_norms, strict=False)
     for step, (loss, other_loss, norm, other_norm) in enumerate(rows, start=1):
         for what, mine, other in (("loss", loss, other_loss), ("gradient norm", norm, other_norm)):
-            if not _agree(mine, other, limit):
+            both_skipped = not (math.isfinite(mine) or math.isfinite(other))  # fp16 skips a step without a norm
+            if not both_skipped and not math.isclose(mine, other, rel_tol=tolerance):
                 return f"step {step}: {what} {mine:.8g}, in '{against.name}' {other:.8g}"
     return ""
 
 
-def _agree(mine: float, other: float, limit: float) -> bool:
-    if math.isfinite(mine) and math.isfinite(other):
-        return abs(mine - other) <= limit * max(abs(mine), abs(other))
-    return math.isfinite(mine) == math.isfinite(other)  # a step that fp16 leaves out has no norm in either
-
-
-def timed(tree: Mapping[str, Any], limit_s: float, *, traced: bool = False) -> dict[str, Any]:
-    """With a watchdog that finds a hang well within the limit, before any collective gives up."""
-    telemetry, parallel = dict(tree["telemetry"]), dict(tree["parallel"])
-    telemetry["watchdog_first_step_s"] = min(telemetry["watchdog_first_step_s"], limit_s / 2)
-    telemetry["watchdog_floor_s"] = min(telemetry["watchdog_floor_s"], limit_s / 4)
-    telemetry |= dict.fromkeys(("trace_grads", "trace_modules", "trace_buckets"), True) if traced else {}
-    parallel["timeout_s"] = max(parallel["timeout_s"], limit_s)
-    return {**tree, "telemetry": telemetry, "parallel": parallel}
-
-
-def _numbers(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    try:
-        training = read_run(folder).training.columns
-    except ConfigError:  # it did not come that far
-        return (), ()
-    return tuple(training["loss"]), tuple(training["grad_norm"])
-
-
-def _tidy(folder: Path, *, keep_nonfinite: bool) -> None:
-    """Weights are large and tell nothing here, but for those of a step that was not finite."""
-    for name in (layout.FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
+def _remove_weights(folder: Path, *, keep_nonfinite: bool) -> None:
+    """Weights are large and are no evidence, except those of a non-finite step."""
+    for name in (CHECKPOINTS_FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The page of `nsa doctor`: what fails, in which smallest case, what to do, and the evidence, for a person or an issue.
+"""The page of `nsa doctor`: what fails, the smallest case that shows it, what to do, and the evidence.
 
-`summary` is everything as plain values, written as doctor.json; doctor.md is made from nothing else.
+`summary` holds everything as plain values and becomes doctor.json; doctor.md is made from it alone.
 """
 
 import json
@@ -14,209 +14,166 @@ from typing import Any
 import yaml
 
 from nsa import __version__
-from nsa.checks.doctor import HANG, NON_FINITE, OTHER_NUMBERS, OUT_OF_MEMORY, Diagnosis, Record, timed
-from nsa.checks.doctor_search import AS_GIVEN, Case, Guilty
-from nsa.checks.trials import spelled
-from nsa.checks.writing import block, row, table_head, write_files
+from nsa.checks.doctor import HANG, NON_FINITE, OTHER_NUMBERS, OUT_OF_MEMORY, Attempt, Diagnosis
+from nsa.checks.doctor_search import Case, Cause
+from nsa.checks.pages import Section, write_files
+from nsa.checks.trials import format_command, last_lines
+from nsa.config import load_config
 from nsa.config.differences import flat
 from nsa.errors import ConfigError
-from nsa.inspect.reading import read_run
 from nsa.inspect.trace_report import explain
 from nsa.record.numbers import clock, one_line, plain, seconds
+from nsa.record.schema import HEARTBEAT, read_events, stack_dumps
 
-SCHEMA = 1
+SCHEMA = 2
 JSON_FILE, PAGE_FILE = "doctor.json", "doctor.md"
-MOST_FRAMES = 14
+MAX_FRAMES = 14
 LOG_LINES = 15
+ENVIRONMENT = ("commit", "python", "platform", "packages", "gpu", "cuda", "driver")
 
+# The format of faulthandler, which writes the stacks.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^\s+File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _LONG_PATH = re.compile(r"^.*/(?:site-packages/|(?=nsa/|python3\.\d+/))")
 _COMPUTES = re.compile(r"^nsa/(?:ops|nn|parallel)/")
 
 ADVICE = {
-    "environment": "mend it first: the table below says what each finding asks for.",
-    "strategy ddp": "`parallel.ddp.safe_mode=true` tells whether an option of DDP is at fault; "
-    "`parallel.strategy=fsdp` goes around it. On GPUs look at the links too: `NCCL_DEBUG=INFO`.",
-    "strategy fsdp": "`parallel.strategy=ddp` goes around it where the model fits one card; "
+    "environment": "fix it first: the table below says what each finding needs.",
+    "strategy ddp": "`parallel.ddp.safe_mode=true` shows whether an option of DDP is at fault; "
+    "`parallel.strategy=fsdp` avoids it. On GPUs check the links too: `NCCL_DEBUG=INFO`.",
+    "strategy fsdp": "`parallel.strategy=ddp` avoids it where the model fits one GPU; "
     "`parallel.fsdp.forward_prefetch=false` and `parallel.fsdp.sharding=grad_op` narrow it down.",
-    "checkpointing": "`runtime.gradient_checkpointing={other}` may go around it, `none` does, for more memory: "
-    "`nsa memory` says how much; a smaller `train.micro_batch` gives some back.",
-    "compile": "`runtime.compile=false` goes around it.",
-    "data": "`data.source=synthetic` goes around it. Shards: `nsa data verify FOLDER`; other sources: "
-    "`nsa data stats`; `data.workers=0` reads in the training loop itself, where stacks show it.",
+    "checkpointing": "`runtime.gradient_checkpointing={other}` may avoid it, `none` does, for more memory: "
+    "`nsa memory` says how much; a smaller `train.micro_batch` saves some.",
+    "compile": "`runtime.compile=false` avoids it.",
+    "data": "`data.source=synthetic` avoids it. Shards: `nsa data verify FOLDER`; other sources: "
+    "`nsa data stats`; `data.workers=0` reads in the training loop, where stacks show it.",
     "batch": "the same model trains with fewer sequences: a smaller `train.micro_batch`, or see `nsa memory`.",
-    "branch": "the operators of this branch are at fault, not what is around them: `nsa.force_branch={value}` shows it "
-    "alone. Where a kernel is named too, `runtime.kernels` goes around it.",
+    "branch": "the operators of this branch are at fault, not what is around them: `nsa.force_branch={value}` runs it "
+    "alone. Where a kernel is named too, `runtime.kernels` avoids it.",
     "mixture": "each branch alone is sound: look at the gates and the mix (`runtime.kernels.mix=reference`).",
-    "kernel": "`runtime.kernels.{value}=reference` goes around it, slower.",
-    "kernels": "`runtime.kernels.*=reference` for all of phi, cmp, select, sel, win and mix goes around it, slower.",
-    "layers": "a matter of depth: memory, or numbers that grow from layer to layer.",
-    "sequence length": "a matter of length: memory, or what only long sequences reach, such as a choice among many "
-    "blocks.",
+    "kernel": "`runtime.kernels.{value}=reference` avoids it, more slowly.",
+    "kernels": "`runtime.kernels.*=reference` for all of phi, cmp, select, sel, win and mix avoids it, more slowly.",
+    "layers": "depends on depth: memory, or numbers that grow from layer to layer.",
+    "sequence length": "depends on length: memory, or what only long sequences reach, such as a choice of many blocks.",
     "nothing": "No factor makes a difference: one process with one layer and nothing special fails. Read the log.",
 }
 FOR_KIND = {
-    HANG: "Attach the files `stackdump_*` of every rank: they say where each one waits.",
-    NON_FINITE: "The step that was not finite is kept in the folder below; it can be run again.",
+    HANG: "Attach the files `stackdump_*` of every rank: they show where each one waits.",
+    NON_FINITE: "The non-finite step is kept in the folder below; it can be run again.",
     OUT_OF_MEMORY: "`nsa memory` says what a configuration needs and the largest batch that fits.",
     OTHER_NUMBERS: "It trains, and learns something else: do not start long runs with it.",
 }
 
 
 def write_page(diagnosis: Diagnosis) -> Path:
-    """Writes both files; the page's path."""
-    folder = diagnosis.patient.out
-    told = summary(diagnosis)
-    page = "\n".join(markdown(told)) + "\n"
-    write_files(folder, {JSON_FILE: json.dumps(told, indent=2, allow_nan=False) + "\n", PAGE_FILE: page})
+    """Writes both files and returns the path of the page."""
+    folder, found = diagnosis.setup.out, plain(summary(diagnosis))
+    page = "\n".join(markdown(found)) + "\n"
+    write_files(folder, {JSON_FILE: json.dumps(found, indent=2, allow_nan=False) + "\n", PAGE_FILE: page})
     return folder / PAGE_FILE
 
 
-def summary(found: Diagnosis) -> dict[str, Any]:
-    """Everything that was found, as plain values."""
-    patient, failure = found.patient, found.failure
-    told: dict[str, Any] = {
+def summary(diagnosis: Diagnosis) -> dict[str, Any]:
+    """All findings as plain values."""
+    setup, failure, evidence = diagnosis.setup, diagnosis.failure, diagnosis.evidence
+    env = diagnosis.environment
+    return {
         "schema": SCHEMA,
         "nsa": __version__,
-        "config": str(patient.config_file),
-        "overrides": list(patient.overrides),
-        "folder": str(patient.out),
+        "config": str(setup.config_file),
+        "overrides": list(setup.overrides),
+        "folder": str(setup.out),
         "time": time.time(),
-        "seconds": found.seconds,
-        "healthy": found.healthy,
-        "verdict": verdict(found),
-        "failure": None if failure is None else {"in": failure.name, "kind": failure.kind, "reason": failure.reason},
-        "guilty": [{**asdict(g), "advice": _advice(g), "in_use": _in_use(g, patient.given)} for g in found.guilty],
-        "smallest": None if found.smallest is None else _smallest(found, found.smallest),
-        "environment": _environment(found),
-        "machine": {"findings": found.machine.findings, "problem": found.machine.problem},
-        "kernels": {"checks": found.kernels.findings, "problem": found.kernels.problem},
-        "trials": [_trial(record) for record in found.records],
-        "evidence": None if found.evidence is None else _evidence(found, found.evidence),
+        "seconds": diagnosis.seconds,
+        "healthy": failure is None,
+        "verdict": verdict(diagnosis),
+        "failure": None if failure is None else asdict(failure),
+        "causes": [{**asdict(cause), "advice": _advice(cause, setup.given)} for cause in diagnosis.causes],
+        "smallest": None if diagnosis.smallest is None else _smallest(diagnosis, diagnosis.smallest),
+        "environment": {name: env[name] for name in ENVIRONMENT if env.get(name)},
+        "machine": asdict(diagnosis.machine),
+        "kernels": asdict(diagnosis.kernels),
+        "trials": [asdict(attempt) for attempt in diagnosis.attempts],
+        "evidence": None if evidence is None else _evidence(diagnosis, evidence),
     }
-    return {key: plain(value) for key, value in told.items()}
 
 
-def verdict(found: Diagnosis) -> str:
+def verdict(diagnosis: Diagnosis) -> str:
     """The outcome in one sentence."""
-    if found.failure is None:
-        trials = sum(record.case is not None for record in found.records)
-        return f"healthy: {trials} trials, {seconds(found.seconds)}"
-    what = f"{found.failure.name}: {found.failure.kind}"
-    guilty = " and ".join(g.text for g in found.guilty)
-    return f"broken: {what}; guilty: {guilty or 'no single factor, the simplest case fails as well'}"
+    failure = diagnosis.failure
+    if failure is None:
+        trials = sum(attempt.case is not None for attempt in diagnosis.attempts)
+        return f"healthy: {trials} trials, {seconds(diagnosis.seconds)}"
+    causes = " and ".join(cause.text for cause in diagnosis.causes)
+    return f"broken: {failure.name}: {failure.failure}; cause: {causes or 'no single factor, the simplest case fails'}"
 
 
-def _advice(guilty: Guilty) -> str:
-    special = {"mixture": "mixture", "all": "kernels"}.get(guilty.value, guilty.factor)
-    text = ADVICE.get(f"{guilty.factor} {guilty.value}") or ADVICE[special]
-    return text.format(value=guilty.value, other="branch" if guilty.value == "block" else "block")
+def _advice(cause: Cause, given: Case) -> str:
+    special = {"mixture": "mixture", "all": "kernels"}.get(cause.value, cause.factor)
+    text = ADVICE.get(f"{cause.factor} {cause.value}") or ADVICE[special]
+    unused = {"strategy": given.strategy != cause.value, "checkpointing": given.checkpointing == "none"}
+    note = " The configuration as given does not use it." if unused.get(cause.factor) else ""
+    return text.format(value=cause.value, other="branch" if cause.value == "block" else "block") + note
 
 
-def _in_use(guilty: Guilty, given: Case) -> bool:
-    """Whether the configuration as given has the factor at all."""
-    if guilty.factor == "strategy":
-        return given.strategy == guilty.value
-    return guilty.factor != "checkpointing" or given.checkpointing != "none"
-
-
-def _smallest(found: Diagnosis, case: Case) -> dict[str, Any]:
-    patient = found.patient
-    tree = patient.tree(case)
-    if found.failure is not None and found.failure.kind == HANG:
-        tree = timed(tree, patient.limit_s)
-    nproc, stated = patient.processes(case), flat(patient.stated.to_dict())
-    changed = {key: _spell(value) for key, value in flat(tree).items() if stated.get(key) != value}
-    changed["train.out_dir"] = str(patient.out / "again")
-    kept = [text for text in patient.overrides if text.partition("=")[0].strip() not in changed]
-    overrides = (*kept, *(f"{key}={value}" for key, value in changed.items()))
+def _smallest(diagnosis: Diagnosis, case: Case) -> dict[str, Any]:
+    setup, evidence = diagnosis.setup, diagnosis.evidence
+    stated = flat(load_config(setup.config_file, list(setup.overrides)).to_dict())  # without environment variables
+    wanted = {**flat(setup.config.to_dict()), **setup.changes(case, setup.limit_s)}
+    changed = {key: _format_value(value) for key, value in wanted.items() if stated.get(key) != value}
+    changed["train.out_dir"] = str(setup.out / "again")
+    kept = [text for text in setup.overrides if text.partition("=")[0].strip() not in changed]
+    nproc, overrides = setup.processes(case), (*kept, *(f"{key}={value}" for key, value in changed.items()))
     return {
         "factors": {**asdict(case), "nproc": nproc},
-        "command": spelled(patient.config_file, nproc, overrides),
-        "reproduced": None if found.evidence is None else bool(found.evidence.kind),
+        "command": format_command(setup.config_file, nproc, overrides),
+        "reproduced": None if evidence is None else bool(evidence.failure),
     }
 
 
-def _spell(value: Any) -> str:
-    """As an override is read: plain where YAML takes it for what it is."""
-    plain = value if isinstance(value, str) else json.dumps(value)
-    return plain if yaml.safe_load(plain) == value else json.dumps(value)
+def _format_value(value: Any) -> str:
+    """The value of an override: bare where YAML reads it back unchanged."""
+    bare = value if isinstance(value, str) else json.dumps(value)
+    return bare if yaml.safe_load(bare) == value else json.dumps(value)
 
 
-def _environment(found: Diagnosis) -> dict[str, Any]:
-    """From the first trial that left word of it."""
-    wanted = ("commit", "python", "platform", "packages", "gpu", "cuda", "driver")
-    for record in found.records:
-        if record.folder is not None:
-            try:
-                env = read_run(record.folder).env
-            except ConfigError:
-                continue
-            if env:
-                return {name: env.get(name) for name in wanted}
-    return {}
-
-
-def _trial(record: Record) -> dict[str, Any]:
+def _evidence(diagnosis: Diagnosis, traced: Attempt) -> dict[str, Any]:
+    """Of the traced run; where it passed this time, of the newest run that failed."""
+    failed = [
+        a for a in diagnosis.attempts if a.folder and diagnosis.failure and a.failure == diagnosis.failure.failure
+    ]
+    shown = traced if traced.failure or not failed else failed[-1]
+    baseline, names = diagnosis.baseline, ("step", "loss", "baseline_loss", "grad_norm", "baseline_grad_norm")
+    rows = zip(shown.losses, baseline.losses, shown.grad_norms, baseline.grad_norms, strict=False) if baseline else ()
     return {
-        "name": record.name,
-        "factors": {**asdict(record.case), "nproc": record.nproc} if record.case else {},
-        "outcome": record.kind or "ok",
-        "reason": record.reason,
-        "seconds": record.seconds,
-        "losses": list(record.losses),
-        "grad_norms": list(record.norms),
-        "folder": None if record.folder is None else str(record.folder),
+        **asdict(shown),
+        "hangs": hang_events(Path(shown.folder)),
+        "stacks": stacks(Path(shown.folder)),
+        "trace": _explain_trace(Path(traced.folder)),
+        "log": [_printable(line) for line in last_lines(Path(f"{shown.folder}.log"), LOG_LINES)],
+        "numbers": [dict(zip(names, (step, *row), strict=True)) for step, row in enumerate(rows, start=1)],
     }
 
 
-def _evidence(found: Diagnosis, last: Record) -> dict[str, Any]:
-    """Of the traced run; where it did not fail this time, of the run that did."""
-    failing = [r for r in reversed(found.records) if found.failure and r.kind == found.failure.kind and r.folder]
-    shown = last if last.kind or not failing else failing[0]
-    assert shown.folder is not None
-    assert last.folder is not None
-    return {
-        "of": shown.name,
-        "folder": str(shown.folder),
-        "outcome": shown.kind or "ok",
-        "reason": shown.reason,
-        "stacks": stacks(shown.folder),
-        "stood": _where_ranks_stood(shown.folder),
-        "trace": _explained(last.folder),
-        "log": [_printable(line) for line in shown.last_lines[-LOG_LINES:]],
-        "numbers": _beside(shown, found.baseline),
-    }
-
-
-def _beside(shown: Record, baseline: Record | None) -> list[dict[str, Any]]:
-    if baseline is None:
-        return []
-    rows = zip(shown.losses, baseline.losses, shown.norms, baseline.norms, strict=False)
-    names = ("loss", "baseline_loss", "grad_norm", "baseline_grad_norm")
-    return [{"step": step, **dict(zip(names, row, strict=True))} for step, row in enumerate(rows, start=1)]
+def hang_events(folder: Path) -> list[dict[str, Any]]:
+    """The newest `hang` event of every rank that has one."""
+    hangs = ([e for e in read_events(folder, rank) if e["event"] == "hang"] for rank in HEARTBEAT.find(folder))
+    return [events[-1] for events in hangs if events]
 
 
 def stacks(folder: Path) -> list[dict[str, Any]]:
-    """By rank: what its main thread was at, the newest frame first, and other threads that were computing."""
+    """By rank: the main thread with the newest frame first, and other threads that were computing."""
     found = []
-    for path in sorted(folder.glob("stackdump_*_rank*.txt")):
+    for rank, path in stack_dumps().find(folder).items():
         threads = _threads(path.read_text(encoding="utf-8", errors="replace"))
         mains = [frames for frames in threads if frames[-1].endswith(" <module>") or "runpy" in frames[-1]]
-        if not mains:
-            continue
-        main = _from_the_command_on(mains[-1])
-        others = [frames for frames in threads if frames not in mains and any(map(_COMPUTES.match, frames))]
-        rank = int(path.stem.rpartition("_rank")[2])
-        found.append({"rank": rank, "file": path.name, "frames": main, "computing": others[-2:]})
+        if mains:
+            # Without the calls that lead to the command, which are the same in every stack.
+            end = next((at for at, frame in enumerate(mains[-1]) if frame.startswith("nsa/cli/")), None)
+            others = [frames for frames in threads if frames not in mains and any(map(_COMPUTES.match, frames))]
+            found.append({"rank": rank, "file": path.name, "frames": mains[-1][:end], "computing": others[-2:]})
     return found
-
-
-def _from_the_command_on(frames: list[str]) -> list[str]:
-    """Without the calls that lead to the command, the same in every stack."""
-    end = next((place for place, frame in enumerate(frames) if frame.startswith("nsa/cli/")), len(frames))
-    return frames[:end] or frames
 
 
 def _threads(text: str) -> list[list[str]]:
@@ -226,22 +183,11 @@ def _threads(text: str) -> list[list[str]]:
         if _THREAD.match(line):
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
-            path = _LONG_PATH.sub("", frame["path"])
-            threads[-1].append(f"{path}:{frame['line']} {frame['name']}")
+            threads[-1].append(f"{_LONG_PATH.sub('', frame['path'])}:{frame['line']} {frame['name']}")
     return [frames for frames in threads if frames]
 
 
-def _where_ranks_stood(folder: Path) -> list[str]:
-    """As the watchdog wrote it down."""
-    for path in sorted(folder.glob("stackdump_*_rank*.txt")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        stood = text.partition("where each rank stood:\n")[2].partition("\n\n")[0]
-        if stood.strip():
-            return [one_line(line, 200) for line in stood.splitlines()]
-    return []
-
-
-def _explained(folder: Path) -> list[str]:
+def _explain_trace(folder: Path) -> list[str]:
     try:
         return list(explain(folder))
     except (ConfigError, ValueError):  # it ended before it traced anything
@@ -249,86 +195,70 @@ def _explained(folder: Path) -> list[str]:
 
 
 def _printable(line: str) -> str:
-    """As it stands there, without what would steer a terminal."""
+    """The line without terminal control characters."""
     return "".join(c if c.isprintable() else " " for c in line[:300]).rstrip()
 
 
-def markdown(told: Mapping[str, Any]) -> Iterator[str]:
+def markdown(found: Mapping[str, Any]) -> Iterator[str]:
     """The page, from the summary."""
-    yield f"# nsa doctor: {'healthy' if told['healthy'] else 'broken'}"
-    yield ""
-    yield f"**{one_line(told['verdict'])}**"
-    yield ""
-    overrides = "".join(f" {override}" for override in told["overrides"])
-    yield f"`{told['config']}{overrides}`, {clock(told['time'])}, {seconds(told['seconds'])} in all."
-    if not told["healthy"]:
-        yield from _finding(told)
-    yield from _trials(told["trials"])
-    yield from _probes(told)
-    if told["evidence"]:
-        yield from _shown(told["evidence"])
-    yield from _surroundings(told["nsa"], told["environment"])
+    command = " ".join([found["config"], *found["overrides"]])
+    yield from (f"# nsa doctor: {'healthy' if found['healthy'] else 'broken'}", "", f"**{one_line(found['verdict'])}**")
+    yield from ("", f"`{command}`, {clock(found['time'])}, {seconds(found['seconds'])} in all.")
+    if not found["healthy"]:
+        yield from _failure(found)
+    rows = [
+        [t["name"], t["failure"] or "ok", seconds(t["seconds"]), describe_case(t["case"], t["nproc"]), t["reason"]]
+        for t in found["trials"]
+    ]
+    yield from Section("Trials", ["trial", "outcome", "time", "what was run", "remark"], rows).markdown()
+    bad = [finding for finding in found["machine"]["findings"] if not finding["ok"]]
+    if bad:
+        rows = [[finding[name] for name in ("what", "found", "advice")] for finding in bad]
+        yield from Section("Environment guard", ["what", "found", "what to do"], rows).markdown()
+    yield from _wrong_kernels(found["kernels"]["findings"])
+    if found["evidence"]:
+        yield from _shown(found["evidence"])
+    yield from ("", "## Environment", "", f"- nsa: {found['nsa']}")
+    for name, value in found["environment"].items():
+        packages = ", ".join(f"{k} {v}" for k, v in value.items() if v) if isinstance(value, dict) else value
+        yield f"- {name}: {one_line(str(packages), 300)}"
 
 
-def _finding(told: Mapping[str, Any]) -> Iterator[str]:
-    failure, smallest = told["failure"], told["smallest"]
-    yield from ("", f"In '{failure['in']}': {one_line(failure['reason'], 600)}")
+def _failure(found: Mapping[str, Any]) -> Iterator[str]:
+    failure, smallest = found["failure"], found["smallest"]
+    yield from ("", f"In '{failure['name']}': {one_line(failure['reason'], 600)}")
     if smallest:
         yield from ("", "The smallest configuration that shows it:", "", "```bash", smallest["command"], "```")
-    if smallest and smallest["reproduced"] is False:
-        yield from ("", "It passed when it was run once more: the failure is **not reproducible every time**.")
+        if smallest["reproduced"] is False:
+            yield from ("", "It passed when it ran once more: the failure is **not reproducible every time**.")
     yield from ("", "## What to do", "")
-    for guilty in told["guilty"]:
-        unused = "" if guilty["in_use"] else " The configuration as given does not use it."
-        yield f"- **{guilty['text']}**: {guilty['advice']}{unused}"
-    if not told["guilty"]:
+    yield from (f"- **{cause['text']}**: {cause['advice']}" for cause in found["causes"])
+    if not found["causes"]:
         yield f"- {ADVICE['nothing']}"
-    if failure["kind"] in FOR_KIND:
-        yield f"- {FOR_KIND[failure['kind']]}"
-    yield "- Attach this page to an issue. Start `nsa doctor` again when it is mended: it stops at the first fault."
+    if failure["failure"] in FOR_KIND:
+        yield f"- {FOR_KIND[failure['failure']]}"
+    yield "- Attach this page to an issue. Run `nsa doctor` again after the fix: it stops at the first fault."
 
 
-def _trials(trials: list[dict[str, Any]]) -> Iterator[str]:
-    yield from ("", "## Trials", "")
-    yield from table_head("trial", "outcome", "time", "what was run", "remark")
-    for trial in trials:
-        yield row(
-            trial["name"], trial["outcome"], seconds(trial["seconds"]), in_words(trial["factors"]), trial["reason"]
-        )
-
-
-def in_words(factors: Mapping[str, Any]) -> str:
-    """A case for people; what is as simple as can be is left out."""
-    if not factors:
+def describe_case(case: Mapping[str, Any] | None, nproc: int) -> str:
+    """The factors of a case that differ from the simplest values."""
+    if not case:
         return ""
-    words = [
-        "single" if factors["strategy"] == "single" else f"{factors['strategy']} x {factors['nproc']}",
-        "" if factors["checkpointing"] == "none" else f"checkpointing {factors['checkpointing']}",
-        "compiled" if factors["compiled"] else "",
-        f"branch {factors['branch']}" if factors["branch"] else "",
-        f"{'+'.join(factors['slow'])} on the reference" if factors["slow"] else "",
-        f"layers {factors['layers']}",
-        f"tokens {factors['tokens']}",
-        "its own data" if factors["data"] == AS_GIVEN else "",
-        "its own batch" if factors["batch"] == AS_GIVEN else "",
-    ]
-    return ", ".join(filter(None, words))
+    simplest = plain(asdict(Case(0, 0)))
+    words = [f"{name} {_number(value)}" for name, value in case.items() if value != simplest[name]]
+    return ", ".join([*words, f"{nproc} processes"] if nproc > 1 else words)
 
 
-def _probes(told: Mapping[str, Any]) -> Iterator[str]:
-    """What the probes object to; nothing where they are content."""
-    bad = [finding for finding in told["machine"]["findings"] if not finding["ok"]]
-    if bad:
-        yield from ("", "## Environment guard", "", *table_head("what", "found", "what to do"))
-        yield from (row(finding["what"], finding["found"], finding["advice"]) for finding in bad)
-    checks = told["kernels"]["checks"]
+def _wrong_kernels(checks: list[dict[str, Any]]) -> Iterator[str]:
     wrong = dict.fromkeys(check["operator"] for check in checks if not check["ok"])
-    if wrong:
-        yield from ("", "## Kernels that are wrong", "", *table_head("operator", "backend", "part", "error", "allowed"))
-    for check in checks:
-        if check["operator"] in wrong:
-            error = f"{_number(check['error'])}{'' if check['ok'] else ' **wrong**'}"
-            yield row(check["operator"], check["backend"], check["part"], error, _number(check["limit"]))
+    if not wrong:
+        return
+    rows = [
+        [c["operator"], c["backend"], c["part"], _number(c["error"]) + ("" if c["ok"] else " **wrong**"), c["limit"]]
+        for c in checks
+        if c["operator"] in wrong
+    ]
+    yield from Section("Wrong kernels", ["operator", "backend", "part", "error", "allowed"], rows).markdown()
     for operator in wrong:
         slopes = [c["ok"] for c in checks if c["operator"] == operator and "differences" in c["part"]]
         agrees = "agrees with finite differences: the fault is in the kernel"
@@ -337,32 +267,34 @@ def _probes(told: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(evidence: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("", "## Evidence", "", f"Of '{evidence['of']}', in `{evidence['folder']}`: {evidence['outcome']}.")
+    yield from (
+        "",
+        "## Evidence",
+        "",
+        f"Of '{evidence['name']}', in `{evidence['folder']}`: {evidence['failure'] or 'ok'}.",
+    )
     if evidence["reason"]:
         yield from ("", one_line(evidence["reason"], 600))
     if evidence["numbers"]:
-        yield from ("", *table_head("step", "loss", "it should be", "gradient norm", "it should be"))
-        yield from (row(*map(_number, step.values())) for step in evidence["numbers"])
-    if evidence["stood"]:
-        yield from block("Where each rank stood", evidence["stood"])
+        rows = [[_number(value) for value in step.values()] for step in evidence["numbers"]]
+        head = ["step", "loss", "it should be", "gradient norm", "it should be"]
+        yield from Section("Losses and gradient norms", head, rows).markdown(3)
+    hangs = evidence["hangs"]
+    if hangs:
+        names: tuple[str, ...] = ("rank", "step", "phase", "silent_s", "limit_s", "reported_by")
+        yield from Section("Hangs", names, [[_number(h.get(name, "")) for name in names] for h in hangs]).markdown(3)
+        states = hangs[0].get("ranks") or []
+        names = ("rank", "step", "event", "age_s", "pid", "host", "state")
+        rows = [[_number(state.get(name, "")) for name in names] for state in states]
+        yield from Section("Where each rank stood", names, rows).markdown(3)
     for stack in evidence["stacks"]:
-        frames = stack["frames"][:MOST_FRAMES]
-        yield from block(f"Rank {stack['rank']}, main thread, newest call first (`{stack['file']}`)", frames)
-        for computing in stack["computing"]:
-            yield from block(f"Rank {stack['rank']}, a thread that was computing", computing[:MOST_FRAMES])
-    if evidence["trace"]:
-        yield from block("The trace (`nsa trace`)", evidence["trace"])
-    if evidence["log"]:
-        yield from block("The last lines of the log", evidence["log"])
-
-
-def _surroundings(version: str, environment: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("", "## Environment", "", f"- nsa: {version}")
-    for name, value in environment.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{package} {number}" for package, number in value.items() if number)
-        if value:
-            yield f"- {name}: {one_line(str(value), 300)}"
+        title, frames = f"Rank {stack['rank']}, main thread, newest call first ({stack['file']})", stack["frames"]
+        yield from Section(title, lines=frames[:MAX_FRAMES]).markdown(3)
+        for frames in stack["computing"]:
+            yield from Section(f"Rank {stack['rank']}, a computing thread", lines=frames[:MAX_FRAMES]).markdown(3)
+    for title, lines in (("The trace (`nsa trace`)", evidence["trace"]), ("The end of the log", evidence["log"])):
+        if lines:
+            yield from Section(title, lines=lines).markdown(3)
 
 
 def _number(value: object) -> str:

@@ -1,18 +1,18 @@
-"""Are the kernels right on this machine: every operator of a configuration against what it should compute.
+"""Are the kernels right on this machine? Checks every operator of a configuration.
 
-Outputs and gradients of the backend that the run would take are compared with the reference in float64, and the
-reference's own gradients with finite differences, so that not even the reference is taken at its word.
+Outputs and gradients of the backend that the run would use are compared with the reference in float64, and the
+reference's own gradients with finite differences, so that the reference is checked too.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.config import Config
 from nsa.ops import (
-    NSASpec,
     compress_contract,
     compress_mean,
     compressed_attention,
@@ -20,24 +20,25 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.dispatch import choose
+from nsa.ops.dispatch import backend_name
 from nsa.ops.library import mix_branches
 from nsa.ops.operators import Backend, backend_of
+from nsa.parallel.numerics import compute_precision
 from nsa.train.state import chosen_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}  # relative, as in the kernels' own tests
 ROWS_THAT_MAY_DIFFER = 1e-3  # of selection, where two blocks score the same to rounding
-SLOPE_LIMIT, SLOPE_STEP = 1e-5, 1e-4  # of finite differences in float64
-SLOPE_BLOCKS = 4  # selection blocks of the short sequence they are taken on
+SLOPE_LIMIT, SLOPE_STEPS = 1e-5, (1e-4, -1e-4)  # of finite differences in float64
+SLOPE_BLOCKS = 4  # selection blocks of the short sequence they use
 
 Tensors = dict[str, Tensor]
-Compute = Callable[[Tensors, str | None], Tensor]
+Operator = Callable[[Tensors, str | None], Tensor]  # of its inputs by name, and a backend
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One output or gradient: how far it is off, and by how much it may be."""
+    """One output or gradient: its error and the largest allowed one."""
 
     operator: str
     part: str  # "output", "gradient of k", ...
@@ -47,15 +48,14 @@ class KernelCheck:
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.limit  # a NaN is not
+        return self.error <= self.limit  # False for a NaN
 
 
 def check_kernels(config: Config, device: torch.device) -> list[KernelCheck]:
-    """All operators with the heads, sizes and types of the configuration; nothing where attention is dense."""
+    """All operators with the heads, sizes and dtypes of the configuration; empty where attention is dense."""
     if "nsa" not in config.model.layer_kinds():
         return []
-    precision = config.runtime.precision
-    dtype = DTYPES.get(precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = DTYPES[compute_precision(config.runtime.precision, device)]
     spec, wanted = config.nsa.spec(), chosen_kernels(config)
     long = _Inputs(config, (spec.num_selected + 4) * spec.sel_block, device, dtype)
     short = _Inputs(config, SLOPE_BLOCKS * spec.sel_block, device, torch.float64)
@@ -70,64 +70,48 @@ class _Inputs:
     """Random tensors of a layer, in two documents where the run isolates them, and each operator as a function."""
 
     def __init__(self, config: Config, tokens: int, device: torch.device, dtype: torch.dtype):
-        model, self.spec = config.model, config.nsa.spec()
+        model, spec = config.model, config.nsa.spec()
         # Two compressed tokens in each document at least: a query that sees only one has no gradient to compare.
-        least = 3 * (self.spec.cmp_block + self.spec.cmp_stride)
-        self.tokens = tokens = max(least, min(tokens, max(config.train.seq_len, self.spec.sel_block)))
+        least = 3 * (spec.cmp_block + spec.cmp_stride)
+        tokens = max(least, min(tokens, max(config.train.seq_len, spec.sel_block)))
         draw = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw).to(device, dtype)
 
-        keys, values = (tokens, model.n_kv_heads, model.head_dim_k), (tokens, model.n_kv_heads, model.head_dim_v)
+        self.spec, self.phi = spec, config.nsa.phi
         self.q = random(1, tokens, model.n_heads, model.head_dim_k)
-        self.k, self.v = random(1, *keys), random(1, *values)
-        self.weight = random(self.spec.cmp_block, model.head_dim_k, model.head_dim_k) / self.spec.cmp_block
-        self.outputs = [random(1, tokens, model.n_heads, model.head_dim_v) for _ in range(3)]
-        self.gates = random(1, tokens, model.n_heads, 3).sigmoid()
-        self.borders = None
-        if config.data.isolate_documents:
-            places = [0, tokens // 3 + 1, tokens]
-            self.borders = torch.tensor(places, dtype=torch.int32, device=device)
-        self.phi = config.nsa.phi
+        self.k = random(1, tokens, model.n_kv_heads, model.head_dim_k)
+        self.v = random(1, tokens, model.n_kv_heads, model.head_dim_v)
+        self.weight = random(spec.cmp_block, model.head_dim_k, model.head_dim_k) / spec.cmp_block
+        self.mixed = {name: random(1, tokens, model.n_heads, model.head_dim_v) for name in ("cmp", "sel", "win")}
+        self.mixed["gates"] = random(1, tokens, model.n_heads, 3).sigmoid()
+        borders = [0, tokens // 3 + 1, tokens]
+        isolated = config.data.isolate_documents
+        self.borders = torch.tensor(borders, dtype=torch.int32, device=device) if isolated else None
         with torch.no_grad():
-            self.k_cmp, self.v_cmp = (self._mean(t) for t in (self.k, self.v))
+            more: dict[str, Any] = {"cu_seqlens": self.borders, "backend": "reference"}
+            self.k_cmp, self.v_cmp = (compress_mean(t.double(), spec, **more).to(dtype) for t in (self.k, self.v))
             exact = self.q.double(), self.k_cmp.double(), self.v_cmp.double()
-            _, self.lse = self._attend(compressed_attention, *exact)
-            self.indices = select_blocks(*exact[:2], self.lse, self.spec, cu_seqlens=self.borders, backend="reference")
+            _, self.lse = compressed_attention(*exact, spec, **more)
+            self.indices = select_blocks(*exact[:2], self.lse, spec, **more)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        return compress_mean(x.double(), self.spec, cu_seqlens=self.borders, backend="reference").to(x.dtype)
-
-    def _attend(self, attention: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(*tensors, self.spec, cu_seqlens=self.borders, backend="reference")
-
-    def case(self, operator: str) -> tuple[Tensors, Compute]:
-        """What the operator has gradients for, and the operator as a function of it."""
+    def case(self, operator: str) -> tuple[Tensors, Operator]:
+        """The inputs with gradients, and the operator as a function of them."""
+        if operator == "mix":
+            return self.mixed, lambda t, by: mix_branches(t["cmp"], t["sel"], t["win"], t["gates"], by)
         spec, more = self.spec, {"cu_seqlens": self.borders}
-        pair = {"q": self.q, "k": self.k, "v": self.v}
-        cases: dict[str, tuple[Tensors, Compute]] = {
-            "phi": ({"x": self.k}, lambda t, by: compress_mean(t["x"], spec, backend=by, **more)),
-            "cmp": (
-                {"q": self.q, "k": self.k_cmp, "v": self.v_cmp},
-                lambda t, by: compressed_attention(t["q"], t["k"], t["v"], spec, backend=by, **more)[0],
-            ),
-            "sel": (
-                pair,
-                lambda t, by: selected_attention(t["q"], t["k"], t["v"], self.indices, spec, backend=by, **more),
-            ),
-            "win": (pair, lambda t, by: window_attention(t["q"], t["k"], t["v"], spec, backend=by, **more)),
-            "mix": (
-                dict(zip(("cmp", "sel", "win", "gates"), (*self.outputs, self.gates), strict=True)),
-                lambda t, by: mix_branches(t["cmp"], t["sel"], t["win"], t["gates"], by),
-            ),
+        qkv = {"q": self.q, "k": self.k, "v": self.v}
+        compressed = {**qkv, "k": self.k_cmp, "v": self.v_cmp}
+        cases: dict[str, tuple[Tensors, Callable[..., Any]]] = {
+            "phi": ({"x": self.k}, compress_mean),
+            "phi mlp": ({"x": self.k, "weight": self.weight}, compress_contract),
+            "cmp": (compressed, lambda *args, **options: compressed_attention(*args, **options)[0]),
+            "sel": (qkv, lambda q, k, v, *args, **options: selected_attention(q, k, v, self.indices, *args, **options)),
+            "win": (qkv, window_attention),
         }
-        if operator == "phi" and self.phi == "mlp":
-            return (
-                {"x": self.k, "weight": self.weight},
-                lambda t, by: compress_contract(t["x"], t["weight"], spec, backend=by, **more),
-            )
-        return cases[operator]
+        inputs, function = cases["phi mlp" if operator == "phi" and self.phi == "mlp" else operator]
+        return inputs, lambda t, by: function(*t.values(), spec, backend=by, **more)
 
 
 def _against_reference(inputs: _Inputs, operator: str, wanted: Backend, limit: float) -> Iterator[KernelCheck]:
@@ -147,14 +131,10 @@ def _against_slopes(inputs: _Inputs, operator: str) -> Iterator[KernelCheck]:
     gradients = _with_gradients(tensors, lambda t: compute(t, "reference"))
     for name, tensor in tensors.items():
         direction = torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device)
-
-        def output_at(step: float, name: str = name, direction: Tensor = direction) -> Tensor:
-            moved = {**tensors, name: tensors[name] + step * direction}
-            with torch.no_grad():
-                value = compute(moved, "reference")
-                return (value * _cotangent(value)).sum()
-
-        slope = (output_at(SLOPE_STEP) - output_at(-SLOPE_STEP)) / (2 * SLOPE_STEP)
+        with torch.no_grad():
+            ends = [compute({**tensors, name: tensor + step * direction}, "reference") for step in SLOPE_STEPS]
+            high, low = ((end * _cotangent(end)).sum() for end in ends)
+        slope = (high - low) / (SLOPE_STEPS[0] - SLOPE_STEPS[1])
         gradient = gradients[f"gradient of {name}"]
         scale = gradient.norm() * direction.norm() / direction.numel() ** 0.5
         error = float(((gradient * direction).sum() - slope).abs() / scale)
@@ -178,15 +158,10 @@ def _with_gradients(tensors: Tensors, compute: Callable[[Tensors], Tensor]) -> T
 
 
 def _cotangent(output: Tensor) -> Tensor:
-    """The same random numbers for every backend and type, rounded alike."""
+    """The same random numbers for every backend and dtype, rounded in the same way."""
     drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     return drawn.bfloat16().to(output.device, output.dtype)
 
 
 def _distance(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
-
-
-def backend_name(operator: str, by: str | None, q: Tensor, v: Tensor, spec: NSASpec) -> str:
-    """Who computes the operator for such tensors."""
-    return choose(operator, by, q, v, spec, count=False).__name__.split(".")[-2]

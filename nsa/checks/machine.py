@@ -1,13 +1,17 @@
-"""The environment guard: does this machine hold what the run needs, before anything is started on it."""
+"""The environment guard: does this machine have what the run needs? And how busy its GPUs are while it trains."""
 
+import contextlib
 import os
 import resource
 import shutil
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -18,15 +22,16 @@ from nsa.train.state import micro_batch_size
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 OLDEST_GPU = (8, 0)
-FEWEST_FILES = 1024  # open at once: shards, logs, sockets between ranks
-STATE_BYTES = 12  # a parameter and its two moments, fp32
-BUSY_SHARE = 0.05  # of a GPU's memory that others may hold
+MIN_OPEN_FILES = 1024  # shards, logs, sockets between ranks
+STATE_BYTES = 12  # a parameter and its two moments in fp32
+MAX_FOREIGN_SHARE = 0.05  # of a GPU's memory that other processes may hold
 SPARE_BYTES = 2**30
+SAMPLE_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `advice` is what to do where it is not ok."""
+    """One checked property of the machine; `advice` says what to do where it is not ok."""
 
     what: str
     ok: bool
@@ -35,15 +40,17 @@ class Finding:
 
 
 def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -> list[Finding]:
-    """Everything that is looked at, the good as well as the bad."""
+    """All findings, good and bad."""
     with torch.device("meta"):
         model = build_model(config.model, config.nsa, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
+    micro = micro_batch_size(config, nproc)  # a ConfigError where the ranks cannot share the batch evenly
+    passes = config.train.batch_size // nproc // micro
     return [
         *_versions(),
         *_gpus(config, nproc),
-        _batch(config, nproc),
-        _disk(folder, (config.checkpoint.keep + 2) * state),
+        Finding("batch", True, f"{nproc} ranks x {passes} passes x {micro} sequences"),
+        _disk(folder, (config.checkpoint.keep + 2) * state + SPARE_BYTES),
         _host_memory(2 * state),
         _open_files(),
     ]
@@ -58,54 +65,40 @@ def _versions() -> Iterator[Finding]:
 
 
 def _triton() -> Finding:
-    """The very version this torch asks for: another one compiles other code, or none."""
+    """Exactly the version that this torch requires: another one compiles different code, or none."""
+    on_gpu = torch.cuda.is_available()
     try:
         present = version("triton")
     except PackageNotFoundError:
-        needed = torch.cuda.is_available()
-        return Finding("triton", not needed, "not installed", "pip install triton: every fast kernel needs it")
+        return Finding("triton", not on_gpu, "not installed", "pip install triton: every fast kernel needs it")
     wanted = next((r for r in requires("torch") or () if r.startswith("triton")), "")
-    pinned = wanted.partition("==")[2].partition(";")[0].strip() if "==" in wanted else ""
-    fits = not pinned or not torch.cuda.is_available() or present == pinned
-    return Finding("triton", fits, present, f"torch {torch.__version__} asks for triton {pinned}")
+    pinned = wanted.partition("==")[2].partition(";")[0].strip()
+    fits = not pinned or not on_gpu or present == pinned
+    return Finding("triton", fits, present, f"torch {torch.__version__} requires triton {pinned}")
 
 
 def _gpus(config: Config, nproc: int) -> Iterator[Finding]:
-    wanted = config.runtime.device
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted, count = config.runtime.device, torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         yield Finding("device", True, f"CPU, {os.cpu_count()} cores")
         return
-    advice = f"{nproc} processes want a GPU each: check the driver and CUDA_VISIBLE_DEVICES, or use --nproc {count}"
+    advice = f"{nproc} processes need a GPU each: check the driver and CUDA_VISIBLE_DEVICES, or use --nproc {count}"
     yield Finding("GPUs", count >= nproc, f"{count} visible", advice)
     for index in range(min(count, nproc)):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        old = "kernels need an A100 or newer (sm_80): the slow reference would run"
-        yield Finding(f"GPU {index}", capability >= OLDEST_GPU, f"{name}, sm_{capability[0]}{capability[1]}", old)
+        advice = "the kernels need an A100 or newer (sm_80): the slow reference would run"
+        yield Finding(f"GPU {index}", capability >= OLDEST_GPU, f"{name}, sm_{capability[0]}{capability[1]}", advice)
         free, total = torch.cuda.mem_get_info(index)
-        taken = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB taken"
-        # What this very process holds of it is a context, well under the share.
-        yield Finding(
-            f"GPU {index} memory", total - free < BUSY_SHARE * total, taken, "another process is on it: see nvidia-smi"
-        )
-
-
-def _batch(config: Config, nproc: int) -> Finding:
-    micro = micro_batch_size(config, nproc)  # a ConfigError where it does not come out even
-    passes = config.train.batch_size // nproc // micro
-    return Finding("batch", True, f"{nproc} ranks x {passes} passes x {micro} sequences")
+        used = total - free  # the context of this process included, far below the share
+        found, advice = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB in use", "another process uses it: nvidia-smi"
+        yield Finding(f"GPU {index} memory", used < MAX_FOREIGN_SHARE * total, found, advice)
 
 
 def _disk(folder: Path, needed: int) -> Finding:
-    room = shutil.disk_usage(_existing(folder)).free
-    wanted = needed + SPARE_BYTES
-    advice = f"checkpoints need {wanted / 2**30:.1f} GiB: free some, lower checkpoint.keep or choose another folder"
-    return Finding("disk", room >= wanted, f"{room / 2**30:.1f} GiB free at {_existing(folder)}", advice)
-
-
-def _existing(folder: Path) -> Path:
-    """The nearest folder above that is there already."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    advice = f"checkpoints need {needed / 2**30:.1f} GiB: free some, lower checkpoint.keep or choose another folder"
+    return Finding("disk", free >= needed, f"{free / 2**30:.1f} GiB free at {existing}", advice)
 
 
 def _host_memory(needed: int) -> Finding:
@@ -117,5 +110,38 @@ def _host_memory(needed: int) -> Finding:
 def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
-    advice = f"raise it: ulimit -n {4 * FEWEST_FILES}"
-    return Finding("open files", unlimited or soft >= FEWEST_FILES, "no limit" if unlimited else f"{soft}", advice)
+    advice = f"raise it: ulimit -n {4 * MIN_OPEN_FILES}"
+    return Finding("open files", unlimited or soft >= MIN_OPEN_FILES, "no limit" if unlimited else f"{soft}", advice)
+
+
+class GpuUtilization:
+    """Averages NVML samples of every GPU of a run: NVML itself looks back over a fraction of a second only."""
+
+    def __init__(self, nproc: int):
+        self._handles: list[Any] = []
+        self._samples: dict[int, list[float]] = defaultdict(list)
+        self._sampled_at = 0.0
+        with contextlib.suppress(Exception):  # without a driver or NVML, utilization is not measured
+            import pynvml as nvml
+
+            nvml.nvmlInit()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+            names = [name.strip() for name in visible.split(",") if name.strip()][:nproc]
+            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+            self._read = nvml.nvmlDeviceGetUtilizationRates
+            self._handles = [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
+
+    def sample(self) -> None:
+        now = time.monotonic()
+        if now - self._sampled_at < SAMPLE_EVERY_S:
+            return
+        self._sampled_at = now
+        for index, handle in enumerate(self._handles):
+            with contextlib.suppress(Exception):  # a GPU that gives no value
+                self._samples[index].append(float(self._read(handle).gpu))
+
+    @property
+    def percent(self) -> float | None:
+        """The mean of the least busy GPU; None unless every GPU gave a value."""
+        means = [sum(samples) / len(samples) for samples in self._samples.values() if samples]
+        return min(means) if means and len(means) == len(self._handles) else None

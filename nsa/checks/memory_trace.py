@@ -1,20 +1,20 @@
-"""One training pass on tensors that have shapes and no memory, and how many bytes would live at each moment of it.
+"""One training pass on fake tensors: the bytes that are live at the highest moment of each of its phases.
 
-The model's own code runs, forward and backward, under torch's fake tensors: no weight is allocated, no GPU is needed.
-What a kernel allocates inside is added by `memory_workspaces`; what a compiled block keeps by `memory_compiled`. Blocks
-are alike, so at most three are traced: the first, the last, and one that stands for all between them.
+The model's own forward and backward run on tensors that have shapes and no storage, so the weights are not allocated
+and no GPU is needed. `memory_workspaces` adds what kernels allocate internally. Blocks are alike, so at most three are
+traced: the first, the last, and one that stands for all blocks between them.
 """
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -22,197 +22,156 @@ from nsa.checks.memory_workspaces import workspace_bytes
 from nsa.config import Config
 from nsa.nn.loss import loss_sum
 from nsa.nn.model import Decoder, build_model
-from nsa.parallel.recompute import Granularity, apply_recompute
+from nsa.parallel.recompute import apply_recompute
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
-# Blocks that are traced, by how many the model has: all of up to three, three of more.
+# Names of the traced blocks, by how many the model has: all of up to three, three of more.
 PLACES = (("last",), ("first", "last"), ("first", "middle", "last"))
-MOST_TRACED = len(PLACES)
-ALIGNMENT = 512  # CUDA's caching allocator hands out multiples of it
-TOKENS_PER_DOCUMENT = 512  # assumed where documents are kept apart; tables grow a little with their number
+ALIGNMENT = 512  # the CUDA caching allocator returns multiples of this
+TOKENS_PER_DOCUMENT = 512  # assumed where documents are isolated; tables grow slightly with the number of documents
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes that live at one moment, beside weights and optimizer state.
+    """Bytes that are live at one moment, besides weights and optimizer state.
 
-    activations made in forward, temporaries made in backward (recomputed activations, gradients of activations),
-    gradients of parameters, and the workspace of the kernel that runs.
+    activations   made by the forward pass of embedding and blocks
+    temporaries   made by their backward pass: recomputed activations and gradients of activations
+    logits        made by the head and the loss, forward and backward
+    gradients     of parameters
+    workspaces    of the kernel that is running
     """
 
     activations: float = 0.0
     temporaries: float = 0.0
+    logits: float = 0.0
     gradients: float = 0.0
     workspaces: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.activations + self.temporaries + self.gradients + self.workspaces
+        return self.activations + self.temporaries + self.logits + self.gradients + self.workspaces
 
-
-@dataclass(frozen=True)
-class Pass:
-    """What is traced: `micro_batch` sequences through a model whose parameters are of type `param_dtype`."""
-
-    config: Config
-    vocab_size: int
-    precision: str  # as build_state resolves it: no "auto"
-    micro_batch: int
-    checkpointing: Granularity
-    param_dtype: torch.dtype = torch.float32
-    norms_in_float32: bool = True  # what autocast makes of them
-
-    @property
-    def packed(self) -> bool:
-        return self.config.data.isolate_documents
-
-    def batch(self) -> tuple[Tensor, Tensor | None]:
-        """Tokens and document borders as the loader makes them: documents kept apart lie back to back in one row."""
-        length = self.config.train.seq_len
-        if not self.packed:
-            return torch.zeros(self.micro_batch, length, dtype=torch.int64), None
-        tokens = torch.zeros(1, self.micro_batch * length, dtype=torch.int64)
-        documents = self.micro_batch + tokens.numel() // TOKENS_PER_DOCUMENT
-        return tokens, torch.zeros(documents + 1, dtype=torch.int32)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST_TYPES.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
-
-    def attention_of_a_gpu(self) -> AbstractContextManager[Any]:
-        """A mask and grouped heads at once: most GPUs have no fused kernel for that, and make whole score matrices."""
-        model = self.config.model
-        masked = model.attention == "dense" and self.packed
-        return sdpa_kernel(SDPBackend.MATH) if masked and model.n_heads != model.n_kv_heads else nullcontext()
+    def plus(self, other: "Moment", times: float = 1.0) -> "Moment":
+        return Moment(**{kind: value + times * getattr(other, kind) for kind, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The highest moment of every phase of a pass, and the model's numbers of parameters.
+    """The highest moment of every phase of a pass, and the model's parameter counts.
 
     Phases in order: "start", "first block's forward" and so on, "head", "head's backward", "last block's backward" and
-    so on, "embedding's backward". `kept_by_block` is what a block's forward leaves for backward; what autocast holds
-    until the end of forward comes on top of it and makes `held_by_block`.
+    so on, "embedding's backward".
     """
 
-    layers: int
     phases: dict[str, Moment]
-    held_by_block: float
-    kept_by_block: float
-    gradients_by_block: float
     block_parameters: int
-    frozen_by_block: int
-    other_parameters: int
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.block_parameters + self.other_parameters
-
-    @property
-    def trainable(self) -> int:
-        return self.parameters - self.layers * self.frozen_by_block
-
-    def moments(self) -> dict[str, Moment]:
-        """The highest moment of every phase of the whole model: of what was traced, with the blocks that were not.
-
-        Until the last block's backward all of them are kept; when the first one's begins, all their gradients are
-        there. The middle ones go from one state to the other, and are highest at one end.
-        """
-        untraced = max(0, self.layers - MOST_TRACED)
-        gradients = untraced * self.gradients_by_block
-        highest: dict[str, Moment] = {}
-        for name, moment in self.phases.items():
-            kept = untraced * (self.kept_by_block if "backward" in name else self.held_by_block)
-            before = replace(moment, activations=moment.activations + kept)
-            after = replace(moment, gradients=moment.gradients + gradients)
-            highest[name] = after if name in ("first block's backward", "embedding's backward") else before
-            if name == "middle block's backward" and untraced:
-                highest["second block's backward"] = after
-        return highest
-
-
-@dataclass
-class _Held:
-    """One storage that lives."""
-
-    size: int
-    kind: str
-    reference: Any  # a weak one, which tells of its end
+    parameters: int
+    trainable: int
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make inside, from their birth until nothing refers to them."""
+    """Counts the bytes of all storages that operators allocate, from their creation until nothing refers to them."""
 
     def __init__(self, ignored: list[Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = {"activations": 0, "temporaries": 0, "gradients": 0}
-        self.phases: dict[str, Moment] = {}
-        self.started: dict[str, Moment] = {}  # what lived when a phase began
-        self._held: dict[int, _Held] = {}
+        self.now = {"activations": 0, "temporaries": 0, "logits": 0, "gradients": 0}
+        self.phases: dict[str, Moment] = {}  # the highest moment of each
+        self.started: dict[str, Moment] = {}  # the moment each began
+        self._held: dict[int, tuple[int, str, Any]] = {}  # size, kind and weak reference of every live storage
         self.enter("start", "activations")
         for tensor in ignored:
             self._hold(tensor, counted=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.prim.device.default:
-            for tensor in tree_iter(result):
-                if isinstance(tensor, Tensor):
-                    self._hold(tensor)
-            self.note(workspaces=workspace_bytes(func, args))
+        if func is torch.ops.prim.device.default:
+            return result
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor)
+        moment = Moment(**self.now, workspaces=workspace_bytes(func, args))
+        if self.phase not in self.phases or moment.total > self.phases[self.phase].total:
+            self.phases[self.phase] = moment
         return result
 
     def enter(self, phase: str, kind: str) -> None:
-        """From here on the pass is in `phase`, and what is made is of `kind`."""
+        """Starts a phase in which operators allocate bytes of `kind`."""
         self.phase, self.kind = phase, kind
         self.started[phase] = Moment(**self.now)
 
-    def note(self, *, temporaries: float = 0.0, workspaces: float = 0.0) -> None:
-        """Remembers this moment, with what is given on top of what lives, if it is the highest of its phase."""
-        live = Moment(**self.now)
-        moment = replace(live, temporaries=live.temporaries + temporaries, workspaces=workspaces)
-        highest = self.phases.get(self.phase)
-        if highest is None or moment.total > highest.total:
-            self.phases[self.phase] = moment
-
-    def becomes_gradient(self, tensor: Tensor) -> None:
-        held = self._held[tensor.untyped_storage()._cdata]
-        self.now[held.kind] -= held.size
-        held.kind = "gradients"
-        self.now[held.kind] += held.size
+    def mark_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        size, kind, reference = self._held[key]
+        self._held[key] = size, "gradients", reference
+        self.now[kind] -= size
+        self.now["gradients"] += size
 
     def _hold(self, tensor: Tensor, *, counted: bool = True) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._held:
-            return
-        size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT if counted else 0
-        self._held[key] = _Held(size, self.kind, weakref.ref(storage, lambda _: self._free(key)))
-        self.now[self.kind] += size
+        if key not in self._held:
+            size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT if counted else 0
+            self._held[key] = size, self.kind, weakref.ref(storage, lambda _: self._free(key))
+            self.now[self.kind] += size
 
     def _free(self, key: int) -> None:
-        held = self._held.pop(key)
-        self.now[held.kind] -= held.size
+        size, kind, _ = self._held.pop(key)
+        self.now[kind] -= size
 
 
-def trace(which: Pass) -> Trace:
-    """Runs one forward and backward pass of the model, shortened to three blocks, as it would run on a GPU."""
-    config = which.config
-    shortened = config.model.model_copy(update={"n_layers": min(MOST_TRACED, config.model.n_layers)})
-    # A checkpoint inside compiled code carries a random state, which is real.
-    with FakeTensorMode(allow_non_fake_inputs=True), which.attention_of_a_gpu():
-        model = build_model(shortened, config.nsa, which.vocab_size, 0, chosen_kernels(config))
-        _change_type(model, which.param_dtype)
+def trace(config: Config, param_dtype: torch.dtype, *, norms_in_float32: bool) -> Trace:
+    """Runs one forward and backward pass of a micro-batch as on a GPU, of a model shortened to three blocks where all
+    are of one kind.
+
+    `config` has no "auto": its micro-batch, precision and vocabulary size are set.
+    """
+    mixed = len(set(config.model.layer_kinds())) > 1
+    traced = config.model.n_layers if mixed else min(len(PLACES), config.model.n_layers)
+    shortened = config.model.model_copy(update={"n_layers": traced})
+    assert config.model.vocab_size is not None
+    with FakeTensorMode():
+        model = build_model(shortened, config.nsa, config.model.vocab_size, 0, chosen_kernels(config))
+        _change_dtype(model, param_dtype)
         live = LiveBytes([*model.parameters(), *model.buffers()])
-        _prepare(model, which, live)
-        _watch(model, live)
+        apply_recompute(model, config.runtime.gradient_checkpointing)
+        for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
+            fused = partial(_fused_norm, weight=norm.weight, in_float32=norms_in_float32)
+            norm.forward = fused  # type: ignore[method-assign]
+        _register_hooks(model, live)
         with live:
-            _run(model, which, live)
-    return _summary(model, live, config.model.n_layers)
+            _run(model, config, live)
+    untraced, block = config.model.n_layers - len(model.blocks), model.blocks[0]
+    in_block = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    parameters = model.num_parameters() + untraced * in_block
+    trained_in_block = sum(p.numel() for p in block.parameters() if p.requires_grad)
+    trainable = model.num_parameters(trainable_only=True) + untraced * trained_in_block
+    return Trace(_all_blocks(live, untraced) if untraced else live.phases, in_block, parameters, trainable)
 
 
-def _change_type(model: Decoder, dtype: torch.dtype) -> None:
-    """What `model.to(dtype)` does, which fake tensors refuse."""
+def _all_blocks(live: LiveBytes, untraced: int) -> dict[str, Moment]:
+    """The phases of the whole model: those of the traced blocks, with the others added.
+
+    Until the last block's backward, all blocks hold activations; when the first block's backward starts, all others
+    have gradients. The middle blocks go from one state to the other, and are highest at one of the two ends.
+    """
+    started = live.started
+    first, middle = started["first block's backward"], started["middle block's backward"]
+    # In the forward pass autocast also holds converted weights.
+    forward = started["last block's forward"].plus(started["middle block's forward"], -1)
+    kept = Moment(activations=middle.activations - first.activations)
+    gradients = Moment(gradients=first.gradients - middle.gradients)
+    after = ("first block's backward", "embedding's backward")
+    phases = {"second block's backward": live.phases["middle block's backward"].plus(gradients, untraced)}
+    for name, moment in live.phases.items():
+        added = gradients if name in after else kept if "backward" in name else forward
+        phases[name] = moment.plus(added, untraced)
+    return phases
+
+
+def _change_dtype(model: Decoder, dtype: torch.dtype) -> None:
+    """What `model.to(dtype)` does, which fake tensors do not support."""
     changed: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -221,87 +180,51 @@ def _change_type(model: Decoder, dtype: torch.dtype) -> None:
             setattr(module, name, changed[parameter])
 
 
-def _prepare(model: Decoder, which: Pass, live: LiveBytes) -> None:
-    """Checkpoints and compiles as the trainer does, and lets norms hold what they hold on a GPU."""
-    compiled = which.config.runtime.compile
-    apply_recompute(model, which.checkpointing, compiled=compiled)
-    if compiled:
-        from nsa.checks.memory_compiled import replace_blocks
+def _register_hooks(model: Decoder, live: LiveBytes) -> None:
+    """Reports to `live` which phase the pass is in, and which tensors are gradients of parameters."""
 
-        replace_blocks(model, which, live)
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.forward = FusedNorm.of(module, which)  # type: ignore[method-assign, assignment]
+    def forward_of(phase: str, kind: str = "activations") -> Callable[..., None]:
+        return lambda *_: live.enter(phase, kind)
 
+    def backward_of(phase: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            output.register_hook(lambda _: live.enter(phase, "temporaries"))
 
-def _watch(model: Decoder, live: LiveBytes) -> None:
-    """Tells `live` where the pass is, and which tensors are gradients of parameters."""
+        return hook
 
-    def forward_is(name: str) -> Callable[..., None]:
-        return lambda *_: live.enter(name, "activations")
-
-    def backward_is(name: str) -> Callable[..., None]:
-        def mark(module: nn.Module, given: Any, output: Tensor) -> None:
-            output.register_hook(lambda _: live.enter(name, "temporaries"))
-
-        return mark
-
-    def arrived(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        live.becomes_gradient(parameter.grad)
-
-    model.embedding.register_forward_hook(backward_is("embedding's backward"))
-    for place, block in zip(PLACES[len(model.blocks) - 1], model.blocks, strict=True):
-        block.register_forward_pre_hook(forward_is(f"{place} block's forward"))
-        block.register_forward_hook(backward_is(f"{place} block's backward"))
-    model.norm.register_forward_pre_hook(forward_is("head"))
+    model.embedding.register_forward_hook(backward_of("embedding's backward"))
+    count = len(model.blocks)
+    numbered = ("first", *(f"no. {number}" for number in range(2, count)), "last")
+    for place, block in zip(PLACES[count - 1] if count <= len(PLACES) else numbered, model.blocks, strict=True):
+        block.register_forward_pre_hook(forward_of(f"{place} block's forward"))
+        block.register_forward_hook(backward_of(f"{place} block's backward"))
+    model.norm.register_forward_pre_hook(forward_of("head", "logits"))
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(arrived)
+            parameter.register_post_accumulate_grad_hook(live.mark_gradient)
 
 
-def _run(model: Decoder, which: Pass, live: LiveBytes) -> None:
-    tokens, borders = which.batch()
-    with which.autocast():
-        loss = loss_sum(model(tokens, borders), torch.zeros_like(tokens))
-    live.enter("head's backward", "temporaries")
+def _run(model: Decoder, config: Config, live: LiveBytes) -> None:
+    """A pass over a batch shaped as the loader shapes it: isolated documents are concatenated into one row."""
+    micro_batch, length = config.train.micro_batch, config.train.seq_len
+    assert isinstance(micro_batch, int)
+    tokens, cu_seqlens = torch.zeros(micro_batch, length, dtype=torch.int64), None
+    if config.data.isolate_documents:
+        tokens = tokens.view(1, -1)
+        documents = micro_batch + tokens.numel() // TOKENS_PER_DOCUMENT
+        cu_seqlens = torch.zeros(documents + 1, dtype=torch.int32)
+    dtype = AUTOCAST_TYPES.get(config.runtime.precision)
+    with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+        loss = loss_sum(model(tokens, cu_seqlens), torch.zeros_like(tokens))
+    live.enter("head's backward", "logits")
     loss.backward()
 
 
-def _summary(model: Decoder, live: LiveBytes, layers: int) -> Trace:
-    block, started = model.blocks[-1], live.started
-    in_block = sum(p.numel() for p in block.parameters())
-    held = kept = gradients = 0.0
-    if layers > MOST_TRACED:
-        held = started["last block's forward"].activations - started["middle block's forward"].activations
-        first, middle = started["first block's backward"], started["middle block's backward"]
-        kept, gradients = middle.activations - first.activations, first.gradients - middle.gradients
-    return Trace(
-        layers,
-        live.phases,
-        held,
-        kept,
-        gradients,
-        block_parameters=in_block,
-        frozen_by_block=sum(p.numel() for p in block.parameters() if not p.requires_grad),
-        other_parameters=model.num_parameters() - len(model.blocks) * in_block,
-    )
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm as a GPU computes it: one kernel that keeps its input and one number per row.
 
-
-class FusedNorm(torch.autograd.Function):
-    """RMSNorm as a GPU computes it, in one kernel that keeps its input and one number a row.
-
-    On a CPU it is taken apart, and would seem to keep a second copy.
+    On a CPU it is decomposed, and would appear to keep a second copy of its input.
     """
-
-    @staticmethod
-    def of(norm: nn.RMSNorm, which: Pass) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            x = x.float() if which.norms_in_float32 else x
-            y: Tensor = FusedNorm.apply(x, norm.weight)  # type: ignore[no-untyped-call]
-            return y
-
-        return forward
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -312,3 +235,8 @@ class FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_norm(x: Tensor, weight: Tensor, in_float32: bool) -> Tensor:
+    y: Tensor = _FusedNorm.apply(x.float() if in_float32 else x, weight)  # type: ignore[no-untyped-call]
+    return y

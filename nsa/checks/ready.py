@@ -1,8 +1,8 @@
-"""May this go to production on this machine: four phases, each in processes of its own, and an answer with evidence.
+"""May this run go to production on this machine? Four phases in separate processes, and an answer with evidence.
 
-Phase 0 looks at the machine, the kernels and one step; phase 1 trains on synthetic data, phase 2 on the configured
-data, phase 3 saves, kills, resumes and compares. A phase that fails to do its steps ends the check: what follows is
-not run, and what was not run has not passed.
+Phase 0 checks the machine, the kernels and one step. Phase 1 trains on synthetic data, phase 2 on the configured data.
+Phase 3 saves, kills, resumes and compares. Each changes the user's configuration as little as it needs. A phase that
+cannot complete its steps ends the check: later phases do not run, and a phase that did not run has not passed.
 """
 
 import shutil
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.checks import phases
 from nsa.checks.artifacts import Artifact, check_artifacts
-from nsa.checks.criteria import SETTLING, Criterion, judge_run, passed, stability
-from nsa.checks.phases import Scale
-from nsa.checks.probe import in_words, run_probe
-from nsa.checks.trials import Outcome, Trial, run_trial, write_trial_config
-from nsa.checks.utilisation import Utilisation
-from nsa.config import Config
-from nsa.errors import ConfigError
-from nsa.inspect.reading import RunView, read_run
+from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
+from nsa.checks.machine import GpuUtilization
+from nsa.checks.probe import ProbeResult, describe, run_probe
+from nsa.checks.progress import Progress
+from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial, write_trial_config
+from nsa.config import Config, parse_config
+from nsa.inspect.reading import RunView
+from nsa.record.numbers import seconds
+from nsa.record.schema import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
 
 TITLES = {
     "phase0": "environment, kernels, one step",
@@ -29,20 +29,34 @@ TITLES = {
     "phase2": "the configured data",
     "phase3": "save, kill, resume, compare",
 }
+FATAL = ("stability", "environment", "kernels", "one step", "deep step", "resume")  # nothing runs after these fail
+DEEP_LAYERS, DEEP_TOKENS = 12, 2048  # a size at which an earlier system hung
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """Told what is going on, for a live view; each does nothing unless given."""
+class Scale:
+    """Steps of each phase. The resumed run is killed as its step `killed_at` begins."""
 
-    begins: Callable[[str, str], None] = lambda phase, what: None
-    stands: Callable[[RunView | None, float], None] = lambda view, seconds: None
-    ended: Callable[["Phase"], None] = lambda phase: None
+    label: str
+    synthetic: int
+    data: int
+    resume: int
+    save_every: int
+    killed_at: int
+
+    @property
+    def total(self) -> int:
+        """Training steps at most: the killed run repeats those after its last save."""
+        return self.synthetic + self.data + 2 * self.resume + self.save_every
+
+
+FULL = Scale("full", synthetic=200, data=300, resume=20, save_every=6, killed_at=15)
+QUICK = Scale("quick", synthetic=20, data=30, resume=8, save_every=2, killed_at=6)
 
 
 @dataclass
 class Phase:
-    """What became of one phase. Without a criterion it was not run, and has not passed."""
+    """The results of one phase. Without a criterion it did not run, and has not passed."""
 
     key: str
     criteria: list[Criterion] = field(default_factory=list)
@@ -64,160 +78,229 @@ class Phase:
         return self.was_run and all(criterion.verdict != "fail" for criterion in self.criteria)
 
     @property
-    def is_broken(self) -> bool:
-        """Whether it makes no sense to go on."""
-        ends = ("stability", "environment", "kernels", "one step", "deep step", "resume")
-        return any(c.verdict == "fail" and c.name in ends for c in self.criteria)
+    def is_fatal(self) -> bool:
+        return any(criterion.verdict == "fail" and criterion.name in FATAL for criterion in self.criteria)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be checked, and where the evidence goes."""
+    """What to check, and the folder of the evidence."""
 
     config: Config
     folder: Path
     nproc: int
     scale: Scale
-    arguments: tuple[str, ...] = ()  # of `nsa train` in phases with the configured data
-
-    def trial(self, name: str, config: Config, arguments: tuple[str, ...] = (), faults: str = "") -> Trial:
-        limit = self.config.readiness.phase_limit_s
-        return Trial(name, config, self.folder / name, self.nproc, limit, arguments, faults)
+    arguments: tuple[str, ...] = ()  # of `nsa train` in phases that use the configured data
 
 
-def check_readiness(plan: Plan, watcher: Watcher) -> list[Phase]:
-    """All four phases in their order."""
-    made: list[Phase] = []
-    steps = {"phase0": _phase0, "phase1": _phase1, "phase2": _phase2, "phase3": _phase3}
-    for key, run in steps.items():
-        phase = Phase(key)
-        if not any(before.is_broken for before in made):
-            began = time.monotonic()
-            run(plan, phase, watcher)
-            phase.seconds = time.monotonic() - began
-        made.append(phase)
-        watcher.ended(phase)
-    return made
+class ReadinessCheck:
+    """Runs the phases of a plan. Tests replace `run_trial` and `run_probe`."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        run_trial: Callable[..., Outcome] = run_trial,
+        run_probe: Callable[..., ProbeResult] = run_probe,
+    ):
+        self.plan, self.progress = plan, progress
+        self._run_trial, self._run_probe = run_trial, run_probe
 
-def _phase0(plan: Plan, phase: Phase, watcher: Watcher) -> None:
-    wanted = plan.trial("phase0-probe", plan.config)
-    write_trial_config(wanted)
-    for kind, judge in (("machine", _judge_machine), ("kernels", _judge_kernels)):
-        watcher.begins(phase.key, kind)
-        probed = run_probe(kind, wanted.config_file, plan.nproc, plan.folder, wanted.limit_s)
-        phase.facts[kind] = probed.findings
-        phase.criteria.append(judge(probed.findings, probed.problem))
-        if phase.is_broken:
-            return
-    one = phases.short_run(phases.synthetic(plan.config), 1)
-    cases = {"one step": one}
-    if plan.scale is phases.FULL and not phases.is_deep(plan.config):
-        cases["deep step"] = phases.deep(one, plan.nproc)
-    for name, config in cases.items():
-        watcher.begins(phase.key, name)
-        outcome = _run(plan.trial(f"phase0-{name.split()[0]}", config), watcher)
+    def run(self) -> list[Phase]:
+        """All four phases in order, after removing the runs of an earlier check."""
+        phases: list[Phase] = []
+        scale = self.plan.scale
+        self.progress.note(f"{scale.label} check: about {scale.total} steps in 6 runs; the first one shows how long")
+        for folder in self.plan.folder.glob("phase[0-3]*/"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for key, check in zip(TITLES, (self._phase0, self._phase1, self._phase2, self._phase3), strict=True):
+            phase = Phase(key)
+            if not any(earlier.is_fatal for earlier in phases):
+                began = time.monotonic()
+                check(phase)
+                phase.seconds = time.monotonic() - began
+            phases.append(phase)
+            self.progress.end(phase)
+        return phases
+
+    def _trial(self, name: str, config: Config, faults: str = "") -> Trial:
+        plan, limit_s = self.plan, self.plan.config.readiness.phase_limit_s
+        arguments = plan.arguments if name.startswith(("phase2", "phase3")) else ()
+        return Trial(name, config, plan.folder / name, plan.nproc, limit_s, arguments, faults)
+
+    def _run(self, phase: Phase, what: str, trial: Trial, update: OnProgress | None = None) -> Outcome:
+        self.progress.begin(f"{phase.key}: {what}")
+        outcome = self._run_trial(trial, update or self.progress.update)
         phase.outcomes.append(outcome)
-        target = f"{config.model.n_layers} layers, {config.train.seq_len} tokens, checkpointing " + (
-            config.runtime.gradient_checkpointing
-        )
-        measured = f"done in {outcome.seconds:.1f} s" if outcome.passed else "failed"
-        phase.criteria.append(Criterion(name, phase.key, target, measured, passed(ok=outcome.passed), outcome.reason))
+        return outcome
+
+    def _phase0(self, phase: Phase) -> None:
+        plan, probed = self.plan, self._trial("phase0-probe", self.plan.config)
+        write_trial_config(probed)
+        for kind, judge_findings in (("machine", _judge_machine), ("kernels", _judge_kernels)):
+            self.progress.begin(f"{phase.key}: {kind}")
+            found = self._run_probe(kind, probed.config_file, plan.nproc, plan.folder, probed.limit_s)
+            phase.facts[kind] = found.findings
+            phase.criteria.append(judge_findings(found))
+            if phase.is_fatal:
+                return
+        one = short_run(synthetic(plan.config), 1)
+        cases = {"one step": one}
+        if plan.scale is FULL and not is_deep(plan.config):
+            cases["deep step"] = deep(one, plan.nproc)
+        for name, config in cases.items():
+            outcome = self._run(phase, name, self._trial(f"phase0-{name.split()[0]}", config))
+            size = f"{config.model.n_layers} layers, {config.train.seq_len} tokens"
+            target = f"{size}, checkpointing {config.runtime.gradient_checkpointing}"
+            measured = f"done in {outcome.seconds:.1f} s" if outcome.passed else "failed"
+            phase.criteria.append(Criterion(name, phase.key, target, measured, outcome.passed, outcome.reason))
+            if name == "one step" and outcome.passed:
+                left = seconds(remaining_s(outcome, plan.scale))
+                self.progress.note(f"at most {left} to go, if every step is as slow as this one")
+
+    def _phase1(self, phase: Phase) -> None:
+        self._train(phase, short_run(synthetic(self.plan.config), self.plan.scale.synthetic))
+
+    def _phase2(self, phase: Phase) -> None:
+        self._train(phase, short_run(self.plan.config, self.plan.scale.data))
+        wanted, used = self.plan.config.data, phase.facts.get("data") or {}
+        problem = "" if used else "the run did not record its data source"
+        if used.get("fallback"):
+            problem = f"trained on fallback data: {used['fallback']}"
+        target = ", ".join(part.source for part in wanted.mixture) or wanted.source
+        measured = str(used.get("source") or "unknown")
+        phase.criteria.append(Criterion("data", phase.key, target, measured, not problem, problem))
+
+    def _train(self, phase: Phase, config: Config) -> None:
+        """A training phase with all its criteria."""
+        plan, trial, steps = self.plan, self._trial(phase.key, config), config.train.steps
+        utilization = GpuUtilization(plan.nproc)
+
+        def update(view: RunView | None, elapsed_s: float) -> None:
+            self.progress.update(view, elapsed_s)
+            if view is not None and int(steps * SETTLING) < view.step < steps:
+                utilization.sample()
+
+        outcome = self._run(phase, f"{steps} steps", trial, update)
+        phase.artifacts = check_artifacts(trial.folder, config, plan.nproc)
+        phase.criteria += judge_run(phase.key, outcome, plan.config.readiness, utilization.percent, phase.artifacts)
+        if view := outcome.view:
+            phase.facts |= {"data": view.metrics.get("data"), "env": view.env}
+
+    def _phase3(self, phase: Phase) -> None:
+        config, killed_at = resumable(self.plan.config, self.plan.scale), self.plan.scale.killed_at
+        fault = f"step.begin:kill:hit={killed_at}:rank={self.plan.nproc - 1}"
+        whole = self._run(phase, "without a kill", self._trial("phase3-whole", config))
+        phase.criteria.append(stability(phase.key, whole))
+        if phase.is_fatal:
+            return
+        killed = self._run(phase, f"killed in step {killed_at}", self._trial("phase3-killed", config, fault))
+        resumed = self._run(phase, "resumed", self._trial("phase3-killed", config))
+        phase.criteria.append(_judge_resume(whole, killed, resumed))
 
 
-def _judge_machine(findings: list[dict[str, Any]], problem: str) -> Criterion:
-    bad = [f"{in_words(finding)}; {finding['advice']}" for finding in findings if not finding["ok"]]
-    remark = problem or "; ".join(bad)
-    measured = f"{len(findings) - len(bad)} of {len(findings)}" if findings else "no answer"
-    return Criterion("environment", "phase0", "fits the run", measured, passed(ok=not remark), remark)
+def _judge_machine(probed: ProbeResult) -> Criterion:
+    problem = probed.problem or "; ".join(f"{describe(bad)}; {bad['advice']}" for bad in probed.failed)
+    total = len(probed.findings)
+    measured = f"{total - len(probed.failed)} of {total}" if total else "no answer"
+    return Criterion("environment", "phase0", "fits the run", measured, not problem, problem)
 
 
-def _judge_kernels(checks: list[dict[str, Any]], problem: str) -> Criterion:
-    bad = [in_words(check) for check in checks if not check["ok"]]
-    remark = problem or "; ".join(bad)
-    if not checks and not problem:
-        return Criterion("kernels", "phase0", "equal to the reference", "dense attention", "n/a")
-    by = sorted({str(check["backend"]) for check in checks})
-    worst = max((check["error"] / check["limit"] for check in checks), default=0.0)
-    measured = f"{' and '.join(by)}: {len(checks)} checks, worst at {worst:.0%} of its limit" if checks else "no answer"
-    return Criterion("kernels", "phase0", "equal to the reference", measured, passed(ok=not remark), remark)
+def _judge_kernels(probed: ProbeResult) -> Criterion:
+    checks, target = probed.findings, "equal to the reference"
+    problem = probed.problem or "; ".join(map(describe, probed.failed))
+    if not checks:
+        measured, ok = ("no answer", False) if problem else ("dense attention", None)
+        return Criterion("kernels", "phase0", target, measured, ok, problem)
+    backends = " and ".join(sorted({str(check["backend"]) for check in checks}))
+    worst = max(check["error"] / check["limit"] for check in checks)
+    measured = f"{backends}: {len(checks)} checks, worst at {worst:.0%} of its limit"
+    return Criterion("kernels", "phase0", target, measured, not problem, problem)
 
 
-def _phase1(plan: Plan, phase: Phase, watcher: Watcher) -> None:
-    config = phases.short_run(phases.synthetic(plan.config), plan.scale.synthetic)
-    _train(plan, phase, plan.trial("phase1", config), watcher)
-
-
-def _phase2(plan: Plan, phase: Phase, watcher: Watcher) -> None:
-    config = phases.short_run(plan.config, plan.scale.data)
-    _train(plan, phase, plan.trial("phase2", config, plan.arguments), watcher)
-    data = phase.facts.get("data") or {}
-    used = str(data.get("source") or "unknown")
-    fallback = data.get("fallback")
-    remark = f"trained on fallback data: {fallback}" if fallback else "" if data else "the run did not say what it read"
-    wanted = ", ".join(part.source for part in plan.config.data.mixture) or plan.config.data.source
-    phase.criteria.append(Criterion("data", phase.key, wanted, used, passed(ok=not remark), remark))
-
-
-def _train(plan: Plan, phase: Phase, trial: Trial, watcher: Watcher) -> None:
-    """A phase that trains: runs it, and holds it to every criterion."""
-    watcher.begins(phase.key, f"{trial.config.train.steps} steps")
-    busy = Utilisation(plan.nproc)
-    settling = int(trial.config.train.steps * SETTLING)
-
-    def stands(view: RunView | None, seconds: float) -> None:
-        watcher.stands(view, seconds)
-        if view is not None and settling < view.step < trial.config.train.steps:
-            busy.sample()
-
-    outcome = _run(trial, Watcher(stands=stands))
-    view = _view(trial.folder)
-    phase.outcomes.append(outcome)
-    phase.artifacts = check_artifacts(trial.folder, trial.config, plan.nproc)
-    phase.criteria += judge_run(phase.key, outcome, view, plan.config.readiness, busy.percent, phase.artifacts)
-    if view is not None:
-        phase.facts |= {"data": view.metrics.get("data"), "env": view.env, "fallbacks": view.fallbacks.total}
-
-
-def _phase3(plan: Plan, phase: Phase, watcher: Watcher) -> None:
-    config, scale = phases.resumable(plan.config, plan.scale), plan.scale
-    kill = f"step.begin:kill:hit={scale.killed_at}:rank={plan.nproc - 1}"
-    whole = plan.trial("phase3-whole", config, plan.arguments)
-    killed = plan.trial("phase3-killed", config, plan.arguments, kill)
-    again = plan.trial("phase3-killed", config, plan.arguments)
-    watcher.begins(phase.key, "without a kill")
-    phase.outcomes.append(_run(whole, watcher))
-    phase.criteria.append(stability(phase.key, phase.outcomes[-1], _view(whole.folder)))
-    if phase.is_broken:
-        return
-    watcher.begins(phase.key, f"killed in step {scale.killed_at}")
-    phase.outcomes.append(_run(killed, watcher))
-    watcher.begins(phase.key, "going on")
-    phase.outcomes.append(_run(again, watcher, anew=False))
-    phase.criteria.append(_judge_resume(phase.outcomes[1], phase.outcomes[2], whole.folder))
-
-
-def _judge_resume(killed: Outcome, again: Outcome, whole: Path) -> Criterion:
-    folder, taken = again.trial.folder, None
+def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterion:
+    checkpoint = resumed_from(resumed.trial.folder) if resumed.passed else None
     if killed.passed:
-        remark = "the run came to its end although it was killed: nothing was shown"
-    elif not again.passed:
-        remark = f"did not go on: {again.reason}"
+        problem = "the run finished although it was killed: nothing was shown"
+    elif not resumed.passed:
+        problem = f"did not resume: {resumed.reason}"
+    elif checkpoint is None:
+        problem = "it started over instead of resuming"
     else:
-        taken = phases.resumed_from(folder)[-1]
-        remark = phases.first_difference(whole, folder) if taken else "it started over instead of going on"
-    measured = f"equal, from {taken}" if not remark else "not equal"
-    return Criterion("resume", "phase3", "bit-equal after kill -9", measured, passed(ok=not remark), remark)
+        problem = first_difference(whole.trial.folder, resumed.trial.folder)
+    measured = "not equal" if problem else f"equal, from {checkpoint}"
+    return Criterion("resume", "phase3", "bit-equal after kill -9", measured, not problem, problem)
 
 
-def _run(trial: Trial, watcher: Watcher, *, anew: bool = True) -> Outcome:
-    if anew:
-        shutil.rmtree(trial.folder, ignore_errors=True)  # of an earlier check
-    return run_trial(trial, watcher.stands)
+def changed(config: Config, *overrides: str) -> Config:
+    return parse_config(config.to_dict(), "readiness", overrides)
 
 
-def _view(folder: Path) -> RunView | None:
-    try:
-        return read_run(folder)
-    except ConfigError:  # the run came to nothing
-        return None
+def short_run(config: Config, steps: int) -> Config:
+    """Few steps, with intervals short enough that saving and telemetry still happen."""
+    return changed(
+        config,
+        f"train.steps={steps}",
+        f"train.log_every={min(config.train.log_every, max(1, steps // 10))}",
+        "train.profile_steps=null",
+        f"checkpoint.every={min(config.checkpoint.every or steps, max(1, steps // 2))}",
+        f"telemetry.every={min(config.telemetry.every, max(1, steps // 4))}",
+    )
+
+
+def synthetic(config: Config) -> Config:
+    return changed(config, "data.source=synthetic", "data.paths=[]", "data.mixture=[]")
+
+
+def is_deep(config: Config) -> bool:
+    """Whether the configuration itself is at least as large as the size that once hung."""
+    large = config.model.n_layers >= DEEP_LAYERS and config.train.seq_len >= DEEP_TOKENS
+    return large and config.runtime.gradient_checkpointing != "none"
+
+
+def deep(config: Config, nproc: int) -> Config:
+    """Twelve layers, 2048 tokens, gradient checkpointing, one sequence per rank."""
+    recompute = config.runtime.gradient_checkpointing
+    return changed(
+        config,
+        f"model.n_layers={max(DEEP_LAYERS, config.model.n_layers)}",
+        f"train.seq_len={max(DEEP_TOKENS, config.train.seq_len)}",
+        f"train.batch_size={nproc}",
+        "train.micro_batch=auto",
+        "train.init_from=null",  # those weights have another depth
+        "data.validation_fraction=0.0",
+        f"runtime.gradient_checkpointing={'block' if recompute == 'none' else recompute}",
+    )
+
+
+def resumable(config: Config, scale: Scale) -> Config:
+    """Deterministic, so that the resumed run can be compared bit by bit. Saves block training, so that a checkpoint
+    exists when the kill comes, however fast the steps are."""
+    saves = (f"checkpoint.every={scale.save_every}", "checkpoint.background=false")
+    return changed(short_run(config, scale.resume), "runtime.deterministic=true", *saves)
+
+
+def remaining_s(first: Outcome, scale: Scale) -> float:
+    """An upper bound from a run of one step, which also compiles: every run starts and every step takes as long."""
+    assert first.view is not None
+    step_s = float(first.view.training.column("step_s")[0])
+    return scale.total * step_s + 5 * (first.seconds - step_s)
+
+
+def resumed_from(folder: Path) -> str | None:
+    """The checkpoint from which the newest start of the run resumed."""
+    starts = [event for event in read_events(folder) if event["event"] == "start"]
+    return starts[-1].get("from_checkpoint") if starts else None
+
+
+def first_difference(whole: Path, resumed: Path) -> str:
+    """Where two runs that should be identical first differ; empty where they do not."""
+    ours, theirs = read_rows(whole, TRAINING), read_rows(resumed, TRAINING)
+    for left, right in zip(ours, theirs, strict=False):
+        for name, value in left.items():
+            if name not in MACHINE_COLUMNS and right.get(name) != value:
+                return f"step {left['step']}: {name} is {right.get(name)} and was {value}"
+    if len(ours) != len(theirs):
+        return f"{len(theirs)} rows instead of {len(ours)}"
+    same = (whole / WEIGHTS_FILE).read_bytes() == (resumed / WEIGHTS_FILE).read_bytes()
+    return "" if same else "all losses are the same, the weights are not"

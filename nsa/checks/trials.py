@@ -1,7 +1,7 @@
-"""A training run in processes of its own, under a time limit: what `nsa ready` and `nsa doctor` are made of.
+"""Training runs in separate processes with a time limit: the building block of `nsa ready` and `nsa doctor`.
 
-A trial is started as a user would start it, `nsa train` alone or under `torchrun`, from a configuration file that lies
-beside its folder. Whatever becomes of it, no process of it is left when `run_trial` returns.
+A trial starts as a user would start it, with `nsa train` alone or under `torchrun`, from a configuration file next to
+its folder. However it ends, none of its processes is left when `run_trial` returns.
 """
 
 import contextlib
@@ -10,38 +10,33 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import yaml
 
 from nsa.config import Config
-from nsa.errors import ConfigError, LaunchError
-from nsa.inspect.reading import RunReader, RunView
+from nsa.errors import ConfigError, HangError, LaunchError
+from nsa.inspect.reading import RunView
+from nsa.record.schema import HEARTBEAT, read_events
 
 POLL_S = 0.25
-DUMP_S = 3.0  # what ranks get to write their stacks before they are killed
-LAUNCHER_SPEAKS = "torch/distributed/elastic/multiprocessing/api.py"
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+DUMP_S = 3.0  # for the ranks to write their stacks before they are killed
+LAUNCHER_REPORT = "torch/distributed/elastic/multiprocessing/api.py"  # torchrun's own lines about a failed process
+# Prefixes of variables that the trial's file already contains or that its launcher sets.
+OWN_VARIABLES = ("NSA_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_")
+
+OnProgress = Callable[[RunView | None, float], None]  # the state of the run, and seconds since its start
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`config` trained into `folder` by `nproc` processes. `faults` are armed in them (nsa.faults)."""
+    """Trains `config` into `folder` with `nproc` processes. `faults` are armed in them (nsa.faults)."""
 
     name: str
     config: Config
@@ -57,40 +52,34 @@ class Trial:
 
     @property
     def log_file(self) -> Path:
-        """Everything the processes and their launcher printed."""
+        """All output of the processes and their launcher."""
         return self.folder.with_name(self.folder.name + ".log")
 
     @property
     def command(self) -> list[str]:
-        return train_command(self.config_file, self.nproc, self.arguments)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.nproc)]
+        launcher = torchrun if self.nproc > 1 else []
+        return [sys.executable, *launcher, "-m", "nsa", "train", str(self.config_file), *self.arguments]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `exit_code` is the run's own where it left word, else its launcher's."""
+    """How a trial ended. `exit_code` is the run's own from metrics.json, or its launcher's where there is none."""
 
     trial: Trial
     exit_code: int
     timed_out: bool
     seconds: float
-    reason: str  # empty where it did all it should
+    reason: str  # empty where the run did everything it should
+    view: RunView | None = None  # its folder at the end; None where it wrote nothing
 
     @property
     def passed(self) -> bool:
         return not self.reason
 
-    def last_lines(self, count: int = 20) -> list[str]:
-        return _said(self.trial.log_file)[-count:]
 
-
-def train_command(config_file: Path, nproc: int, arguments: tuple[str, ...] = ()) -> list[str]:
-    """What starts the run on this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
-    return [sys.executable, *launcher, "-m", "nsa", "train", str(config_file), *arguments]
-
-
-def spelled(config_file: Path | str, nproc: int, overrides: tuple[str, ...] = ()) -> str:
-    """The same as a person would type it."""
+def format_command(config_file: Path, nproc: int, overrides: tuple[str, ...] = ()) -> str:
+    """The command for the run as a user types it."""
     start = ["torchrun", "--standalone", "--nproc-per-node", str(nproc), "-m", "nsa"] if nproc > 1 else ["nsa"]
     return shlex.join([*start, "train", str(config_file), *overrides])
 
@@ -105,87 +94,79 @@ def write_trial_config(trial: Trial) -> None:
         raise LaunchError(f"{trial.config_file}: cannot be written: {error.strerror}; choose another --out") from None
 
 
-def run_trial(trial: Trial, watch: Callable[[RunView | None, float], None] = lambda view, seconds: None) -> Outcome:
-    """Runs it to its end or its limit. `watch` is called again and again with how the run stands."""
+def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None) -> Outcome:
+    """Runs the trial until it ends or its time limit passes."""
     write_trial_config(trial)
-    began, timed_out = time.monotonic(), False
-    reader = RunReader(trial.folder)
+    began, reader = time.monotonic(), RunView(trial.folder)
     with _started(trial) as (process, members):
-        while (code := process.poll()) is None:
-            seconds = time.monotonic() - began
-            members.update(family(process.pid))
-            if seconds > trial.limit_s:
-                timed_out = True
-                _dump_stacks(process)
-                break
-            watch(_look(reader), seconds)
+        while (code := process.poll()) is None and time.monotonic() - began <= trial.limit_s:
+            members.update(_process_tree(process.pid))
+            on_progress(_read(reader), time.monotonic() - began)
             time.sleep(POLL_S)
-    seconds = time.monotonic() - began
-    view = _look(reader)
-    watch(view, seconds)
-    return _judge(trial, view, code, seconds, timed_out=timed_out)
+        if code is None:
+            _dump_stacks(trial, process)
+    seconds, view = time.monotonic() - began, _read(reader)
+    on_progress(view, seconds)
+    return outcome_of(trial, view, code, seconds)
 
 
-def _judge(trial: Trial, view: RunView | None, code: int | None, seconds: float, *, timed_out: bool) -> Outcome:
-    if timed_out:
-        where = "before its first step" if view is None or not view.step else f"after step {view.step}"
-        return Outcome(trial, 6, True, seconds, f"no end after {trial.limit_s:g} s: it stood {where}")
-    metrics = view.metrics if view else {}
-    assert code is not None
-    own = metrics.get("exit_code")
-    exit_code = own if code and isinstance(own, int) and own else code
-    if exit_code:
-        said = str(metrics.get("reason") or _last_error(trial.log_file) or "it said nothing")
-        return Outcome(trial, exit_code, False, seconds, f"exit code {exit_code}: {said}")
-    wanted, done = trial.config.train.steps, view.step if view else 0
-    if done != wanted or metrics.get("status") != "done":
-        return Outcome(trial, 0, False, seconds, f"did {done} of {wanted} steps and called itself done")
-    return Outcome(trial, 0, False, seconds, "")
+def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: float) -> Outcome:
+    """Judges a run by its folder and the exit code of its launcher; None where the time limit passed."""
+    metrics, done, wanted = view.metrics if view else {}, view.step if view else 0, trial.config.train.steps
+    own, reason = metrics.get("exit_code"), ""
+    exit_code = HangError.exit_code if code is None else own if code and own and isinstance(own, int) else code
+    if code is None:
+        place = f"after step {done}" if done else "before its first step"
+        reason = f"did not end within {trial.limit_s:g} s: it stopped {place}"
+    elif exit_code:
+        printed = [line for line in last_lines(trial.log_file) if line.strip()]
+        reason = f"exit code {exit_code}: {metrics.get('reason') or (printed[-1] if printed else 'no output')}"
+    elif done != wanted or metrics.get("status") != "done":
+        reason = f"ended with success after {done} of {wanted} steps"
+    return Outcome(trial, exit_code, code is None, seconds, reason, view)
+
+
+def last_lines(log: Path, count: int = 20) -> list[str]:
+    """The end of a run's own output, without torchrun's report of a failed process."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-200:]
+    except OSError:
+        return []
+    own = list(takewhile(lambda line: LAUNCHER_REPORT not in line, lines))
+    return (own or lines)[-count:]
 
 
 @contextlib.contextmanager
 def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil.Process]]]:
-    """The process, and a set that takes up whatever it starts: all of it is gone in the end, also when we are
-    interrupted or asked to stop ourselves, and also what a launcher that is dead left behind."""
+    """The process, and a set for its descendants. All of them are killed at the end, also when this process is
+    interrupted, and also those that a dead launcher left behind."""
     members: set[psutil.Process] = set()
-    with trial.log_file.open("wb") as log, _stoppable():
+    with trial.log_file.open("wb") as log:
         process = subprocess.Popen(  # noqa: S603
             trial.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(trial.faults)
         )
         try:
             yield process, members
         finally:
-            members.update(family(process.pid))
+            members.update(_process_tree(process.pid))
             for member in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             process.wait()
 
 
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM unwinds us like Ctrl-C does, so that nothing we started is left running."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def exit_on_sigterm() -> None:
+    """Makes SIGTERM unwind this process as Ctrl-C does, so that nothing it started is left running."""
 
-    def leave(number: int, frame: object) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, leave)
 
 
 def environment(faults: str = "") -> dict[str, str]:
-    """Ours without what the trial's file says already or its launcher will say."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("NSA_", "TORCHELASTIC_")) and name not in LAUNCHER_VARIABLES
-    }
+    """The variables of a trial: those of this process, without what its file or its launcher sets."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
     armed = ",".join(filter(None, (os.environ.get("NSA_FAULTS", ""), faults)))
     return {**kept, "PYTHONUNBUFFERED": "1", **({"NSA_FAULTS": armed} if armed else {})}
 
@@ -196,17 +177,17 @@ def refuse_launcher() -> None:
         raise LaunchError("started by torchrun; start it alone, it starts the processes itself: --nproc N")
 
 
-def default_nproc(config: Config) -> int:
-    """A process a GPU; one where there is none, or where the configuration wants one."""
-    if config.parallel.strategy == "single" or config.runtime.device == "cpu":
-        return 1
+def usable_gpus(config: Config) -> int:
+    """The GPUs that a run of the configuration could use; 0 where it runs on the CPU."""
+    if config.runtime.device == "cpu":
+        return 0
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
 
 
-def family(pid: int) -> list[psutil.Process]:
-    """The process and everything it started, itself last."""
+def _process_tree(pid: int) -> list[psutil.Process]:
+    """The process and all its descendants."""
     try:
         parent = psutil.Process(pid)
         return [*parent.children(recursive=True), parent]
@@ -214,44 +195,19 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _dump_stacks(process: subprocess.Popen[bytes]) -> None:
-    """Asks every rank for its stacks. The launcher, which would die of the signal, is not asked."""
-    asked = False
-    for member in family(process.pid):
+def _dump_stacks(trial: Trial, process: subprocess.Popen[bytes]) -> None:
+    """Asks every rank that has started for its stacks. The signal would kill any other process."""
+    ranks = HEARTBEAT.find(trial.folder) if trial.folder.is_dir() else {}
+    started = {event.get("pid") for rank in ranks for event in read_events(trial.folder, rank)}
+    asked = [member for member in _process_tree(process.pid) if member.pid in started]
+    for member in asked:
         with contextlib.suppress(psutil.Error):
-            line = member.cmdline()
-            if "train" in line and "torch.distributed.run" not in line:
-                member.send_signal(signal.SIGUSR2)
-                asked = True
-    if asked:
-        time.sleep(DUMP_S)
+            member.send_signal(signal.SIGUSR2)
+    time.sleep(DUMP_S if asked else 0.0)
 
 
-def _look(reader: RunReader) -> RunView | None:
+def _read(reader: RunView) -> RunView | None:
     try:
         return reader.refresh()
     except ConfigError:  # the run has written nothing yet
         return None
-
-
-def _tail(path: Path, count: int) -> list[str]:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, count)]
-    except OSError:
-        return []
-
-
-def _said(log: Path) -> list[str]:
-    """The last lines of the run itself, not those in which torchrun tells that a process has failed."""
-    lines = _tail(log, 200)
-    own = list(takewhile(lambda line: LAUNCHER_SPEAKS not in line, lines))
-    return own or lines
-
-
-def _last_error(log: Path) -> str | None:
-    """The last line that says what went wrong."""
-    lines = _said(log)
-    marked = [line for line in lines if line.startswith(("error:", "stopped:")) or "Error: " in line]
-    spoken = marked or [line for line in lines if line.strip()]
-    return spoken[-1] if spoken else None

@@ -19,5 +19,5 @@ JoinedOverrides = Annotated[
 
 
 def all_overrides(separate: list[str] | None, joined: list[str] | None) -> list[str]:
-    """Every override in order; those of --override come last and so win."""
+    """Every override in order; those of --override come last, so they win."""
     return [*(separate or []), *(part for text in joined or [] for part in split_overrides(text))]

@@ -18,7 +18,7 @@ Source = Annotated[
 @app.command("list")
 def list_checkpoints(run_dir: RunFolder) -> None:
     """Every checkpoint of a run, the newest first."""
-    from nsa.checkpoint import layout
+    from nsa.checkpoint import format as layout
     from nsa.checkpoint.load import read_state
 
     root = _root(run_dir)
@@ -43,9 +43,9 @@ def list_checkpoints(run_dir: RunFolder) -> None:
 @app.command()
 def verify(source: Source) -> None:
     """Read every byte and compare it with the manifest; exit code 4 if a checkpoint is damaged."""
-    from nsa.checkpoint import layout
-    from nsa.checkpoint.manifest import MANIFEST_FILE
-    from nsa.checkpoint.manifest import verify as verify_one
+    from nsa.checkpoint import format as layout
+    from nsa.checkpoint.format import MANIFEST_FILE
+    from nsa.checkpoint.format import verify as verify_one
 
     checkpoints = [source] if (source / MANIFEST_FILE).exists() else layout.committed(_root(source))
     problems: list[str] = []
@@ -75,7 +75,7 @@ def export(
 
 
 def _root(run_dir: Path) -> Path:
-    from nsa.checkpoint import layout
+    from nsa.checkpoint import format as layout
 
     root = run_dir / layout.FOLDER
     if not layout.committed(root):

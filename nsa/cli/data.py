@@ -1,8 +1,11 @@
-"""`nsa data prepare`, `nsa data stats`, `nsa data verify`."""
+"""`nsa data prepare`, `nsa data tokenizer`, `nsa data stats`, `nsa data verify`."""
 
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +16,11 @@ from nsa.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from nsa.data.statistics import Statistics
+    from nsa.data.token_shards import Manifest
 
-app = typer.Typer(help="Prepare, look at and check training data.", no_args_is_help=True)
+app = typer.Typer(help="Prepare, inspect and verify training data.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the shards go, or lie.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the shards.", show_default=False)]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="CONFIG", help="YAML file whose data section to start from.")
 ]
@@ -34,7 +38,7 @@ def prepare(
     shard_mb: Annotated[int, typer.Option(min=1, help="MiB of text in a shard, about.")] = 64,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
 ) -> None:
-    """Write a source's documents as token shards; the same command goes on after it was stopped.
+    """Write a source's documents as token shards; the same command resumes after it was stopped.
 
     For example: nsa data prepare shards data.source=text data.paths=[books] data.tokenizer=gpt2
     """
@@ -42,12 +46,12 @@ def prepare(
     if data.mixture:
         raise ConfigError("data.mixture: prepare each source into a folder of its own, then mix the folders")
     from nsa import faults
-    from nsa.data.opening import open_source, tokenizer_for
     from nsa.data.prepare import prepare as write_shards
+    from nsa.data.sources import open_source
+    from nsa.data.tokenizers import tokenizer_for
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))
-    bar = _Bar()
-    with bar:
+    with _progress() as progress:
         manifest = write_shards(
             open_source(data, data.timeout_s),
             tokenizer_for(data),
@@ -55,12 +59,41 @@ def prepare(
             workers=workers or os.cpu_count() or 1,
             shard_bytes=shard_mb << 20,
             fresh=fresh,
-            progress=bar.show,
+            progress=progress,
         )
-    print(f"{folder}: {_totals(manifest)} in {len(manifest['shards']):,} shards")
-    for reason, count in sorted(manifest["skipped"].items()):
+    print(f"{folder}: {_totals(manifest)} in {len(manifest.shards):,} shards")
+    _print_skipped(manifest.skipped)
+    print(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={manifest.tokenizer.name}")
+
+
+@app.command()
+def tokenizer(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The tokenizer.json to write.", show_default=False)],
+    overrides: Overrides = None,
+    override: JoinedOverrides = None,
+    config: ConfigOption = None,
+    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, the 256 bytes and the separator included.")] = 32768,
+    max_mb: Annotated[int, typer.Option(min=1, help="MiB of text to learn from, from the first document on.")] = 256,
+) -> None:
+    """Train a byte-level BPE vocabulary on a source's documents.
+
+    For example: nsa data tokenizer tokenizer.json data.source=text data.paths=\\[books]
+    """
+    data = _resolve(config, overrides, override).data
+    if data.mixture:
+        raise ConfigError("data.mixture: learn a vocabulary from one source; name it with data.source")
+    from nsa.data.sources import open_source
+    from nsa.data.vocabulary import train_bpe
+
+    source, skipped = open_source(data, data.timeout_s), Counter[str]()
+    documents = (text for unit in source.units() for text in source.documents(unit, skipped))
+    size, read = train_bpe(documents, file, vocab_size=vocab_size, max_bytes=max_mb << 20)
+    print(f"{file}: {size:,} tokens from {read / 2**20:,.1f} MiB of text")
+    for reason, count in sorted(skipped.items()):
         print(f"skipped {count:,} ({reason})")
-    print(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={manifest['tokenizer']['name']}")
+    if size < vocab_size:
+        print(f"the text has no more than {size:,} tokens to learn; more text gives more")
+    print(f"train with data.tokenizer={file}")
 
 
 @app.command()
@@ -72,7 +105,7 @@ def stats(
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
-    limit: Annotated[int, typer.Option(min=1, help="Documents of a source to look at.")] = 10_000,
+    limit: Annotated[int, typer.Option(min=1, help="Documents of a source to read.")] = 10_000,
 ) -> None:
     """Documents, tokens, how long documents are, and a few of them: of prepared shards, or of a source."""
     from nsa.data.statistics import of_shards, of_source
@@ -89,12 +122,12 @@ def stats(
 @app.command()
 def verify(folder: Folder) -> None:
     """Read every byte of prepared shards and compare it with the manifest; exit code 3 if one is damaged."""
-    from nsa.data.shards import verify as verify_shards
+    from nsa.data.token_shards import verify as verify_shards
 
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     manifest = verify_shards(folder)
-    print(f"{folder}: ok, {len(manifest['shards']):,} shards, {_totals(manifest)}")
+    print(f"{folder}: ok, {len(manifest.shards):,} shards, {_totals(manifest)}")
 
 
 def _resolve(config: Path | None, overrides: list[str] | None, override: list[str] | None) -> Config:
@@ -104,59 +137,56 @@ def _resolve(config: Path | None, overrides: list[str] | None, override: list[st
     return parse_config({}, "the command line", given)
 
 
-def _totals(manifest: dict[str, Any]) -> str:
-    return (
-        f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
-        f"of {manifest['text_bytes'] / 2**20:,.1f} MiB text"
-    )
+def _totals(manifest: "Manifest") -> str:
+    text_mib = manifest.text_bytes / 2**20
+    return f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {text_mib:,.1f} MiB text"
+
+
+def _print_skipped(skipped: Mapping[str, int]) -> None:
+    for reason, count in sorted(skipped.items()):
+        print(f"skipped {count:,} ({reason})")
 
 
 def _print(found: "Statistics") -> None:
-    print(f"{found.about}: {found.documents:,} documents, {found.tokens:,} tokens", end="")
-    print(f", {found.text_bytes:,} bytes of text" if found.text_bytes else "")
-    if found.documents:
+    import numpy as np
+
+    lengths = found.lengths
+    size = f", {found.text_bytes:,} bytes of text" if found.text_bytes else ""
+    print(f"{found.about}: {len(lengths):,} documents, {lengths.sum():,} tokens{size}")
+    if len(lengths):
         print(
-            f"tokens in a document: median {found.median:,}, mean {found.mean:,.1f}, "
-            f"shortest {found.shortest:,}, longest {found.longest:,}"
+            f"tokens in a document: median {int(np.median(lengths)):,}, mean {lengths.mean():,.1f}, "
+            f"shortest {lengths.min():,}, longest {lengths.max():,}"
         )
-    widest = max((count for _, count in found.histogram), default=0)
-    for bounds, count in found.histogram:
-        print(f"{bounds:>24} {count:>12,} {'#' * max(1, round(40 * count / widest))}")
-    for reason, count in sorted(found.skipped.items()):
-        print(f"skipped {count:,} ({reason})")
+    histogram = found.histogram()
+    largest = max((count for _, count in histogram), default=0)
+    for bounds, count in histogram:
+        print(f"{bounds:>24} {count:>12,} {'#' * max(1, round(40 * count / largest))}")
+    _print_skipped(found.skipped)
     for number, text in enumerate(found.samples, start=1):
         print(f"--- sample {number} ---\n{text}")
 
 
-class _Bar:
-    """A progress bar on a terminal, a line every tenth elsewhere."""
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, int], None]]:
+    """Shows bytes done of a total: a bar on a terminal, a line every tenth elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress("{task.description}", *columns, console=console) as bar:
+            task = bar.add_task("prepare", total=None)
+            yield lambda done, total, text_bytes: bar.update(task, completed=done, total=total)
+        return
+    shown = -1
 
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            "{task.description}",
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("prepare", total=None)
-        self._tenth = -1
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int, text_bytes: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+    def show(done: int, total: int, text_bytes: int) -> None:
+        nonlocal shown
         tenth = 10 * done // max(1, total)
-        if not self._console.is_terminal and tenth > self._tenth:
-            self._tenth = tenth
+        if tenth > shown:
+            shown = tenth
             print(f"prepare {10 * tenth:3d} % | {text_bytes / 2**20:,.0f} MiB of text", flush=True)
+
+    yield show

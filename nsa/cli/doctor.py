@@ -1,20 +1,16 @@
 """`nsa doctor`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.text import Text
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
-from nsa.record.numbers import one_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.text import Text
 
-    from nsa.checks.doctor import Record
-    from nsa.inspect.reading import RunView
+    from nsa.checks.doctor import Attempt
 
 
 def doctor(
@@ -31,56 +27,39 @@ def doctor(
     ] = 300.0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where the page goes.", show_default="runs/NAME-doctor"),
+        typer.Option("--out", metavar="DIR", help="Folder of the page.", show_default="runs/NAME-doctor"),
     ] = None,
 ) -> None:
     """Find what is broken and the smallest case that shows it, or say that all is well."""
     from rich.console import Console
 
-    from nsa.checks.doctor import Watcher, admit, diagnose
+    from nsa.checks.doctor import Diagnosis, load_setup
     from nsa.checks.doctor_report import verdict, write_page
-    from nsa.checks.trials import refuse_launcher
+    from nsa.checks.progress import Progress
+    from nsa.checks.trials import exit_on_sigterm, refuse_launcher
     from nsa.train.folder import claim_folder
 
     refuse_launcher()
+    exit_on_sigterm()
     folder = out or Path("runs") / f"{config.stem}-doctor"
-    patient = admit(config, all_overrides(overrides, override), folder, nproc, steps, limit)
+    setup = load_setup(config, all_overrides(overrides, override), folder, nproc, steps, limit)
     with claim_folder(folder):
-        with Screen(Console(highlight=False, soft_wrap=True), steps) as screen:
-            found = diagnose(patient, Watcher(screen.begins, screen.stands, screen.ended))
-        page = write_page(found)
-    print(f"{verdict(found)}\n{page}: what was found and what to do")
-    if not found.healthy:
+        with Progress(Console(highlight=False, soft_wrap=True), render=attempt_line) as progress:
+            diagnosis = Diagnosis(setup, progress)
+            diagnosis.run()
+        page = write_page(diagnosis)
+    print(f"{verdict(diagnosis)}\n{page}: what was found and what to do")
+    if diagnosis.failure:
         raise typer.Exit(1)
 
 
-class Screen:
-    """A line for every trial that ended; on a terminal, below them, how the one that runs stands."""
+def attempt_line(attempt: "Attempt") -> "Text":
+    """A trial that has ended, in one line."""
+    from rich.text import Text
 
-    def __init__(self, console: "Console", steps: int):
-        self._console, self._steps = console, steps
-        self._status = console.status("")
-        self._running, self._limit_s = "", 0.0
+    from nsa.record.numbers import one_line
 
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
-
-    def begins(self, name: str, limit_s: float) -> None:
-        self._running, self._limit_s = name, limit_s
-        self._status.update(escape(name))
-
-    def stands(self, view: "RunView | None", seconds: float) -> None:
-        step = f"step {view.step if view else 0} of {self._steps}"
-        self._status.update(escape(f"{self._running}: {step}, {seconds:.0f} of at most {self._limit_s:.0f} s"))
-
-    def ended(self, record: "Record") -> None:
-        line = Text(f"{record.name:<32} ")
-        line.append(f"{record.kind or 'ok':<26} ", "green" if record.passed else "red")
-        line.append(f"{record.seconds:6.1f} s")
-        line.append(f"  {one_line(record.reason, 200)}" if record.kind else "")
-        self._console.print(line)
+    line = Text(f"{attempt.name:<32} ")
+    line.append(f"{attempt.failure or 'ok':<26} ", "red" if attempt.failure else "green")
+    line.append(f"{attempt.seconds:6.1f} s")
+    return line.append(f"  {one_line(attempt.reason, 200)}" if attempt.failure else "")

@@ -24,17 +24,20 @@ def generate(
     ] = False,
 ) -> None:
     """Let a trained model write."""
+    from nsa.record.schema import CONFIG_FILE
+
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
-    if not (run_dir / "config.yaml").is_file():
+    if not (run_dir / CONFIG_FILE).is_file():
         raise CheckpointError(f"{run_dir}: is no run folder (no config.yaml in it); give the out_dir of a run")
-    config = load_config(run_dir / "config.yaml")
+    config = load_config(run_dir / CONFIG_FILE)
 
     from nsa.checkpoint.export import load_any_weights
-    from nsa.data.build import tokenizer_for
+    from nsa.data.tokenizers import tokenizer_for
     from nsa.nn.model import build_model
     from nsa.nn.sampling import sample_tokens
     from nsa.parallel.launch import pick_device
+    from nsa.parallel.numerics import numerics
     from nsa.train.state import vocabulary
 
     tokenizer = tokenizer_for(config.data)
@@ -56,7 +59,8 @@ def generate(
         text = prompt + tokenizer.decode(list(drawn))
         print(f"--- {title} ---\n{text}\n" if beside_untrained else text)
 
-    if beside_untrained:
-        write("before training")
-    load_any_weights(model, run_dir)
-    write("after training")
+    with numerics(config.runtime):
+        if beside_untrained:
+            write("before training")
+        load_any_weights(model, run_dir)
+        write("after training")

@@ -1,8 +1,8 @@
-"""The old entry points under `scripts/`: their arguments become those of `nsa train`, which does the work.
+"""The old entry points under `scripts/`: they translate their arguments and run `nsa train`.
 
-They add three things. The configuration is named by `CONFIG` in the environment. Without a GPU a file made for GPUs
-trains on the CPU, with a warning, where `nsa train` refuses. And a run that differs from its file gets a folder whose
-name says how, so that the same command goes on where it was and two different ones never meet.
+They add three things. The variable `CONFIG` names the configuration. Without a GPU, a file made for GPUs trains on the
+CPU with a warning, where `nsa train` refuses. A run that differs from its file gets a folder whose name lists the
+differences, so that the same command resumes its run and different commands never share a folder.
 """
 
 import os
@@ -27,7 +27,7 @@ from nsa.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = "configs/m7c_125m.yaml"
-# What one pass may keep for backward in host memory, beside other ranks; and what it keeps, measured on the 125M model.
+# Host memory that one pass may keep for backward, besides other ranks; and what it keeps, measured on the 125M model.
 PASS_GIB = 4.0
 BYTES_PER_FEATURE = 85
 CPU_EVAL_SEQUENCES = 8
@@ -35,7 +35,7 @@ LONGEST_NAME = 120
 
 
 def main(*, fsdp: bool = False) -> None:
-    """The whole of a script."""
+    """The body of a script."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
     @app.command()
@@ -51,17 +51,17 @@ def main(*, fsdp: bool = False) -> None:
             int | None, typer.Option(min=0, max=1, help="1: parallel.strategy=ddp. 0: one process, on purpose.")
         ] = None,
         synthetic_on_fail: Annotated[
-            bool, typer.Option("--synthetic-on-fail", help="Train on invented text if the source does not answer.")
+            bool, typer.Option("--synthetic-on-fail", help="Train on synthetic text if the source does not answer.")
         ] = False,
-        fresh: Annotated[bool, typer.Option("--fresh", help="Start over: what the folder holds goes.")] = False,
+        fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove the run from its folder.")] = False,
         accept_changes: Annotated[
-            bool, typer.Option("--accept-changes", help="Go on from a checkpoint of another configuration.")
+            bool, typer.Option("--accept-changes", help="Resume from a checkpoint of another configuration.")
         ] = False,
     ) -> None:
-        """Train as the file named by CONFIG in the environment says (configs/m7c_125m.yaml when unset)."""
+        """Train the configuration that CONFIG in the environment names (default configs/m7c_125m.yaml)."""
         file = find_config(os.environ)
         given = [*shorthands(dataset, steps, precision, ddp, fsdp=fsdp), *all_overrides(overrides, override)]
-        given = settle(file, given, os.environ, one_source=dataset)
+        given = resolve_overrides(file, given, os.environ, one_source=dataset)
         flags = {"--synthetic-on-fail": synthetic_on_fail, "--fresh": fresh, "--accept-changes": accept_changes}
         _become_nsa(["train", str(file), *given, *(name for name, is_given in flags.items() if is_given)])
 
@@ -96,19 +96,21 @@ def shorthands(
     return overrides
 
 
-def settle(file: Path, given: list[str], environment: Mapping[str, str], *, one_source: str | None) -> list[str]:
-    """The overrides with what this machine needs before them, so that theirs win, and the folder behind them."""
+def resolve_overrides(
+    file: Path, given: list[str], environment: Mapping[str, str], *, one_source: str | None
+) -> list[str]:
+    """The overrides, preceded by what this machine needs (so that the given ones win) and followed by the folder."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConfigWarning)  # `nsa train` says it again
+        warnings.simplefilter("ignore", ConfigWarning)  # `nsa train` repeats them
         config = load_config(file, given, environment)
     if one_source and config.data.mixture:
         raise ConfigError(f"--dataset {one_source}: {file} mixes several; add data.mixture=[] to read this one alone")
     from torch import cuda
 
-    from nsa.parallel.launch import read_place
+    from nsa.parallel.launch import read_launch
 
     on_cpu = config.runtime.device == "cpu" or not cuda.is_available()
-    place = read_place(environment)
+    place = read_launch(environment)
     for_cpu = cpu_overrides(config, place.size) if on_cpu else []
     if for_cpu and place.rank == 0:
         warnings.warn(
@@ -124,7 +126,7 @@ def settle(file: Path, given: list[str], environment: Mapping[str, str], *, one_
 
 
 def cpu_overrides(config: Config, ranks: int) -> list[str]:
-    """What a file made for GPUs needs on a CPU: memory that a host has, and signs of life between its long steps."""
+    """What a file made for GPUs needs on a CPU: a pass that fits host memory, and a log line for every long step."""
     overrides = ["runtime.device=cpu"] if config.runtime.device == "cuda" else []
     if config.runtime.compile:
         overrides.append("runtime.compile=false")  # a laptop may have no C++ compiler
@@ -141,10 +143,10 @@ def cpu_overrides(config: Config, ranks: int) -> list[str]:
 
 
 def folder_name(file: Path, config: Config) -> str:
-    """The file's name, and every key that is another one than in the file: `m7c_125m,source=synthetic,steps=10`."""
+    """The name of the file and every key that differs from it: `m7c_125m,source=synthetic,steps=10`."""
     try:
         plain = flat(load_config(file).to_dict())
-    except ConfigError:  # a file that is whole only with its overrides: nothing to compare with
+    except ConfigError:  # a file that is valid only with its overrides: nothing to compare with
         return file.stem
     changed = {key: value for key, value in flat(config.to_dict()).items() if plain[key] != value}
     parts = [f"{key.rpartition('.')[2]}={_word(value)}" for key, value in changed.items()]
@@ -160,7 +162,7 @@ def _word(value: Any) -> str:
 
 
 def _become_nsa(arguments: list[str]) -> None:
-    """Runs `nsa` with these arguments, as env.json and advice shall have it; the user sees the new command once."""
+    """Runs `nsa` with these arguments, which env.json and advice then show; prints the new command once."""
     if os.environ.get("RANK", "0") == "0":
         start = "torchrun ... -m nsa" if os.environ.get("WORLD_SIZE", "1") != "1" else "nsa"
         print(f"same as {start} {shlex.join(arguments)}", flush=True)

@@ -1,6 +1,6 @@
 """The `nsa` command: its subcommands, and how an error ends it.
 
-Heavy imports happen inside the commands, so that `nsa --version` and `nsa config` answer at once.
+Heavy imports happen inside the commands, so that `nsa --version` and `nsa config` start fast.
 """
 
 import os
@@ -63,7 +63,7 @@ def _label(error: NSAError) -> str:
 
 
 def main(command: typer.Typer = app) -> None:
-    """Runs the command; an error made for users is printed plainly and sets the exit code."""
+    """Runs the command; a typed error is printed without a traceback and sets the exit code."""
     warnings.showwarning = _print_warning
     try:
         command()
@@ -76,14 +76,14 @@ def main(command: typer.Typer = app) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _leave(130)
-    except Exception:  # a defect of ours, or a machine that broke: all of it is shown
+    except Exception:  # a bug, or a broken machine: show the whole traceback
         traceback.print_exc()
         _leave(1)
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process. At once where threads still run: those of the network may wait for ranks that are gone, those
-    that read data for a server, and none survives an interpreter that is taken down around it."""
+    """Ends the process; immediately where threads still run. Network threads may wait for ranks that ended, data
+    threads for a server, and neither survives the shutdown of the interpreter."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1" or _reads_data():
@@ -92,7 +92,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _reads_data() -> bool:
-    """Whether a thread of nsa.data still reads. One that is done with it, and only has to end, gets the time to."""
+    """Whether a thread of nsa.data still reads; a thread that only has to end gets THREADS_END_S to do so."""
     deadline = time.monotonic() + THREADS_END_S
     readers = [thread for thread in threading.enumerate() if thread.name.startswith("data-")]
     for thread in readers:

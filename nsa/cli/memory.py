@@ -1,6 +1,8 @@
 """`nsa memory`."""
 
+import json
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,18 +13,15 @@ from nsa.config import load_config
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nsa.checks.memory import Estimate, Fit, Planner
+    from nsa.checks.memory import Card, Planner
 
-SCHEMA = 1
 _ROWS = {
-    "weights": "weights",
-    "gradients": "gradients",
     "optimizer": "optimizer state",
-    "activations": "activations",
     "temporaries": "recomputed and temporary",
-    "workspaces": "kernels' workspaces",
+    "workspaces": "kernel workspaces",
+    "ddp": "DDP buckets",
+    "fsdp": "FSDP gathered units and messages",
 }
-_BUFFERS = {"ddp": "DDP's buckets", "fsdp": "FSDP's gathered units and messages"}
 
 
 def memory(
@@ -38,84 +37,96 @@ def memory(
 ) -> None:
     """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    from nsa.checks.memory import CARDS, COMMON_CARDS, GRANULARITIES, Card, Planner, find_card, present_card
+    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
 
     asked = find_card(card) if card is not None else present_card()
-    cards = [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS]
     planner = Planner(resolved, nproc)
-    by_granularity = [planner.estimate(checkpointing=granularity) for granularity in GRANULARITIES]
-    fits = [planner.fit(each) for each in cards]
-    advice = planner.advice(asked) if asked else []
+    found = _report(planner, [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS])
+    found["advice"] = planner.advice(asked) if asked else []
     if as_json:
-        import json
-
-        print(json.dumps(_as_json(planner, by_granularity, fits, advice), indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        _show(str(config), planner, by_granularity, fits, advice)
+        _show(str(config), planner, found)
 
 
-def _as_json(
-    planner: "Planner", by_granularity: list["Estimate"], fits: list["Fit"], advice: list[str]
-) -> dict[str, Any]:
-    from nsa.checks.memory import CONTEXT_GIB, GAPS
+def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
+    """The JSON form, from which the tables are made as well."""
+    from nsa.checks.memory import CONTEXT_GIB, GAPS, GRANULARITIES
 
+    found, granularities = planner.estimate(), [planner.estimate(checkpointing=g) for g in GRANULARITIES]
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "nproc": planner.nproc,
         "strategy": planner.strategy,
         "precision": planner.precision,
         "compile": planner.config.runtime.compile,
         "sequences_by_rank": planner.share,
-        "estimate": planner.estimate().as_json(),
-        "checkpointing": {found.checkpointing: found.peak_gib for found in by_granularity},
+        "estimate": {
+            **{name: value for name, value in asdict(found).items() if name != "parts"},
+            **{name: round(size) for name, size in found.parts.items()},
+            "peak_gib": found.peak_gib,
+            "needed_gib": found.needed_gib,
+        },
+        "checkpointing": {each.checkpointing: each.peak_gib for each in granularities},
+        "compiled": {each.checkpointing: each.compiled_gib for each in granularities},
         "reserve": {"context_gib": CONTEXT_GIB, "gaps": GAPS},
         "cards": [
             {
-                "name": fit.card.name,
-                "gib": fit.card.gib,
-                "fits": fit.configured_fits,
-                "largest_micro_batch": fit.largest,
-                "usable_micro_batch": fit.usable,
-                "left_gib": fit.left_gib,
+                "name": card.name,
+                "gib": card.gib,
+                "fits": found.needed_gib <= card.gib,
+                "largest_micro_batch": largest,
+                "usable_micro_batch": usable,
+                "left_gib": card.gib - planner.estimate(usable).needed_gib if usable else None,
             }
-            for fit in fits
+            for card, (largest, usable) in zip(cards, map(planner.fit, cards), strict=True)
         ],
-        "advice": advice,
     }
 
 
-def _show(
-    name: str, planner: "Planner", by_granularity: list["Estimate"], fits: list["Fit"], advice: list[str]
-) -> None:
+def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from nsa.checks.memory import CONTEXT_GIB, GAPS
-
-    console, found = Console(highlight=False), planner.estimate()
-    compiled = ", compiled" if planner.config.runtime.compile else ""
+    console, estimate, reserve = Console(highlight=False), found["estimate"], found["reserve"]
+    held = _table("on each GPU", "GiB")
+    for part, size in planner.estimate().parts.items():
+        name = planner.strategy if part == "strategy" else part
+        if name != "single":
+            held.add_row(_ROWS.get(name, name), f"{size / 2**30:.2f}")
+    held.add_section()
+    held.add_row("peak, not compiled", f"{estimate['peak_gib']:.2f}")
+    checkpointing = _table("runtime.gradient_checkpointing", "peak GiB", "with runtime.compile")
+    for granularity, peak in found["checkpointing"].items():
+        mark = " (configured)" if granularity == estimate["checkpointing"] else ""
+        compiled = found["compiled"][granularity]
+        saved = f"{compiled[0]:.2f} to {compiled[1]:.2f}" if compiled else "not measured"
+        checkpointing.add_row(granularity + mark, f"{peak:.2f}", saved)
+    cards = _table("card", "GiB", "as configured", "most sequences", "micro_batch", "GiB left")
+    for card in found["cards"]:
+        left = "" if card["left_gib"] is None else f"{card['left_gib']:.1f}"
+        fits, usable = "fits" if card["fits"] else "TOO LARGE", str(card["usable_micro_batch"] or "none")
+        cards.add_row(card["name"], f"{card['gib']:.1f}", fits, str(card["largest_micro_batch"]), usable, left)
     processes = f"{planner.nproc} process{'es' if planner.nproc > 1 else ''}"
-    console.print(f"{name}: {processes}, {planner.strategy}, {planner.precision}{compiled}", soft_wrap=True)
-    console.print(f"micro-batch {found.micro_batch} x {planner.config.train.seq_len} tokens\n")
-    console.print(_what_is_held(planner))
-    console.print(
-        f"Highest in the {found.moment}. When backward ends, gradients are {_gib(found.all_gradients)} GiB.\n"
-    )
-    console.print(_by_checkpointing(planner, by_granularity))
+    compiled = ", compiled" if found["compile"] else ""
+    console.print(f"{file}: {processes}, {planner.strategy}, {planner.precision}{compiled}", soft_wrap=True)
+    console.print(f"micro-batch {estimate['micro_batch']} x {planner.config.train.seq_len} tokens\n")
+    console.print(held)
+    gradients = estimate["all_gradients"] / 2**30
+    console.print(f"Highest in the {estimate['moment']}. Gradients when backward ends: {gradients:.2f} GiB.\n")
+    console.print(checkpointing)
     console.print()
-    console.print(_by_card(fits))
+    console.print(cards)
     console.print(f"micro_batch: fits and divides the {planner.share} sequences of a rank in a step.")
-    console.print(f"Kept free: {CONTEXT_GIB:g} GiB for CUDA and NCCL, and {GAPS:.0%} of the peak for gaps.")
+    console.print(f"Kept free: {reserve['context_gib']:g} GiB for CUDA and NCCL, and {reserve['gaps']:.0%} for gaps.")
+    if found["compile"] and estimate["compiled_gib"]:
+        console.print("Cards are compared with the upper end of the range with runtime.compile.")
     if planner.config.runtime.device == "cpu":
         console.print("runtime.device is cpu: the figures are what a GPU would need.")
-    if advice:
-        needed, card = planner.estimate().needed_gib, fits[0].card
-        console.print(f"\nDOES NOT FIT {card.name}: {needed:.1f} GiB of {card.gib:.1f}. Each of these fits:")
-        for line in advice:
+    if found["advice"]:
+        needed, card = estimate["needed_gib"], found["cards"][0]
+        console.print(f"\nDOES NOT FIT {card['name']}: {needed:.1f} GiB of {card['gib']:.1f}. Each of these fits:")
+        for line in found["advice"]:
             console.print(f"  {line}", soft_wrap=True)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def _table(*columns: str) -> "Table":
@@ -125,35 +136,4 @@ def _table(*columns: str) -> "Table":
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
-    return table
-
-
-def _what_is_held(planner: "Planner") -> "Table":
-    found = planner.estimate()
-    table = _table("on each GPU", "GiB")
-    for field, row in _ROWS.items():
-        table.add_row(row, _gib(getattr(found, field)))
-    if planner.strategy in _BUFFERS:
-        table.add_row(_BUFFERS[planner.strategy], _gib(found.strategy))
-    table.add_section()
-    table.add_row("peak", _gib(found.peak))
-    return table
-
-
-def _by_checkpointing(planner: "Planner", by_granularity: list["Estimate"]) -> "Table":
-    table = _table("runtime.gradient_checkpointing", "peak GiB")
-    configured = planner.config.runtime.gradient_checkpointing
-    for found in by_granularity:
-        mark = " (configured)" if found.checkpointing == configured else ""
-        table.add_row(found.checkpointing + mark, f"{found.peak_gib:.2f}")
-    return table
-
-
-def _by_card(fits: list["Fit"]) -> "Table":
-    table = _table("card", "GiB", "as configured", "most sequences", "micro_batch", "GiB left")
-    for fit in fits:
-        left = "" if fit.left_gib is None else f"{fit.left_gib:.1f}"
-        fitting = "fits" if fit.configured_fits else "TOO LARGE"
-        usable = str(fit.usable) if fit.usable else "none"
-        table.add_row(fit.card.name, f"{fit.card.gib:.1f}", fitting, str(fit.largest), usable, left)
     return table

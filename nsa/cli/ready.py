@@ -2,12 +2,19 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
 from nsa.config import load_config
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from nsa.checks.ready import Phase
+
+_STYLES = {"pass": "green", "fail": "bold red", "n/a": "dim"}
 
 
 def ready(
@@ -38,24 +45,23 @@ def ready(
 
     from rich.console import Console
 
-    from nsa.checks.live import LiveCheck
-    from nsa.checks.pages import HTML_FILE, headline, write_pages
-    from nsa.checks.phases import FULL, QUICK
-    from nsa.checks.ready import Plan, check_readiness
-    from nsa.checks.result import Launch, build_result, compare, read_baseline
-    from nsa.checks.trials import default_nproc, refuse_launcher
+    from nsa.checks.progress import Progress
+    from nsa.checks.ready import FULL, QUICK, Plan, ReadinessCheck
+    from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
+    from nsa.checks.trials import exit_on_sigterm, refuse_launcher, usable_gpus
     from nsa.train.folder import claim_folder
 
     refuse_launcher()
+    exit_on_sigterm()
     before = read_baseline(baseline) if baseline else None
     folder = out or Path("runs") / f"{config.stem}-ready"
+    processes = nproc or (1 if resolved.parallel.strategy == "single" else max(1, usable_gpus(resolved)))
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
-    plan = Plan(resolved, folder, nproc or default_nproc(resolved), QUICK if quick else FULL, arguments)
-    launch = Launch(config, tuple(given), plan.nproc, resolved.train.out_dir or str(Path("runs") / config.stem))
+    plan = Plan(resolved, folder, processes, QUICK if quick else FULL, arguments)
     console, began = Console(highlight=False), time.monotonic()
-    with claim_folder(folder), LiveCheck(console) as live:
-        phases = check_readiness(plan, live.watcher())
-        result = build_result(plan, phases, launch, time.monotonic() - began)
+    with claim_folder(folder), Progress(console, render=_summary) as progress:
+        phases = ReadinessCheck(plan, progress).run()
+        result = build_result(plan, phases, config, tuple(given), time.monotonic() - began)
         if before is not None:
             result["changes"] = compare(result, before)
         write_pages(result, folder)
@@ -64,3 +70,22 @@ def ready(
         console.print(f"  {line}", markup=False, soft_wrap=True)
     console.print(f"evidence in {folder / HTML_FILE}, readiness.md and readiness.json", markup=False, soft_wrap=True)
     raise typer.Exit(0 if result["outcome"] == "GO" else 1)
+
+
+def _summary(phase: "Phase") -> "RenderableType":
+    """A phase that has ended: each criterion with its target and the measured value."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from nsa.record.numbers import seconds
+
+    word = "not run" if not phase.was_run else "passed" if phase.passed else "FAILED"
+    head = Text.assemble((f"{phase.key} ", "bold"), f"{phase.title}: ", (word, "green" if phase.passed else "bold red"))
+    if phase.was_run:
+        head.append(f" in {seconds(phase.seconds)}")
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    for c in phase.criteria:
+        measured = f"{c.measured} ({c.remark})" if c.remark and c.verdict == "fail" else c.measured
+        table.add_row(Text(c.verdict, _STYLES[c.verdict]), c.name, Text(measured), Text(c.target, "dim"))
+    return Group(head, table)

@@ -15,8 +15,9 @@ def report(
 ) -> None:
     """Write a run as one HTML file with all curves, that opens without a network."""
     from nsa.inspect.reading import read_run
-    from nsa.inspect.report import FILE_NAME, write_report
+    from nsa.inspect.report import write_report
+    from nsa.record.schema import REPORT_FILE
 
-    target = out or run_dir / FILE_NAME
+    target = out or run_dir / REPORT_FILE
     write_report(read_run(run_dir), target)
     print(f"{target}: open it in a browser")

@@ -14,15 +14,15 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: what the folder holds of this run goes.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove this run from its folder.")] = False,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on from a checkpoint of another configuration or other data.")
+        bool, typer.Option("--accept-changes", help="Resume from a checkpoint of another configuration or other data.")
     ] = False,
     synthetic_on_fail: Annotated[
-        bool, typer.Option("--synthetic-on-fail", help="Train on invented text if the source does not answer.")
+        bool, typer.Option("--synthetic-on-fail", help="Train on synthetic text if the source does not answer.")
     ] = False,
 ) -> None:
-    """Train a model as CONFIG says, going on from the newest checkpoint of its folder."""
+    """Train a model as configured, resuming from the newest checkpoint in its folder."""
     given = all_overrides(overrides, override)
     resolved = load_config(config, given)
     if resolved.train.out_dir is None:

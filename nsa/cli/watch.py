@@ -17,10 +17,10 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from nsa.inspect.reading import RunReader
+    from nsa.inspect.reading import RunView
     from nsa.inspect.view import frame, is_plain
 
-    console, reader = Console(highlight=False), RunReader(run_dir)
+    console, reader = Console(highlight=False), RunView(run_dir)
     plain = is_plain(console)
     if once or not console.is_terminal:
         console.print(frame(reader.refresh(), console.width, max(24, console.height), plain=plain))

@@ -1,4 +1,4 @@
-"""Configurations: the schema, and how a YAML file with overrides becomes one. Needs neither torch nor a GPU."""
+"""Configurations: the schema, and loading a YAML file with overrides. Needs neither torch nor a GPU."""
 
 from nsa.config.differences import differences
 from nsa.config.load import load_config, parse_config

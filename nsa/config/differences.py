@@ -1,4 +1,4 @@
-"""How two configurations differ, for people."""
+"""The differences between two configurations, as lines of text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from nsa.config.schema import Config
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys with their sections, `train.steps`, in the order of the schema."""
+    """Values by dotted key such as `train.steps`, in the order of the schema."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -15,9 +15,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(stored: Any, config: Config) -> list[str]:
-    """A line for every key whose value is another one than in `stored`, a configuration as plain data.
+    """One line for every key whose value differs from `stored`, a configuration as plain data.
 
-    train.out_dir does not count: a run may be moved as a whole.
+    train.out_dir is ignored: the folder of a run may be moved.
     """
     then = flat(stored) if isinstance(stored, dict) else {}
     lines = []

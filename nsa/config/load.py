@@ -1,7 +1,8 @@
-"""From a YAML file and `key=value` overrides to a validated configuration, or one error that names every mistake.
+"""Loads a YAML file with `key=value` overrides as a validated configuration, or raises one error that lists all
+mistakes.
 
-Only data is read: `safe_load`, no tags, no includes. Numbers such as `3e-4` are floats (YAML 1.1 reads strings),
-a key given twice is an error, and every message names the key, where it came from and the closest valid key.
+Only data is read: `safe_load`, no tags, no includes. Numbers such as `3e-4` are floats (YAML 1.1 reads strings), a
+duplicate key is an error, and every message names the key, where it came from and the closest valid key.
 """
 
 import difflib
@@ -24,7 +25,7 @@ _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the floats of YAML 1.2 and no silent double keys."""
+    """SafeLoader with the floats of YAML 1.2, which rejects duplicate keys."""
 
 
 _Loader.add_implicit_resolver(
@@ -34,7 +35,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key_node, _ in node.value:
         key = str(key_node.value)
@@ -44,19 +45,19 @@ def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict[An
     return loader.construct_mapping(node, deep=True)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
 class ConfigWarning(UserWarning):
-    """Something about a configuration that does not stop it and should be known."""
+    """A remark about a configuration that can run all the same."""
 
 
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
 ) -> Config:
-    """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the whole.
+    """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the result.
 
-    Of `environment` the old NSA_* variables fill in what neither the file nor an override sets.
+    The old NSA_* variables in `environment` set keys that neither the file nor an override sets.
     """
     path = Path(path)
     try:
@@ -78,17 +79,17 @@ def parse_config(
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin}: must hold sections such as 'model:' and 'train:', got {_kind(tree)}")
-    tree = {key: {} if value is None else value for key, value in tree.items()}  # 'model:' with nothing under it
+    tree = {key: {} if value is None else value for key, value in tree.items()}  # an empty section: 'model:'
     applied: list[tuple[tuple[str, ...], str]] = []
     for override in overrides:
         keys, value = _parse_override(override)
         _assign(tree, keys, value, override)
         applied.append((keys, override))
-    for variable, key, value, remark in environment_settings(environment or {}):
+    for variable, key, value, message in environment_settings(environment or {}):
         if key is not None:
-            remark = _fill(tree, key, value, variable)
-        if remark:
-            warnings.warn(remark, ConfigWarning, stacklevel=2)
+            message = _fill(tree, key, value, variable)
+        if message:
+            warnings.warn(message, ConfigWarning, stacklevel=2)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -96,7 +97,7 @@ def parse_config(
 
 
 def split_overrides(joined: str) -> list[str]:
-    """The overrides of one string: `"train.steps=10 model.n_layers=2"`. Spaces inside brackets or quotes stay."""
+    """Splits `"train.steps=10 model.n_layers=2"` into overrides. Spaces inside brackets or quotes are kept."""
     parts = re.findall(r"""(?:[^\s\[\]"']|\[[^\]]*\]|"[^"]*"|'[^']*')+""", joined)
     if "".join(parts) != re.sub(r"\s+", "", joined) and " ".join(parts).split() != joined.split():
         raise ConfigError(f"--override: cannot be read: {joined!r}; write key=value pairs with spaces between")
@@ -110,12 +111,12 @@ def _parse_yaml(text: str, origin: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{origin}{where}: not valid YAML: {problem}; {_yaml_remedy(problem)}") from None
+        raise ConfigError(f"{origin}{where}: not valid YAML: {problem}; {_yaml_hint(problem)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from None
 
 
-def _yaml_remedy(problem: str) -> str:
+def _yaml_hint(problem: str) -> str:
     if "\\t" in problem:
         return "indent with spaces, not tabs"
     if "tag" in problem:
@@ -144,7 +145,7 @@ def _assign(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: s
 
 
 def _fill(tree: dict[str, Any], keys: tuple[str, ...], value: Any, variable: str) -> str:
-    """Sets the key where nothing is set; says so where something else is."""
+    """Sets the key unless it is set; returns a warning if it is set to another value."""
     for key in keys[:-1]:
         inner = tree.setdefault(key, {})
         if not isinstance(inner, dict):
@@ -175,7 +176,7 @@ def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str
 
 
 def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...], str]]) -> str | None:
-    """The last override of these keys or of something in or around them, else of a field that a rule names."""
+    """The last override of these keys, of a key inside or around them, or of a field that a rule names."""
     for path, override in reversed(applied):
         shared = min(len(path), len(keys))
         if path[:shared] == keys[:shared]:
@@ -187,7 +188,7 @@ def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...
 
 
 def _known_prefix(location: tuple[str, ...]) -> tuple[str, ...]:
-    """Drops what pydantic adds to a location for the members of a union."""
+    """The location without the parts that pydantic adds for members of a union."""
     section: Any = Config
     for depth, part in enumerate(location):
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
@@ -206,7 +207,7 @@ def _similar_key(location: tuple[str, ...]) -> str:
     wrong = location[-1].lower()
     close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
     elsewhere = next((path for path in _all_keys(Config) if path[-1] == wrong), None)
-    if elsewhere and wrong not in section.model_fields:  # the very name in another section beats a similar one here
+    if elsewhere and wrong not in section.model_fields:  # the same name in another section beats a similar one here
         return f"; did you mean '{'.'.join(elsewhere)}'?"
     if close:
         return f"; did you mean '{'.'.join((*location[:-1], close[0]))}'?"
@@ -230,7 +231,7 @@ def _similar_file(path: Path) -> str:
 
 
 def _plain(message: str) -> str:
-    """pydantic's sentence without its label, starting small: it follows a colon."""
+    """pydantic's message without its label and in lower case, since it follows a colon."""
     message = message.removeprefix("Input ").removeprefix("Value error, ").replace(" after validation", "")
     message = message.replace("should be", "must be").replace("should have", "must have")
     return message[:1].lower() + message[1:]

@@ -1,12 +1,12 @@
-"""What a run can be told, section by section. Frozen; unknown keys and wrong types are refused.
+"""The configuration of a run, section by section. Frozen; unknown keys and wrong types are rejected.
 
-Every field carries its meaning as a description. Rules between fields are checked here too, so that a
+Every field has a description. Rules between fields are checked here too, so that a
 configuration that loads can be started.
 """
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nsa.errors import SpecError
@@ -20,7 +20,7 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """An error of a whole section that is to be reported under one of its fields."""
+    """An error of a section that is reported under one of its fields."""
     return PydanticCustomError("rule", "{message}", {"field": field, "message": message})
 
 
@@ -38,7 +38,7 @@ class ModelConfig(Section):
     head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
     head_dim_v: HeadSize = Field(64, description="size of a value head")
     mlp_dim: Positive | None = Field(None, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset")
-    attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or a dense twin to compare with")
+    attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or dense to compare with")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
         None,
         description="kinds of attention layers (nsa, dense, window), repeated over the layers, for example "
@@ -51,7 +51,7 @@ class ModelConfig(Section):
     vocab_size: Positive | None = Field(None, description="taken from the tokenizer when unset; must equal it")
 
     @model_validator(mode="after")
-    def _heads_form_groups(self) -> Self:
+    def _check_heads(self) -> Self:
         if self.n_heads % self.n_kv_heads:
             raise field_error("n_kv_heads", f"must divide n_heads; {self.n_kv_heads} does not divide {self.n_heads}")
         return self
@@ -81,7 +81,7 @@ class NSAConfig(Section):
     force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train one branch alone")
 
     @model_validator(mode="after")
-    def _obeys_the_rules(self) -> Self:
+    def _check_spec(self) -> Self:
         try:
             self.spec()
         except SpecError as error:
@@ -120,7 +120,7 @@ class SourceConfig(Section):
     revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu: branch, tag or commit")
 
     @model_validator(mode="after")
-    def _has_paths(self) -> Self:
+    def _check_paths(self) -> Self:
         if self.source == "text" and not self.paths:
             raise field_error(
                 "paths", "the text source needs a file, folder or glob, for example data.paths=[notes.txt]"
@@ -149,25 +149,23 @@ class DataConfig(SourceConfig):
     separator: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="token of a tokenizer.json that stands before every document; found by name when unset"
     )
-    isolate_documents: bool = Field(True, description="attention never crosses a document border")
+    isolate_documents: bool = Field(True, description="attention never crosses a document boundary")
     packing: Literal["concat", "best_fit"] = Field(
         "concat",
-        description="documents back to back and cut, or whole where they fit, with padding where none does",
+        description="concat: concatenated documents, split at sequence ends; best_fit: whole documents, with padding",
     )
     validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
-    workers: NonNegative = Field(2, description="threads of a rank that read, tokenise and pack ahead; 0 for none")
-    prefetch: Positive = Field(4, description="batches of a rank that wait ready")
-    first_batch_s: Annotated[float, Field(gt=0.0)] = Field(
-        60.0, description="how long a source may take to its first batch"
-    )
+    workers: NonNegative = Field(2, description="threads of a rank that read, tokenize and pack ahead; 0 for none")
+    prefetch: Positive = Field(4, description="batches that a rank prefetches")
+    first_batch_s: Annotated[float, Field(gt=0.0)] = Field(60.0, description="timeout of the first batch of a source")
     stall_s: Annotated[float, Field(gt=0.0)] = Field(10.0, description="wait for a batch that is reported as a stall")
     timeout_s: Annotated[float, Field(gt=0.0)] = Field(
-        300.0, description="how long a source that does not answer is tried again before the run ends"
+        300.0, description="how long a source that does not answer is retried before the run ends"
     )
 
 
 class TrainConfig(Section):
-    """The optimisation, and what is reported of it."""
+    """Optimization, logging and validation."""
 
     steps: Positive = Field(1000, description="optimizer steps of the whole run")
     seq_len: Annotated[int, Field(ge=2)] = Field(2048, description="tokens in one sequence")
@@ -191,11 +189,11 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of weights, data order and sampling")
     log_every: Positive = Field(10, description="steps between step lines")
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="at a NaN or an infinity: end the run, or leave the step out"
+        "stop", description="at a NaN or an infinity: end the run, or skip the step"
     )
-    max_skips: Positive = Field(10, description="steps left out before the run ends all the same")
+    max_skips: Positive = Field(10, description="skipped steps after which the run ends")
     eval_every: NonNegative = Field(500, description="steps between validations; 0 for none before the end")
-    eval_sequences: Positive = Field(64, description="validation sequences, the same ones every time")
+    eval_sequences: Positive = Field(64, description="validation sequences, always the same")
     out_dir: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="folder of the run; runs/NAME OF THE FILE when unset"
     )
@@ -207,7 +205,7 @@ class TrainConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.micro_batch != "auto" and self.batch_size % self.micro_batch:
             raise field_error(
                 "micro_batch", f"must divide batch_size; {self.micro_batch} does not divide {self.batch_size}"
@@ -217,6 +215,12 @@ class TrainConfig(Section):
         return self
 
 
+def _recomputation_of_a_switch(value: Any) -> Any:
+    """`true` and `false`, as an earlier system wrote them."""
+    return ("block" if value else "none") if isinstance(value, bool) else value
+
+
+Recomputation = Annotated[Literal["none", "selective", "block", "branch"], BeforeValidator(_recomputation_of_a_switch)]
 KernelChoice = Literal["auto", "triton", "reference"]
 
 
@@ -239,25 +243,28 @@ class RuntimeConfig(Section):
     """How the machine is used."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
-    gradient_checkpointing: Literal["none", "selective", "block", "branch"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="auto: bf16 on a GPU, fp32 on a CPU; bf16 on a CPU without bf16 instructions is computed in fp32",
+    )
+    gradient_checkpointing: Recomputation = Field(
         "none",
         description="what is recomputed in backward: all but what the attention kernels gave, whole blocks, or "
-        "attention branches and MLPs one by one",
+        "attention branches and MLPs one by one; true and false mean block and none",
     )
     compile: bool = Field(False, description="torch.compile each block")
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
     tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
     kernels: KernelsConfig = KernelsConfig()
-    threads: Positive | None = Field(None, description="CPU threads; PyTorch's own choice when unset")
+    threads: Positive | None = Field(None, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset")
 
 
 class DDPConfig(Section):
-    static_graph: bool = Field(False, description="the same parameters get gradients in every step")
+    static_graph: bool = Field(False, description="the same parameters have gradients in every step")
     find_unused: bool = Field(False, description="look for parameters without gradients every step")
     bucket_mb: Positive = Field(25, description="size of a gradient bucket")
-    bucket_view: bool = Field(True, description="gradients live inside the buckets")
-    broadcast_buffers: bool = Field(False, description="rank 0's buffers to all before each forward")
+    bucket_view: bool = Field(True, description="gradients are views of the buckets")
+    broadcast_buffers: bool = Field(False, description="broadcast rank 0's buffers before each forward")
     safe_mode: bool = Field(False, description="the conservative set of all of these, with reference kernels")
 
 
@@ -274,27 +281,27 @@ class FSDPConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How several processes share a run."""
+    """Distributed training."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         "auto", description="auto: single for one rank, else ddp"
     )
-    timeout_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="how long a collective may wait")
-    allow_single_rank: bool = Field(False, description="let one process run on a node with several GPUs")
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="timeout of a collective")
+    allow_single_rank: bool = Field(False, description="allow one process on a node with several GPUs")
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()
 
 
 class CheckpointConfig(Section):
-    """How often state is saved, and how much of it is kept."""
+    """How often checkpoints are saved, and how many are kept."""
 
     every: NonNegative = Field(500, description="steps between checkpoints; 0 for the last only")
-    keep: Annotated[int, Field(ge=2)] = Field(3, description="newest checkpoints that are kept, beside the best")
-    background: bool = Field(True, description="write while training goes on; false waits for every save")
+    keep: Annotated[int, Field(ge=2)] = Field(3, description="newest checkpoints that are kept, besides the best")
+    background: bool = Field(True, description="write while training continues; false waits for every save")
 
 
 class TelemetryConfig(Section):
-    """What is recorded of a run."""
+    """What a run records."""
 
     every: Positive = Field(50, description="steps between samples of gate and selection statistics")
     attention: bool = Field(True, description="sample them at all")
@@ -302,17 +309,17 @@ class TelemetryConfig(Section):
     per_rank: bool = Field(False, description="CSV files of every rank, not only of rank 0")
     tensorboard: bool = Field(True, description="write TensorBoard files")
     tracker: Literal["none", "wandb", "trackio"] = Field("none", description="send curves to a tracker, if installed")
-    trace_grads: bool = Field(False, description="trace the arrival of every gradient, and digests; slow")
+    trace_grads: bool = Field(False, description="trace when every gradient arrives, with digests; slow")
     trace_modules: bool = Field(False, description="trace the order of modules in backward; slow")
     trace_buckets: bool = Field(False, description="trace DDP's gradient buckets; slow")
     watchdog_floor_s: Annotated[float, Field(gt=0.0)] = Field(
-        60.0, description="shortest silence that counts as a hang"
+        60.0, description="shortest time without progress that counts as a hang"
     )
     watchdog_first_step_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="the same for the first step")
 
 
 class ReadinessConfig(Section):
-    """What `nsa ready` demands."""
+    """The criteria of `nsa ready`."""
 
     max_mem_gib: Annotated[float, Field(gt=0.0)] = Field(40.0, description="highest memory of one GPU")
     min_toks_per_s: Annotated[float, Field(ge=0.0)] = Field(0.0, description="lowest throughput over all ranks")

@@ -7,7 +7,7 @@ never overlap, and adding documents moves none.
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
@@ -80,32 +80,32 @@ def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | 
     lengths: list[int] = []
     keys: list[int] = []
     text_bytes = 0
-    for texts in _batches(documents):
+    remaining = iter(documents)
+    while texts := list(islice(remaining, BATCH)):
         for text, tokens in zip(texts, tokenizer.encode_many(texts), strict=True):
             parts += (separator, tokens)
             lengths.append(1 + len(tokens))
             keys.append(key_of(text))
             text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype=tokenizer.dtype)
-    return Tokenised(
-        tokens, np.array(lengths, dtype=np.int64), np.array(keys, dtype=np.uint64), text_bytes, skipped or Skipped()
-    )
+    counts, hashes = np.array(lengths, dtype=np.int64), np.array(keys, dtype=np.uint64)
+    return Tokenised(tokens, counts, hashes, text_bytes, Skipped() if skipped is None else skipped)
 
 
 def tokenise_units(source: Source, *units: Unit, tokenizer: Tokenizer) -> Tokenised:
-    """The documents of one unit, or of several back to back, which is quicker where they are small."""
+    """The documents of one unit, or of several back to back, which is faster where they are small."""
     skipped = Skipped()
     return tokenise((text for unit in units for text in source.documents(unit, skipped)), tokenizer, skipped)
 
 
 def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:
-    """The side of every document by its key alone."""
+    """Whether each document is for validation, by its key alone."""
     return (keys >> np.uint64(64 - KEY_BITS)) < np.uint64(math.ceil(fraction * 2**KEY_BITS))
 
 
-def split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
+def _split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     """Which documents of a whole corpus are for validation. Where the fraction is too small for the corpus, the
-    document nearest to the border goes over, with its equals."""
+    document closest to the threshold is, with its duplicates."""
     if len(keys) == 0:
         raise DataError("data.source: the corpus is empty, no document has any text; give data.paths with text in them")
     mask = in_validation(keys, fraction)
@@ -121,7 +121,7 @@ def split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     return mask
 
 
-def take_side(pieces: Sequence[TokenArray], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
+def select(pieces: Sequence[TokenArray], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
     """The chosen documents of pieces in which all documents lie back to back."""
     starts = np.cumsum(lengths) - lengths
     return Corpus(pieces, starts[chosen], lengths[chosen])
@@ -135,18 +135,18 @@ def build_corpora(everything: Tokenised, fraction: float) -> tuple[Corpus, Corpu
 def split_corpus(
     pieces: Sequence[TokenArray], lengths: Counts, keys: Keys, fraction: float
 ) -> tuple[Corpus, Corpus | None]:
-    mask = split(keys, fraction)
-    return take_side(pieces, lengths, ~mask), take_side(pieces, lengths, mask) if fraction else None
+    mask = _split(keys, fraction)
+    return select(pieces, lengths, ~mask), select(pieces, lengths, mask) if fraction else None
 
 
 def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | None = None) -> Tokenised:
-    """All parts as one. More than `limit_bytes` of tokens are an error: they belong into shards."""
+    """All parts as one. More than `limit_bytes` of tokens are an error: they belong in shards."""
     found: list[Tokenised] = []
     skipped = Skipped()
     size = 0
     for part in parts:
         found.append(part)
-        skipped.merge(part.skipped)
+        skipped.update(part.skipped)
         size += part.tokens.nbytes
         if limit_bytes is not None and size > limit_bytes:
             raise DataError(
@@ -163,9 +163,3 @@ def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | No
         sum(p.text_bytes for p in found),
         skipped,
     )
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    remaining = iter(documents)
-    while texts := list(islice(remaining, BATCH)):
-        yield texts

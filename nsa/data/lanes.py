@@ -1,13 +1,13 @@
-"""Sequences from units that are read and tokenised on the way: nothing is stored, and the order is exact all the same.
+"""Sequences from units that are tokenised while they stream: nothing is stored, and the order is still exact.
 
-The units of an epoch come in an order drawn from (seed, epoch) and are dealt out to lanes like cards. A lane is a
-stream of its own: its units one after the other, the documents of each in an order drawn from (seed, epoch, unit), cut
-into sequences. Sequence n of the run is the next one of lane n % lanes. So ranks that read different lanes read
-different units, and neither their number nor that of the threads changes a token.
+The units of an epoch come in an order drawn from (seed, epoch) and are dealt to lanes in turn. A lane is a stream of
+its own: its units one after the other, the documents of each in an order drawn from (seed, epoch, unit), cut into
+sequences. Sequence n of the run is the next one of lane n % lanes. So ranks that read different lanes read different
+units, and neither their number nor that of the threads changes a token.
 
-Where a sequence lies follows from the lengths of the units before it in its lane. They are learned by reading, and kept
-in a file beside the run, so that a run that goes on after a break finds its place at once. Without the file it reads
-those units again: slower, to the same place.
+Where a sequence lies follows from the lengths of the units before it in its lane. Lengths are known once a unit was
+read, and kept in a file of the run, so that a resumed run finds its position at once. Without the file it reads those
+units again: slower, to the same position.
 """
 
 import threading
@@ -15,18 +15,17 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.corpus import Corpus, Tokenised, in_validation, join, take_side, tokenise_units
-from nsa.data.pool import DaemonPool
-from nsa.data.sequences import Row, begin_with_zero
-from nsa.data.sources.base import Skipped, Source, Tally
-from nsa.data.stream import Borders, random_order
+from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
+from nsa.data.sequences import Borders, Row, Sequences, random_order
+from nsa.data.sources.base import Progress, RemoteSource, Skipped
 from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.data.waiting import DaemonPool
 from nsa.errors import DataError
 
 INDEX_PREFIX = "data_index_rank"
@@ -36,9 +35,9 @@ VALIDATION_AHEAD = 4  # of them are read at a time
 
 
 class LengthIndex:
-    """Training tokens of every unit that was read, by any rank of any start of the run; a line a unit.
+    """Training tokens of every unit that was read, by any rank of any start of the run; a line per unit.
 
-    A line that is damaged, or a file about other data, is left out: it costs time and nothing else.
+    A damaged line, or a file about other data, is ignored: it costs time and nothing else.
     """
 
     def __init__(self, folder: Path | None, rank: int, fingerprint: str):
@@ -77,7 +76,7 @@ class LengthIndex:
                 with self._path.open("w" if fresh else "a", encoding="ascii") as file:
                     file.write((self._head if fresh else "") + f"{unit} {length} {_check(str(unit), str(length))}\n")
             except OSError:
-                self._path = None  # a cache that cannot be written is done without
+                self._path = None  # a cache that cannot be written is not needed
 
     def _starts_well(self) -> bool:
         assert self._path is not None
@@ -90,54 +89,57 @@ def _check(unit: str, length: str) -> str:
 
 
 class UnitReader:
-    """Units of a source as tokens, read ahead by threads. `threads` = 0 reads when asked, in the asking thread."""
+    """Units of a source as tokens, prefetched by threads. `threads` = 0 reads when asked, in the calling thread."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
+    def __init__(self, source: RemoteSource, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
         self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
         self.units = source.units()
         self.index = index
         self.skipped = Skipped()
-        self.tokenised = Tally("row groups tokenised", of=0)
+        self.tokenised = Progress("row groups tokenised", total=0)
         self._pool = DaemonPool(threads, "data") if threads else None
         self._pending: dict[int, Future[Tokenised]] = {}
         self._lock = threading.Lock()
 
-    def expect(self, unit: int) -> bool:
-        """Has a unit read ahead; False where nothing is, or it was asked for before."""
+    def prefetch(self, unit: int) -> bool:
+        """Starts to read a unit; False without threads, or when it was requested before."""
         with self._lock:
             if self._pool is None or unit in self._pending:
                 return False
-            self._pending[unit] = self._pool.submit(self._read, unit)
-            self.tokenised.expect(1)
+            self._pending[unit] = self._pool.submit(partial(self._read, unit))
+            self._add_to_total(1)
             return True
 
-    def forget(self, units: Iterable[int]) -> None:
-        """Units that were expected and are not needed after all: what has not begun never does, nothing is kept."""
+    def discard(self, units: Iterable[int]) -> None:
+        """Drops prefetched units that are not needed: those that have not started never do."""
         with self._lock:
             for unit in units:
                 pending = self._pending.pop(unit, None)
                 if pending is not None and pending.cancel():
-                    self.tokenised.expect(-1)
+                    self._add_to_total(-1)
 
     def read(self, unit: int) -> Tokenised:
         """All documents of a unit, of both sides."""
         with self._lock:
             pending = self._pending.pop(unit, None)
             if pending is None:
-                self.tokenised.expect(1)
+                self._add_to_total(1)
         return pending.result() if pending else self._read(unit)
+
+    def _add_to_total(self, count: int) -> None:
+        self.tokenised.total = (self.tokenised.total or 0) + count
 
     def _read(self, unit: int) -> Tokenised:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
-            self.skipped.merge(found.skipped)
+            self.skipped.update(found.skipped)
             self.tokenised.done += 1
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
         known = self.index.get(unit)
         if known is not None and known != length:
             raise DataError(
                 f"{self.units[unit].path}, part {self.units[unit].part}: had {known} tokens when this run first read "
-                f"it and has {length} now; the file changed, and the run cannot go on where it was"
+                f"it and has {length} now; the file changed, and the run cannot continue at its position"
             )
         self.index.put(unit, length)
         return found
@@ -156,7 +158,7 @@ class _Lane:
         self.number, self.lanes, self.seed, self.reader, self.order = number, lanes, seed, reader, order
         self.per_epoch = (len(reader.units) - number + lanes - 1) // lanes
         self.starts = [0]  # token at which the k-th visit starts; the last entry is where the known part ends
-        self._asked = 0  # visits before this one were asked for
+        self._requested = 0  # visits before this one were requested
         self._visit = lru_cache(maxsize=2)(self._read_visit)
 
     def unit(self, visit: int) -> tuple[int, int]:
@@ -185,13 +187,13 @@ class _Lane:
             self.starts.append(self.starts[-1] + length)
         return True
 
-    def expect(self, position: int, ahead: int) -> None:
-        """Has the unit of a token read, as far as is known which one it is, or the one `ahead` units behind it."""
+    def prefetch(self, position: int, ahead: int) -> None:
+        """Requests the unit of a token, if it is known, and `ahead` units after it."""
         self._is_known(position)
         visit = bisect_right(self.starts, position) - 1
-        for asked in range(max(visit, self._asked), visit + ahead + 1):
-            self.reader.expect(self.unit(asked)[1])
-            self._asked = asked + 1
+        for requested in range(max(visit, self._requested), visit + ahead + 1):
+            self.reader.prefetch(self.unit(requested)[1])
+            self._requested = requested + 1
 
     def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
         tokens = np.empty(count, dtype=self.reader.tokenizer.dtype)
@@ -222,31 +224,22 @@ class _Lane:
         return joined, np.cumsum(lengths) - lengths
 
 
-class StreamedSequences:
-    count = None
-
+class StreamedSequences(Sequences):
     def __init__(self, reader: UnitReader, seq_len: int, seed: int, lanes: int):
-        self.reader, self.seq_len, self.lanes = reader, seq_len, lanes
+        self.reader, self.seq_len, self.lanes, self.name = reader, seq_len, lanes, reader.source.name
         units = len(reader.units)
         order = lru_cache(maxsize=4)(lambda epoch: random_order(units, seed, epoch))
         self._lanes = [_Lane(number, lanes, seed, reader, order) for number in range(lanes)]
 
     def row(self, number: int) -> Row:
         nth, lane = divmod(number, self.lanes)
-        tokens, borders = self._lanes[lane].read(nth * self.seq_len, self.seq_len + 1)
-        return Row(tokens[:-1], tokens[1:], begin_with_zero(borders, self.seq_len))
+        return self._row_of(*self._lanes[lane].read(nth * self.seq_len, self.seq_len + 1))
 
-    def num_targets(self, numbers: range) -> int:
-        return len(numbers) * self.seq_len
-
-    def expect(self, numbers: Iterable[int]) -> None:
+    def prefetch(self, numbers: Iterable[int]) -> None:
         wanted = [(self._lanes[n % self.lanes], n // self.lanes * self.seq_len) for n in numbers]
         for ahead in (0, 1):  # what is needed now before what is needed next: the first batch waits for nothing else
             for lane, position in wanted:
-                lane.expect(position, ahead)
-
-    def shares(self, number: int) -> dict[str, int]:
-        return {self.reader.source.name: number}
+                lane.prefetch(position, ahead)
 
 
 def choose_lanes(batch_size: int, units: int, most: int = 32) -> int:
@@ -259,10 +252,10 @@ def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     found: list[Tokenised] = []
     total = 0
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
-    ahead: set[int] = set()  # asked for here; those that training asked for stay
+    ahead: set[int] = set()  # requested here; those that training requested stay
     try:
         for place, unit in enumerate(order):
-            ahead.update(later for later in order[place : place + VALIDATION_AHEAD] if reader.expect(later))
+            ahead.update(later for later in order[place : place + VALIDATION_AHEAD] if reader.prefetch(later))
             part = reader.read(unit)
             ahead.discard(unit)
             found.append(part)
@@ -270,9 +263,9 @@ def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
             if total >= tokens:
                 break
     finally:
-        reader.forget(ahead)
+        reader.discard(ahead)
     everything = join(found, reader.tokenizer)
-    corpus = take_side([everything.tokens], everything.lengths, in_validation(everything.keys, reader.fraction))
+    corpus = select([everything.tokens], everything.lengths, in_validation(everything.keys, reader.fraction))
     if not corpus.num_documents:
         raise DataError(
             f"data.validation_fraction: no validation document in {len(found):,} row groups; "

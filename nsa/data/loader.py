@@ -1,10 +1,10 @@
-"""Batches as a pure function of their sequences' numbers, and a thread that makes them before they are asked for."""
+"""Batches as a pure function of their sequences' numbers, and a thread that prefetches them."""
 
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import faults
 from nsa.data.sequences import Row, Sequences
-from nsa.data.waiting import Limit, Waiter
+from nsa.data.waiting import DaemonPool, Waiter
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """In memory that a GPU copies from while the host goes on."""
+        """In memory that a GPU copies from asynchronously."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -40,12 +40,16 @@ class Batch:
 
 
 class Loader:
-    """Joins sequences into batches."""
+    """Joins sequences into batches. `make` is called when they are first needed."""
 
-    def __init__(self, sequences: Sequences, seq_len: int, *, isolate_documents: bool):
-        self.sequences = sequences
+    def __init__(self, make: Callable[[], Sequences], seq_len: int, *, isolate_documents: bool):
+        self._make = make
         self.seq_len = seq_len
         self.isolate_documents = isolate_documents
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        return self._make()
 
     @property
     def num_sequences(self) -> int | None:
@@ -59,7 +63,7 @@ class Loader:
     def batch(self, first: int, count: int, stride: int = 1) -> Batch:
         """The sequences first, first + stride, ..., `count` of them."""
         numbers = range(first, first + count * stride, stride)
-        self.sequences.expect(numbers)
+        self.sequences.prefetch(numbers)
         return self._join([self.sequences.row(number) for number in numbers])
 
     def _join(self, rows: list[Row]) -> Batch:
@@ -77,32 +81,18 @@ class Loader:
 
 @dataclass(frozen=True)
 class Request:
-    """What `Loader.batch` is asked for."""
+    """The arguments of `Loader.batch`."""
 
     first: int
     count: int
     stride: int = 1
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a batch may take: the first, any later one, and the wait after which it is said aloud.
-
-    It may take longer as long as something arrives: a slow tokenizer, or a run that has to find its place again.
-    """
-
-    first_s: float
-    later_s: float
-    stall_s: float
-
-
 class Prefetcher:
-    """The batches of `requests` in their order, made ahead by a thread.
+    """The batches of `requests` in their order; a thread is `ahead` of them, or loads each when it is needed (0).
 
-    `next` gives the next one and never waits in silence: every `stall_s` seconds `report` is called with how long it
-    has been and what is being waited for. `arrived` counts what a source has delivered so far. Patience that is at its
-    end is a DataUnavailableError, a request to stop (`stopped`) a WaitStopped; an error of the source is raised by the
-    `next` that would have got its batch.
+    `next` reports and interrupts its wait as `waiter` says, with a timeout of its own for the first batch. An error of
+    the source is raised by the `next` that would have returned its batch.
     """
 
     def __init__(
@@ -112,64 +102,42 @@ class Prefetcher:
         *,
         ahead: int,
         device: torch.device,
-        patience: Patience,
-        report: Callable[[float, str], None],
-        waiting_for: Callable[[], str | None],
-        arrived: Callable[[], int] = lambda: 0,
-        stopped: Callable[[], bool] = lambda: False,
+        waiter: Waiter,
+        first_batch_s: float,
+        timeout_s: float,
     ):
-        self.loader, self.device, self.patience = loader, device, patience
-        self._waiter = Waiter(patience.stall_s, report, waiting_for, arrived, stopped)
-        self.first_wait_s: float | None = None  # how long the first batch took
-        self._began = time.perf_counter()
+        self.loader, self.device, self.waiter = loader, device, waiter
+        self.first_batch_s, self.timeout_s = first_batch_s, timeout_s
         self._requests = iter(requests)
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=ahead)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
-        self._thread.start()
+        self._pool = DaemonPool(1, "data-prefetch")
+        self._pending: deque[Future[Batch]] = deque()
+        self._ahead = ahead
+        self._start: float | None = waiter.clock()  # until the first batch is there
+        self._fill(ahead)
 
-    def _work(self) -> None:
-        if self.device.type == "cuda":  # else this thread would open a context on the first GPU
-            torch.cuda.set_device(self.device)
-        try:
-            for batch in self._make(self._requests):
-                if not self._put(batch):
-                    return
-            self._put(None)
-        except BaseException as error:  # whatever it is, the thread that trains must hear of it
-            self._put(error)
+    def _fill(self, count: int) -> None:
+        while len(self._pending) < count and (request := next(self._requests, None)) is not None:
+            self._pending.append(self._pool.submit(partial(self._load, request)))
 
-    def _make(self, requests: Iterator[Request]) -> Iterator[Batch]:
-        for request in requests:
-            faults.point("data.batch")
-            batch = self.loader.batch(request.first, request.count, request.stride)
-            yield batch.pinned() if self.device.type == "cuda" else batch
-
-    def _put(self, item: Batch | BaseException | None) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _load(self, request: Request) -> Batch:
+        faults.point("data.batch")
+        batch = self.loader.batch(request.first, request.count, request.stride)
+        if self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # else this thread would open a context on the first GPU
+        return batch.pinned()
 
     def next(self) -> Batch:
-        def get(timeout: float) -> Batch | BaseException | None:
-            return self._ready.get(timeout=timeout)
-
-        is_first = self.first_wait_s is None
-        if is_first:
-            limit = Limit(self.patience.first_s, "data.first_batch_s")
-            item = self._waiter.wait(get, "the first batch", limit=limit, began=self._began)
-        else:
-            item = self._waiter.wait(get, "the next batch", limit=Limit(self.patience.later_s, "data.timeout_s"))
-        if isinstance(item, BaseException):
-            raise item
-        assert item is not None, "more batches were taken than asked for"
-        if is_first:
-            self.first_wait_s = time.perf_counter() - self._began
-        return item
+        self._fill(1)
+        future = self._pending.popleft()
+        self._fill(self._ahead)
+        if self._start is None:
+            return self.waiter.wait(future, "the next batch", timeout_s=self.timeout_s, setting="data.timeout_s")
+        batch = self.waiter.wait(
+            future, "the first batch", since=self._start, timeout_s=self.first_batch_s, setting="data.first_batch_s"
+        )
+        self._start = None
+        return batch
 
     def close(self) -> None:
-        self._closed.set()
+        self._pool.close()

@@ -1,7 +1,7 @@
-"""Any source to token shards, in parallel processes, to be started again after a kill.
+"""Any source to token shards, in parallel processes, resumable after a kill.
 
 Which units make up which shard is decided before the first is read, from their sizes, so the result does not depend on
-the number of processes or on how often the work was stopped. A shard that is done is never made again.
+the number of processes or on how often the work was stopped. A shard that is done is never written again.
 """
 
 import fcntl
@@ -13,23 +13,23 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nsa import faults
 from nsa.data.corpus import tokenise_units
-from nsa.data.shards import (
+from nsa.data.sources.base import Source, Unit
+from nsa.data.token_shards import (
     MANIFEST,
+    Manifest,
     ShardEntry,
     read_entry,
     read_manifest,
-    stem_of,
+    shard_path,
     write_manifest,
     write_shard,
 )
-from nsa.data.sources.base import Source, Unit
 from nsa.data.tokenizers import Tokenizer
 from nsa.errors import DataError
 
@@ -39,7 +39,7 @@ GROUP_BYTES = 1 << 20  # of small units that are tokenised at once
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of every shard, and a name that any change of source, tokenizer or division changes."""
+    """The units of every shard, and a name that changes with source, tokenizer and division."""
 
     shards: Sequence[Sequence[Unit]]
     name: str
@@ -49,14 +49,7 @@ class Plan:
 
 
 def make_plan(source: Source, tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> Plan:
-    shards: list[list[Unit]] = []
-    filled = 0
-    for unit in source.units():
-        if not shards or filled + unit.size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(unit)
-        filled += unit.size
+    shards = list(_groups(source.units(), shard_bytes))
     digest = hashlib.sha256(f"{source.fingerprint()}\n{tokenizer.fingerprint}\n".encode())
     for shard in shards:
         digest.update(f"{[(u.path, u.part, u.start, u.stop) for u in shard]}\n".encode())
@@ -72,10 +65,10 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     fresh: bool = False,
     progress: Callable[[int, int, int], None] = lambda done, of, text_bytes: None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Writes the shards that `folder` does not have yet, then the manifest, which is returned.
 
-    `progress` is told bytes done, bytes in all (both about) and text bytes written.
+    `progress` gets the bytes done, the total (both approximate) and the text bytes written.
     """
     with _claimed(folder):
         if fresh:
@@ -97,8 +90,8 @@ def prepare(
             progress(sum(map(plan.size, done)), total, sum(entry.text_bytes for entry in done.values()))
 
         report()
-        missing = [number for number in range(len(plan.shards)) if number not in done]
-        for entry in _make(source, tokenizer, folder, plan, missing, workers):
+        missing = {number: units for number, units in enumerate(plan.shards) if number not in done}
+        for entry in _write_all(_Job(source, tokenizer, folder, plan.name), missing, workers):
             done[entry.number] = entry
             report()
         entries = [done[number] for number in range(len(plan.shards))]
@@ -108,66 +101,68 @@ def prepare(
         return read_manifest(folder)
 
 
-def _make(
-    source: Source, tokenizer: Tokenizer, folder: Path, plan: Plan, numbers: Sequence[int], workers: int
-) -> Iterator[ShardEntry]:
-    if workers <= 1 or len(numbers) <= 1:
-        for number in numbers:
-            yield _make_shard(source, tokenizer, folder, plan.name, number, plan.shards[number])
+@dataclass(frozen=True)
+class _Job:
+    """What the workers need to write any shard of a plan."""
+
+    source: Source
+    tokenizer: Tokenizer
+    folder: Path
+    plan: str
+
+    def write(self, number: int, units: Sequence[Unit]) -> ShardEntry:
+        try:
+            parts = (
+                tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in _groups(units, GROUP_BYTES)
+            )
+            return write_shard(self.folder, number, self.plan, parts, self.tokenizer)
+        except OSError as error:
+            path = shard_path(self.folder, number, "tokens")
+            raise DataError(f"{path.with_suffix('')}: cannot be written: {error}") from None
+
+
+def _write_all(job: _Job, shards: dict[int, Sequence[Unit]], workers: int) -> Iterator[ShardEntry]:
+    if workers <= 1 or len(shards) <= 1:
+        for number, units in shards.items():
+            yield job.write(number, units)
         return
-    # Started anew rather than forked: a fork copies locks that threads of libraries hold.
+    # Spawned rather than forked: a fork copies locks that threads of libraries hold.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        min(workers, len(numbers)),
-        mp_context=context,
-        initializer=_start_worker,
-        initargs=(source, tokenizer, folder, plan.name),
-    )
+    pool = ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker, (job,))
     try:
-        tasks = [pool.submit(_work, number, plan.shards[number]) for number in numbers]
+        tasks = [pool.submit(_write_shard, number, units) for number, units in shards.items()]
         for task in as_completed(tasks):
             yield task.result()
     except BrokenProcessPool:
         raise DataError(
-            f"{folder}: a worker process died (out of memory, or killed); finished shards are kept, "
-            "the same command goes on; fewer --workers need less memory"
+            f"{job.folder}: a worker process died (out of memory, or killed); finished shards are kept, "
+            "the same command resumes; fewer --workers need less memory"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_job: tuple[Source, Tokenizer, Path, str] | None = None  # of this worker process
+_worker_job: _Job | None = None  # of this worker process
 
 
-def _start_worker(source: Source, tokenizer: Tokenizer, folder: Path, plan: str) -> None:
-    global _job
+def _start_worker(job: _Job) -> None:
+    global _worker_job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent decides
     faults.arm(os.environ.get("NSA_FAULTS", ""))
-    _job = (source, tokenizer, folder, plan)
+    _worker_job = job
 
 
-def _work(number: int, units: Sequence[Unit]) -> ShardEntry:
-    assert _job is not None
-    source, tokenizer, folder, plan = _job
-    return _make_shard(source, tokenizer, folder, plan, number, units)
+def _write_shard(number: int, units: Sequence[Unit]) -> ShardEntry:
+    assert _worker_job is not None
+    return _worker_job.write(number, units)
 
 
-def _make_shard(
-    source: Source, tokenizer: Tokenizer, folder: Path, plan: str, number: int, units: Sequence[Unit]
-) -> ShardEntry:
-    try:
-        parts = (tokenise_units(source, *group, tokenizer=tokenizer) for group in _groups(units))
-        return write_shard(folder, number, plan, parts, tokenizer)
-    except OSError as error:
-        raise DataError(f"{folder / stem_of(number)}: cannot be written: {error}") from None
-
-
-def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Units that are tokenised at once: one, or as many small ones as make up GROUP_BYTES."""
+def _groups(units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
+    """Consecutive units of at most `size` bytes together, or one that is larger."""
     group: list[Unit] = []
     filled = 0
     for unit in units:
-        if group and filled + unit.size > GROUP_BYTES:
+        if group and filled + unit.size > size:
             yield group
             group, filled = [], 0
         group.append(unit)
@@ -187,31 +182,26 @@ def _claimed(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(f"{folder}: another preparation is writing into it; wait for it") from None
+            raise DataError(f"{folder}: another preparation is writing to it; wait until it ends") from None
         yield
 
 
 def _refuse_another(folder: Path, plan: Plan) -> None:
-    """What lies here must come from the same source, tokenizer and division."""
-    found: str | None = None
-    if (folder / MANIFEST).exists():
-        found = str(read_manifest(folder).get("plan"))
-    else:
-        for path in sorted(folder.glob("shard-*.json")):
-            entry = _plan_of(path)
-            found = entry or found
-    if found is not None and found != plan.name:
+    """The shards in the folder must come from the same source, tokenizer and division."""
+    found = {read_manifest(folder).plan} if (folder / MANIFEST).exists() else _plans_of_entries(folder)
+    if found - {plan.name}:
         raise DataError(
             f"{folder}: holds shards of another preparation (other files, tokenizer or division); "
             "choose another folder, or --fresh to replace them"
         )
 
 
-def _plan_of(path: Path) -> str | None:
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["plan"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _plans_of_entries(folder: Path) -> set[str]:
+    found = set()
+    for path in folder.glob("shard-*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found.add(str(json.loads(path.read_text(encoding="utf-8"))["plan"]))
+    return found
 
 
 def _remove(folder: Path) -> None:

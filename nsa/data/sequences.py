@@ -1,6 +1,9 @@
 """Training sequences by their number in the run: each a pure function of (seed, number).
 
-`Cut` cuts a stream into sequences of S inputs and, one further, S targets; they come in an order drawn from
+`PackedStream` and `SyntheticStream` are endless streams of tokens. Position x of a packed stream lies in epoch
+x // length; each epoch holds every document once, in an order drawn from (seed, epoch).
+
+`Concat` cuts a stream into sequences of S inputs and, one further, S targets; they come in an order drawn from
 (seed, epoch), so that a batch mixes documents. What is left at an epoch's end, fewer than S tokens, is read in another
 epoch's order or not at all. A separator stands before every document, so the last target of a document is "it ends
 here" and every target counts.
@@ -14,18 +17,122 @@ at S tokens, and what stays free is padding that no loss sees.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nsa.data.corpus import Corpus
-from nsa.data.stream import Borders, TokenStream, random_order
+from nsa.data.tokenizers import TokenArray
 
-IGNORED = -100  # a target that does not count: cross-entropy's own mark
+Borders = NDArray[np.int64]
+IGNORED = -100  # a target that does not count: the default of cross-entropy
 _SEQUENCE_KEYS = 1 << 63  # sets the keys of sequence orders apart from those of document orders
 _MIXTURE_KEYS = 1 << 62
 _PERIOD = 1000  # sequences after which a mixture has given every source exactly its share
+
+
+def random_bits(count: int, *key: int) -> NDArray[np.uint64]:
+    """Uniform 64-bit numbers that depend on the key alone, on every machine and version."""
+    return np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(count)
+
+
+def random_order(count: int, *key: int) -> NDArray[np.int64]:
+    """A permutation that depends on the key alone."""
+    return np.argsort(random_bits(count, *key), kind="stable")
+
+
+class PackedStream:
+    """The documents of a corpus, one after the other, in a new order every epoch of `length` tokens.
+
+    `read(start, count)` gives those tokens and the places among them where a document begins.
+    """
+
+    def __init__(self, corpus: Corpus, seed: int):
+        self.corpus = corpus
+        self.seed = seed
+        self.length: int = corpus.num_tokens
+        self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
+
+    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
+        tokens = np.empty(count, dtype=self.corpus.dtype)
+        borders: list[int] = []
+        filled = 0
+        epoch, place = divmod(start, self.length)
+        order, starts = self._epoch_order(epoch)
+        which = int(np.searchsorted(starts, place, side="right")) - 1
+        while filled < count:
+            if which == len(order):
+                epoch, which, place = epoch + 1, 0, 0
+                order, starts = self._epoch_order(epoch)
+            first, stop = int(starts[which]), int(starts[which + 1])
+            if first == place:
+                borders.append(filled)
+            part = min(count - filled, stop - place)
+            self.corpus.read(int(order[which]), place - first, tokens[filled : filled + part])
+            filled += part
+            place += part
+            which += 1
+        return tokens, np.array(borders, dtype=np.int64)
+
+    def _compute_epoch_order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Documents in the epoch's order, and where each starts in the epoch."""
+        order = random_order(self.corpus.num_documents, self.seed, epoch)
+        lengths = self.corpus.lengths[order]
+        return order, np.concatenate([[0], np.cumsum(lengths)])
+
+
+class SyntheticStream:
+    """Documents generated on the fly: phrases of synthetic words, drawn unevenly, so that a model has much to learn.
+
+    Every document is `document_length` tokens long. Of twenty consecutive documents one is for validation,
+    so the two sides share the phrases and never a document. Tokens are bytes, which every vocabulary has room for.
+    """
+
+    PHRASES = 512
+    VALIDATION_EVERY = 20
+    length = None
+
+    def __init__(self, seed: int, document_length: int, separator: int, *, validation: bool = False):
+        self.seed = seed
+        self.document_length = document_length
+        self.separator = separator
+        self.validation = validation
+        self._phrases = _make_phrases(seed, self.PHRASES)
+        self._document = lru_cache(maxsize=4)(self._make_document)
+
+    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
+        first, last = start // self.document_length, (start + count - 1) // self.document_length
+        joined = np.concatenate([self._document(i) for i in range(first, last + 1)])
+        skip = start - first * self.document_length
+        begins = np.arange(first, last + 1) * self.document_length - start
+        return joined[skip : skip + count], begins[begins >= 0]
+
+    def _make_document(self, index: int) -> TokenArray:
+        per_cycle = self.VALIDATION_EVERY - 1
+        number = index * self.VALIDATION_EVERY
+        if not self.validation:
+            number = index // per_cycle * self.VALIDATION_EVERY + index % per_cycle + 1
+        needed = self.document_length // 8 + 2  # the shortest phrase, three words of one syllable, has 10 bytes
+        uniform = random_bits(needed, self.seed, number + 1).astype(np.float64) / 2**64
+        chosen = (uniform**2 * self.PHRASES).astype(np.int64)
+        text = b"".join([self._phrases[i] for i in chosen.tolist()])
+        document = np.empty(self.document_length, dtype=np.min_scalar_type(max(255, self.separator)))
+        document[0] = self.separator
+        document[1:] = np.frombuffer(text, dtype=np.uint8)[: self.document_length - 1]
+        return document
+
+
+def _make_phrases(seed: int, count: int) -> list[bytes]:
+    syllables = ["ka", "lo", "mi", "ne", "ru", "sa", "te", "vo", "zi", "pa", "du", "he"]
+    bits = random_bits(count * 24, seed, 0).astype(np.int64) & 0x7FFF_FFFF
+    phrases = []
+    for row in bits.reshape(count, 24).tolist():
+        words = [
+            "".join(syllables[s % len(syllables)] for s in row[4 * w + 1 : 4 * w + 2 + row[4 * w] % 3])
+            for w in range(3 + row[12] % 3)
+        ]
+        phrases.append((" ".join(words) + ". ").encode())
+    return phrases
 
 
 @dataclass(frozen=True)
@@ -37,27 +144,39 @@ class Row:
     starts: Borders
 
 
-class Sequences(Protocol):
-    @property
-    def count(self) -> int | None: ...  # sequences in one epoch; None where they never end
+class Sequences:
+    """What kinds of sequences share. By default every target counts, and nothing takes long to read."""
 
-    def row(self, number: int) -> Row: ...
+    seq_len: int
+    name: str  # of the source
+
+    @property
+    def count(self) -> int | None:
+        """Sequences in one epoch; None where they never end."""
+        return None
+
+    def row(self, number: int) -> Row:
+        raise NotImplementedError
 
     def num_targets(self, numbers: range) -> int:
         """Targets that count in these sequences."""
-        ...
+        return len(numbers) * self.seq_len
 
-    def expect(self, numbers: Iterable[int]) -> None:
-        """These are read next: whatever takes long may begin."""
-        ...
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """These are read next: whatever takes long may start."""
 
     def shares(self, number: int) -> dict[str, int]:
         """Of the first `number` sequences, how many each source gave."""
-        ...
+        return {self.name: number}
+
+    def _row_of(self, tokens: TokenArray, borders: Borders) -> Row:
+        """S + 1 tokens, and where in them documents begin."""
+        inside = borders[(borders > 0) & (borders < self.seq_len)]
+        return Row(tokens[:-1], tokens[1:], np.concatenate([[0], inside]))
 
 
-class Cut:
-    def __init__(self, stream: TokenStream, seq_len: int, seed: int, name: str = ""):
+class Concat(Sequences):
+    def __init__(self, stream: PackedStream | SyntheticStream, seq_len: int, seed: int, name: str = ""):
         self.stream, self.seq_len, self.seed, self.name = stream, seq_len, seed, name
         self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
 
@@ -77,22 +196,7 @@ class Cut:
         return random_order(self.count, self.seed, epoch + _SEQUENCE_KEYS)
 
     def row(self, number: int) -> Row:
-        tokens, borders = self.stream.read(self.first_token(number), self.seq_len + 1)
-        return Row(tokens[:-1], tokens[1:], begin_with_zero(borders, self.seq_len))
-
-    def num_targets(self, numbers: range) -> int:
-        return len(numbers) * self.seq_len
-
-    def expect(self, numbers: Iterable[int]) -> None:
-        pass
-
-    def shares(self, number: int) -> dict[str, int]:
-        return {self.name: number}
-
-
-def begin_with_zero(borders: Borders, seq_len: int) -> Borders:
-    inside = borders[(borders > 0) & (borders < seq_len)]
-    return np.concatenate([[0], inside])
+        return self._row_of(*self.stream.read(self.first_token(number), self.seq_len + 1))
 
 
 @dataclass(frozen=True)
@@ -105,7 +209,7 @@ class _Plan:
     length: NDArray[np.int64]
 
 
-class BestFit:
+class BestFit(Sequences):
     def __init__(self, corpus: Corpus, seq_len: int, seed: int, separator: int, name: str = ""):
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.separator, self.name = separator, name
@@ -153,12 +257,6 @@ class BestFit:
             plan = self._plan(epoch)
             total += int(plan.length[plan.first[place] : plan.first[place + 1]].sum())
         return total
-
-    def expect(self, numbers: Iterable[int]) -> None:
-        pass
-
-    def shares(self, number: int) -> dict[str, int]:
-        return {self.name: number}
 
     def _make_plan(self, epoch: int) -> _Plan:
         order = random_order(self.corpus.num_documents, self.seed, epoch)
@@ -212,7 +310,7 @@ def fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], int]:
     return chosen, used
 
 
-class Mixture:
+class Mixture(Sequences):
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[float], seed: int):
         self.parts, self.seed = parts, seed
         self._per_period = _exact_shares(weights, _PERIOD)
@@ -246,12 +344,12 @@ class Mixture:
         places = (self.place(number) for number in numbers)
         return sum(self.parts[which].num_targets(range(inner, inner + 1)) for which, inner in places)
 
-    def expect(self, numbers: Iterable[int]) -> None:
+    def prefetch(self, numbers: Iterable[int]) -> None:
         wanted: dict[int, list[int]] = {}
         for which, inner in map(self.place, numbers):
             wanted.setdefault(which, []).append(inner)
         for which, inner_numbers in wanted.items():
-            self.parts[which].expect(inner_numbers)
+            self.parts[which].prefetch(inner_numbers)
 
     def shares(self, number: int) -> dict[str, int]:
         period, slot = divmod(number, _PERIOD)
@@ -265,7 +363,7 @@ class Mixture:
 
 
 def _exact_shares(weights: Sequence[float], period: int) -> list[int]:
-    """Whole numbers that add up to `period`, as near to the weights as can be, none of them 0."""
+    """Whole numbers that add up to `period`, as close to the weights as possible, none of them 0."""
     exact = np.array(weights) / sum(weights) * period
     shares = np.maximum(1, np.floor(exact)).astype(np.int64)
     while shares.sum() != period:

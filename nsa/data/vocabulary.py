@@ -10,10 +10,10 @@ SEPARATOR = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the separator
 
 
-def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_bytes: int) -> int:
-    """Writes the vocabulary learned from the first `max_bytes` of text; returns the bytes that were read.
+def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_bytes: int) -> tuple[int, int]:
+    """Writes the vocabulary learned from the first `max_bytes` of text; returns its size and the bytes read.
 
-    The separator is the last id. Any text can be encoded: what was not learned is spelled in bytes.
+    The separator is the last id. Any text can be encoded: what was not learned becomes single bytes.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"--vocab-size: must be at least {SMALLEST_VOCABULARY} (all bytes and the separator)")
@@ -39,7 +39,7 @@ def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_byte
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     tokenizer.save(str(beside))
     beside.replace(path)
-    return limited.read
+    return tokenizer.get_vocab_size(), limited.read
 
 
 class _Limited:
@@ -51,7 +51,7 @@ class _Limited:
 
     def __iter__(self) -> Iterator[str]:
         for text in self._documents:
-            if self.read >= self._max_bytes:
-                return
             self.read += len(text.encode("utf-8", "replace"))
             yield text
+            if self.read >= self._max_bytes:
+                return

@@ -1,120 +1,169 @@
-"""Waiting for threads that read data: never in silence, and not against a request to stop."""
+"""Threads that read data, and waiting for them: with reports, a timeout, and an end when the run is asked to stop.
 
+They are daemon threads: one that waits for a server that does not answer must not delay the end of the process.
+"""
+
+import math
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from nsa.data.pool import DaemonPool
-from nsa.data.sources.base import RemoteSource, Tally
+from nsa.data.sources.base import Progress, RemoteSource
 from nsa.errors import DataUnavailableError
 
 T = TypeVar("T")
 POLL_S = 0.1  # how soon a request to stop is seen
-GRACE_S = 2.0  # a shorter wait is not left: a step that lacks a moment is worth finishing
+GRACE_S = 2.0  # a shorter wait is not interrupted: a step that lacks a moment is worth finishing
 
 
 class WaitStopped(Exception):  # noqa: N818  (caught by the run, never seen by a user)
-    """A wait was left because the process was asked to stop."""
+    """A wait ended because the process was asked to stop."""
 
 
 class Activity:
-    """What the sources of a run are at, for the thread that waits for them. Filled while they are being opened."""
+    """What the sources of a run are doing, for the thread that waits for them. Filled while they are being opened."""
 
     def __init__(self) -> None:
-        self._tallies: list[tuple[str, Tally]] = []
+        self._progress: list[tuple[str, Progress]] = []
         self._remote: list[RemoteSource] = []
 
-    def count(self, source: str, tally: Tally) -> None:
-        self._tallies.append((source, tally))
+    def add(self, source: str, progress: Progress) -> None:
+        self._progress.append((source, progress))
 
     def watch(self, source: RemoteSource) -> None:
         self._remote.append(source)
-        self.count(source.name, source.listed)
+        self.add(source.name, source.listed)
 
     def arrived(self) -> int:
         """Grows while anything arrives."""
-        return sum(tally.done for _, tally in self._tallies)
+        return sum(progress.done for _, progress in self._progress)
 
     def server(self) -> str | None:
-        """The server that keeps a source waiting, in words; None when none does."""
+        """The request that a server has not answered yet; None when there is none."""
         return next((what for source in self._remote if (what := source.waiting_for())), None)
 
     def waiting_for(self) -> str | None:
         """All that is known: "fineweb_edu: 5 of 32 row groups tokenised; FILE, row group 3: try 4, ..."."""
-        begun = next((f"{source}: {tally}" for source, tally in self._tallies if tally.is_open), None)
-        return "; ".join(filter(None, (begun, self.server()))) or None
+        current = next((f"{source}: {progress}" for source, progress in self._progress if progress.is_open), None)
+        return "; ".join(filter(None, (current, self.server()))) or None
 
-    def give_up(self) -> None:
-        """What is under way in other threads ends soon, with an error."""
+    def cancel(self) -> None:
+        """Requests of other threads end soon, with an error."""
         for source in self._remote:
-            source.give_up()
+            source.cancel()
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How long nothing may arrive, and the key of the configuration that says so."""
-
-    seconds: float
-    key: str
+def _pause(future: "Future[Any]", seconds: float) -> None:
+    wait([future], seconds)
 
 
 @dataclass(frozen=True)
 class Waiter:
-    """Every `stall_s` seconds of a wait `report` is told how long it has been, and that with `waiting_for` as a
-    sentence. `arrived` grows while a source delivers. When `stopped` says so, the wait ends with `WaitStopped`."""
+    """Every `stall_s` seconds of a wait `report` gets its seconds so far, and a message with what `activity` knows.
 
+    When `stopped` returns True, an interruptible wait ends with `WaitStopped`.
+    """
+
+    activity: Activity
     stall_s: float
     report: Callable[[float, str], None]
-    waiting_for: Callable[[], str | None]
-    arrived: Callable[[], int] = lambda: 0
     stopped: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.perf_counter
+    pause: Callable[["Future[Any]", float], None] = _pause
 
     def wait(
-        self, get: Callable[[float], T], what: str, *, limit: Limit | None = None, began: float | None = None
+        self,
+        future: "Future[T]",
+        what: str,
+        *,
+        since: float | None = None,
+        timeout_s: float = math.inf,
+        setting: str = "",
+        interruptible: bool = True,
     ) -> T:
-        """What `get(timeout)` gives as soon as it does not raise `queue.Empty`.
+        """The result of a future. `since` is when the wait started, if not now.
 
-        A `DataUnavailableError` when nothing arrived for too long. `began` is when the wait began, if not now.
+        Raises `DataUnavailableError` when nothing arrived for `timeout_s`, which the key `setting` configures. A wait
+        may take longer as long as something arrives: a slow tokenizer, or a run that has to find its position again.
         """
-        began = time.perf_counter() if began is None else began
-        since, arrived, reported = began, self.arrived(), began
-        while True:
-            try:
-                return get(min(POLL_S, self.stall_s))
-            except queue.Empty:
-                now = time.perf_counter()
-            if self.arrived() != arrived:
-                since, arrived = now, self.arrived()
-            if limit is not None and now - since >= limit.seconds:
+        start = self.clock() if since is None else since
+        last_arrival = last_report = start
+        arrived = self.activity.arrived()
+        while not future.done():
+            self.pause(future, min(POLL_S, self.stall_s))
+            if future.done():
+                break
+            now = self.clock()
+            if self.activity.arrived() != arrived:
+                last_arrival, arrived = now, self.activity.arrived()
+            if now - last_arrival >= timeout_s:
                 raise DataUnavailableError(
-                    f"{self._say(what, now - began)}; nothing arrived for {limit.seconds:g} s: check the source, or "
-                    f"allow more time with {limit.key}"
+                    f"{self._message(what, now - start)}; nothing arrived for {timeout_s:g} s: check the source, or "
+                    f"allow more time with {setting}"
                 )
-            if now - began >= GRACE_S and self.stopped():
+            if interruptible and now - start >= GRACE_S and self.stopped():
                 raise WaitStopped
-            if now - reported >= self.stall_s:
-                reported = now
-                self.report(now - began, self._say(what, now - began))
+            if now - last_report >= self.stall_s:
+                last_report = now
+                self.report(now - start, self._message(what, now - start))
+        return future.result()
 
-    def run(self, function: Callable[[], T], what: str) -> T:
-        """What the function returns or raises. A thread calls it: this one has to report, and may have to leave."""
-        pool = DaemonPool(1, "data-wait")
-        future = pool.submit(function)
-        try:
-            return self.wait(lambda timeout: _result(future, timeout), what)
-        finally:
-            pool.close()
+    def run(self, function: Callable[[], T], what: str, *, interruptible: bool = True) -> T:
+        """What the function returns or raises. A thread calls it, so that this one can report and be interrupted."""
+        return self.wait(run_in_thread(function, "data-wait"), what, interruptible=interruptible)
 
-    def _say(self, what: str, waited: float) -> str:
-        known = self.waiting_for()
+    def _message(self, what: str, waited: float) -> str:
+        known = self.activity.waiting_for()
         return f"data: waiting for {what} since {waited:.1f} s" + (f"; {known}" if known else "")
 
 
-def _result(future: Future[T], timeout: float) -> T:
-    # Not result(timeout): the function itself may raise a TimeoutError.
-    if not wait([future], timeout).done:
-        raise queue.Empty
-    return future.result()
+class DaemonPool:
+    """`submit` as in concurrent.futures, whose own pools are joined when the interpreter ends."""
+
+    def __init__(self, threads: int, name: str):
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = threads
+        for number in range(threads):
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        self._jobs.put((future, function))
+        return future
+
+    def close(self) -> None:
+        """Cancels what is queued. The threads end when their current job is done."""
+        while not self._jobs.empty():
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job[0].cancel()
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            _run(*job)
+            del job  # results can be large, and the next job may be long in coming
+
+
+def run_in_thread(function: Callable[[], T], name: str) -> "Future[T]":
+    """The result of a function that a thread of its own runs."""
+    future: Future[T] = Future()
+    threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
+    return future
+
+
+def _run(future: "Future[T]", function: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:  # belongs to whoever asks for the result
+        future.set_exception(error)

@@ -28,7 +28,7 @@ def curve(x: Numbers, y: Numbers, width: int, height: int, *, plain: bool = Fals
         low, high = low - 0.5, high + 0.5
     across, down = (1, 1) if plain else (2, 4)
     cells = _ranges(x, y, columns * across, rows * down, low, high)
-    lines = _plain_lines(cells, columns, rows) if plain else _braille_lines(cells, columns, rows)
+    lines = _draw(cells, columns, rows, across, down)
     bar = "|" if plain else "│"
     labels = {0: short(high), rows - 1: short(low), **({rows // 2: short((high + low) / 2)} if rows > 4 else {})}
     drawn = [f"{labels.get(at, ''):>{LABEL}}{bar}{line}" for at, line in enumerate(lines)]
@@ -52,20 +52,13 @@ def _ranges(x: Numbers, y: Numbers, columns: int, rows: int, low: float, high: f
     return [(int(t), int(b)) if b >= 0 else None for t, b in zip(top, bottom, strict=True)]
 
 
-def _braille_lines(cells: list[tuple[int, int] | None], columns: int, rows: int) -> list[str]:
+def _draw(cells: list[tuple[int, int] | None], columns: int, rows: int, across: int, down: int) -> list[str]:
+    """Characters of `across` x `down` dots: braille, or one asterisk for each dot."""
     bits = [[0] * columns for _ in range(rows)]
     for at, cell in enumerate(cells):
         for dot in range(cell[0], cell[1] + 1) if cell else ():
-            bits[dot // 4][at // 2] |= _DOTS[dot % 4][at % 2]
-    return ["".join(chr(_BRAILLE + b) if b else " " for b in line) for line in bits]
-
-
-def _plain_lines(cells: list[tuple[int, int] | None], columns: int, rows: int) -> list[str]:
-    lines = [[" "] * columns for _ in range(rows)]
-    for at, cell in enumerate(cells):
-        for row in range(cell[0], cell[1] + 1) if cell else ():
-            lines[row][at] = "*"
-    return ["".join(line) for line in lines]
+            bits[dot // down][at // across] |= _DOTS[dot % down][at % across]
+    return ["".join((chr(_BRAILLE + b) if down > 1 else "*") if b else " " for b in line) for line in bits]
 
 
 def bars(values: list[float], *, plain: bool = False) -> str:

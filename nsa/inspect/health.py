@@ -1,4 +1,4 @@
-"""What is unhealthy about a run, each in words on one line, the gravest first."""
+"""What is unhealthy about a run, one line each, the gravest first."""
 
 import math
 
@@ -6,14 +6,18 @@ import numpy as np
 
 from nsa.inspect.reading import FAILED, PREEMPTED, RECENT, RUNNING, SILENT, RunView
 from nsa.inspect.run_files import lookup
-from nsa.inspect.run_samples import ALL_LAYERS, BRANCHES
 from nsa.record.numbers import seconds, short
+from nsa.record.schema import ALL_LAYERS, BRANCHES, GateStats
 
-MOST_COLLAPSED = 0.5  # of the rows of a layer
-LEAST_SHARE = 0.01  # of a branch
-MOST_DATA_WAIT = 0.2  # of a step
+MAX_COLLAPSED = 0.5  # of the rows of a layer
+MIN_SHARE = 0.01  # of a branch
+MAX_DATA_WAIT = 0.2  # of a step
 RISE = 0.05  # above the best the loss was
-SHORTEST_WINDOW, LONGEST_WINDOW = 20, 500  # steps whose median is "the loss" when a rise is looked for
+MIN_WINDOW, MAX_WINDOW = 20, 500  # steps whose median is "the loss" when a rise is looked for
+
+
+def is_unwell(gates: GateStats) -> bool:
+    return gates.collapsed > MAX_COLLAPSED or min(gates.shares) < MIN_SHARE
 
 
 def unhealthy(view: RunView) -> list[str]:
@@ -49,7 +53,7 @@ def _rising(view: RunView) -> str:
     """The median of the last steps against the best median of as many steps before."""
     losses = view.training.column("loss")
     losses = losses[np.isfinite(losses)]
-    window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, len(losses) // 10))
+    window = min(MAX_WINDOW, max(MIN_WINDOW, len(losses) // 10))
     count = len(losses) // window
     if count < 2:
         return ""
@@ -64,13 +68,13 @@ def _rising(view: RunView) -> str:
 
 def _data_wait(view: RunView) -> str:
     share = view.data_share
-    if not share > MOST_DATA_WAIT:
+    if not share > MAX_DATA_WAIT:
         return ""
-    return f"{share:.0%} of a step goes by waiting for data: raise data.workers, or look at the source"
+    return f"{share:.0%} of a step is spent waiting for data: raise data.workers, or look at the source"
 
 
 def _behind(view: RunView) -> str:
-    """A rank that is silent while others speak: with a collective in every step none can be far ahead."""
+    """A rank that is silent while others are not: with a collective in every step none can be far ahead."""
     if view.status.kind != RUNNING or len(view.ranks) < 2:
         return ""
     latest = max(rank.seen_at for rank in view.ranks)
@@ -85,35 +89,35 @@ def _behind(view: RunView) -> str:
 def _gates(view: RunView) -> list[str]:
     if lookup(view.config, "nsa.force_branch"):
         return []  # one branch alone is what was asked for
-    layers = [gates for gates in view.gates if gates.layer != ALL_LAYERS] or view.gates
+    layers = {layer: gates for layer, gates in view.gates.items() if layer != ALL_LAYERS} or view.gates
     found = []
-    collapsed = [gates for gates in layers if gates.collapsed > MOST_COLLAPSED]
+    collapsed = {layer: g.collapsed for layer, g in layers.items() if g.collapsed > MAX_COLLAPSED}
     if collapsed:
-        worst = max(collapsed, key=lambda gates: gates.collapsed)
+        worst = max(collapsed, key=lambda layer: collapsed[layer])
         found.append(
-            f"gates are collapsed in {len(collapsed)} of {len(layers)} layers: in {worst.layer} one branch has all "
-            f"the weight in {worst.collapsed:.0%} of rows"
+            f"gates are collapsed in {len(collapsed)} of {len(layers)} layers: in {worst} one branch has all "
+            f"the weight in {collapsed[worst]:.0%} of rows"
         )
     for at, branch in enumerate(BRANCHES):
-        idle = [gates for gates in layers if gates.shares[at] < LEAST_SHARE]
+        idle = {layer: g.shares[at] for layer, g in layers.items() if g.shares[at] < MIN_SHARE}
         if idle:
-            worst = min(idle, key=lambda gates: gates.shares[at])
+            worst = min(idle, key=lambda layer: idle[layer])
             found.append(
-                f"branch {branch} is hardly used in {len(idle)} of {len(layers)} layers: its share in {worst.layer} "
-                f"is {worst.shares[at]:.2%}"
+                f"branch {branch} is hardly used in {len(idle)} of {len(layers)} layers: its share in {worst} "
+                f"is {idle[worst]:.2%}"
             )
     return found
 
 
 def _others(view: RunView) -> list[str]:
     found = []
-    if view.on_gpu and view.fallbacks.total:
-        (branch, reason), count = max(view.fallbacks.counts.items(), key=lambda item: item[1])
+    if view.on_gpu and any(view.fallbacks.values()):
+        (branch, reason), count = max(view.fallbacks.items(), key=lambda item: item[1])
         found.append(f"slow kernels on a GPU: {branch} fell back {short(count)} times, {reason}")
     if lookup(view.metrics, "data.fallback"):
-        found.append(f"trained on invented text: {lookup(view.metrics, 'data.fallback')}")
-    elif any(happening.kind == "data_fallback" for happening in view.happenings):
-        found.append("trains on invented text: its data did not answer")
+        found.append(f"trained on synthetic text: {lookup(view.metrics, 'data.fallback')}")
+    elif any(entry.kind == "data_fallback" for entry in view.timeline):
+        found.append("trains on synthetic text: its data did not answer")
     lost = view.telemetry_failures
     if lost:
         ranks = ", ".join(f"{count} of rank {rank}" for rank, count in list(lost.items())[:4])

@@ -1,8 +1,8 @@
-"""A run as its folder tells it: never from the process, so that a run on another machine reads alike.
+"""A run as its folder shows it: never from the process, so that a run on another machine reads alike.
 
-`read_run` reads everything once. A `RunReader` is kept by a view that looks again and again: a look costs what was
-added since the last one. Files that are missing or damaged are named in `RunView.problems`; only a folder that is no
-run at all is an error. Statistics that several ranks wrote are merged here.
+`read_run` reads everything once. A view that refreshes keeps a `RunView`: a refresh costs what was added since the last
+one. Files that are missing or damaged are named in `RunView.problems`; only a folder that is no run at all is an error.
+Statistics that several ranks wrote are merged.
 """
 
 import math
@@ -10,32 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from nsa.errors import ConfigError
-from nsa.inspect.run_files import (
-    Document,
-    Heartbeat,
-    Numbers,
-    NumberTable,
-    Row,
-    lookup,
-    number,
-    whole,
-)
-from nsa.inspect.run_samples import (
-    Fallbacks,
-    LayerGates,
-    Samples,
-    Selection,
-    merge_gates,
-    merge_layer_selection,
-    merge_selection,
-)
-from nsa.inspect.run_story import Happening, happenings
-from nsa.record.training_csv import COLUMNS
+from nsa.errors import ConfigError, HangError
+from nsa.inspect.run_files import Document, GrowingFile, HeartbeatFile, Numbers, Row, StepTable, lookup, number, whole
+from nsa.inspect.run_samples import Samples, merge_layer_gates, merge_layer_selection, merge_selection, total_fallbacks
+from nsa.inspect.timeline import describe_hang, timeline
+from nsa.record import schema
 
 RECENT = 50  # steps that "now" means for numbers that jump from step to step
 DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # of silence, where the configuration cannot be read
@@ -56,79 +39,175 @@ class Status:
 
 @dataclass(frozen=True)
 class RankView:
-    """Where a rank stands, by its own last words."""
+    """The last reported state of a rank."""
 
     rank: int
     step: int
     seen_at: float
     mem_gib: float
-    data_wait_s: float
     telemetry_failures: int
 
 
-@dataclass(frozen=True)
 class RunView:
-    """A run at the time `now`. Numbers that nobody has written are NaN; `left_s` is None where nothing can be said."""
+    """A run at the time of its last `refresh`. Numbers that nobody has written are NaN."""
 
-    folder: Path
-    now: float
-    status: Status
-    step: int
-    steps: int
-    strategy: str
-    world_size: int
-    attempts: int
-    started_at: float
-    elapsed_s: float
-    left_s: float | None
-    training: NumberTable
-    gates: list[LayerGates]  # of the newest sample; the last one is of all layers
-    gates_step: int
-    selection: Selection | None
-    layer_selection: dict[str, Selection]  # of the newest sample
-    fallbacks: Fallbacks
-    happenings: list[Happening]  # the newest first
-    ranks: list[RankView]
-    problems: dict[str, str]
-    metrics: Row
-    config: Row
-    env: Row
-    gate_samples: Samples
-    selection_samples: Samples
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.training = StepTable(folder / schema.TRAINING.file, schema.TRAINING)  # of rank 0
+        self.gate_samples = Samples(schema.GATES, merge_layer_gates)
+        self.selection_samples = Samples(schema.SELECTION, merge_selection)
+        self.layer_selection_samples = Samples(schema.LAYER_SELECTION, merge_layer_selection)
+        self._fallbacks = Samples(schema.FALLBACKS, list[Row])
+        self._heartbeats = {0: HeartbeatFile(schema.HEARTBEAT.path(folder, 0))}
+        names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
+        self._documents = [Document(folder / name) for name in names]
+
+    def refresh(self, now: float | None = None) -> Self:
+        """Reads what was added."""
+        self.now = time.time() if now is None else now
+        for rank, path in self._find_heartbeats().items():
+            self._heartbeats.setdefault(rank, HeartbeatFile(path))
+        files: list[GrowingFile | Document] = [self.training, *self._heartbeats.values()]
+        for file in [*files, *self._documents]:
+            file.refresh()
+        self.metrics, self.config, self.env = (document.content for document in self._documents)
+        for samples in self._samples:
+            samples.refresh(self.folder, self.world_size)
+        self.gates = self.gate_samples.newest() or {}  # by layer; the last is ALL_LAYERS
+        self.selection = self.selection_samples.newest()
+        self.layer_selection = self.layer_selection_samples.newest() or {}
+        self.fallbacks = total_fallbacks(self._fallbacks)  # by branch and reason
+        own = self._own_heartbeats()
+        self.ranks = [_rank_view(rank, file) for rank, file in own.items() if file.newest and rank < self.world_size]
+        self.timeline = timeline(own)  # the newest first
+        self.status = self._status()
+        return self
+
+    def _find_heartbeats(self) -> dict[int, Path]:
+        """Refuses a folder that is no run."""
+        try:
+            found = schema.HEARTBEAT.find(self.folder)
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: cannot be read: {error.strerror}; give the out_dir of a run") from None
+        names = (schema.TRAINING.file, schema.METRICS_FILE, schema.ENVIRONMENT_FILE)
+        if not found and not any((self.folder / name).exists() for name in names):
+            raise ConfigError(
+                f"{self.folder}: is no folder of a run (no {', '.join(names)} or {schema.HEARTBEAT.pattern}); "
+                "give the out_dir of a run"
+            )
+        return found
+
+    @property
+    def _samples(self) -> tuple[Samples[Any], ...]:
+        return self.gate_samples, self.selection_samples, self.layer_selection_samples, self._fallbacks
+
+    def _own_heartbeats(self) -> dict[int, HeartbeatFile]:
+        """Without ranks that only an earlier run, with more of them, had."""
+        began, size = 0.0 if math.isnan(self.started_at) else self.started_at, self.world_size
+        return {
+            rank: file
+            for rank, file in sorted(self._heartbeats.items())
+            if rank < size or (file.newest and file.newest["time"] >= began)
+        }
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name or str(self.folder)
 
+    @property
+    def problems(self) -> dict[str, str]:
+        """What is wrong with each file that has something wrong with it."""
+        files: list[GrowingFile | Document] = [*self._documents, self.training]
+        files += [file for samples in self._samples for file in samples.files.values()]
+        files += [file for _, file in sorted(self._heartbeats.items())]
+        return {file.path.name: file.problem for file in files if file.problem}
+
+    @property
+    def _start(self) -> schema.Event:
+        """The newest start of the run, as rank 0 reported it."""
+        return next((e for e in reversed(self._heartbeats[0].events) if e["event"] == "start"), {})
+
+    @property
+    def world_size(self) -> int:
+        return whole(self._start.get("world_size"), whole(self.env.get("world_size"), len(self._heartbeats)))
+
+    @property
+    def strategy(self) -> str:
+        known = [part.get("strategy") for part in (self._start, self.env, self.metrics)]
+        return str(next(filter(None, known), "unknown"))
+
+    @property
+    def step(self) -> int:
+        if len(self.training):
+            return self.training.step
+        reported = [file.newest["step"] for file in self._heartbeats.values() if file.newest]
+        return max(reported, default=whole(self.metrics.get("steps"), 0))
+
+    @property
+    def steps(self) -> int:
+        return whole(self._start.get("steps"), whole(lookup(self.config, "train.steps"), self.step))
+
+    @property
+    def attempts(self) -> int:
+        """How often the process was started."""
+        return len(self._heartbeats[0].attempts)
+
+    @property
+    def started_at(self) -> float:
+        attempts = self._heartbeats[0].attempts
+        return attempts[0][0] if attempts else math.nan
+
+    @property
+    def elapsed_s(self) -> float:
+        running = self.status.age_s if self.status.kind == RUNNING else 0.0
+        return sum(last - first for first, last in self._heartbeats[0].attempts) + running
+
+    @property
+    def left_s(self) -> float | None:
+        """From the median of the last steps, and the mean of what lies between steps: validation and saving. None
+        where it is unknown."""
+        took = self.recent("step_s")
+        if self.status.kind != RUNNING or math.isnan(took):
+            return None
+        return max(0, self.steps - self.step) * (took + self._between_steps_s())
+
+    def _between_steps_s(self) -> float:
+        """Seconds a step since the process started, beyond what the steps themselves took."""
+        first, last = self._heartbeats[0].first_step, self._heartbeats[0].last_step
+        if not first or not last or last["step"] <= first["step"]:
+            return 0.0
+        step, took = self.training.column("step"), self.training.column("step_s")
+        inside = (step > first["step"]) & (step <= last["step"])
+        between = last["time"] - first["time"] - float(np.nansum(took[inside]))
+        return max(0.0, float(between)) / int(last["step"] - first["step"])
+
     def now_of(self, column: str) -> float:
         """The newest value of a column of training.csv."""
-        values = self.training.columns[column]
-        return values[-1] if values else math.nan
+        values = self.training.last(column, 1)
+        return float(values[0]) if len(values) else math.nan
 
-    def recent(self, column: str, how: Callable[[Numbers], Any] = np.median) -> float:
+    def recent(self, column: str, how: Callable[[Numbers], Any] = np.median, steps: int = RECENT) -> float:
         """`how` of the finite values in the last steps."""
-        values = self.training.last(column, RECENT)
+        values = self.training.last(column, steps)
         values = values[np.isfinite(values)]
         return float(how(values)) if len(values) else math.nan
 
     @property
     def loss(self) -> float:
         """Smoothed: the mean of the last steps, of fewer in a run that is short."""
-        values = self.training.last("loss", smoothing(len(self.training)))
-        values = values[np.isfinite(values)]
-        return float(np.mean(values)) if len(values) else math.nan
+        return self.recent("loss", np.mean, smoothing(len(self.training)))
 
     @property
     def data_share(self) -> float:
-        """The part of the last steps that went by waiting for data."""
+        """The part of the last steps that was spent waiting for data."""
         spent = self.recent("step_s", np.sum)
         return self.recent("data_wait_s", np.sum) / spent if spent > 0 else math.nan
 
     @property
     def mem_gib(self) -> float:
         """Of the rank that needs most."""
-        known = [rank.mem_gib for rank in self.ranks if math.isfinite(rank.mem_gib)]
-        return max([*known, *([last] if math.isfinite(last := self.now_of("mem_gib")) else [])], default=math.nan)
+        known = [*(rank.mem_gib for rank in self.ranks), self.now_of("mem_gib")]
+        return max((value for value in known if math.isfinite(value)), default=math.nan)
 
     @property
     def validation(self) -> tuple[int, float, float] | None:
@@ -141,7 +220,7 @@ class RunView:
 
     @property
     def telemetry_failures(self) -> dict[int, int]:
-        """Of every rank that has some: its last step's count, and that of whoever wrote the summary."""
+        """Of every rank that has some: as of its last step, and of the rank that wrote the summary."""
         found = {rank.rank: rank.telemetry_failures for rank in self.ranks}
         writer = whole(self.metrics.get("rank"), 0)
         found[writer] = max(found.get(writer, 0), whole(self.metrics.get("telemetry_failures"), 0))
@@ -151,180 +230,59 @@ class RunView:
     def on_gpu(self) -> bool:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
+    def _status(self) -> Status:
+        files, metrics, written_at = self._heartbeats.values(), self.metrics, self._documents[0].written_at
+        newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
+        booted_at = max((file.attempts[-1][0] for file in files if file.attempts), default=0.0)
+        age = max(0.0, self.now - number(newest.get("time"), written_at))
+        limit = self._limit()
+        live = Status(RUNNING if age <= limit else SILENT, age, limit)
+        ended = metrics.get("status")
+        if ended in ("done", "failed", "preempted") and booted_at > written_at:
+            # Started again, and the summary is still that of the last end; a run that is done stays done.
+            return Status(FINISHED, age, limit, 0) if ended == "done" and live.kind == SILENT else live
+        if ended == "done":
+            return Status(FINISHED, age, limit, 0)
+        if ended in ("failed", "preempted"):
+            code, reason = whole(metrics.get("exit_code"), 1), str(metrics.get("reason", "not recorded"))
+            return Status(FAILED if ended == "failed" else PREEMPTED, age, limit, code, reason)
+        return _by_last_event(newest, live)
+
+    def _limit(self) -> float:
+        """How much silence is normal: as much as the run's own watchdog allows."""
+        first = number(lookup(self.config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
+        took = self.recent("step_s")
+        starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start")
+        if math.isnan(took) or starting or self._validates_or_saves():
+            return first
+        floor = number(lookup(self.config, "telemetry.watchdog_floor_s"), DEFAULT_FLOOR_S)
+        longest = self.recent("save_wait_s", np.max)
+        return max(floor, 5.0 * took + (0.0 if math.isnan(longest) else longest))
+
+    def _validates_or_saves(self) -> bool:
+        """Whether that comes after the newest event: a step's event follows its validation and precedes its save."""
+        step = self.step
+        evals = whole(lookup(self.config, "train.eval_every"), 0)
+        saves = whole(lookup(self.config, "checkpoint.every"), 0)
+        validates = step + 1 >= self.steps or (evals > 0 and (step + 1) % evals == 0)
+        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is saved too
+
 
 def smoothing(rows: int) -> int:
     """Steps whose mean is the smoothed loss of a run that has this many."""
     return min(RECENT, max(5, rows // 20))
 
 
-class RunReader:
-    """Reads one folder again and again."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._training = NumberTable(folder / "training.csv", COLUMNS)  # other ranks speak by their heartbeats
-        self._gates = Samples("gate_stats", merge_gates, text=("layer",))
-        self._selection = Samples("k_stats", merge_selection)
-        self._fallbacks = Samples("fallback_counters", lambda ranks: ranks, text=("branch", "reason"))
-        self._layer_selection = Samples("k_stats_layers", merge_layer_selection, text=("layer",))
-        self._samples = (self._gates, self._selection, self._layer_selection, self._fallbacks)
-        self._beats: dict[int, Heartbeat] = {0: Heartbeat(folder / "heartbeat_rank0.jsonl")}
-        self._documents = {name: Document(folder / name) for name in ("metrics.json", "config.yaml", "env.json")}
-
-    def refresh(self, now: float | None = None) -> RunView:
-        self._refuse_what_is_no_run()
-        for path in self.folder.glob("heartbeat_rank*.jsonl"):
-            digits = path.stem.removeprefix("heartbeat_rank")
-            if digits.isdigit():
-                self._beats.setdefault(int(digits), Heartbeat(path))
-        parts: list[NumberTable | Heartbeat | Document] = [self._training, *self._beats.values()]
-        for part in [*parts, *self._documents.values()]:
-            part.refresh()
-        for samples in self._samples:
-            samples.refresh(self.folder, self._world_size())
-        return self._view(time.time() if now is None else now)
-
-    def _refuse_what_is_no_run(self) -> None:
-        try:
-            names = {path.name for path in self.folder.iterdir()}
-        except OSError as error:
-            raise ConfigError(f"{self.folder}: cannot be read: {error.strerror}; give the out_dir of a run") from None
-        known = {"training.csv", "metrics.json", "env.json"} & names
-        if not known and not any(name.startswith("heartbeat_rank") for name in names):
-            raise ConfigError(
-                f"{self.folder}: is no folder of a run (no training.csv, metrics.json, env.json or "
-                "heartbeat_rank*.jsonl); give the out_dir of a run"
-            )
-
-    @property
-    def _start(self) -> Row:
-        """The newest start of the run, as rank 0 told it."""
-        return next((e for e in reversed(self._beats[0].events) if e["event"] == "start"), {})
-
-    def _world_size(self) -> int:
-        env = self._documents["env.json"].content
-        return whole(self._start.get("world_size"), whole(env.get("world_size"), len(self._beats)))
-
-    def _own_beats(self) -> dict[int, Heartbeat]:
-        """Without ranks that only a run before, with more of them, had."""
-        began = self._beats[0].attempts[0][0] if self._beats[0].attempts else 0.0
-        size = self._world_size()
-        return {
-            rank: beat
-            for rank, beat in sorted(self._beats.items())
-            if rank < size or (beat.newest and beat.newest["time"] >= began)
-        }
-
-    def _view(self, now: float) -> RunView:
-        beats, start, size = self._own_beats(), self._start, self._world_size()
-        metrics, config, env = (self._documents[n].content for n in ("metrics.json", "config.yaml", "env.json"))
-        training = self._training
-        status = self._status(now)
-        step = self._step()
-        steps = self._steps()
-        attempts = beats[0].attempts
-        elapsed = sum(last - first for first, last in attempts)
-        if status.kind == RUNNING:
-            elapsed += status.age_s
-        return RunView(
-            self.folder,
-            now,
-            status,
-            step,
-            steps,
-            str(start.get("strategy") or env.get("strategy") or metrics.get("strategy") or "unknown"),
-            size,
-            len(attempts),
-            attempts[0][0] if attempts else math.nan,
-            elapsed,
-            _left(training, beats[0], steps - step) if status.kind == RUNNING else None,
-            training,
-            self._gates.newest() or [],
-            self._gates.last_step,
-            self._selection.newest(),
-            self._layer_selection.newest() or {},
-            Fallbacks.of(self._fallbacks),
-            happenings(beats),
-            [_rank_view(rank, beat) for rank, beat in beats.items() if beat.newest and rank < size],
-            self._problems(),
-            metrics,
-            config,
-            env,
-            self._gates,
-            self._selection,
-        )
-
-    def _steps(self) -> int:
-        config = self._documents["config.yaml"].content
-        return whole(self._start.get("steps"), whole(lookup(config, "train.steps"), self._step()))
-
-    def _step(self) -> int:
-        steps = self._training.columns["step"]
-        if steps:
-            return int(steps[-1])
-        told = [beat.newest["step"] for beat in self._beats.values() if beat.newest]
-        return max(told, default=whole(self._documents["metrics.json"].content.get("steps"), 0))
-
-    def _status(self, now: float) -> Status:
-        metrics = self._documents["metrics.json"]
-        newest = max((b.newest for b in self._beats.values() if b.newest), key=lambda e: e["time"], default={})
-        booted_at = max((b.attempts[-1][0] for b in self._beats.values() if b.attempts), default=0.0)
-        last = number(newest.get("time"), metrics.written_at)
-        age, limit = max(0.0, now - last), self._limit()
-        live = Status(RUNNING if age <= limit else SILENT, age, limit)
-        said = metrics.content.get("status")
-        if said in ("done", "failed", "preempted") and booted_at > metrics.written_at:
-            # Started again, and how it ended the last time is still written there; a run that is done stays done.
-            return Status(FINISHED, age, limit, 0) if said == "done" and live.kind == SILENT else live
-        if said == "done":
-            return Status(FINISHED, age, limit, 0)
-        if said in ("failed", "preempted"):
-            code, reason = whole(metrics.content.get("exit_code"), 1), str(metrics.content.get("reason", "not said"))
-            return Status(FAILED if said == "failed" else PREEMPTED, age, limit, code, reason)
-        return _by_last_event(newest, live)
-
-    def _limit(self) -> float:
-        """How much silence is normal: what the run's own watchdog allows."""
-        config = self._documents["config.yaml"].content
-        first = number(lookup(config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
-        took = self._training.last("step_s", RECENT)
-        took = took[np.isfinite(took)]
-        starting = self._beats[0].newest.get("event") in ("boot", "first_batch", "start")
-        if not len(took) or starting or self._validates_or_saves():
-            return first
-        floor = number(lookup(config, "telemetry.watchdog_floor_s"), DEFAULT_FLOOR_S)
-        waits = self._training.last("save_wait_s", RECENT)
-        longest = float(np.nanmax(waits)) if np.isfinite(waits).any() else 0.0
-        return max(floor, 5.0 * float(np.median(took)) + longest)
-
-    def _validates_or_saves(self) -> bool:
-        """Whether that comes after the newest event: a step's event follows its validation and precedes its save."""
-        config, step, steps = self._documents["config.yaml"].content, self._step(), self._steps()
-        evals = whole(lookup(config, "train.eval_every"), 0)
-        saves = whole(lookup(config, "checkpoint.every"), 0)
-        validates = step + 1 >= steps or (evals > 0 and (step + 1) % evals == 0)
-        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is saved too
-
-    def _problems(self) -> dict[str, str]:
-        found = {name: document.problem for name, document in self._documents.items()}
-        found["training.csv"] = self._training.problem
-        for samples in self._samples:
-            found.update(samples.problems())
-        for rank, beat in sorted(self._beats.items()):
-            found[f"heartbeat_rank{rank}.jsonl"] = beat.problem
-        return {name: problem for name, problem in found.items() if problem}
-
-
 def read_run(folder: Path, now: float | None = None) -> RunView:
-    """Everything the folder tells."""
-    return RunReader(folder).refresh(now)
+    """Everything the folder shows."""
+    return RunView(folder).refresh(now)
 
 
-def _by_last_event(newest: Row, live: Status) -> Status:
-    """How the run stands where no summary says that it ended."""
+def _by_last_event(newest: schema.Event, live: Status) -> Status:
+    """The status of a run that has no summary of its end."""
     kind = newest.get("event")
     if kind == "hang":
-        return Status(FAILED, live.age_s, live.limit_s, 6, "no progress; see stackdump_*")
+        return Status(FAILED, live.age_s, live.limit_s, HangError.exit_code, describe_hang(newest))
     if kind == "preempted":
         return Status(PREEMPTED, live.age_s, live.limit_s, None, "asked to stop")
     if kind == "end" and live.kind == SILENT:
@@ -332,33 +290,7 @@ def _by_last_event(newest: Row, live: Status) -> Status:
     return live
 
 
-def _left(training: NumberTable, beat: Heartbeat, steps: int) -> float | None:
-    """From the median of the last steps, and the mean of what lies between steps: validation and saving."""
-    took = training.last("step_s", RECENT)
-    took = took[np.isfinite(took)]
-    if not len(took):
-        return None
-    return max(0, steps) * (float(np.median(took)) + _between_steps_s(training, beat))
-
-
-def _between_steps_s(training: NumberTable, beat: Heartbeat) -> float:
-    """Seconds a step since the process started, beyond what the steps themselves took."""
-    first, last = beat.first_step, beat.last_step
-    if not first or not last or last["step"] <= first["step"]:
-        return 0.0
-    step, took = training.column("step"), training.column("step_s")
-    inside = (step > first["step"]) & (step <= last["step"])
-    between = last["time"] - first["time"] - float(np.nansum(took[inside]))
-    return max(0.0, float(between)) / int(last["step"] - first["step"])
-
-
-def _rank_view(rank: int, beat: Heartbeat) -> RankView:
-    last = beat.last_step
-    return RankView(
-        rank,
-        beat.newest["step"],
-        beat.newest["time"],
-        number(last.get("mem_gib")),
-        number(last.get("data_wait_s")),
-        whole(last.get("telemetry_failures"), 0),
-    )
+def _rank_view(rank: int, heartbeat: HeartbeatFile) -> RankView:
+    newest, last = heartbeat.newest, heartbeat.last_step
+    failures = whole(last.get("telemetry_failures"), 0)
+    return RankView(rank, newest["step"], newest["time"], number(last.get("mem_gib")), failures)

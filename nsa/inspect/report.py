@@ -1,7 +1,7 @@
 """A run as one HTML file that needs nothing else: no script, no network, no font. It opens from a disk, prints, and
 follows the reader's choice of light or dark.
 
-Everything from a file is escaped, and the page forbids scripts besides: words of a run cannot act in a browser.
+Everything from a file is escaped, and the page forbids scripts besides: text of a run cannot act in a browser.
 """
 
 import contextlib
@@ -16,22 +16,16 @@ import yaml
 
 from nsa import __version__
 from nsa.errors import LaunchError
-from nsa.inspect.health import LEAST_SHARE, MOST_COLLAPSED, unhealthy
+from nsa.inspect.health import is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
-from nsa.inspect.report_plots import (
-    gate_figures,
-    selection_figures,
-    short_layer,
-    speed_figures,
-    training_figures,
-)
+from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
 from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
-from nsa.inspect.run_samples import BRANCHES, LayerGates, Selection
+from nsa.inspect.timeline import BAD
+from nsa.record import schema
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
-FILE_NAME = "report.html"
-MOST_HAPPENINGS = 500
+MAX_ENTRIES = 500
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -50,6 +44,16 @@ def write_report(view: RunView, target: Path) -> None:
 def render(view: RunView) -> str:
     """The page."""
     name = escape(one_line(view.name, 200))
+    sections = (
+        ("training", "Training", "Training", _grid(training_figures(view))),
+        ("speed", "Speed", "Speed and memory", _grid(speed_figures(view))),
+        ("gates", "Gates", "Gates", _gate_table(view) + _grid(gate_figures(view))),
+        ("selection", "Selection", "Selection", _grid(selection_figures(view)) + _layer_selection(view)),
+        ("incidents", "What happened", "What happened", _timeline(view)),
+        ("environment", "Environment", "Environment", _environment(view)),
+        ("configuration", "Configuration", "Configuration", _configuration(view)),
+    )
+    links = "".join(f'<a href="#{identity}">{link}</a>' for identity, link, _, _ in sections)
     return "".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -57,17 +61,11 @@ def render(view: RunView) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f'<title>{name} - nsa report</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>',
-            _header(view, name),
+            _header(view, name, links),
             "<main>",
             _health(view),
             _tiles(view),
-            _section("training", "Training", _grid(training_figures(view))),
-            _section("speed", "Speed and memory", _grid(speed_figures(view))),
-            _section("gates", "Gates", _gate_table(view) + _grid(gate_figures(view))),
-            _section("selection", "Selection", _grid(selection_figures(view)) + _layer_selection(view)),
-            _section("incidents", "What happened", _happenings(view)),
-            _section("environment", "Environment", _environment(view)),
-            _section("configuration", "Configuration", _configuration(view)),
+            *(f'<section id="{at}"><h2>{title}</h2>{inside}</section>' for at, _, title, inside in sections),
             "</main>",
             f"<footer>Written {escape(clock(view.now))} by nsa {escape(__version__)} from {escape(str(view.folder))}",
             "</footer></body></html>\n",
@@ -75,17 +73,13 @@ def render(view: RunView) -> str:
     )
 
 
-def _section(identity: str, title: str, inside: str) -> str:
-    return f'<section id="{identity}"><h2>{escape(title)}</h2>{inside}</section>'
-
-
 def _grid(figures: Iterable[str]) -> str:
     return f'<div class="plots">{"".join(figures)}</div>'
 
 
-def _header(view: RunView, name: str) -> str:
+def _header(view: RunView, name: str, links: str) -> str:
     status = view.status
-    words = {
+    text = {
         RUNNING: "running",
         SILENT: f"silent since {seconds(status.age_s)}",
         FAILED: f"failed, exit code {status.exit_code}",
@@ -96,25 +90,13 @@ def _header(view: RunView, name: str) -> str:
     facts = [f"{view.strategy} x {view.world_size}", where]
     facts += [f"{view.attempts} starts"] if view.attempts > 1 else []
     facts += [f"began {clock(view.started_at, '%Y-%m-%d %H:%M')}"] if math.isfinite(view.started_at) else []
-    links = "".join(f'<a href="#{to}">{word}</a>' for to, word in _LINKS)
     return (
-        f'<header><div class="title"><h1>{name}</h1><span class="status {status.kind}">{escape(words)}</span></div>'
+        f'<header><div class="title"><h1>{name}</h1><span class="status {status.kind}">{escape(text)}</span></div>'
         f'<p class="facts">{escape(" · ".join(one_line(fact, 80) for fact in facts))}</p>'
         f'<div class="progress" role="img" aria-label="step {view.step} of {view.steps}">'
         f'<i style="width:{done:.2%}"></i></div>'
         f'<p class="facts">step {view.step:,} of {view.steps:,} ({done:.0%})</p><nav>{links}</nav></header>'
     )
-
-
-_LINKS = (
-    ("training", "Training"),
-    ("speed", "Speed"),
-    ("gates", "Gates"),
-    ("selection", "Selection"),
-    ("incidents", "What happened"),
-    ("environment", "Environment"),
-    ("configuration", "Configuration"),
-)
 
 
 def _health(view: RunView) -> str:
@@ -131,7 +113,7 @@ def _tiles(view: RunView) -> str:
     validation = view.validation
     best = number(view.metrics.get("best_val_loss"))
     waited = view.training.column("save_wait_s")
-    bad = sum(happening.weight == "bad" for happening in view.happenings)
+    bad = sum(entry.weight == BAD for entry in view.timeline)
     tiles = [
         ("Loss", exact(view.loss), "nats per token, mean of the last steps"),
         (
@@ -161,16 +143,16 @@ def _gate_table(view: RunView) -> str:
     if not view.gates:
         return ""
     head = "<tr><th>layer</th><th>cmp / sel / win</th><th>entropy</th><th>lowest</th><th>collapsed</th></tr>"
-    rows = "".join(_gate_row(gates) for gates in view.gates)
-    keys = "".join(f'<li><i class="key b{at}"></i>{branch}</li>' for at, branch in enumerate(BRANCHES))
+    rows = "".join(_gate_row(layer, gates) for layer, gates in view.gates.items())
+    keys = "".join(f'<li><i class="key b{at}"></i>{branch}</li>' for at, branch in enumerate(schema.BRANCHES))
+    step = view.gate_samples.last_step
     return (
-        f'<div class="card" id="gates-now"><h3>At step {view.gates_step:,}</h3><ul class="legend">{keys}</ul>'
+        f'<div class="card" id="gates-now"><h3>At step {step:,}</h3><ul class="legend">{keys}</ul>'
         f'<div class="scroll"><table>{head}{rows}</table></div></div>'
     )
 
 
-def _gate_row(gates: LayerGates) -> str:
-    unwell = gates.collapsed > MOST_COLLAPSED or min(gates.shares) < LEAST_SHARE
+def _gate_row(layer: str, gates: schema.GateStats) -> str:
     parts = "".join(
         f'<i class="b{at}" style="width:{max(0.0, share):.2%}"></i>'
         for at, share in enumerate(gates.shares)
@@ -178,7 +160,7 @@ def _gate_row(gates: LayerGates) -> str:
     )
     shares = " / ".join(percent(share) for share in gates.shares)
     return (
-        f"<tr{' class=unwell' if unwell else ''}>{_layer_cell(gates.layer)}"
+        f"<tr{' class=unwell' if is_unwell(gates) else ''}>{_layer_cell(layer)}"
         f'<td><span class="split">{parts}</span><span class="num">{shares}</span></td>'
         f'<td class="num">{exact(gates.mean_entropy, ".3f")}</td><td class="num">{exact(gates.min_entropy, ".3f")}</td>'
         f'<td class="num">{percent(gates.collapsed)}</td></tr>'
@@ -194,23 +176,22 @@ def _layer_selection(view: RunView) -> str:
     """Layer by layer, for those who open it."""
     if not view.layer_selection:
         return ""
-    top = max(max(found.distances.values(), default=0.0) for found in view.layer_selection.values())
+    top = max(max(found.distances) for found in view.layer_selection.values())
     rows = "".join(_selection_row(layer, found, top) for layer, found in view.layer_selection.items())
-    bins = list(next(iter(view.layer_selection.values())).distances)
-    words = f"distance, {bins[0]} to {bins[-1]} blocks" if bins else "distance"
-    heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", words)
-    head = "".join(f"<th>{escape(word)}</th>" for word in heads)
-    step = next(iter(view.layer_selection.values())).step
+    distance = f"distance, {schema.DISTANCE_BINS[0]} to {schema.DISTANCE_BINS[-1]} blocks"
+    heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", distance)
+    head = "".join(f"<th>{escape(title)}</th>" for title in heads)
+    summary = f"Layer by layer at step {view.layer_selection_samples.last_step:,}"
     return (
-        f'<details class="card" id="selection-layers"><summary>Layer by layer at step {step:,}</summary>'
+        f'<details class="card" id="selection-layers"><summary>{summary}</summary>'
         f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
     )
 
 
-def _selection_row(layer: str, found: Selection, top: float) -> str:
+def _selection_row(layer: str, found: schema.SelectionStats, top: float) -> str:
     cells = "".join(
         f'<i title="{escape(name)} blocks away: {percent(share)}" style="opacity:{share / (top or 1.0):.2f}"></i>'
-        for name, share in found.distances.items()
+        for name, share in zip(schema.DISTANCE_BINS, found.distances, strict=True)
         if math.isfinite(share)
     )
     numbers = (
@@ -224,19 +205,19 @@ def _selection_row(layer: str, found: Selection, top: float) -> str:
     )
 
 
-def _happenings(view: RunView) -> str:
-    if not view.happenings:
+def _timeline(view: RunView) -> str:
+    if not view.timeline:
         return '<p class="missing">Nothing is recorded.</p>'
-    shown = view.happenings[:MOST_HAPPENINGS]
+    shown = view.timeline[:MAX_ENTRIES]
     rows = "".join(
-        f'<tr class="{happening.weight}"><td class="num">{clock(happening.time)}</td>'
-        f'<td class="num">{happening.step:,}</td><td>{escape(_ranks(happening.ranks, view.world_size))}</td>'
-        f"<td>{escape(one_line(happening.kind, 60))}</td><td>{escape(one_line(happening.message))}</td></tr>"
-        for happening in shown
+        f'<tr class="{entry.weight}"><td class="num">{clock(entry.time)}</td>'
+        f'<td class="num">{entry.step:,}</td><td>{escape(_ranks(entry.ranks, view.world_size))}</td>'
+        f"<td>{escape(one_line(entry.kind, 60))}</td><td>{escape(one_line(entry.message))}</td></tr>"
+        for entry in shown
     )
-    more = len(view.happenings) - len(shown)
-    note = f'<p class="about">{more} older ones are in heartbeat_rank*.jsonl.</p>' if more else ""
-    head = "<tr><th>time</th><th>step</th><th>ranks</th><th>what</th><th>words</th></tr>"
+    more = len(view.timeline) - len(shown)
+    note = f'<p class="about">{more} older ones are in {schema.HEARTBEAT.pattern}.</p>' if more else ""
+    head = "<tr><th>time</th><th>step</th><th>ranks</th><th>event</th><th>message</th></tr>"
     return f'<div class="card scroll"><table class="story">{head}{rows}</table>{note}</div>'
 
 
@@ -250,14 +231,18 @@ def _environment(view: RunView) -> str:
     env = {key: value for key, value in view.env.items() if key != "config"}
     if isinstance(command := env.get("command"), list):
         env["command"] = " ".join(map(str, command))
-    if view.fallbacks.total:
-        env["fallbacks"] = {f"{branch}: {reason}": short(n) for (branch, reason), n in view.fallbacks.counts.items()}
+    if any(view.fallbacks.values()):
+        env["fallbacks"] = {f"{branch}: {reason}": short(n) for (branch, reason), n in view.fallbacks.items()}
     if lookup(view.metrics, "data"):
         env["data"] = view.metrics["data"]
     if not env:
-        return f'<p class="missing">env.json {escape(view.problems.get("env.json", "is empty"))}</p>'
+        return _missing(view, schema.ENVIRONMENT_FILE)
     rows = "".join(f"<tr><th>{escape(str(key))}</th><td>{_value(value)}</td></tr>" for key, value in env.items())
     return f'<div class="card scroll"><table class="facts-table">{rows}</table></div>'
+
+
+def _missing(view: RunView, file: str) -> str:
+    return f'<p class="missing">{file} {escape(view.problems.get(file, "is empty"))}</p>'
 
 
 def _value(value: Any) -> str:
@@ -270,6 +255,6 @@ def _value(value: Any) -> str:
 
 def _configuration(view: RunView) -> str:
     if not view.config:
-        return f'<p class="missing">config.yaml {escape(view.problems.get("config.yaml", "is empty"))}</p>'
+        return _missing(view, schema.CONFIG_FILE)
     text = yaml.safe_dump(view.config, sort_keys=False, allow_unicode=True)
-    return f'<details class="card"><summary>config.yaml</summary><pre>{escape(text)}</pre></details>'
+    return f'<details class="card"><summary>{schema.CONFIG_FILE}</summary><pre>{escape(text)}</pre></details>'

@@ -1,4 +1,4 @@
-"""The figures of a report, each with a stable id, a title and words for those who cannot see it."""
+"""The figures of a report, each with a stable id, a title and a description for screen readers."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ import numpy as np
 
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
-from nsa.inspect.run_samples import ALL_LAYERS, BRANCHES, LayerGates, Selection
-from nsa.inspect.run_story import BAD
 from nsa.inspect.svg import Curve, Plot, draw, heat_height, heat_map
+from nsa.inspect.timeline import BAD
 from nsa.record.numbers import short
+from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340
-MOST_COLUMNS = 100  # of a heat map
-MOST_MARKS = 40
+MAX_COLUMNS = 100  # of a heat map
+MAX_MARKS = 40
 MAX_ENTROPY = float(np.log(3.0))
 
 
@@ -39,102 +39,71 @@ def figure(
     )
 
 
-def missing(identity: str, title: str, why: str) -> str:
+def missing(view: RunView, identity: str, title: str, file: str) -> str:
+    why = f"{file} {view.problems.get(file, 'holds no such values yet')}"
     return (
         f'<figure class="card" id="{identity}"><figcaption><h3>{escape(title)}</h3></figcaption>'
         f'<p class="missing" role="note">Nothing to show: {escape(why)}</p></figure>'
     )
 
 
-def _lines(view: RunView, identity: str, title: str, about: str, plot: Plot, file: str = "training.csv") -> str:
+def _lines(view: RunView, identity: str, title: str, about: str, plot: Plot, file: str = TRAINING.file) -> str:
     inside = draw(plot, WIDTH, HEIGHT)
     if not inside:
-        return missing(identity, title, _why(view, file))
+        return missing(view, identity, title, file)
     drawings = [("", WIDTH, HEIGHT, inside)]
     if identity == "plot-loss":
         drawings = [("narrow", WIDTH, HEIGHT, inside), ("wide", WIDE, WIDE_HEIGHT, draw(plot, WIDE, WIDE_HEIGHT))]
-    legend = _legend([(c.name, c.style) for c in plot.curves if np.isfinite(c.y).any()])
-    return figure(identity, title, about, drawings, legend)
-
-
-def _legend(names: list[tuple[str, str]]) -> str:
-    if len(names) < 2:
-        return ""
-    items = "".join(f'<li><i class="key {style}"></i>{escape(name)}</li>' for name, style in names)
-    return f'<ul class="legend">{items}</ul>'
-
-
-def _why(view: RunView, file: str) -> str:
-    return f"{file} {view.problems[file]}" if file in view.problems else f"{file} holds no such values yet"
+    named = [(c.name, c.style) for c in plot.curves if np.isfinite(c.y).any()]
+    items = "".join(f'<li><i class="key {style}"></i>{escape(name)}</li>' for name, style in named)
+    return figure(identity, title, about, drawings, f'<ul class="legend">{items}</ul>' if len(named) > 1 else "")
 
 
 def training_figures(view: RunView) -> list[str]:
     column = view.training.column
-    x = column("step")
-
-    def simple(identity: str, title: str, about: str, plot: Plot) -> str:
-        return _lines(view, identity, title, about, plot)
-
-    marks = [(float(h.step), f"step {h.step}: {h.kind}") for h in view.happenings if h.weight == BAD][:MOST_MARKS]
-    loss, val = column("loss"), column("val_loss")
+    x, loss, val, bits = column("step"), column("loss"), column("val_loss"), column("val_bits_per_byte")
     at = np.isfinite(val)
-    curves = [
-        Curve("loss of a step", x, loss, "c1 faint"),
-        Curve("smoothed", x, smooth(loss, smoothing(len(loss))), "c1"),
-        Curve("validation", x[at], val[at], "c2", dots=True),
-    ]
+    losses = Plot(
+        [
+            Curve("loss of a step", x, loss, "c1 faint"),
+            Curve("smoothed", x, smooth(loss, smoothing(len(loss))), "c1"),
+            Curve("validation", x[at], val[at], "c2", dots=True),
+        ],
+        "nats per token",
+        marks=[(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.weight == BAD][:MAX_MARKS],
+        may_be_log=True,
+    )
+    lr = Plot([Curve("lr", x, column("lr"))], from_zero=True)
+    norm = Plot([Curve("norm", x, column("grad_norm"), "c3")], from_zero=True, may_be_log=True)
+    validation = Plot([Curve("validation", x[at], bits[at], "c2", dots=True)], "bits per byte")
     return [
-        simple("plot-loss", "Loss", _loss_words(view), Plot(curves, "nats per token", marks=marks, may_be_log=True)),
-        simple("plot-lr", "Learning rate", "As the schedule set it.", Plot([Curve("lr", x, column("lr"))], "", True)),
-        simple(
-            "plot-grad-norm",
-            "Gradient norm",
-            "Before clipping. Spikes are kept.",
-            Plot([Curve("norm", x, column("grad_norm"), "c3")], "", from_zero=True, may_be_log=True),
-        ),
-        simple(
-            "plot-bits",
-            "Validation, bits per byte",
-            "Comparable between tokenizers.",
-            Plot([Curve("validation", x[at], column("val_bits_per_byte")[at], "c2", dots=True)], "bits per byte"),
-        ),
+        _lines(view, "plot-loss", "Loss", _loss_text(view), losses),
+        _lines(view, "plot-lr", "Learning rate", "As the schedule set it.", lr),
+        _lines(view, "plot-grad-norm", "Gradient norm", "Before clipping. Spikes are kept.", norm),
+        _lines(view, "plot-bits", "Validation, bits per byte", "Comparable between tokenizers.", validation),
     ]
 
 
 def speed_figures(view: RunView) -> list[str]:
     column = view.training.column
-    x = column("step")
+    x, rate = column("step"), column("toks_per_s")
+    speeds = [Curve("of a step", x, rate, "c1 faint"), Curve("smoothed", x, smooth(rate, smoothing(len(rate))), "c1")]
     times = [
         Curve("step", x, column("step_s"), "c1"),
         Curve("waiting for data", x, column("data_wait_s"), "c2"),
         Curve("waiting for a save", x, column("save_wait_s"), "c3"),
     ]
-    rate = column("toks_per_s")
-    even = smooth(rate, smoothing(len(rate)))
-    speeds = [Curve("of a step", x, rate, "c1 faint"), Curve("smoothed", x, even, "c1")]
-    return [
-        _lines(
-            view,
-            "plot-throughput",
-            "Throughput",
-            f"Tokens a second over all ranks; median of the last steps {short(view.recent('toks_per_s'))}.",
-            Plot(speeds, "tokens/s", from_zero=True),
-        ),
-        _lines(
-            view,
-            "plot-step-time",
-            "Time of a step",
-            "Seconds, and how much of them went by waiting.",
-            Plot(times, "s", from_zero=True, may_be_log=False),
-        ),
-        _lines(
-            view,
-            "plot-memory",
-            "Memory",
-            "Of rank 0: of its GPU, or of the process where there is none.",
-            Plot([Curve("memory", x, column("mem_gib"), "c3")], "GiB", from_zero=True),
-        ),
-    ]
+    memory = [Curve("memory", x, column("mem_gib"), "c3")]
+    median = short(view.recent("toks_per_s"))
+    figures = (
+        ("plot-throughput", "Throughput", f"Tokens a second over all ranks; median of the last steps {median}.",
+         Plot(speeds, "tokens/s", from_zero=True)),
+        ("plot-step-time", "Time of a step", "Seconds, and how many of them were spent waiting.",
+         Plot(times, "s", from_zero=True)),
+        ("plot-memory", "Memory", "Of rank 0: of its GPU, or of the process where there is none.",
+         Plot(memory, "GiB", from_zero=True)),
+    )  # fmt: skip
+    return [_lines(view, *spec) for spec in figures]
 
 
 def smooth(values: Numbers, window: int) -> Numbers:
@@ -148,62 +117,70 @@ def smooth(values: Numbers, window: int) -> Numbers:
     return np.where(number > 0, (sums[end] - sums[start]) / np.maximum(1, number), np.nan)
 
 
-def _loss_words(view: RunView) -> str:
+def _loss_text(view: RunView) -> str:
     losses = view.training.column("loss")
     losses = losses[np.isfinite(losses)]
     if not len(losses):
         return "No finite loss."
     bad = len(view.training) - len(losses)
-    words = f"From {losses[0]:.4f} to {view.loss:.4f} (mean of the last steps) in {len(view.training)} steps."
+    text = f"From {losses[0]:.4f} to {view.loss:.4f} (mean of the last steps) in {len(view.training)} steps."
     if view.validation:
-        words += f" Validation {view.validation[1]:.4f} at step {view.validation[0]}."
-    return words + (f" Not finite in {bad} steps (crosses)." if bad else "")
+        text += f" Validation {view.validation[1]:.4f} at step {view.validation[0]}."
+    return text + (f" Not finite in {bad} steps (crosses)." if bad else "")
+
+
+_SHARES = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
+# The end of the id, the title, the column, the description, the style, and what a squeezed column keeps.
+_GATE_FIGURES: tuple[tuple[str, str, str, str, str, Callable[..., Numbers]], ...] = (
+    *((f"gates-{b}", f"share of {b}", f"share_{b}", _SHARES, f"h{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
+    ("entropy", "entropy", "mean_entropy",
+     "Mean over rows, in nats; three equal shares have 1.10. Faint: one branch has nearly all the weight.",
+     "h4", np.nanmin),
+    ("lowest-entropy", "lowest entropy", "min_entropy",
+     "Of the row that mixes least, in nats. Faint: there is a row that reads one branch alone.", "h4", np.nanmin),
+    ("collapsed", "collapsed rows", "collapsed",
+     "Part of the rows in which one branch has more than 95 % of the weight.", "h5", np.nanmax),
+)  # fmt: skip
 
 
 def gate_figures(view: RunView) -> list[str]:
-    names = [("plot-gates-" + b, f"Gates: share of {b}") for b in BRANCHES]
-    names += [("plot-entropy", "Gates: entropy"), ("plot-lowest-entropy", "Gates: lowest entropy")]
-    names += [("plot-collapsed", "Gates: collapsed rows")]
-    samples = [(step, found) for step in view.gate_samples.steps if (found := view.gate_samples.at(step))]
+    samples = {step: found for step in view.gate_samples.steps if (found := view.gate_samples.at(step))}
     if not samples:
-        return [missing(identity, title, _why(view, "gate_stats.csv")) for identity, title in names]
-    layers = [g.layer for g in samples[-1][1] if g.layer != ALL_LAYERS] or [ALL_LAYERS]
+        return [missing(view, f"plot-{end}", f"Gates: {title}", GATES.file) for end, title, *_ in _GATE_FIGURES]
+    newest = list(samples.values())[-1]
+    layers = [layer for layer in newest if layer != ALL_LAYERS] or [ALL_LAYERS]
     labels = [short_layer(layer) for layer in layers]
-    steps = np.array([float(step) for step, _ in samples])
 
-    def grid(value: Callable[[LayerGates], float]) -> Numbers:
-        found = [{g.layer: value(g) for g in gates} for _, gates in samples]
+    def grid(name: str) -> Numbers:
+        found = [{layer: getattr(gates, name) for layer, gates in sample.items()} for sample in samples.values()]
         return np.array([[column.get(layer, np.nan) for column in found] for layer in layers])
 
-    shares = [grid(lambda g, at=at: g.shares[at]) for at in range(3)]  # type: ignore[misc]
-    top = float(np.ceil(max(np.nanmax(part, initial=0.0) for part in shares) * 10) / 10) or 1.0
-    told = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
-    drawn = [_heat(names[at], told, steps, labels, shares[at], top, f"h{at + 1}") for at in range(3)]
-    lowest = grid(lambda g: g.min_entropy)
-    entropy, collapsed = grid(lambda g: g.mean_entropy), grid(lambda g: g.collapsed)
-    told = "Mean over rows, in nats; three equal shares have 1.10. Faint: one branch has nearly all the weight."
-    drawn.append(_heat(names[3], told, steps, labels, entropy, MAX_ENTROPY, "h4", np.nanmin))
-    told = "Of the row that mixes least, in nats. Faint: there is a row that reads one branch alone."
-    drawn.append(_heat(names[4], told, steps, labels, lowest, MAX_ENTROPY, "h4", np.nanmin))
-    told = "Part of the rows in which one branch has more than 95 % of the weight."
-    drawn.append(_heat(names[5], told, steps, labels, collapsed, 1.0, "h5", np.nanmax))
-    return drawn
+    grids = {column: grid(column) for _, _, column, *_ in _GATE_FIGURES}
+    largest = max(np.nanmax(grids[f"share_{branch}"], initial=0.0) for branch in BRANCHES)
+    tops = {"collapsed": 1.0, "mean_entropy": MAX_ENTROPY, "min_entropy": MAX_ENTROPY}
+    share_top = float(np.ceil(largest * 10) / 10) or 1.0
+    return [
+        _heat(f"plot-{end}", f"Gates: {title}", about, list(samples), labels, grids[column],
+              tops.get(column, share_top), style, how)
+        for end, title, column, about, style, how in _GATE_FIGURES
+    ]  # fmt: skip
 
 
 def _heat(
-    name: tuple[str, str],
+    identity: str,
+    title: str,
     about: str,
-    steps: Numbers,
+    steps: Sequence[int],
     rows: Sequence[str],
     values: Numbers,
     top: float,
     style: str,
     how: Callable[..., Numbers] = np.nanmean,
 ) -> str:
-    steps, values = _squeeze(steps, values, how)
-    inside = heat_map(steps, rows, values, top, WIDTH, style)
+    at, squeezed = _squeeze(np.array(steps, dtype=float), values, how)
+    inside = heat_map(at, rows, squeezed, top, WIDTH, style)
     scale = f'<span class="scale" aria-hidden="true">0<i class="ramp {style}"></i>{short(top)}</span>'
-    return figure(*name, about, [("", WIDTH, heat_height(len(rows)), inside)], scale)
+    return figure(identity, title, about, [("", WIDTH, heat_height(len(rows)), inside)], scale)
 
 
 def short_layer(layer: str) -> str:
@@ -218,41 +195,41 @@ def selection_figures(view: RunView) -> list[str]:
         "plot-agreement": "Selection: agreement",
         "plot-distinct": "Selection: blocks a row",
     }
-    found: list[Selection] = [s for step in view.selection_samples.steps if (s := view.selection_samples.at(step))]
-    if not found:
-        return [missing(identity, title, _why(view, "k_stats.csv")) for identity, title in titles.items()]
-    steps = np.array([float(s.step) for s in found])
-    bins = [name for name in found[-1].distances if any(s.distances.get(name, 0) > 0 for s in found)] or ["0"]
-    values = np.array([[s.distances.get(name, np.nan) for s in found] for name in bins])
-    top = float(np.ceil(np.nanmax(values, initial=0.1) * 10) / 10)
-    told = "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read."
-    plots = [_heat(("plot-distance", titles["plot-distance"]), told, steps, bins, values, top, "h2")]
+    samples = {step: found for step in view.selection_samples.steps if (found := view.selection_samples.at(step))}
+    if not samples:
+        return [missing(view, identity, title, SELECTION.file) for identity, title in titles.items()]
+    shares = np.array([found.distances for found in samples.values()]).T  # [bin, step]
+    used = np.flatnonzero((shares > 0).any(1)).tolist() or [0]
+    top = float(np.ceil(np.nanmax(shares[used], initial=0.1) * 10) / 10)
+    steps = np.array(list(samples), dtype=float)
 
-    def curve(name: str, value: Callable[[Selection], float], style: str) -> Curve:
-        return Curve(name, steps, np.array([value(s) for s in found]), style)
+    def curve(name: str, column: str, style: str, times: float = 1.0) -> Curve:
+        return Curve(name, steps, np.array([getattr(s, column) for s in samples.values()]) * times, style)
 
     agreement = [
-        curve("agreement", lambda s: s.agreement * 100, "c1"),
-        curve("forced", lambda s: s.share_forced * 100, "c2"),
-        curve("rows at the maximum", lambda s: s.share_at_max * 100, "c3"),
+        curve("agreement", "agreement", "c1", 100),
+        curve("forced", "share_forced", "c2", 100),
+        curve("rows at the maximum", "share_at_max", "c3", 100),
     ]
-    told = "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are."
-    plots.append(
-        _lines(view, "plot-agreement", titles["plot-agreement"], told, Plot(agreement, "%", True), "k_stats.csv")
+    distinct = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
+    abouts = (
+        "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read.",
+        "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are.",
+        "Distinct blocks that a token and key/value head reads.",
     )
-    distinct = [curve("mean", lambda s: s.mean_distinct, "c1"), curve("most", lambda s: s.max_distinct, "c2")]
-    told = "Distinct blocks that a token and key/value head reads."
-    plots.append(
-        _lines(view, "plot-distinct", titles["plot-distinct"], told, Plot(distinct, "blocks", True), "k_stats.csv")
-    )
-    return plots
+    distance, *others = zip(titles, titles.values(), abouts, strict=True)
+    plots = (Plot(agreement, "%", from_zero=True), Plot(distinct, "blocks", from_zero=True))
+    return [
+        _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], top, "h2"),
+        *(_lines(view, *other, plot, SELECTION.file) for other, plot in zip(others, plots, strict=True)),
+    ]
 
 
 def _squeeze(steps: Numbers, values: Numbers, how: Callable[..., Numbers]) -> tuple[Numbers, Numbers]:
     """Neighbouring samples as one column where there are too many; `how` keeps what must not be overlooked."""
-    if len(steps) <= MOST_COLUMNS:
+    if len(steps) <= MAX_COLUMNS:
         return steps, values
-    starts = np.linspace(0, len(steps), MOST_COLUMNS + 1).astype(int)
+    starts = np.linspace(0, len(steps), MAX_COLUMNS + 1).astype(int)
     parts = [values[:, a:b] for a, b in pairwise(starts)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a layer without a value in a stretch stays NaN

@@ -1,18 +1,17 @@
 """The files of a run, read while they grow.
 
-Each reader keeps its place: a later look costs what was added since. A file that was cut back or begun anew, as at a
-resume, is noticed and read again from the start. What cannot be read is counted and said in `problem`; nothing here
-raises. Torch is not needed: a view must open at once.
+Each reader remembers its offset: a refresh costs what was added since the last one. A file that was truncated or
+rewritten, as when a run resumes, is noticed and read again from the start. What cannot be read is counted and named in
+`problem`; nothing here raises. Torch and pyarrow are not needed: a view must open at once.
 """
 
 import csv
 import errno
-import json
 import math
 import os
+import re
 import stat
 from array import array
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,288 +19,241 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from nsa.record.schema import ROUTINE_EVENTS, Event, Table, parse_event, parse_events, read_json
+
 Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
 
-_FINGERPRINT = 256  # bytes before our place that must still be there
-_ROUTINE = tuple(f'"event": "{kind}"'.encode() for kind in ("step", "gates", "selection", "fallbacks"))
-_STEP = _ROUTINE[0]
-_KIND_WITHIN = 160  # bytes of a heartbeat line in which its kind stands
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where it is built
+_FINGERPRINT = 256  # bytes before the offset that must still be there
+_ROUTINE = re.compile(
+    rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)".*\}'
+    % "|".join(ROUTINE_EVENTS).encode()
+)
 
 
-class Tail:
-    """Whole lines added to a file since the last look. A last line without its newline waits for the rest."""
+class GrowingFile:
+    """Gives every whole line that was added to `add`. A last line without its newline waits for the rest."""
+
+    unit = "lines"
 
     def __init__(self, path: Path):
         self.path = path
-        self.problem = ""
-        self.torn = False  # the last line is not whole
-        self._place, self._before = 0, b""
+        self.damaged = 0
+        self._unreadable = ""
+        self._offset, self._before = 0, b""
+        self.clear()
 
-    def read(self) -> tuple[list[bytes], bool]:
-        """The new lines, and whether all earlier ones are void."""
+    def clear(self) -> None:
+        """Forgets all lines."""
+        raise NotImplementedError
+
+    def add(self, line: bytes) -> None:
+        """Raises ValueError where the line is damaged."""
+        raise NotImplementedError
+
+    @property
+    def problem(self) -> str:
+        return self._unreadable or (f"{self.damaged} damaged {self.unit} left out" if self.damaged else "")
+
+    def refresh(self) -> None:
+        for line in self._new_lines():
+            try:
+                self.add(line)
+            except (ValueError, OverflowError, csv.Error):
+                self.damaged += 1
+
+    def _new_lines(self) -> list[bytes]:
         try:
-            _refuse_what_never_ends(self.path)
+            _refuse_endless(self.path)
             with self.path.open("rb") as file:
-                anew = self._moved(file.fileno())
-                if anew:
-                    self._place, self._before = 0, b""
-                file.seek(self._place)
+                if self._was_rewritten(file.fileno()):
+                    self._restart()
+                file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
-            anew, self._place, self._before = self._place > 0, 0, b""
-            self.problem, self.torn = "missing", False
-            return [], anew
+            self._restart()
+            self._unreadable = "missing"
+            return []
         except OSError as error:
-            self.problem = f"cannot be read: {error.strerror}"
-            return [], False
-        self.problem = ""
+            self._unreadable = f"cannot be read: {error.strerror}"
+            return []
+        self._unreadable = ""
         whole = new[: new.rfind(b"\n") + 1]
-        self.torn = len(whole) < len(new)
-        self._place += len(whole)
+        self._offset += len(whole)
         self._before = (self._before + whole[-_FINGERPRINT:])[-_FINGERPRINT:]
-        return whole.splitlines(), anew
+        return whole.splitlines()
 
-    def _moved(self, file: int) -> bool:
-        """A size alone does not tell: what was cut back may have grown past our place again."""
-        if os.fstat(file).st_size < self._place:
+    def _was_rewritten(self, file: int) -> bool:
+        """The size alone does not tell: a truncated file may have grown past the offset again."""
+        if os.fstat(file).st_size < self._offset:
             return True
-        return os.pread(file, len(self._before), self._place - len(self._before)) != self._before
+        return os.pread(file, len(self._before), self._offset - len(self._before)) != self._before
+
+    def _restart(self) -> None:
+        self._offset, self._before, self.damaged = 0, b"", 0
+        self.clear()
 
 
-class NumberTable:
-    """A CSV file of numbers, a row a step, as columns, the step first. Empty cells and columns it lacks are NaN."""
+class TableFile(GrowingFile):
+    """A CSV file. Its columns may be in another order, fewer or more: an empty or missing cell is NaN."""
 
-    def __init__(self, path: Path, columns: Sequence[str]):
-        self.columns = {name: array("d") for name in columns}
-        self.damaged = 0
-        self._tail = Tail(path)
+    unit = "rows"
+
+    def __init__(self, path: Path, table: Table):
+        self.table = table
+        super().__init__(path)
+
+    def clear(self) -> None:
         self._header: list[str] = []
-        self._places: list[int] = []
-        self._arrays: dict[str, Numbers] = {}
+
+    def take(self, values: list[Any]) -> None:
+        """One row in the order of the table's columns. Raises ValueError where it cannot be."""
+        raise NotImplementedError
+
+    @property
+    def problem(self) -> str:
+        if not self._unreadable and not self._header:
+            return "holds no header"
+        if not self._unreadable and "step" not in self._header:
+            return "damaged: its first line is no header of this table"
+        return super().problem
+
+    def add(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace")
+        cells = next(csv.reader([text]), []) if '"' in text else text.split(",")
+        if not self._header:
+            self._header = cells
+            places = [cells.index(name) if name in cells else -1 for name in self.table.columns]
+            self._places = list(zip(places, [name in self.table.text for name in self.table.columns], strict=True))
+        elif "step" in self._header:
+            if len(cells) != len(self._header):
+                raise ValueError
+            cells.append("")  # at place -1, for columns that the file lacks
+            values: list[Any] = [cells[at] if is_text else float(cells[at] or "nan") for at, is_text in self._places]
+            if not 0 <= values[0] < math.inf:
+                raise ValueError
+            self.take(values)
+
+
+class StepTable(TableFile):
+    """A row per step, kept as numbers. Steps rise: of two rows that do not, the one that breaks the order of all
+    others is the damaged one."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._width, self._values = len(self.table.columns), array("d")  # row by row
+
+    def take(self, values: list[Any]) -> None:
+        if self.step >= values[0]:
+            if len(self) > 1 and self._values[-2 * self._width] >= values[0]:
+                raise ValueError
+            self.damaged += 1
+            del self._values[-self._width :]
+        self._values.extend(values)
 
     def __len__(self) -> int:
-        return len(self.columns["step"])
+        return len(self._values) // self._width
+
+    @property
+    def step(self) -> int:
+        """The newest; -1 where there is none."""
+        return int(self._values[-self._width]) if self._values else -1
 
     def column(self, name: str) -> Numbers:
         """All values of a column so far."""
-        known = self._arrays.get(name)
-        if known is None or len(known) != len(self):
-            known = self._arrays[name] = np.array(self.columns[name])
-        return known
+        return np.array(self._values[self.table.columns.index(name) :: self._width])
 
     def last(self, name: str, count: int) -> Numbers:
-        return np.array(self.columns[name][-count:])
-
-    @property
-    def problem(self) -> str:
-        if self._tail.problem or not self._header:
-            return self._tail.problem or "holds no header"
-        if not self._places:
-            return "damaged: its first line is no header of this table"
-        return f"{self.damaged} damaged rows left out" if self.damaged else ""
-
-    @property
-    def torn(self) -> bool:
-        return self._tail.torn
-
-    def refresh(self) -> None:
-        lines, anew = self._tail.read()
-        if anew:
-            self._header, self._places, self.damaged, self._arrays = [], [], 0, {}
-            for values in self.columns.values():
-                del values[:]
-        if lines and not self._header:
-            self._begin(lines.pop(0))
-        if self._places:
-            for line in lines:
-                self._add(line)
-
-    def _begin(self, line: bytes) -> None:
-        self._header = line.decode("utf-8", "replace").split(",")
-        if "step" in self._header:
-            self._places = [self._header.index(name) if name in self._header else -1 for name in self.columns]
-
-    def _add(self, line: bytes) -> None:
-        cells = line.split(b",")
-        try:
-            if len(cells) != len(self._header):
-                raise ValueError
-            values = [math.nan if at < 0 or not cells[at] else float(cells[at]) for at in self._places]
-            self._make_room(values[0])
-        except ValueError:
-            self.damaged += 1
-            return
-        for column, value in zip(self.columns.values(), values, strict=True):
-            column.append(value)
-
-    def _make_room(self, step: float) -> None:
-        """Steps rise. Of two rows that do not, the one that breaks the order of all others is the damaged one."""
-        steps = self.columns["step"]
-        if not step >= 0 or math.isinf(step):
-            raise ValueError
-        if steps and steps[-1] >= step:
-            if len(steps) > 1 and steps[-2] >= step:
-                raise ValueError
-            self.damaged += 1
-            for column in self.columns.values():
-                column.pop()
-            self._arrays = {}
+        """The newest values of a column, `count` of them at most."""
+        return np.array(self._values[-count * self._width :][self.table.columns.index(name) :: self._width])
 
 
-class SampleTable:
-    """A CSV file with any number of rows a step, kept by step."""
+class SampleTable(TableFile):
+    """Any number of rows per step, kept by step."""
 
-    def __init__(self, path: Path, text: Sequence[str] = ()):
+    def clear(self) -> None:
+        super().clear()
         self.rows: dict[int, list[Row]] = {}
-        self.header: list[str] = []
-        self.damaged = 0
-        self._text = set(text)
-        self._tail = Tail(path)
 
-    @property
-    def problem(self) -> str:
-        if self._tail.problem or not self.header:
-            return self._tail.problem or "holds no header"
-        if "step" not in self.header:
-            return "damaged: its first line is no header of this table"
-        return f"{self.damaged} damaged rows left out" if self.damaged else ""
-
-    def refresh(self) -> None:
-        lines, anew = self._tail.read()
-        if anew:
-            self.rows, self.header, self.damaged = {}, [], 0
-        for line in lines:
-            try:
-                cells = next(csv.reader([line.decode("utf-8", "replace")]), [])
-                if not self.header:
-                    self.header = cells or ["?"]
-                elif "step" in self.header:
-                    row = self._row(cells)
-                    self.rows.setdefault(int(row["step"]), []).append(row)
-            except (csv.Error, ValueError, OverflowError):
-                self.damaged += 1
-
-    def _row(self, cells: list[str]) -> Row:
-        pairs = zip(self.header, cells, strict=True)
-        return {name: cell if name in self._text else float(cell or "nan") for name, cell in pairs}
+    def take(self, values: list[Any]) -> None:
+        row = dict(zip(self.table.columns, values, strict=True))
+        self.rows.setdefault(int(row["step"]), []).append(row)
 
 
-class Heartbeat:
-    """The events of one rank since its run was begun anew: the file keeps those of the run before.
+class HeartbeatFile(GrowingFile):
+    """The events of one rank since the last start with --fresh: the file keeps those of the run before.
 
-    Of the routine events, whose numbers are in the CSV files, only the newest and the first step are kept.
+    Of the routine events, whose numbers are in the tables, only the newest is parsed.
     """
 
-    def __init__(self, path: Path):
-        self.damaged = 0
-        self._tail = Tail(path)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.events: list[Row] = []  # all that are not routine
-        self.newest: Row = {}
-        self.first_step: Row = {}  # of the newest start of the process
-        self.last_step: Row = {}
+    def clear(self) -> None:
+        self.events: list[Event] = []  # all that are not routine
+        self.newest: Event = {}
+        self.first_step: Event = {}  # of the newest start of the process
+        self._last_step = b""
         self.attempts: list[list[float]] = []  # first and last time of each start of the process
 
     @property
-    def problem(self) -> str:
-        return self._tail.problem or (f"{self.damaged} damaged lines left out" if self.damaged else "")
+    def last_step(self) -> Event:
+        return next(iter(parse_events([self._last_step])), {})
 
-    def refresh(self) -> None:
-        lines, anew = self._tail.read()
-        if anew:
-            self.damaged = 0
-            self._begin()
-        routine = step = b""
-        for line in lines:
-            kind = line[:_KIND_WITHIN]
-            if any(mark in kind for mark in _ROUTINE):
-                routine = line
-                if _STEP in kind:
-                    step = line
-                    self.first_step = self.first_step or self._parse(line)
-                continue
-            self._see_routine(routine, step)
-            routine = step = b""
-            self._take(self._see(line))
-        self._see_routine(routine, step)
-
-    def _take(self, event: Row) -> None:
-        """An event that is not routine."""
-        if not event:
+    def add(self, line: bytes) -> None:
+        routine = _ROUTINE.fullmatch(line)
+        if routine:
+            event: Event = {"time": float(routine[1]), "step": int(routine[2]), "event": routine[3].decode()}
+            if event["event"] == "step":
+                self.first_step, self._last_step = self.first_step or event, line
+        elif not line.strip():
             return
-        self.events.append({**event, "attempt": max(1, len(self.attempts))})
-        if event["event"] == "boot":
-            self.first_step = {}
+        else:
+            event = parse_event(line)
+        if event["event"] == "boot" or not self.attempts:
+            self.attempts.append([event["time"], event["time"]])
+            self.first_step = event if event["event"] == "step" else {}
+        self.attempts[-1][1] = event["time"]
+        self.newest = event
+        if not routine:
+            self.events.append({**event, "attempt": len(self.attempts)})
         if event["event"] == "start" and event.get("fresh"):
-            self._forget_earlier_attempts()
+            self._drop_earlier_attempts()
 
-    def _forget_earlier_attempts(self) -> None:
-        attempt = max(1, len(self.attempts))
+    def _drop_earlier_attempts(self) -> None:
+        attempt = len(self.attempts)
         self.events = [{**event, "attempt": 1} for event in self.events if event["attempt"] == attempt]
         self.attempts = self.attempts[-1:]
-        self.first_step = self.last_step = {}
-
-    def _see(self, line: bytes) -> Row:
-        """Takes a line as the newest one."""
-        event = self._parse(line)
-        if event:
-            self.newest = event
-            if event["event"] == "boot" or not self.attempts:
-                self.attempts.append([event["time"], event["time"]])
-            self.attempts[-1][1] = event["time"]
-        return event
-
-    def _see_routine(self, line: bytes, step: bytes) -> None:
-        """The newest routine line, and the newest of a step."""
-        event = self._see(line)
-        self.last_step = (event if step is line else self._parse(step)) or self.last_step
-
-    def _parse(self, line: bytes) -> Row:
-        if not line.strip():
-            return {}
-        try:
-            event = json.loads(line)
-            event["time"], event["step"], event["event"] = float(event["time"]), int(event["step"]), str(event["event"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            self.damaged += 1
-            return {}
-        return dict(event) if math.isfinite(event["time"]) else {}
+        self.first_step, self._last_step = {}, b""
 
 
 class Document:
-    """A small JSON or YAML file that is written whole: read again when it changed."""
+    """A small JSON or YAML file that is written whole, and read whole."""
 
     def __init__(self, path: Path):
         self.path = path
         self.content: Row = {}
         self.written_at = 0.0
         self.problem = ""
-        self._seen: tuple[int, int, int] | None = None
 
     def refresh(self) -> None:
+        self.content, self.problem = {}, ""
         try:
-            _refuse_what_never_ends(self.path)
-            about = self.path.stat()
-            seen = (about.st_ino, about.st_size, about.st_mtime_ns)
-            if seen == self._seen:
-                return
-            text = self.path.read_text(encoding="utf-8")
-            self._seen, self.written_at = seen, about.st_mtime
-            content = json.loads(text) if self.path.suffix == ".json" else yaml.safe_load(text)
-            self.content = content if isinstance(content, dict) else {}
-            self.problem = "" if self.content else "damaged: holds no table of values"
+            _refuse_endless(self.path)
+            self.written_at = self.path.stat().st_mtime
+            if self.path.suffix == ".json":
+                self.content = read_json(self.path)
+            else:
+                self.content = yaml.load(self.path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 (safe)
         except FileNotFoundError:
-            self.content, self.problem, self._seen = {}, "missing", None
+            self.problem = "missing"
         except OSError as error:
-            self.content, self.problem = {}, f"cannot be read: {error.strerror}"
+            self.problem = f"cannot be read: {error.strerror}"
         except (ValueError, yaml.YAMLError, RecursionError):
-            self.content, self.problem = {}, "damaged: cannot be parsed"
+            self.problem = "damaged: cannot be parsed"
+        if not self.problem and not (self.content and isinstance(self.content, dict)):
+            self.content, self.problem = {}, "damaged: holds no table of values"
 
 
-def _refuse_what_never_ends(path: Path) -> None:
+def _refuse_endless(path: Path) -> None:
     """A pipe, or a device behind a link, would be read for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
@@ -327,13 +279,3 @@ def number(value: Any, otherwise: float = math.nan) -> float:
 def whole(value: Any, otherwise: int) -> int:
     found = number(value)
     return int(found) if math.isfinite(found) else otherwise
-
-
-def rank_files(folder: Path, stem: str, suffix: str) -> Iterator[tuple[int, Path]]:
-    """`stem.suffix` of rank 0 and `stem_rank{r}.suffix` of the others, those that are there."""
-    for path in sorted(folder.glob(f"{stem}*.{suffix}")):
-        tail = path.name[len(stem) : -len(suffix) - 1]
-        if not tail:
-            yield 0, path
-        elif tail.startswith("_rank") and tail[5:].isdigit():
-            yield int(tail[5:]), path

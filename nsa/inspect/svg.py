@@ -2,7 +2,7 @@
 the page, so that it can be light or dark. Everything that comes from a file is escaped."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -12,10 +12,10 @@ import numpy as np
 from nsa.inspect.run_files import Numbers
 from nsa.record.numbers import short
 
-MOST_POINTS = 1000  # of a curve
+MAX_POINTS = 1000  # of a curve
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 22, 32
 _LEVELS = 20  # shades of a heat map
-_BANDS = 60  # parts of a plot that say their values under a pointer
+_BANDS = 60  # parts of a plot that show their values under a pointer
 _LOG_FROM = 30  # how far above its median a curve must reach for a logarithmic axis
 
 
@@ -50,7 +50,7 @@ class Frame:
 
 @dataclass
 class Plot:
-    """What a figure of lines holds; `marks` are steps with a word, drawn as arrows above."""
+    """What a figure of lines holds; `marks` are steps with a text, drawn as arrows above."""
 
     curves: list[Curve]
     unit: str = ""
@@ -59,7 +59,7 @@ class Plot:
     may_be_log: bool = False
 
 
-def thin(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
+def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
     """At most about `most` points with the lowest and the highest of every stretch, and the first and the last."""
     if len(x) <= most:
         return x, y
@@ -105,10 +105,10 @@ def draw(plot: Plot, width: int, height: int) -> str:
     xs = np.concatenate([c.x for c in curves])
     frame = _frame(plot, values, xs, width, height)
     parts = [_axes(frame, plot.unit), *(_curve(frame, curve) for curve in curves), _bands(frame, curves, plot.unit)]
-    for step, word in plot.marks:
+    for step, text in plot.marks:
         if frame.x[0] <= step <= frame.x[1]:
             at = frame.across(step)
-            parts.append(f'<path class="mark" d="M{at:.1f} {TOP + 2}l-5 -9h10z"><title>{escape(word)}</title></path>')
+            parts.append(f'<path class="mark" d="M{at:.1f} {TOP + 2}l-5 -9h10z"><title>{escape(text)}</title></path>')
     return "".join(parts)
 
 
@@ -133,65 +133,58 @@ def _axes(frame: Frame, unit: str) -> str:
         y = frame.down(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
-    parts.append(step_axis(frame))
+    steps = ticks(*frame.x, most=max(3, frame.width // 100))
+    parts.append(_step_axis(frame, ((frame.across(step), step) for step in steps if step == int(step))))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     note = f"{unit}, logarithmic" if frame.log and unit else "logarithmic" if frame.log else unit
     parts.append(f'<text class="unit" x="4" y="12">{escape(note)}</text>')
     return "".join(parts)
 
 
-def step_axis(frame: Frame) -> str:
+def _step_axis(frame: Frame, marks: Iterable[tuple[float, float]]) -> str:
+    """`marks` are places across and their steps."""
     bottom, parts = frame.height - BOTTOM, []
-    for value in ticks(*frame.x, most=max(3, frame.width // 100)):
-        if value == int(value):
-            x = frame.across(value)
-            parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-            parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(value)}</text>')
+    for x, value in marks:
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(value)}</text>')
     end = f'x="{frame.width - RIGHT}" y="{frame.height - 2}"'
     return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>step</text>'
 
 
 def _curve(frame: Frame, curve: Curve) -> str:
-    if curve.dots:
-        spots = [
-            f'<circle class="{curve.style} dot" cx="{frame.across(x):.1f}" cy="{frame.down(y):.1f}" r="3"/>'
-            for x, y in zip(curve.x, curve.y, strict=True)
-            if math.isfinite(y)
-        ]
-        return _path(frame, curve) + "".join(spots[:: max(1, len(spots) // 150)])
-    return _path(frame, curve)
-
-
-def _path(frame: Frame, curve: Curve) -> str:
-    """A line with gaps and a cross on the upper edge where a value is not finite."""
-    points, crosses, pen = [], [], "M"
+    """A line with gaps and a cross on the upper edge where a value is not finite; or with dots."""
+    points, crosses, spots, pen = [], [], [], "M"
     for x, y in zip(curve.x.tolist(), curve.y.tolist(), strict=True):
         if math.isfinite(y) and not (frame.log and y <= 0):
             points.append(f"{pen}{frame.across(x):.1f} {frame.down(y):.1f}")
+            spots.append(
+                f'<circle class="{curve.style} dot" cx="{frame.across(x):.1f}" cy="{frame.down(y):.1f}" r="3"/>'
+            )
             pen = "L"
         elif not curve.dots:
             crosses.append(f"M{frame.across(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8")
             pen = "M"
     bad = f'<path class="bad" d="{"".join(crosses)}"><title>not finite</title></path>' if crosses else ""
-    return f'<path class="{curve.style} line" d="{"".join(points)}"/>{bad}'
+    dots = "".join(spots[:: max(1, len(spots) // 150)]) if curve.dots else ""
+    return f'<path class="{curve.style} line" d="{"".join(points)}"/>{bad}{dots}'
 
 
 def _bands(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
-    """Unseen strips whose titles tell the values there: a pointer reads the plot without any script."""
+    """Invisible strips whose titles show the values there: a pointer reads the plot without any script."""
     low, high = frame.x
     edges = np.linspace(low, high, _BANDS + 1)
     parts = []
     for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        told = [line for curve in curves if (line := _range_words(curve, start, end))]
-        if told:
+        ranges = [line for curve in curves if (line := _range_text(curve, start, end))]
+        if ranges:
             x, wide = frame.across(start), frame.across(end) - frame.across(start)
-            words = escape(f"step {start:.0f} to {end:.0f}\n" + "\n".join(told) + (f"\n({unit})" if unit else ""))
+            text = escape(f"step {start:.0f} to {end:.0f}\n" + "\n".join(ranges) + (f"\n({unit})" if unit else ""))
             box = f'x="{x:.1f}" y="{TOP}" width="{wide:.1f}" height="{frame.height - TOP - BOTTOM}"'
-            parts.append(f'<rect class="band" {box}><title>{words}</title></rect>')
+            parts.append(f'<rect class="band" {box}><title>{text}</title></rect>')
     return "".join(parts)
 
 
-def _range_words(curve: Curve, start: float, end: float) -> str:
+def _range_text(curve: Curve, start: float, end: float) -> str:
     part = curve.y[(curve.x >= start) & (curve.x <= end)]
     part = part[np.isfinite(part)]
     if not len(part):
@@ -220,7 +213,10 @@ def heat_map(steps: Numbers, names: Sequence[str], values: Numbers, top: float, 
     ]
     room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'
     plate = f'<rect class="plate" {room}/>'  # else a map of zeros would look like none
-    return plate + "".join(parts) + _row_labels(frame, names, values, tall) + _heat_axis(frame, steps)
+    # Samples lie side by side at equal widths; the ticks show their steps, evenly from the newest back.
+    ticked = range(len(steps) - 1, -1, -max(1, math.ceil((len(steps) - 1) / 4)))
+    axis = _step_axis(frame, ((frame.across(at + 0.5), steps[at]) for at in ticked))
+    return plate + "".join(parts) + _row_labels(frame, names, values, tall) + axis
 
 
 def heat_height(rows: int) -> int:
@@ -237,18 +233,7 @@ def _row_labels(frame: Frame, names: Sequence[str], values: Numbers, tall: float
                 f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + tall / 2 + 4:.1f}">{escape(label)}</text>'
             )
         known = values[row][np.isfinite(values[row])]
-        told = f"{known.min():.3f} to {known.max():.3f}, last {known[-1]:.3f}" if len(known) else "no value"
+        range_ = f"{known.min():.3f} to {known.max():.3f}, last {known[-1]:.3f}" if len(known) else "no value"
         box = f'x="{LEFT}" y="{y:.1f}" width="{frame.width - LEFT - RIGHT}" height="{tall:.1f}"'
-        parts.append(f'<rect class="band" {box}><title>{escape(f"{name}: {told}")}</title></rect>')
+        parts.append(f'<rect class="band" {box}><title>{escape(f"{name}: {range_}")}</title></rect>')
     return "".join(parts)
-
-
-def _heat_axis(frame: Frame, steps: Numbers) -> str:
-    """Samples lie side by side at equal widths; the ticks say their steps."""
-    bottom, parts = frame.height - BOTTOM, []
-    for at in range(len(steps) - 1, -1, -max(1, math.ceil((len(steps) - 1) / 4))):  # from the newest back, evenly
-        x = frame.across(at + 0.5)
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(steps[at])}</text>')
-    end = f'x="{frame.width - RIGHT}" y="{frame.height - 2}"'
-    return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>step</text>'

@@ -1,32 +1,28 @@
-"""`trace_rank{r}.jsonl` of all ranks, as trace.py writes them, read back.
+"""Reads `trace_rank{r}.jsonl` of all ranks, as trace.py writes them. Needs no torch.
 
-Needs no torch. Lines that cannot be read are left out and counted; of a file that several attempts wrote, the last one
-counts.
+Damaged lines are skipped and counted. Of a file that several starts of a run wrote, the last start counts.
 """
 
 import json
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from sys import intern
 from typing import Any
 
 from nsa.errors import ConfigError
-from nsa.record.trace_file import older_path, trace_path
+from nsa.record.schema import OLDER_TRACE, TRACE
 
-_FILE = re.compile(r"trace_rank(\d+)\.jsonl")
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass
 class Step:
-    """What one rank did in one step. Of its tensors only a hash is kept: `values` reads them again."""
+    """What one rank did in one step. Of its digest only a hash is kept: `values` reads it again."""
 
-    number: int | None  # None: before the first one
+    number: int | None  # None: before the first step
     arrived: list[str] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)  # modules, by backward
-    waiting: dict[int, dict[str, Any]] = field(default_factory=dict)  # buckets that are on their way
+    waiting: dict[int, dict[str, Any]] = field(default_factory=dict)  # buckets that are not done
     buckets: int = 0
     missing: list[str] = field(default_factory=list)
     digest: int | None = None
@@ -36,7 +32,7 @@ class Step:
     done: bool = False
 
     def values(self) -> dict[str, Any]:
-        """The loss and [sum, norm, checksum] of each tensor, in the order in which they come about."""
+        """The loss and [sum, norm, checksum] of each tensor, in the order in which they are computed."""
         found: dict[str, Any] = {} if self.loss is None else {"the loss": self.loss}
         if self.digest_at is not None:
             path, offset = self.digest_at
@@ -51,7 +47,7 @@ class Step:
 
 @dataclass
 class RankTrace:
-    """The last attempt of one rank. `steps` are in the order in which they were made."""
+    """The last start of one rank. `steps` are in the order in which they were made."""
 
     rank: int
     started: float = 0.0
@@ -67,7 +63,7 @@ class RankTrace:
 
     @property
     def complete(self) -> Step | None:
-        """The last step that was done to its end."""
+        """The last step that is complete."""
         return next((step for step in reversed(self.steps.values()) if step.done), None)
 
     @property
@@ -76,27 +72,53 @@ class RankTrace:
         step = next(reversed(self.steps.values()), None)
         return None if step is None or step.done else step
 
-    def take(self, event: dict[str, Any], path: Path, offset: int) -> None:
-        """Adds the line that begins at `offset`. Raises what wrong types raise."""
-        kind, moment = event["event"], float(event["time"])
-        if kind == "start":
-            self.world_size, self.kinds = int(event["world_size"]), [str(kind) for kind in event["kinds"]]
-            self.trainable = [intern(name) for name in event["trainable"]]
-            self.started = self.started or moment
-        elif kind == "note":
-            self.notes.append(str(event["text"]))
-        elif kind == "end":
-            self.ended = True
-        elif kind == "digest":
-            step = self.before if event["before"] else self._step(event)
-            step.digest, step.cleared = _hash_of_digest(event), bool(event["cleared"])
-            step.digest_at = path, offset
-        elif kind == "step_begin":
-            self.steps.pop(int(event["step"]), None)  # made again
-            self.last = f"began step {self._step(event).number}"
-        else:
-            self.last = _TAKE[kind](self._step(event), event)
+    def add(self, event: dict[str, Any], path: Path, offset: int) -> None:
+        """Adds the line that begins at `offset`. Raises KeyError, TypeError or ValueError if it is damaged."""
+        moment = float(event["time"])
+        match event["event"]:
+            case "start":
+                self.world_size, self.kinds = int(event["world_size"]), [str(kind) for kind in event["kinds"]]
+                self.trainable = [intern(name) for name in event["trainable"]]
+                self.started = self.started or moment
+            case "note":
+                self.notes.append(str(event["text"]))
+            case "end":
+                self.ended = True
+            case "digest":
+                step = self.before if event["before"] else self._step(event)
+                step.digest, step.cleared = _hash_of_digest(event), bool(event["cleared"])
+                step.digest_at = path, offset
+            case "step_begin":
+                self.steps.pop(int(event["step"]), None)  # the step is made again
+                self.last = f"began step {self._step(event).number}"
+            case "grad":
+                self._step(event).arrived.append(intern(event["name"]))
+                self.last = f"gradient of {event['name']}"
+            case "module_bwd":
+                self._step(event).reached.append(intern(event["name"]))
+                self.last = f"backward came to {event['name']}"
+            case "missing":
+                self._step(event).missing = [intern(name) for name in event["names"]]
+                self.last = f"end of backward in step {event['step']}"
+            case "bucket":
+                self._add_bucket(self._step(event), event)
+            case "step_end":
+                step = self._step(event)
+                step.loss, step.done = event["loss"], True
+                self.last = f"ended step {step.number}"
+            case kind:
+                raise ValueError(f"unknown event {kind!r}")
         self.last_time = moment
+
+    def _add_bucket(self, step: Step, event: dict[str, Any]) -> None:
+        index = int(event["index"])
+        if event["done"] is None:
+            names = [str(name) for name in event["parameters"]] or ["?"]
+            step.waiting[index] = {"bytes": int(event["bytes"]), "names": names}
+            step.buckets += 1
+        else:
+            step.waiting.pop(index, None)
+        self.last = f"bucket {index} {'started' if event['done'] is None else 'was done'}"
 
     def _step(self, event: dict[str, Any]) -> Step:
         number = int(event["step"])
@@ -106,57 +128,15 @@ class RankTrace:
 def _hash_of_digest(event: dict[str, Any]) -> int:
     tensors = [sorted(event[kind].items()) for kind in ("gradients", "parameters")]
     for _, (total, norm, checksum) in (pair for kind in tensors for pair in kind):
-        float(total), float(norm), int(checksum)  # or it is damaged
+        float(total), float(norm), int(checksum)  # raises if it is damaged
     return hash(repr(tensors))
 
 
-def _take_gradient(step: Step, event: dict[str, Any]) -> str:
-    step.arrived.append(intern(event["name"]))
-    return f"gradient of {event['name']}"
-
-
-def _take_module(step: Step, event: dict[str, Any]) -> str:
-    step.reached.append(intern(event["name"]))
-    return f"backward came to {event['name']}"
-
-
-def _take_missing(step: Step, event: dict[str, Any]) -> str:
-    step.missing = [intern(name) for name in event["names"]]
-    return f"end of backward in step {step.number}"
-
-
-def _take_bucket(step: Step, event: dict[str, Any]) -> str:
-    index = int(event["index"])
-    if event["done"] is None:
-        step.waiting[index] = {"bytes": int(event["bytes"]), "names": [str(n) for n in event["parameters"]] or ["?"]}
-        step.buckets += 1
-        return f"bucket {index} started"
-    step.waiting.pop(index, None)
-    return f"bucket {index} was done"
-
-
-def _take_end(step: Step, event: dict[str, Any]) -> str:
-    step.loss, step.done = event["loss"], True
-    return f"ended step {step.number}"
-
-
-_TAKE: dict[str, Callable[[Step, dict[str, Any]], str]] = {
-    "grad": _take_gradient,
-    "module_bwd": _take_module,
-    "missing": _take_missing,
-    "bucket": _take_bucket,
-    "step_end": _take_end,
-}
-
-
 def read_traces(folder: Path) -> tuple[list[RankTrace], int]:
-    """A trace for every rank that left one, by rank, and how many lines were damaged.
-
-    Where there is none, an error says how to get them.
-    """
+    """A trace for every rank that left one, by rank, and how many lines were damaged. Raises ConfigError if there are
+    none."""
     try:
-        ranks = sorted(int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name)))
-        if ranks:
+        if ranks := list(TRACE.find(folder)):
             traces, damaged = zip(*(_read(folder, rank) for rank in ranks), strict=True)
             return list(traces), sum(damaged)
     except OSError as error:
@@ -170,7 +150,7 @@ def read_traces(folder: Path) -> tuple[list[RankTrace], int]:
 
 def _read(folder: Path, rank: int) -> tuple[RankTrace, int]:
     trace, damaged = RankTrace(rank), 0
-    for path in (older_path(folder, rank), trace_path(folder, rank)):
+    for path in (OLDER_TRACE.path(folder, rank), TRACE.path(folder, rank)):
         offset = 0
         for line in path.open("rb") if path.exists() else ():
             try:
@@ -178,7 +158,7 @@ def _read(folder: Path, rank: int) -> tuple[RankTrace, int]:
                 if event is not None:
                     if event["event"] == "start" and not event.get("continued"):
                         trace = RankTrace(rank)
-                    trace.take(event, path, offset)
+                    trace.add(event, path, offset)
             except _UNREADABLE:
                 damaged += 1
             offset += len(line)

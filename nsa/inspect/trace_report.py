@@ -1,4 +1,4 @@
-"""What the traces of all ranks say: who stopped where, what never arrived, who differs. Needs no torch."""
+"""What the traces of all ranks show: who stopped where, what never arrived, who differs. Needs no torch."""
 
 import math
 import re
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nsa.inspect.trace_reader import RankTrace, Step, read_traces
+from nsa.record.numbers import clock, one_line, seconds
 
+Lines = Iterator[tuple[str, str]]  # a label and a text, to be wrapped
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
@@ -21,8 +23,20 @@ _LABEL = 9
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def explain(folder: Path, now: float | None = None) -> Iterator[str]:
-    """What the traces of a run say, as lines of at most 80 columns."""
+def explain(folder: Path) -> Iterator[str]:
+    """What the traces of a run show, as lines of at most 80 columns."""
+    for label, text in _explain(folder):
+        indent = " " * (len(text) - len(text.lstrip()))
+        yield from textwrap.wrap(
+            one_line(text),
+            _WIDTH,
+            initial_indent=f"{label:<{_LABEL}}{indent}",
+            subsequent_indent=" " * _LABEL + indent + "  ",
+            break_on_hyphens=False,
+        )
+
+
+def _explain(folder: Path) -> Lines:
     found, damaged = read_traces(folder)
     newest = max(trace.started for trace in found)
     traces = [trace for trace in found if trace.started > newest - _ONE_START_S]
@@ -30,12 +44,11 @@ def explain(folder: Path, now: float | None = None) -> Iterator[str]:
     traces = [trace for trace in traces if trace.rank < size]
     kinds = {"grads": "gradients", "modules": "modules", "buckets": "buckets"}
     traced = [word for kind, word in kinds.items() if any(kind in trace.kinds for trace in traces)]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
-    yield from _said("trace", f"{len(traces)} of {size} ranks since {when}: {', '.join(traced) or 'nothing'}")
+    yield "trace", f"{len(traces)} of {size} ranks since {clock(newest)}: {', '.join(traced) or 'nothing'}"
     absent = sorted(set(range(size)) - {trace.rank for trace in traces})
     if absent:
-        yield from _said("absent", f"{_ranks(absent)}: left no trace of this start")
-    yield from _where(traces, time.time() if now is None else now)
+        yield "absent", f"{_ranks(absent)}: left no trace of this start"
+    yield from _where(traces, time.time())
     if "gradients" in traced:
         yield from _missing(traces)
         yield from _order(traces)
@@ -43,13 +56,13 @@ def explain(folder: Path, now: float | None = None) -> Iterator[str]:
         yield from _buckets(traces)
     yield from _values(traces)
     for note in dict.fromkeys(note for trace in traces for note in trace.notes):
-        yield from _said("note", note)
+        yield "note", note
     if damaged:
-        yield from _said("damage", f"{damaged} {'lines were' if damaged > 1 else 'line was'} damaged and left out")
+        yield "damage", f"{damaged} {'lines were' if damaged > 1 else 'line was'} damaged and left out"
 
 
-def _where(traces: list[RankTrace], now: float) -> Iterator[str]:
-    """Where each rank stood. Those that stood alike are told together, the furthest behind first."""
+def _where(traces: list[RankTrace], now: float) -> Lines:
+    """Where each rank stood. Ranks that stood alike are one entry, the furthest behind first."""
 
     def place(trace: RankTrace) -> tuple[float, ...]:
         done, step = trace.complete, trace.current
@@ -65,14 +78,13 @@ def _where(traces: list[RankTrace], now: float) -> Iterator[str]:
         text += f"step {done.number} complete" if done else "no step complete"
         text += f", in step {step.number}{_how_far(trace, step)}" if step else ""
         text += ", ended" if trace.ended else "; BEHIND THE OTHERS" if groups[0][0][0] == at < groups[-1][0][0] else ""
-        yield from _said("where", text)
+        yield "where", text
         if not trace.ended:
             moment = max(member.last_time for member in members)
-            clock = time.strftime("%H:%M:%S", time.localtime(moment))
-            yield from _said("", f"last: {last}, at {clock}, {_duration(now - moment)} ago")
+            yield "", f"last: {last}, at {clock(moment, '%H:%M:%S')}, {seconds(now - moment)} ago"
             yield from _what_next(trace, step)
     if len(groups) > _MOST:
-        yield from _said("", f"and {len(groups) - _MOST} other places, further on")
+        yield "", f"and {len(groups) - _MOST} other places, further on"
 
 
 def _how_far(trace: RankTrace, step: Step) -> str:
@@ -83,55 +95,55 @@ def _how_far(trace: RankTrace, step: Step) -> str:
     return f" after {len(step.arrived)}{of} gradients"
 
 
-def _what_next(trace: RankTrace, step: Step | None) -> Iterator[str]:
+def _what_next(trace: RankTrace, step: Step | None) -> Lines:
     """What a rank that stopped in a step was at, and what it would have done next."""
     if step is None:
         return
     if step.reached:
-        yield from _said("", f"backward came to {step.reached[-1]} and to no module after it")
+        yield "", f"backward came to {step.reached[-1]} and to no module after it"
     count, order = len(step.arrived), trace.complete.arrived if trace.complete else []
     waited_for = set(trace.trainable) - set(step.arrived)
     if count < len(order) and order[:count] == step.arrived:
-        yield from _said("", f"next would be the gradient of {order[count]}")
+        yield "", f"next would be the gradient of {order[count]}"
     elif not order and step.arrived and waited_for:
-        yield from _said("", "did not come yet: " + ", ".join(_merged(waited_for)[:_MOST]))
+        yield "", "did not come yet: " + ", ".join(_merged(waited_for)[:_MOST])
 
 
-def _missing(traces: list[RankTrace]) -> Iterator[str]:
-    """Parameters without a gradient, told together where it is the same ranks and steps."""
+def _missing(traces: list[RankTrace]) -> Lines:
+    """Parameters without a gradient; those of the same ranks and steps are one entry."""
     where: dict[str, dict[int, int]] = defaultdict(dict)
     for trace in traces:
         for name, times in Counter(n for step in trace.steps.values() for n in step.missing).items():
             where[name][trace.rank] = times
     done = {trace.rank: sum(step.done for step in trace.steps.values()) for trace in traces}
     if not where and any(done.values()):
-        yield from _said("missing", "none: every trainable parameter got a gradient in every complete step")
+        yield "missing", "none: every trainable parameter got a gradient in every complete step"
     for at, names in list(_grouped_by(where, lambda name: tuple(where[name].items())).items())[:_MOST]:
         when = "in any step" if all(n >= done[rank] for rank, n in at) else f"in {max(n for _, n in at)} steps"
         on = "" if len(traces) == 1 else " on any rank" if len(at) == len(traces) else f" on {_ranks(r for r, _ in at)}"
-        yield from _said("missing", f"no gradient {when}{on}:")
+        yield "missing", f"no gradient {when}{on}:"
         merged = _merged(names)
         for name in merged[:_MOST]:
-            yield from _said("", f"  {name}")
+            yield "", f"  {name}"
         if len(merged) > _MOST:
-            yield from _said("", f"  and {len(merged) - _MOST} more")
+            yield "", f"  and {len(merged) - _MOST} more"
 
 
-def _order(traces: list[RankTrace]) -> Iterator[str]:
+def _order(traces: list[RankTrace]) -> Lines:
     shared = _shared_steps(traces)
     for steps in shared:
         for place, names in enumerate(zip(*(step.arrived for step in steps.values()), strict=False)):
             if len(set(names)) > 1:
                 number = next(iter(steps.values())).number
-                yield from _said("order", f"of gradients DIFFERS first in step {number}, gradient {place + 1}:")
+                yield "order", f"of gradients DIFFERS first in step {number}, gradient {place + 1}:"
                 for name, found in list(_grouped_by(zip(steps, names, strict=True), lambda m: m[1]).items())[:_MOST]:
-                    yield from _said("", f"  {_ranks(rank for rank, _ in found)}: {name}")
+                    yield "", f"  {_ranks(rank for rank, _ in found)}: {name}"
                 return
     if shared:
-        yield from _said("order", "of gradients is the same on all ranks")
+        yield "order", "of gradients is the same on all ranks"
 
 
-def _buckets(traces: list[RankTrace]) -> Iterator[str]:
+def _buckets(traces: list[RankTrace]) -> Lines:
     stuck = [
         (trace.rank, f"bucket {index} of step {trace.current.number}", bucket)
         for trace in traces
@@ -141,14 +153,14 @@ def _buckets(traces: list[RankTrace]) -> Iterator[str]:
     for (which, names, size), members in list(
         _grouped_by(stuck, lambda s: (s[1], tuple(s[2]["names"]), s[2]["bytes"])).items()
     )[:_MOST]:
-        yield from _said("bucket", f"{which} started and was never done on {_ranks(rank for rank, *_ in members)}")
-        yield from _said("", f"  {size / 2**20:.2f} MiB, {len(names)} parameters: {names[0]} to {names[-1]}")
+        yield "bucket", f"{which} started and was never done on {_ranks(rank for rank, *_ in members)}"
+        yield "", f"  {size / 2**20:.2f} MiB, {len(names)} parameters: {names[0]} to {names[-1]}"
     last = next((trace.complete for trace in traces if trace.complete), None)
     if not stuck and last and last.buckets:
-        yield from _said("bucket", f"every bucket that started was done; {last.buckets} in step {last.number}")
+        yield "bucket", f"every bucket that started was done; {last.buckets} in step {last.number}"
 
 
-def _values(traces: list[RankTrace]) -> Iterator[str]:
+def _values(traces: list[RankTrace]) -> Lines:
     """The first loss or tensor that is not the same on all ranks."""
     same: list[Step] = []
     for steps in [{trace.rank: trace.before for trace in traces}, *_shared_steps(traces)]:
@@ -160,17 +172,17 @@ def _values(traces: list[RankTrace]) -> Iterator[str]:
         same += [step for step in ends.values() if step.done][:1]
     if len(traces) > 1 and same:
         what = "the loss is" if same[-1].digest is None else "loss, gradients and parameters are"
-        yield from _said("values", f"{what} the same on all ranks, steps {same[0].number} to {same[-1].number}")
+        yield "values", f"{what} the same on all ranks, steps {same[0].number} to {same[-1].number}"
     cleared = sorted({s.number for t in traces for s in t.steps.values() if s.cleared and s.number is not None})
     if cleared:
-        yield from _said("values", f"of gradients are not known in steps that were left out: {_numbers(cleared)}")
+        yield "values", f"of gradients are not known in skipped steps: {_numbers(cleared)}"
 
 
-def _difference(steps: dict[int, Step]) -> Iterator[str]:
+def _difference(steps: dict[int, Step]) -> Lines:
     values = {rank: step.values() for rank, step in steps.items()}
 
-    def spelled(name: str) -> dict[int, str]:
-        """By rank, of those that wrote their tensors down."""
+    def formatted(name: str) -> dict[int, str]:
+        """By rank, of those that recorded their tensors."""
         return {
             rank: _exact(mine[name]) if name in mine else "none"
             for rank, mine in values.items()
@@ -178,15 +190,15 @@ def _difference(steps: dict[int, Step]) -> Iterator[str]:
         }
 
     names = dict.fromkeys(name for mine in values.values() for name in mine)
-    different = [name for name in names if len(set(spelled(name).values())) > 1]
+    different = [name for name in names if len(set(formatted(name).values())) > 1]
     number = next(iter(steps.values())).number
     at = "before the first step" if number is None else f"in step {number}"
-    yield from _said("values", f"DIFFER across ranks first {at}: {different[0]}")
-    shown = spelled(different[0])
+    yield "values", f"DIFFER across ranks first {at}: {different[0]}"
+    shown = formatted(different[0])
     for value, ranks in list(_grouped_by(shown, lambda rank: shown[rank]).items())[:_MOST]:
-        yield from _said("", f"  {_ranks(ranks)}: {value}")
+        yield "", f"  {_ranks(ranks)}: {value}"
     if len(different) > 1:
-        yield from _said("", f"  and {len(different) - 1} others there")
+        yield "", f"  and {len(different) - 1} others there"
 
 
 def _exact(value: Any) -> str:
@@ -238,21 +250,3 @@ def _grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
-
-
-def _duration(seconds: float) -> str:
-    units = ((86400, "days"), (3600, "h"), (60, "min"))
-    return next((f"{seconds / size:.0f} {unit}" for size, unit in units if seconds >= 2 * size), f"{seconds:.0f} s")
-
-
-def _said(label: str, text: str) -> list[str]:
-    """Wrapped, with what a terminal would take for a command left out."""
-    printable = "".join(c if c.isprintable() else "?" for c in text)
-    inner = " " * (len(text) - len(text.lstrip()))
-    return textwrap.wrap(
-        printable.strip(),
-        _WIDTH,
-        initial_indent=f"{label:<{_LABEL}}{inner}",
-        subsequent_indent=" " * _LABEL + inner + "  ",
-        break_on_hyphens=False,
-    )

@@ -1,7 +1,7 @@
 """A run on a terminal: one frame that fits its width and height, readable without colours too.
 
-What does not fit is left out in this order: older incidents, layers whose gates are well, height of the curve. Words
-from files are shown as text: they cannot steer the terminal.
+What does not fit is left out in this order: older incidents, layers whose gates are well, height of the curve. Text
+from files is shown without control characters.
 """
 
 from rich.console import Console
@@ -9,29 +9,24 @@ from rich.style import Style
 from rich.text import Text
 
 from nsa.inspect.chart import bars, curve, split_bar
-from nsa.inspect.health import LEAST_SHARE, MOST_COLLAPSED, unhealthy
+from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
-from nsa.inspect.run_samples import ALL_LAYERS, LayerGates
+from nsa.inspect.timeline import BAD
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
-_STATUS_STYLE = {
-    RUNNING: "bold green",
-    FINISHED: "bold cyan",
-    SILENT: "bold red",
-    FAILED: "bold red",
-    PREEMPTED: "yellow",
-}
+_STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # any other is bold red
 _BRANCH_STYLE = ("cyan", "magenta", "yellow")
 _BRANCH_SIGNS, _PLAIN_SIGNS = "█▓░", "#=."
 _SHORTEST_CURVE, _TALLEST_CURVE = 4, 14
 _WIDEST = 160
-_MOST_WARNINGS = 5
+_MAX_WARNINGS = 5
 
 
 def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = False) -> Text:
     """At most `height` lines of at most `width` columns. `plain` draws with ASCII only."""
     width, height = max(20, min(width, _WIDEST)), max(4, height)
-    lines = [*_header(view, width, plain), *_warnings(view, width), *_numbers(view, width)]
+    lines = [*_header(view, width, plain), *_warnings(view), *_numbers(view)]
     selection = _selection(view, plain)
     incidents = _incidents(view)
     gates = _gates(view, width, plain)
@@ -63,7 +58,7 @@ def _fit(lines: list[Text], width: int, plain: bool) -> Text:
 
 def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     status = view.status
-    words = {
+    text = {
         RUNNING: f"running, last event {seconds(status.age_s)} ago",
         SILENT: f"SILENT since {seconds(status.age_s)}",
         FAILED: f"FAILED, exit code {status.exit_code}",
@@ -71,7 +66,7 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     first = Text.assemble(
         (one_line(view.name, 60), "bold"),
         "  ",
-        (words, _STATUS_STYLE[status.kind]),
+        (text, _STATUS_STYLE.get(status.kind, "bold red")),
         f"  {one_line(view.strategy, 20)} x {view.world_size}",
         f", attempt {view.attempts}" if view.attempts > 1 else "",
     )
@@ -85,17 +80,17 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     return [first, second]
 
 
-def _warnings(view: RunView, width: int) -> list[Text]:
+def _warnings(view: RunView) -> list[Text]:
     found = [Text(f"! {one_line(line)}", "bold red") for line in unhealthy(view)]
-    if len(found) > _MOST_WARNINGS:
-        found[_MOST_WARNINGS - 1 :] = [Text(f"! and {len(found) - _MOST_WARNINGS + 1} more", "bold red")]
+    if len(found) > _MAX_WARNINGS:
+        found[_MAX_WARNINGS - 1 :] = [Text(f"! and {len(found) - _MAX_WARNINGS + 1} more", "bold red")]
     if view.problems:
         named = "; ".join(f"{name}: {problem}" for name, problem in view.problems.items())
         found.append(Text(f"? {one_line(named)}", "yellow"))
     return found
 
 
-def _numbers(view: RunView, width: int) -> list[Text]:
+def _numbers(view: RunView) -> list[Text]:
     validation = view.validation
     val = "-" if validation is None else f"{exact(validation[1])} at step {validation[0]}"
     bits = [] if validation is None else [("bits/byte", exact(validation[2], ".3f"))]
@@ -129,30 +124,25 @@ def _gates(view: RunView, width: int, plain: bool) -> list[Text]:
     """A heading, all layers together, then each layer, those that are unwell first."""
     if not view.gates:
         return []
-    whole = [gates for gates in view.gates if gates.layer == ALL_LAYERS]
-    layers = [gates for gates in view.gates if gates.layer != ALL_LAYERS]
-    layers.sort(key=lambda gates: not _unwell(gates))  # a stable sort keeps the order of the layers
+    # A stable sort keeps the order of the layers.
+    layers = sorted(view.gates.items(), key=lambda item: (item[0] != ALL_LAYERS, not is_unwell(item[1])))
     bar = max(8, min(30, width - 58))
     signs = _PLAIN_SIGNS if plain else _BRANCH_SIGNS
-    heading = Text.assemble((f"gates at step {view.gates_step}: ", "dim"))
-    for sign, name, style in zip(signs, ("cmp", "sel", "win"), _BRANCH_STYLE, strict=True):
+    heading = Text.assemble((f"gates at step {view.gate_samples.last_step}: ", "dim"))
+    for sign, name, style in zip(signs, BRANCHES, _BRANCH_STYLE, strict=True):
         heading.append(f"{sign} {name} ", style)
-    return [heading, *(_gate_line(gates, bar, signs) for gates in [*whole, *layers])]
+    return [heading, *(_gate_line(layer, gates, bar, signs) for layer, gates in layers)]
 
 
-def _unwell(gates: LayerGates) -> bool:
-    return gates.collapsed > MOST_COLLAPSED or min(gates.shares) < LEAST_SHARE
-
-
-def _gate_line(gates: LayerGates, bar: int, signs: str) -> Text:
-    name = one_line(gates.layer, 60)
-    line = Text(f"{name if len(name) <= 18 else name[:17] + '…':<18} ", "bold red" if _unwell(gates) else "")
+def _gate_line(layer: str, gates: GateStats, bar: int, signs: str) -> Text:
+    name = one_line(layer, 60)
+    line = Text(f"{name if len(name) <= 18 else name[:17] + '…':<18} ", "bold red" if is_unwell(gates) else "")
     for columns, sign, style in zip(split_bar(gates.shares, bar), signs, _BRANCH_STYLE, strict=True):
         line.append(sign * columns, style)
     cmp, sel, win = (exact(share * 100, "3.0f") for share in gates.shares)
     line.append(f" {cmp}/{sel}/{win} %  H {exact(gates.mean_entropy, '.2f')}")
     if gates.collapsed > 0:
-        line.append(f"  collapsed {gates.collapsed:.0%}", "red" if gates.collapsed > MOST_COLLAPSED else "")
+        line.append(f"  collapsed {gates.collapsed:.0%}", "red" if gates.collapsed > MAX_COLLAPSED else "")
     return line
 
 
@@ -167,8 +157,8 @@ def _selection(view: RunView, plain: bool) -> list[Text]:
             ("agreement", percent(found.agreement)),
         ]
     )
-    used = [at for at, share in enumerate(found.distances.values()) if share > 0]
-    shown = list(found.distances.items())[: max(used, default=0) + 1]
+    used = [at for at, share in enumerate(found.distances) if share > 0]
+    shown = list(zip(DISTANCE_BINS, found.distances, strict=True))[: max(used, default=0) + 1]
     drawn = bars([share for _, share in shown], plain=plain)
     far = Text("distance in blocks", "dim")
     for sign, (name, share) in zip(drawn, shown, strict=True):
@@ -179,13 +169,13 @@ def _selection(view: RunView, plain: bool) -> list[Text]:
 
 
 def _incidents(view: RunView) -> list[Text]:
-    told = []
-    for happening in view.happenings:
-        ranks = "" if view.world_size < 2 else f" rank {','.join(map(str, happening.ranks[:4]))}"
-        when = clock(happening.time, "%m-%d %H:%M:%S")
-        words = one_line(f"{happening.kind}: {happening.message}")
-        told.append(Text(f"{when} step {happening.step}{ranks} {words}", "red" if happening.weight == "bad" else "dim"))
-    return told
+    lines = []
+    for entry in view.timeline:
+        ranks = "" if view.world_size < 2 else f" rank {','.join(map(str, entry.ranks[:4]))}"
+        when = clock(entry.time, "%m-%d %H:%M:%S")
+        text = one_line(f"{entry.kind}: {entry.message}")
+        lines.append(Text(f"{when} step {entry.step}{ranks} {text}", "red" if entry.weight == BAD else "dim"))
+    return lines
 
 
 def is_plain(console: Console) -> bool:

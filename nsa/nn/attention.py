@@ -22,8 +22,7 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.checks import check_borders
-from nsa.ops.operators import Backend, backend_of, positions
+from nsa.ops.operators import Backend, backend_of, check_borders, positions
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")

@@ -1,4 +1,4 @@
-"""phi: blocks of keys or values to one compressed token each, shared by all key/value heads.
+"""phi: compresses every block of keys or values to one token, with weights shared by all key/value heads.
 
 Legend: B batch, S tokens, N compressed tokens, G key/value heads, D head size.
 """
@@ -21,10 +21,10 @@ class MeanCompressor(nn.Module):
 
 
 class MLPCompressor(nn.Module):
-    """The paper's: an embedding per place in the block is added, the block is flattened, Linear, SiLU, Linear to D.
+    """The paper's MLP: add an embedding per position in the block, flatten the block, Linear, SiLU, Linear to D.
 
-    The first Linear of (x + embedding) is computed as Linear(x) + Linear(embedding): the second part is the
-    same for every block, so x is contracted as it lies.
+    The first Linear of (x + embedding) is computed as Linear(x) + Linear(embedding). The second term is the same for
+    every block, so x is contracted without a copy.
     """
 
     def __init__(self, spec: NSASpec, head_dim: int, backend: str | None = None):

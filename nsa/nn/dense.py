@@ -13,8 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.nn.projection import project
 from nsa.nn.rope import rotary_tables, rotate
-from nsa.ops.checks import check_borders
-from nsa.ops.operators import Backend, backend_of, positions, window_attention
+from nsa.ops.operators import Backend, backend_of, check_borders, positions, window_attention
 from nsa.ops.spec import NSASpec
 
 

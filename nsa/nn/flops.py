@@ -1,7 +1,7 @@
-"""Estimated arithmetic of one training token: with NSA, and with dense attention in its place.
+"""Estimated floating-point operations per training token, with NSA and with dense attention in its place.
 
-A multiplication and an addition are two operations; backward costs twice the forward. The attention part is
-averaged over the queries of one sequence, each reading what the specification lets it see.
+A multiplication and an addition count as two operations; backward costs twice the forward. The attention part is
+averaged over the queries of one sequence, each of which reads the keys that the specification makes visible to it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Operations per trained token: as configured (`sparse`), and with dense attention in every layer."""
+    """Operations per training token: as configured (`sparse`), and with dense attention in every layer."""
 
     sparse: float
     dense_equivalent: float
@@ -25,7 +25,7 @@ class FlopsPerToken:
 def flops_per_token(decoder: Decoder, model: ModelConfig, nsa: NSAConfig, seq_len: int) -> FlopsPerToken:
     matrices = decoder.num_parameters()
     if not model.tied_head:
-        matrices -= decoder.embedding.weight.numel()  # a look-up, no arithmetic
+        matrices -= decoder.embedding.weight.numel()  # a lookup, no arithmetic
     projections = 2.0 * matrices
     per_key = 2.0 * model.n_heads * (model.head_dim_k + model.head_dim_v)
     per_score = 2.0 * model.n_heads * model.head_dim_k
@@ -41,15 +41,14 @@ def flops_per_token(decoder: Decoder, model: ModelConfig, nsa: NSAConfig, seq_le
 
 
 def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float, float]:
-    """Mean keys per query read by cmp, sel and win, and by causal dense attention."""
+    """Mean number of keys that a query reads in cmp, sel and win, and with causal dense attention."""
     cmp_keys = sel_keys = win_keys = 0
     if num_compressed(seq_len, spec):
-        # Query t sees visible_compressed(t); each count holds for cmp_stride queries in a row.
         cmp_keys = sum(visible_compressed(t, spec) for t in range(seq_len))
     for t in range(seq_len):
-        in_own = t % spec.sel_block + 1
+        in_own_block = t % spec.sel_block + 1
         older = min(t // spec.sel_block, spec.num_selected - 1)
-        sel_keys += in_own + older * spec.sel_block
+        sel_keys += in_own_block + older * spec.sel_block
         win_keys += min(t + 1, spec.window)
     causal = (seq_len + 1) / 2
     return cmp_keys / seq_len, sel_keys / seq_len, win_keys / seq_len, causal

@@ -1,4 +1,4 @@
-"""How much each query head takes of each branch.
+"""The weights with which each query head combines the three branches.
 
 Legend: B batch, S tokens, C channels, H query heads.
 """
@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 
 class BranchGate(nn.Module):
-    """A small MLP on the layer's input to gates [B, S, H, 3] in the order (cmp, sel, win).
+    """A small MLP from the layer's input to gates [B, S, H, 3] in the order (cmp, sel, win).
 
-    The last layer starts at zero, so every branch starts with the same share: 1/2 each for sigmoid,
-    1/3 each for softmax.
+    The last layer is initialized to zero, so all branches start with the same weight: 1/2 for sigmoid, 1/3 for softmax.
     """
 
     def __init__(self, dim: int, num_heads: int, kind: Literal["sigmoid", "softmax"]):

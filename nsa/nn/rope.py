@@ -1,7 +1,7 @@
-"""Rotary positions in half-split pairs: channel c turns together with channel c + D/2.
+"""Rotary position embedding with half-split pairs: channel c is rotated together with channel c + D/2.
 
-Tables are made in float32 from the positions of each call, so nothing is kept that a cast of the module
-could round.
+Tables are computed in float32 from the positions of each call: there is no buffer that a cast of the module could
+round.
 
 Legend: B batch, L positions, H heads, D head size.
 """
@@ -18,9 +18,9 @@ def rotary_tables(position_L: Tensor, head_dim: int, base: float) -> tuple[Tenso
 
 
 def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns every pair by its angle; computed in float32 (float64 for float64), returned in x's type."""
+    """Rotates every pair by its angle; computed in float32 (float64 for float64), rerotated in the dtype of x."""
     acc = torch.float64 if x_BLHD.dtype == torch.float64 else torch.float32
     cos, sin = (table.to(acc).unsqueeze(1) for table in tables)  # [L, 1, D/2]
     low, high = x_BLHD.to(acc).chunk(2, dim=-1)
-    turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-    return turned.to(x_BLHD.dtype)
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    return rotated.to(x_BLHD.dtype)

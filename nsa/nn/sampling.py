@@ -1,4 +1,4 @@
-"""Drawing tokens from a model's logits."""
+"""Sampling tokens from a model's logits."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def sample_tokens(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` ids that follow the prompt, ending early at `stop`. A full forward per token."""
+    """Yields up to `max_tokens` token ids after the prompt and stops early at `stop`. Runs a full forward per token."""
     if not prompt:
         raise ArgumentError("prompt", "must hold at least one token")
     device = next(model.parameters()).device
@@ -36,7 +36,7 @@ def sample_tokens(
 
 
 def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
-    """One draw from logits [V]. Temperature 0 takes the likeliest; top-k is applied before top-p."""
+    """Samples one token from logits [V]. Temperature 0 is greedy; top-k is applied before top-p."""
     if temperature < 0.0:
         raise ArgumentError("temperature", f"must be at least 0, got {temperature}")
     if top_k is not None and top_k < 1:
@@ -49,6 +49,6 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float, ge
     if top_k is not None:
         values = values[:top_k]
     p = values.softmax(-1)
-    # Keep the shortest run of likeliest tokens that reaches top_p: what comes before a token is less than it.
+    # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
     p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)
     return int(order[torch.multinomial(p, 1, generator=generator)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
-    from nsa.ops.checks import checked_values
+    from nsa.ops.library import checked_values
     from nsa.ops.operators import (
         compress_contract,
         compress_mean,
@@ -36,4 +36,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("nsa.ops.checks" if name == "checked_values" else "nsa.ops.operators"), name)
+    return getattr(import_module("nsa.ops.library" if name == "checked_values" else "nsa.ops.operators"), name)

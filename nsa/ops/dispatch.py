@@ -1,7 +1,7 @@
-"""Who computes an operator: the best backend that can run it, and why the others cannot.
+"""Which backend computes an operator: the fastest that can run it, and why others cannot.
 
-`backend=None` takes the best that can run; each time a faster one had to be passed over it is counted under
-(operator, reason) and said once. A backend asked for by name either runs or raises with the reason.
+`backend=None` takes the fastest that can run. Each time a faster one had to be skipped, that is counted under
+(operator, reason) and reported once. A backend requested by name either runs or raises with the reason.
 """
 
 import threading
@@ -9,28 +9,37 @@ import warnings
 from collections import Counter
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, BackendError
-from nsa.ops.reference import compress, compressed, mix, selected, selection, window
+from nsa.ops.reference import attention, compress, mix, selection
 from nsa.ops.spec import NSASpec
 
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
-_REFERENCE: dict[str, ModuleType] = {
+REFERENCE: dict[str, Any] = {
     "phi": compress,
-    "cmp": compressed,
+    "cmp": attention.compressed,
     "select": selection,
-    "sel": selected,
-    "win": window,
+    "sel": attention.selected,
+    "win": attention.window,
     "mix": mix,
 }
-OPERATORS = tuple(_REFERENCE)
+# Under nsa.ops.triton, imported on first use.
+_TRITON = {
+    "phi": "compress",
+    "cmp": "flash.compressed",
+    "select": "selection",
+    "sel": "selected",
+    "win": "flash.window",
+    "mix": "mix",
+}
+OPERATORS = tuple(REFERENCE)
 
-_passed_over: Counter[tuple[str, str]] = Counter()
+_fallbacks: Counter[tuple[str, str]] = Counter()
 _lock = threading.Lock()
 
 
@@ -41,40 +50,53 @@ class FallbackWarning(UserWarning):
 def counters() -> dict[tuple[str, str], int]:
     """How often a fast kernel was wanted and not used, by (operator, reason), since the process started."""
     with _lock:
-        return dict(_passed_over)
+        return dict(_fallbacks)
 
 
-def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASpec, *, count: bool) -> ModuleType:
-    """The module that computes one of OPERATORS for queries like q and values like v."""
+def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASpec, *, count: bool) -> Any:
+    """What computes one of OPERATORS for queries like q and values like v: REFERENCE[operator] or its kernels."""
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "reference":
-        return _REFERENCE[operator]
-    module = None
-    reason = _triton_missing() or _device_refusal(q)
+        return REFERENCE[operator]
+    reason = triton_missing() or _device_refusal(q)
     if reason is None:
-        module = triton_module(operator)
-        reason = module.refusal(q, v, spec)
-    if reason is None:
-        assert module is not None
-        return module
+        kernels = kernels_for(operator)
+        reason = kernels.refusal(q, v, spec)
+        if reason is None:
+            return kernels
     if backend == "triton":
         raise BackendError(f"backend 'triton' cannot run operator {operator!r} here: {reason}")
     if count:
-        _count(operator, reason, on_gpu=q.is_cuda)
-    return _REFERENCE[operator]
+        _count_fallback(operator, reason, on_gpu=q.is_cuda)
+    return REFERENCE[operator]
 
 
-def _count(operator: str, reason: str, *, on_gpu: bool) -> None:
+def backend_name(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASpec) -> str:
+    """Which of BACKENDS computes an operator for such tensors."""
+    chosen = choose(operator, backend, q, v, spec, count=False)
+    return "reference" if chosen is REFERENCE[operator] else "triton"
+
+
+@cache
+def kernels_for(operator: str) -> Any:
+    """The Triton kernels of an operator, whether or not they can run here."""
+    module, _, branch = _TRITON[operator].partition(".")
+    kernels = import_module(f"nsa.ops.triton.{module}")
+    return getattr(kernels, branch) if branch else kernels
+
+
+def _count_fallback(operator: str, reason: str, *, on_gpu: bool) -> None:
     with _lock:
-        first = (operator, reason) not in _passed_over
-        _passed_over[operator, reason] += 1
+        first = (operator, reason) not in _fallbacks
+        _fallbacks[operator, reason] += 1
     if first and on_gpu:  # on a CPU the reference is what one expects
         warnings.warn(f"nsa: operator {operator!r} runs on the slow reference: {reason}", FallbackWarning, stacklevel=2)
 
 
 @cache
-def _triton_missing() -> str | None:
+def triton_missing() -> str | None:
+    """Why no kernel can run in this process; None when Triton can be imported."""
     try:
         import_module("triton")
     except ImportError as error:
@@ -96,11 +118,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _interpreting() -> bool:
-    """Whether this process's kernels are interpreted: decided when they are imported."""
-    return type(import_module("nsa.ops.triton.mix")._mix_kernel).__name__ == "InterpretedFunction"
-
-
-@cache
-def triton_module(operator: str) -> ModuleType:
-    """The Triton twin of an operator's reference module, whether or not it can run here."""
-    return import_module(_REFERENCE[operator].__name__.replace(".reference.", ".triton."))
+    """Whether this process interprets its kernels: decided when they are imported."""
+    return type(kernels_for("mix")._mix_kernel).__name__ == "InterpretedFunction"

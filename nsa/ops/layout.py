@@ -2,7 +2,7 @@
 
 The reference, the kernels, the layer and the tests take their geometry from here. Positions count from 0
 inside a document; without `cu_seqlens` the whole sequence is one document. Nothing here reads a value of a
-device tensor back to the host. What follows from a `cu_seqlens` is worked out once and kept as long as that tensor
+device tensor back to the host. What follows from a `cu_seqlens` is computed once and cached as long as that tensor
 lives: every operator of every layer asks for it.
 
 Legend: S tokens, N compressed tokens (slots, when packed).
@@ -21,10 +21,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nsa.ops.spec import NSASpec
 
 IntLike = TypeVar("IntLike", int, Tensor)
-Kept = TypeVar("Kept")
+Cached = TypeVar("Cached")
 
-_kept: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version, what was worked out from it, by key)
-_kept_lock = threading.Lock()
+_cache: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version, what was computed from it, by key)
+_cache_lock = threading.Lock()
 
 
 def num_compressed(length: int, spec: NSASpec) -> int:
@@ -61,7 +61,7 @@ def overlap_weights(spec: NSASpec) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where every token of a sequence stands in its document. All `[S]` int64.
+    """The position of every token of a sequence in its document. All `[S]` int64.
 
     position   place inside the document
     doc_start  index of the document's first token
@@ -75,7 +75,7 @@ class TokenLayout:
 
 def token_layout(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device | str) -> TokenLayout:
     if cu_seqlens is not None:
-        return keep_with(cu_seqlens, ("tokens", tokens, spec), lambda: _packed_tokens(tokens, spec, cu_seqlens))
+        return cached_with(cu_seqlens, ("tokens", tokens, spec), lambda: _packed_tokens(tokens, spec, cu_seqlens))
     index = torch.arange(tokens, device=device)
     zero = torch.zeros_like(index)
     return TokenLayout(index, zero, zero)
@@ -105,7 +105,7 @@ class SlotLayout:
 
 def slot_layout(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device | str) -> SlotLayout:
     if cu_seqlens is not None:
-        return keep_with(cu_seqlens, ("slots", tokens, spec), lambda: _packed_slots(tokens, spec, cu_seqlens))
+        return cached_with(cu_seqlens, ("slots", tokens, spec), lambda: _packed_slots(tokens, spec, cu_seqlens))
     index = torch.arange(num_slots(tokens, spec, packed=False), device=device)
     start = index * spec.cmp_stride
     return SlotLayout(start, start, torch.ones_like(index, dtype=torch.bool))
@@ -122,28 +122,28 @@ def _packed_slots(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> SlotLayout:
     return SlotLayout(first_token, position, used)
 
 
-def keep_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Kept]) -> Kept:
-    """`compute()`, kept under `key` until `cu_seqlens` is written to or gone. Whoever gets it only reads it.
+def cached_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Cached]) -> Cached:
+    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed. Callers must not modify it.
 
-    Nothing is kept while a CUDA graph is captured: its replays must follow the borders they find.
+    Nothing is cached while a CUDA graph is captured: its replays must follow the borders they find.
     """
     if cu_seqlens.is_inference() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return compute()
     version = cu_seqlens._version
-    with _kept_lock:
-        found = _kept.get(cu_seqlens)
+    with _cache_lock:
+        found = _cache.get(cu_seqlens)
         if found is None or found[0] != version:
-            found = _kept[cu_seqlens] = (version, {})
+            found = _cache[cu_seqlens] = (version, {})
     values = found[1]
     if key not in values:
         values[key] = compute()
-    return cast(Kept, values[key])
+    return cast(Cached, values[key])
 
 
 def _safe_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Document borders made harmless: whatever the values, they start at 0, end at S and never fall.
+    """Valid document borders whatever the values: they start at 0, end at S and never decrease.
 
-    Valid borders pass unchanged; values on a device are not read back, so bad ones are bent, never followed.
+    Valid borders pass unchanged. Values on a device are not read back, so invalid ones are clamped.
     """
     inner = cu_seqlens[1:-1].to(torch.int64).clamp(0, tokens).cummax(0).values
     return pad(pad(inner, (1, 0), value=0), (0, 1), value=tokens)

@@ -1,48 +1,68 @@
 """The operators as torch sees them: opaque nodes with shapes, gradients and a backend chosen inside.
 
-Autograd, torch.compile, checkpointing and meta tensors all meet one node per operator. The spec crosses as seven
-integers; an attention's log-sum-exp is a second output, kept for backward. Values are checked and the backend is
-chosen when the node runs. Arguments were checked by `operators`, which is the only caller.
-(No `from __future__ import annotations` here: torch reads the schemas from these annotations.)
+Autograd, torch.compile, checkpointing and meta tensors all meet one node per operator. The arguments of a node are the
+backends': tensors, the spec as seven integers, cu_seqlens; then the backend's name. An attention's log-sum-exp is a
+second output, kept for backward. When a node runs, it checks values (document borders, block indices) and chooses the
+backend. `operators` has checked everything else.
+
+Values are always checked on the CPU. On a GPU that would synchronize, so there it happens inside `checked_values()`
+only; elsewhere the formulas mask bad values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.ops import checks, observe
+from nsa.errors import ArgumentError
 from nsa.ops.dispatch import choose
-from nsa.ops.layout import num_slots, slot_layout, token_layout
+from nsa.ops.layout import num_blocks, num_slots, slot_layout, token_layout
+from nsa.ops.observe import notify
 from nsa.ops.spec import NSASpec
-
-Grads = tuple[Tensor | None, ...]
 
 # torch.library.custom_op registers the same in one call, and costs every call of the operator 0.1 to 0.3 ms on the
 # host, as long as the kernels of a short sequence run.
 _LIBRARY = torch.library.Library("nsa", "DEF")
+_SETTINGS = "SymInt[] spec, Tensor? cu_seqlens, str? backend"
+
+_check_every_device: ContextVar[bool] = ContextVar("check_every_device", default=False)
 
 
-def _operator(function: Callable[..., Any]) -> Any:
-    """Registers `function` as torch.ops.nsa.<its name> for CPU and CUDA tensors."""
-    name = function.__name__.lstrip("_")
-    schema = torch.library.infer_schema(function, mutates_args=())
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, function, key)
-    return getattr(torch.ops.nsa, name).default
+@contextmanager
+def checked_values() -> Iterator[None]:
+    """Inside, values are checked on every device. For finding a fault: every operator synchronizes."""
+    token = _check_every_device.set(True)
+    try:
+        yield
+    finally:
+        _check_every_device.reset(token)
 
 
-def _shape_of(*operators: Any) -> Callable[[Callable[..., Any]], None]:
-    """Registers the decorated function as what tracing runs in place of the operators."""
+def _check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
+    """Borders start at 0, end at S and never decrease."""
+    if cu_seqlens is None or (cu_seqlens.is_cuda and not _check_every_device.get()):
+        return
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != tokens:
+        raise ArgumentError("cu_seqlens", f"must start at 0 and end at S={tokens}, got {borders[0]} and {borders[-1]}")
+    for place, (left, right) in enumerate(pairwise(borders), start=1):
+        if right < left:
+            raise ArgumentError("cu_seqlens", f"must never decrease, but entry {place} goes from {left} to {right}")
 
-    def register(function: Callable[..., Any]) -> None:
-        for operator in operators:
-            torch.library.register_fake(operator, function, lib=_LIBRARY)
 
-    return register
+def _check_index_values(indices: Tensor, spec: NSASpec) -> None:
+    """Every index is -1 or a block of the sequence."""
+    if indices.numel() == 0 or (indices.is_cuda and not _check_every_device.get()):
+        return
+    blocks = num_blocks(indices.shape[1], spec)
+    low, high = int(indices.min()), int(indices.max())
+    if low < -1 or high >= blocks:
+        raise ArgumentError("indices", f"must be -1 or one of the {blocks} blocks, got values from {low} to {high}")
 
 
 @lru_cache(maxsize=64)
@@ -50,286 +70,183 @@ def _spec(*sizes: int) -> NSASpec:
     return NSASpec(*sizes)
 
 
-# Forward. The order of arguments is the backends': tensors, spec, cu_seqlens; then the backend's name.
+def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Registers `run` as an operator for CPU and CUDA tensors, and `shapes` as what tracing runs in its place."""
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    operator = getattr(torch.ops.nsa, name).default
+    torch.library.register_fake(operator, shapes, lib=_LIBRARY)
+    return operator
 
 
-@_operator
-def mean_blocks(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None) -> Tensor:
-    sizes = _checked(spec, cu_seqlens, x)
-    return choose("phi", backend, x, x, sizes, count=True).mean(x, sizes, cu_seqlens)
+def _node(operator: str, function: str, query: int = 0, value: int = 0, *, forward: bool = True) -> Callable[..., Any]:
+    """What runs `function` of the backend chosen for the arguments number `query` and `value`. In backward they are
+    those of forward, so that the same backend is chosen."""
+
+    def run(*args: Any) -> Any:
+        *given, sizes, cu_seqlens, backend = args
+        spec = _spec(*sizes)
+        if forward:
+            _check_border_values(cu_seqlens, given[0].shape[1])
+        chosen = choose(operator, backend, given[query], given[value], spec, count=forward)
+        return getattr(chosen, function)(*given, spec, cu_seqlens)
+
+    return run
 
 
-@_operator
-def contract_blocks(
-    x: Tensor, weight: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
-) -> Tensor:
-    sizes = _checked(spec, cu_seqlens, x)
-    return choose("phi", backend, x, x, sizes, count=True).contract(x, weight, sizes, cu_seqlens)
+def _differentiate(
+    forward: Any, backward: Any, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda inputs, _: inputs
+) -> None:
+    """The gradients of the first inputs of `forward` are `backward(gradient, *arguments(inputs, outputs))`."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        kept = list(arguments(inputs, output))
+        ctx.places = [place for place, x in enumerate(kept) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*[kept[place] for place in ctx.places])
+        for place in ctx.places:
+            kept[place] = None
+        ctx.constants, ctx.num_inputs = kept, len(inputs)
+
+    def gradient(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = ctx.constants.copy()
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            kept[place] = tensor
+        grads = backward(do, *kept)
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        return grads + (None,) * (ctx.num_inputs - len(grads))
+
+    torch.library.register_autograd(forward, gradient, setup_context=keep, lib=_LIBRARY)
 
 
-@_operator
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    sizes = _checked(spec, cu_seqlens, q)
-    return choose("cmp", backend, q, v, sizes, count=True).forward(q, k, v, sizes, cu_seqlens)
+def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors)
 
 
-@_operator
-def select_blocks(
-    q: Tensor, k: Tensor, lse: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
-) -> Tensor:
-    sizes = _checked(spec, cu_seqlens, q)
-    indices: Tensor = choose("select", backend, q, k, sizes, count=True).forward(q, k, lse, sizes, cu_seqlens)
-    observe.saw_selection(indices, sizes, cu_seqlens)
-    return indices
+# Compression.
 
 
-@_operator
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    spec: Sequence[int],
-    cu_seqlens: Tensor | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    sizes = _checked(spec, cu_seqlens, q)
-    checks.check_index_values(indices, sizes)
-    return choose("sel", backend, q, v, sizes, count=True).forward(q, k, v, indices, sizes, cu_seqlens)
-
-
-@_operator
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    sizes = _checked(spec, cu_seqlens, q)
-    return choose("win", backend, q, v, sizes, count=True).forward(q, k, v, sizes, cu_seqlens)
-
-
-@_operator
-def mix_branches(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None) -> Tensor:
-    observe.saw_gates(gates)
-    return choose("mix", backend, o_cmp, o_cmp, NSASpec(), count=True).forward(o_cmp, o_sel, o_win, gates)
-
-
-@_operator
-def packed_positions(cu_seqlens: Tensor, tokens: int, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Places of tokens [S] and compressed tokens [N] inside their documents. Copies: a compiler may write over them."""
-    sizes = _spec(*spec)
-    token = token_layout(tokens, sizes, cu_seqlens, cu_seqlens.device).position
-    slot = slot_layout(tokens, sizes, cu_seqlens, cu_seqlens.device).position
-    return token.clone(), slot.clone()
-
-
-def _checked(spec: Sequence[int], cu_seqlens: Tensor | None, x: Tensor) -> NSASpec:
-    checks.check_border_values(cu_seqlens, x.shape[1])
-    return _spec(*spec)
-
-
-# Backward, by the backend that ran forward: the same arguments lead to the same choice.
-
-
-@_operator
-def mean_blocks_backward(
-    dy: Tensor, tokens: int, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
-) -> Tensor:
-    sizes = _spec(*spec)
-    return choose("phi", backend, dy, dy, sizes, count=False).mean_backward(dy, tokens, sizes, cu_seqlens)
-
-
-@_operator
-def contract_blocks_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    sizes = _spec(*spec)
-    return choose("phi", backend, x, x, sizes, count=False).contract_backward(dy, x, weight, sizes, cu_seqlens)
-
-
-@_operator
-def compressed_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: Sequence[int],
-    cu_seqlens: Tensor | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = _spec(*spec)
-    return choose("cmp", backend, q, v, sizes, count=False).backward(do, q, k, v, o, lse, sizes, cu_seqlens)
-
-
-@_operator
-def selected_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: Sequence[int],
-    cu_seqlens: Tensor | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = _spec(*spec)
-    return choose("sel", backend, q, v, sizes, count=False).backward(do, q, k, v, indices, o, lse, sizes, cu_seqlens)
-
-
-@_operator
-def window_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: Sequence[int],
-    cu_seqlens: Tensor | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = _spec(*spec)
-    return choose("win", backend, q, v, sizes, count=False).backward(do, q, k, v, o, lse, sizes, cu_seqlens)
-
-
-@_operator
-def mix_branches_backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    module = choose("mix", backend, o_cmp, o_cmp, NSASpec(), count=False)
-    return module.backward(do, o_cmp, o_sel, o_win, gates)
-
-
-# Shapes of the results, for tracing.
-
-
-def _slots(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None) -> int:
+def _num_slots(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None) -> int:
     return num_slots(x.shape[1], _spec(*spec), packed=cu_seqlens is not None)
 
 
-@_shape_of(packed_positions)
-def _(cu_seqlens: Tensor, tokens: int, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
-    slots = num_slots(tokens, _spec(*spec), packed=True)
-    return tuple(cu_seqlens.new_empty(length, dtype=torch.int64) for length in (tokens, slots))  # type: ignore[return-value]
+mean_blocks = _define(
+    f"mean_blocks(Tensor x, {_SETTINGS}) -> Tensor",
+    _node("phi", "mean"),
+    lambda x, spec, cu_seqlens, _: x.new_empty(x.shape[0], _num_slots(x, spec, cu_seqlens), *x.shape[2:]),
+)
+mean_blocks_backward = _define(
+    f"mean_blocks_backward(Tensor dy, SymInt tokens, {_SETTINGS}) -> Tensor",
+    _node("phi", "mean_backward", forward=False),
+    lambda dy, tokens, *_: dy.new_empty(dy.shape[0], tokens, *dy.shape[2:]),
+)
+_differentiate(mean_blocks, mean_blocks_backward, lambda inputs, _: (inputs[0].shape[1], *inputs[1:]))
+
+contract_blocks = _define(
+    f"contract_blocks(Tensor x, Tensor weight, {_SETTINGS}) -> Tensor",
+    _node("phi", "contract"),
+    lambda x, weight, spec, cu_seqlens, _: x.new_empty(
+        x.shape[0], _num_slots(x, spec, cu_seqlens), x.shape[2], weight.shape[2]
+    ),
+)
+contract_blocks_backward = _define(
+    f"contract_blocks_backward(Tensor dy, Tensor x, Tensor weight, {_SETTINGS}) -> (Tensor, Tensor)",
+    _node("phi", "contract_backward", 1, 1, forward=False),
+    lambda dy, x, weight, *_: _like(x, weight),
+)
+_differentiate(contract_blocks, contract_blocks_backward)
 
 
-@_shape_of(mean_blocks)
-def _(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None) -> Tensor:
-    return x.new_empty(x.shape[0], _slots(x, spec, cu_seqlens), *x.shape[2:])
+# Selection. It has no gradient.
 
 
-@_shape_of(contract_blocks)
-def _(x: Tensor, weight: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None) -> Tensor:
-    return x.new_empty(x.shape[0], _slots(x, spec, cu_seqlens), x.shape[2], weight.shape[2])
+def _select(*args: Any) -> Tensor:
+    indices: Tensor = _run_selection(*args)
+    notify("selected", indices, _spec(*args[-3]), args[-2])
+    return indices
 
 
-@_shape_of(compressed_attention, window_attention, selected_attention)
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+_run_selection = _node("select", "forward", 0, 1)
+select_blocks = _define(
+    f"select_blocks(Tensor q, Tensor k, Tensor lse, {_SETTINGS}) -> Tensor",
+    _select,
+    lambda q, k, lse, spec, *_: q.new_empty(q.shape[0], q.shape[1], k.shape[2], spec[3], dtype=torch.int32),
+)
+
+
+# Attention: output and log-sum-exp; the gradients of q, k and v.
+
+
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc)
 
 
-@_shape_of(select_blocks)
-def _(q: Tensor, k: Tensor, lse: Tensor, spec: Sequence[int], *_: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], k.shape[2], spec[3], dtype=torch.int32)
+def _define_attention(
+    name: str, run: Callable[..., Any], operator: str, tensors: str = "Tensor q, Tensor k, Tensor v"
+) -> Any:
+    forward = _define(f"{name}({tensors}, {_SETTINGS}) -> (Tensor, Tensor)", run, _attention_shapes)
+    backward = _define(
+        f"{name}_backward(Tensor do, {tensors}, Tensor o, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+        _node(operator, "backward", 1, 3, forward=False),
+        lambda do, q, k, v, *_: _like(q, k, v),
+    )
+    _differentiate(forward, backward, lambda inputs, output: (*inputs[:-3], *output, *inputs[-3:]))
+    return forward
 
 
-@_shape_of(mix_branches)
-def _(o_cmp: Tensor, *_: Any) -> Tensor:
-    return o_cmp.new_empty(o_cmp.shape)
+def _attend_selected(*args: Any) -> tuple[Tensor, Tensor]:
+    _check_index_values(args[3], _spec(*args[4]))
+    return _run_selected(*args)
 
 
-@_shape_of(mean_blocks_backward)
-def _(dy: Tensor, tokens: int, *_: Any) -> Tensor:
-    return dy.new_empty(dy.shape[0], tokens, *dy.shape[2:])
-
-
-@_shape_of(contract_blocks_backward)
-def _(dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-@_shape_of(compressed_attention_backward, window_attention_backward, selected_attention_backward)
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-@_shape_of(mix_branches_backward)
-def _(do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return (*(o.new_empty(o.shape) for o in (o_cmp, o_sel, o_win)), gates.new_empty(gates.shape))
-
-
-# Gradients. What a rule needs is kept: tensors through autograd, the rest as constants.
-
-
-def _keep_mean(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, spec, cu_seqlens, backend = inputs
-    ctx.save_for_backward(cu_seqlens)
-    ctx.constants = (x.shape[1], spec, backend)
-
-
-def _gradient_of_mean(ctx: Any, dy: Tensor) -> Grads:
-    (cu_seqlens,) = ctx.saved_tensors
-    tokens, spec, backend = ctx.constants
-    return mean_blocks_backward(dy, tokens, spec, cu_seqlens, backend), None, None, None
-
-
-def _keep_contract(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, spec, cu_seqlens, backend = inputs
-    ctx.save_for_backward(x, weight, cu_seqlens)
-    ctx.constants = (spec, backend)
-
-
-def _gradient_of_contract(ctx: Any, dy: Tensor) -> Grads:
-    x, weight, cu_seqlens = ctx.saved_tensors
-    spec, backend = ctx.constants
-    return (*contract_blocks_backward(dy, x, weight, spec, cu_seqlens, backend), None, None, None)
-
-
-def _keep_mix(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradient_of_mix(ctx: Any, do: Tensor) -> Grads:
-    return (*mix_branches_backward(do, *ctx.saved_tensors, ctx.backend), None)
-
-
-def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, spec, cu_seqlens, backend = inputs
-    ctx.save_for_backward(*tensors, *output, cu_seqlens)
-    ctx.constants = (spec, backend)
-
-
-def _gradient_of_attention(backward: Any, num_undifferentiated: int) -> Any:
-    def rule(ctx: Any, do: Tensor, dlse: Tensor | None) -> Grads:
-        *tensors, cu_seqlens = ctx.saved_tensors
-        spec, backend = ctx.constants
-        grads = backward(do, *tensors, spec, cu_seqlens, backend)
-        return (*grads, *[None] * num_undifferentiated)
-
-    return rule
-
-
-torch.library.register_autograd(mean_blocks, _gradient_of_mean, setup_context=_keep_mean, lib=_LIBRARY)
-torch.library.register_autograd(contract_blocks, _gradient_of_contract, setup_context=_keep_contract, lib=_LIBRARY)
-torch.library.register_autograd(mix_branches, _gradient_of_mix, setup_context=_keep_mix, lib=_LIBRARY)
-torch.library.register_autograd(
-    compressed_attention,
-    _gradient_of_attention(compressed_attention_backward, 3),
-    setup_context=_keep_attention,
-    lib=_LIBRARY,
+_run_selected = _node("sel", "forward", 0, 2)
+compressed_attention = _define_attention("compressed_attention", _node("cmp", "forward", 0, 2), "cmp")
+window_attention = _define_attention("window_attention", _node("win", "forward", 0, 2), "win")
+selected_attention = _define_attention(
+    "selected_attention", _attend_selected, "sel", "Tensor q, Tensor k, Tensor v, Tensor indices"
 )
-torch.library.register_autograd(
-    window_attention, _gradient_of_attention(window_attention_backward, 3), setup_context=_keep_attention, lib=_LIBRARY
+
+
+# The gated mix, whose backends take no spec.
+
+
+def _mix(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None) -> Tensor:
+    notify("mixed", gates)
+    return choose("mix", backend, o_cmp, o_cmp, NSASpec(), count=True).forward(o_cmp, o_sel, o_win, gates)
+
+
+def _mix_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *tensors, backend = args
+    return choose("mix", backend, tensors[0], tensors[0], NSASpec(), count=False).backward(do, *tensors)
+
+
+_BRANCHES = "Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates, str? backend"
+mix_branches = _define(f"mix_branches({_BRANCHES}) -> Tensor", _mix, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape))
+mix_branches_backward = _define(
+    f"mix_branches_backward(Tensor do, {_BRANCHES}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _mix_backward,
+    lambda do, o_cmp, o_sel, o_win, gates, _: _like(o_cmp, o_sel, o_win, gates),
 )
-torch.library.register_autograd(
-    selected_attention,
-    _gradient_of_attention(selected_attention_backward, 4),
-    setup_context=_keep_attention,
-    lib=_LIBRARY,
+_differentiate(mix_branches, mix_branches_backward)
+
+
+# Positions of packed documents.
+
+
+def _packed_positions(cu_seqlens: Tensor, tokens: int, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
+    sizes = _spec(*spec)
+    token = token_layout(tokens, sizes, cu_seqlens, cu_seqlens.device).position
+    slot = slot_layout(tokens, sizes, cu_seqlens, cu_seqlens.device).position
+    return token.clone(), slot.clone()  # what the layout keeps must not be written to, and a compiler may do that
+
+
+packed_positions = _define(
+    "packed_positions(Tensor cu_seqlens, SymInt tokens, SymInt[] spec) -> (Tensor, Tensor)",
+    _packed_positions,
+    lambda cu_seqlens, tokens, spec: tuple(
+        cu_seqlens.new_empty(length, dtype=torch.int64)
+        for length in (tokens, num_slots(tokens, _spec(*spec), packed=True))
+    ),
 )

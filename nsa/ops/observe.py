@@ -1,12 +1,15 @@
-"""What the operators see in a forward pass, for whoever watches: gates and selected blocks, on their device.
+"""Lets a caller observe gates and selected blocks of a forward pass, on their device.
 
-The operators themselves hand over what they have, also inside compiled graphs. An observer must not change what it
-gets, nor wait for the device; one that fails is let go and counted, the operator goes on.
+The operators themselves call the observer, also inside compiled graphs. Observation applies to the code inside
+`observing` on its own thread, so a recomputation on one of autograd's threads is not observed a second time. An
+observer must neither change what it gets nor wait for the device. One that raises is removed and its failure counted;
+the operator continues.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,37 +28,25 @@ class Observer(Protocol):
         ...
 
 
-_observer: Observer | None = None
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
 def observing(observer: Observer | None) -> Iterator[None]:
-    """Hands everything that operators do inside to `observer`. None observes nothing."""
-    global _observer
-    before, _observer = _observer, observer
+    """Calls `observer` for every operator that runs inside. None observes nothing."""
+    token = _observer.set(observer)
     try:
         yield
     finally:
-        _observer = before
+        _observer.reset(token)
 
 
-def saw_selection(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
-    if _observer is not None:
+def notify(event: str, *args: Any) -> None:
+    """Calls method `event` of the current observer, if there is one."""
+    observer = _observer.get()
+    if observer is not None:
         try:
-            _observer.selected(indices, spec, cu_seqlens)
+            getattr(observer, event)(*args)
         except Exception:
-            _let_go(_observer)
-
-
-def saw_gates(gates: Tensor) -> None:
-    if _observer is not None:
-        try:
-            _observer.mixed(gates)
-        except Exception:
-            _let_go(_observer)
-
-
-def _let_go(observer: Observer) -> None:
-    global _observer
-    observer.failures += 1
-    _observer = None
+            observer.failures += 1
+            _observer.set(None)

@@ -46,18 +46,9 @@ class NSASpec:
         forced = self.num_init + self.num_local
         if self.num_selected < forced:
             raise SpecError(
-                "num_selected",
-                f"must be at least num_init + num_local = {forced}, got {self.num_selected}",
+                "num_selected", f"must be at least num_init + num_local = {forced}, got {self.num_selected}"
             )
 
     def as_ints(self) -> tuple[int, ...]:
         """The sizes in field order: the form in which a spec crosses a torch operator's schema."""
-        return (
-            self.cmp_block,
-            self.cmp_stride,
-            self.sel_block,
-            self.num_selected,
-            self.num_init,
-            self.num_local,
-            self.window,
-        )
+        return tuple(vars(self).values())

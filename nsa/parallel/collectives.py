@@ -1,4 +1,4 @@
-"""Small agreements between processes. Whoever calls one of these, all ranks call it."""
+"""Small agreements between processes. All ranks call each of these together."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -34,9 +34,9 @@ def on_first_rank(world: World, function: Callable[[], T]) -> T:
     dist.broadcast_object_list(answer, src=0, group=world.cpu_group)
     if failure is not None:
         raise failure
-    told, value = answer[0]
-    if told is not None:
-        code, text = told
+    failed, value = answer[0]
+    if failed is not None:
+        code, text = failed
         kind = next((k for k in (ConfigError, DataError, CheckpointError, LaunchError) if k.exit_code == code), None)
         raise RankLostError(f"rank 0 failed: {text}") if kind is None else kind(text)
     return value  # type: ignore[no-any-return]
@@ -53,6 +53,6 @@ def lost_rank(reason: BaseException | str, rank: int, size: int) -> RankLostErro
         return None
     first = text.splitlines()[0] if text else type(reason).__name__
     return RankLostError(
-        f"rank {rank}: another rank is gone or does not answer ({first}); its own last lines say why. "
-        "The same command goes on from the last checkpoint"
+        f"rank {rank}: another rank is gone or does not answer ({first}); the end of its log has the reason. "
+        "The same command resumes from the last checkpoint"
     )

@@ -20,12 +20,12 @@ def effective(options: DDPConfig) -> DDPConfig:
     return SAFE if options.safe_mode else options
 
 
-# A communication hook in the clothes of another one, which watches it.
-Watch = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Wraps a communication hook in one that also observes it.
+HookWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def wrap_ddp(
-    model: nn.Module, options: DDPConfig, world: World, watch: Watch = lambda hook: hook
+    model: nn.Module, options: DDPConfig, world: World, wrap_hook: HookWrapper = lambda hook: hook
 ) -> DistributedDataParallel:
     used = effective(options)
     with warnings.catch_warnings():
@@ -39,7 +39,7 @@ def wrap_ddp(
             gradient_as_bucket_view=used.bucket_view,
             broadcast_buffers=used.broadcast_buffers,
         )
-    wrapped.register_comm_hook(None, watch(_sum))
+    wrapped.register_comm_hook(None, wrap_hook(_sum))
     return wrapped
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from nsa.config.schema import FSDPConfig
 from nsa.nn.block import DecoderBlock
 from nsa.parallel.launch import World
+from nsa.parallel.numerics import compute_precision
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,12 +21,13 @@ def shard(model: nn.Module, options: FSDPConfig, world: World, precision: str) -
 
     Only parameters change type on their way: buffers such as rotary tables stay float32.
     """
-    param_dtype = _DTYPES[precision if options.param_dtype == "auto" else options.param_dtype]
+    if options.param_dtype != "auto":
+        precision = compute_precision(options.param_dtype, world.device)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
         "reshard_after_forward": options.sharding == "full",
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=_DTYPES[options.reduce_dtype], cast_forward_inputs=False
+            param_dtype=_DTYPES[precision], reduce_dtype=_DTYPES[options.reduce_dtype], cast_forward_inputs=False
         ),
     }
     blocks = [module for module in model.modules() if isinstance(module, DecoderBlock)]

@@ -1,6 +1,6 @@
-"""How a process learns its place among the others: the launch guard, the device, the process group.
+"""How a process joins a run: rank and world size, the launch guard, the device, the process group.
 
-`torchrun` says rank and world size in the environment; without it a run is one process.
+`torchrun` sets rank and world size in the environment; without it a run is one process.
 """
 
 import ipaddress
@@ -28,7 +28,7 @@ Strategy = str  # "single", "ddp" or "fsdp"
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. `cpu_group` carries small host messages; None where there is one process."""
+    """This process among all ranks. `cpu_group` carries small host messages; None where there is one process."""
 
     device: torch.device
     strategy: Strategy = "single"
@@ -50,8 +50,8 @@ class World:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the launcher says of this process."""
+class Launch:
+    """This process as the launcher describes it."""
 
     rank: int = 0
     local_rank: int = 0
@@ -59,9 +59,9 @@ class Place:
     attempt: int = 0
 
 
-def read_place(environment: Mapping[str, str]) -> Place:
+def read_launch(environment: Mapping[str, str]) -> Launch:
     if "WORLD_SIZE" not in environment:
-        return Place()
+        return Launch()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in environment]
     if missing:
@@ -73,7 +73,7 @@ def read_place(environment: Mapping[str, str]) -> Place:
         raise LaunchError(f"{given}: must be whole numbers; start the run with torchrun") from None
     if not (0 <= rank < size and 0 <= local_rank <= rank):
         raise LaunchError(f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={size}: cannot be; use torchrun")
-    return Place(rank, local_rank, size, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0") or 0))
+    return Launch(rank, local_rank, size, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0") or 0))
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
@@ -82,7 +82,7 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("runtime.device: 'cuda' was asked for and PyTorch sees no GPU; use auto or cpu")
+        raise LaunchError("runtime.device: 'cuda' is configured and PyTorch sees no GPU; use auto or cpu")
     if local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"LOCAL_RANK={local_rank}: this node has {torch.cuda.device_count()} GPUs; "
@@ -91,9 +91,9 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def guard(place: Place, device: torch.device, parallel: ParallelConfig, environment: Mapping[str, str]) -> None:
-    """Refuses one process on a node with several GPUs: the others would stand idle, and nobody would notice."""
-    if device.type != "cuda" or place.size > 1 or parallel.allow_single_rank:
+def guard(launch: Launch, device: torch.device, parallel: ParallelConfig, environment: Mapping[str, str]) -> None:
+    """Refuses one process on a node with several GPUs: the others would be idle, unnoticed."""
+    if device.type != "cuda" or launch.size > 1 or parallel.allow_single_rank:
         return
     gpus = torch.cuda.device_count()
     if gpus <= 1:
@@ -114,21 +114,21 @@ def choose_strategy(wanted: str, size: int) -> Strategy:
     return wanted
 
 
-def meet(place: Place, environment: Mapping[str, str], timeout: timedelta) -> TCPStore:
-    """A store of this attempt's own. torchrun's lives on over restarts and would hand out the addresses of ranks
-    that are dead; in it rank 0 only leaves word where the new one is."""
+def rendezvous(launch: Launch, environment: Mapping[str, str], timeout: timedelta) -> TCPStore:
+    """A store for this attempt only. torchrun's store survives restarts and would hand out the addresses of dead
+    ranks; rank 0 uses it only to publish the address of the new one."""
     agent = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False, timeout=timeout)
-    if place.rank == 0:
+    if launch.rank == 0:
         host = _address_towards(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-        store = TCPStore(host, 0, place.size, is_master=True, wait_for_workers=False, timeout=timeout)
-        agent.set("nsa/meeting", f"{host} {store.port}")
+        store = TCPStore(host, 0, launch.size, is_master=True, wait_for_workers=False, timeout=timeout)
+        agent.set("nsa/rendezvous", f"{host} {store.port}")
         return store
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        host, port = agent.get("nsa/meeting").decode().split()
+        host, port = agent.get("nsa/rendezvous").decode().split()
         try:
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
-        except dist.DistError:  # the word of an attempt before: nobody listens there any more
+        except dist.DistError:  # the address of an earlier attempt, where nobody listens any more
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
@@ -138,8 +138,8 @@ def meet(place: Place, environment: Mapping[str, str], timeout: timedelta) -> TC
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address as seen from there; nothing is sent. A name that means this very machine, which may be a
-    loopback address here and no other's business, is left to the others to resolve."""
+    """This machine's address as seen from there; nothing is sent. A name that resolves to a loopback address here is
+    returned as it is, for the other machines to resolve."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -149,11 +149,11 @@ def _address_towards(host: str, port: int) -> str:
 
 @contextmanager
 def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """The process group of a run, from the launcher's word to its end."""
-    place = read_place(environment)
-    chosen = pick_device(device, place.local_rank)
-    guard(place, chosen, parallel, environment)
-    strategy = choose_strategy(parallel.strategy, place.size)
+    """The process group of a run, from its start to its end."""
+    launch = read_launch(environment)
+    chosen = pick_device(device, launch.local_rank)
+    guard(launch, chosen, parallel, environment)
+    strategy = choose_strategy(parallel.strategy, launch.size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if strategy == "single":
@@ -163,13 +163,14 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     timeout = timedelta(seconds=parallel.timeout_s)
     # Tensors on the host always travel over gloo: checkpoints and small agreements need no GPU.
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    meeting: dict[str, Any] = {}
+    store: dict[str, Any] = {}
     if "WORLD_SIZE" not in environment:
-        meeting = {"store": HashStore(), "rank": 0, "world_size": 1}
+        store = {"store": HashStore(), "rank": 0, "world_size": 1}
     elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        meeting = {"store": meet(place, environment, timeout), "rank": place.rank, "world_size": place.size}
+        joined = rendezvous(launch, environment, timeout)
+        store = {"store": joined, "rank": launch.rank, "world_size": launch.size}
     on_device: dict[str, Any] = {"device_id": chosen} if backend == "nccl" else {}
-    dist.init_process_group(both, timeout=timeout, **meeting, **on_device)
-    group = dist.new_group(backend="gloo", timeout=timeout) if place.size > 1 else None
-    yield World(chosen, strategy, place.rank, place.local_rank, place.size, backend, group)
+    dist.init_process_group(both, timeout=timeout, **store, **on_device)
+    group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
+    yield World(chosen, strategy, launch.rank, launch.local_rank, launch.size, backend, group)
     dist.destroy_process_group()  # not after an error: the others may be gone, and this would wait for them

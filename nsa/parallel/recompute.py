@@ -1,10 +1,10 @@
 """Gradient checkpointing: activations are recomputed in backward, selected blocks never are.
 
 Always the non-reentrant kind. The outputs of `nsa::select_blocks` are kept from the forward pass, so that
-backward reads the very blocks the forward pass read: by a SelectionMemory, or in compiled blocks by torch's selective
+backward reads the very blocks the forward pass read: by a SelectionCache, or in compiled blocks by torch's selective
 checkpointing, which a compiler understands and which costs a Python call per operator otherwise. "selective" keeps the
-outputs of the attention operators in the same way: a few bytes that are dear to compute. Modules keep their place, type
-and names: only their `forward` is replaced.
+outputs of the attention operators in the same way: a few bytes that are expensive to compute. Modules keep their place,
+type and names: only their `forward` is replaced.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import nsa.ops.library  # noqa: F401  (registers torch.ops.nsa)
 from nsa.nn.block import DecoderBlock
-from nsa.ops.memory import SelectionMemory
+from nsa.ops.selection_cache import SelectionCache
 
 Granularity = Literal["none", "selective", "block", "branch"]
 
@@ -62,7 +62,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def _recompute(module: nn.Module, context_fn: Callable[[], Any]) -> None:
-    # No layer draws random numbers, so there is no random state to put back.
+    # No layer draws random numbers, so there is no random state to restore.
     module.forward = partial(
         checkpoint,
         module.forward,
@@ -73,8 +73,8 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any]) -> None:
 
 
 def _remember_selection() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    memory = SelectionMemory()
-    return memory.record(), Repeatable(memory.replay)
+    cache = SelectionCache()
+    return cache.record(), Repeatable(cache.replay)
 
 
 class Repeatable:

@@ -1,4 +1,4 @@
-"""One model under each strategy: how it is wrapped, when gradients travel, what their true norm is.
+"""One model under each strategy: how it is wrapped, when gradients are synchronized, what their true norm is.
 
 Gradients are summed over ranks, never averaged: the loss is already divided by the global number of targets.
 """
@@ -14,20 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config.schema import ParallelConfig
-from nsa.parallel.ddp import Watch, wrap_ddp
+from nsa.parallel.ddp import HookWrapper, wrap_ddp
 from nsa.parallel.fsdp import shard
 from nsa.parallel.launch import World
 
 
 def apply_strategy(
-    model: nn.Module, parallel: ParallelConfig, world: World, precision: str, watch: Watch = lambda hook: hook
+    model: nn.Module, parallel: ParallelConfig, world: World, precision: str, wrap_hook: HookWrapper = lambda hook: hook
 ) -> nn.Module:
     """The module to call in place of `model`. Weights must lie on the world's device already.
 
-    `watch` gets DDP's communication hook and gives the one to use.
+    `wrap_hook` gets DDP's communication hook and returns the one to use.
     """
     if world.strategy == "ddp":
-        return wrap_ddp(model, parallel.ddp, world, watch)
+        return wrap_ddp(model, parallel.ddp, world, wrap_hook)
     if world.strategy == "fsdp":
         return shard(model, parallel.fsdp, world, precision)
     return model
@@ -35,7 +35,7 @@ def apply_strategy(
 
 @contextmanager
 def gradient_sync(module: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Forward and backward inside leave gradients on their rank unless `wanted`: an accumulation travels once."""
+    """Forward and backward inside leave gradients on their rank unless `wanted`: an accumulation is sent once."""
     if isinstance(module, DistributedDataParallel) and not wanted:
         with module.no_sync():
             yield
@@ -64,7 +64,7 @@ def gather_weights(parameters: Mapping[str, nn.Parameter], world: World) -> dict
 
 
 def settle(module: nn.Module) -> None:
-    """Sharded again after a forward pass without a backward, so that parameters are the optimizer's own."""
+    """Reshards after a forward pass without a backward, so that parameters are the optimizer's own."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.reshard()

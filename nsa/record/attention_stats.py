@@ -1,15 +1,14 @@
 """The health of sparse attention: how gates share out the branches, and which blocks queries read.
 
-Everything is computed from tensors the forward pass has, reduced on their device to one row of numbers a layer, and
-copied to the host without waiting: `ready` gives what has arrived. Layers are told apart by the order in which they
-run.
+Everything is computed from tensors of the forward pass, reduced on their device to one row of numbers per layer, and
+copied to the host asynchronously: `ready` returns what has arrived. The order in which layers run identifies them.
 
 A row of gates: the weights of a token and head divided by their sum. It is collapsed when one branch has more than
 COLLAPSED of it. Entropy is in nats; three equal shares have ln 3 = 1.0986.
 
-A row of blocks: what one token and key/value head reads. Forced blocks are the first ones and the newest, read whatever
-the scores are. The distance of a block is counted in blocks from the query's own. Agreement is the share of a row's
-blocks that the row of the token before it in its document reads too.
+A row of blocks: what one token and key/value head reads. Forced blocks are the first ones and the newest, read
+regardless of the scores. The distance of a block is counted in blocks from the query's own. Agreement is the share of a
+row's blocks that the row of the token before it in its document reads too.
 """
 
 from collections.abc import Sequence
@@ -21,49 +20,20 @@ from torch import Tensor
 
 from nsa.ops.layout import token_layout
 from nsa.ops.spec import NSASpec
+from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
-BRANCHES = ("cmp", "sel", "win")
-DISTANCE_BINS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127", "128-255", "256-511", "512-1023", "1024+")
-MOST_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
-_GATE_NUMBERS = 8
-_SELECTION_NUMBERS = 8 + len(DISTANCE_BINS)
-
-
-@dataclass(frozen=True)
-class GateStats:
-    """Of one layer, or of all: `rows` of them were seen."""
-
-    rows: int
-    mean_entropy: float
-    min_entropy: float
-    largest_share: float
-    collapsed: float
-    share_cmp: float
-    share_sel: float
-    share_win: float
-
-
-@dataclass(frozen=True)
-class SelectionStats:
-    rows: int
-    mean_distinct: float
-    max_distinct: int
-    share_at_max: float
-    share_forced: float
-    agreement: float
-    distances: tuple[float, ...]  # the share of blocks in each of DISTANCE_BINS
+MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
+_COMPARED = 6  # where `selection_numbers` has the blocks that agreement is a share of
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen in one step: by layer, and over all layers."""
+    """What was seen in one step, by layer; the last is ALL_LAYERS. Empty where the layers have none."""
 
     step: int
-    gates: list[tuple[str, GateStats]]
-    selection: list[tuple[str, SelectionStats]]
-    all_gates: GateStats | None
-    all_selection: SelectionStats | None
+    gates: dict[str, GateStats]
+    selection: dict[str, SelectionStats]
 
 
 class AttentionObserver:
@@ -85,7 +55,7 @@ class AttentionObserver:
         self._selection.append(selection_numbers(indices, spec, cu_seqlens))
 
     def finish(self, step: int) -> None:
-        """The pass is through: its numbers set out for the host."""
+        """Ends a pass: starts the copy of its numbers to the host."""
         gates, selection = self._gates, self._selection
         self._gates, self._selection = [], []
         if gates or selection:
@@ -97,13 +67,13 @@ class AttentionObserver:
             self._waiting.append((step, on_host[0], on_host[1], arrived))
 
     def wait(self) -> None:
-        """Until everything has arrived: for the end of a run."""
+        """Waits for the copies: for the end of a run."""
         for _, _, _, arrived in self._waiting:
             if arrived is not None:
                 arrived.synchronize()
 
     def ready(self) -> list[Sample]:
-        """Samples that have arrived; never waits."""
+        """Samples that have arrived. Never waits."""
         done: list[Sample] = []
         while self._waiting and (self._waiting[0][3] is None or self._waiting[0][3].query()):
             step, gates, selection, _ = self._waiting.pop(0)
@@ -111,18 +81,19 @@ class AttentionObserver:
         return done
 
     def _read(self, step: int, gates: Tensor | None, selection: Tensor | None) -> Sample:
-        by_gate = [] if gates is None else [read_gates(row) for row in gates]
-        by_selection = [] if selection is None else [read_selection(row) for row in selection]
-        return Sample(
-            step,
-            list(zip(self._names(len(by_gate)), by_gate, strict=True)),
-            list(zip(self._names(len(by_selection)), by_selection, strict=True)),
-            None if gates is None else read_gates(merge_gates(gates)),
-            None if selection is None else read_selection(merge_selection(selection)),
-        )
+        sample = Sample(step, {}, {})
+        if gates is not None:
+            mixed = [read_gates(row) for row in gates]
+            sample.gates.update(zip(self._names(len(mixed)), [*mixed, GateStats.merge(mixed)], strict=True))
+        if selection is not None:
+            selected = [read_selection(row) for row in selection]
+            whole = SelectionStats.merge(selected, selection[:, _COMPARED].tolist())
+            sample.selection.update(zip(self._names(len(selected)), [*selected, whole], strict=True))
+        return sample
 
     def _names(self, count: int) -> list[str]:
-        return self.layers if count == len(self.layers) else [str(number) for number in range(count)]
+        layers = self.layers if count == len(self.layers) else [str(number) for number in range(count)]
+        return [*layers, ALL_LAYERS]
 
 
 def _to_host(numbers: Tensor) -> Tensor:
@@ -151,22 +122,14 @@ def gate_numbers(gates: Tensor) -> Tensor:
     )
 
 
-def merge_gates(rows: Tensor) -> Tensor:
-    """Several rows of `gate_numbers` as one."""
-    merged = rows.sum(0)
-    merged[2], merged[3] = rows[:, 2].min(), rows[:, 3].max()
-    return merged
-
-
 def read_gates(row: Tensor) -> GateStats:
     rows, entropy, lowest, largest, collapsed, *shares = row.tolist()
-    assert len(row) == _GATE_NUMBERS
     return GateStats(int(rows), entropy / rows, lowest, largest, collapsed / rows, *(share / rows for share in shares))
 
 
 def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """[B, S, G, n] -> rows, blocks, most in a row, rows that are full, forced blocks, agreeing and compared blocks,
-    rows with a token before them, and blocks by distance."""
+    and blocks by distance."""
     batch, tokens, groups, width = indices.shape
     position = token_layout(tokens, spec, cu_seqlens, indices.device).position
     own = (position // spec.sel_block).view(1, tokens, 1, 1)
@@ -174,11 +137,11 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
     distinct = used.sum(-1)
     distance = (own - indices).clamp(min=0)
     forced = used & ((indices < spec.num_init) | (distance < spec.num_local))
-    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made there: a copy from here would wait
+    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made on the device: a copy to it would wait
     bins = torch.bucketize(distance, bounds, right=True)
     histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)
     histogram.index_add_(0, bins.flatten(), used.flatten().to(torch.float64))
-    agreeing, compared, pairs = _agreement(indices, position)
+    agreeing, compared = _agreement(indices, position)
     wide = torch.float64
     numbers = [
         torch.full((), batch * tokens * groups, dtype=wide, device=own.device),
@@ -188,31 +151,23 @@ def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None)
         forced.sum(dtype=wide),
         agreeing,
         compared,
-        pairs,
     ]
     return torch.cat([torch.stack(numbers), histogram])
 
 
-def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks that a row shares with the row before it, blocks of those rows, and how many rows were compared."""
-    step = -(-indices.shape[1] // MOST_PAIRS)
+def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks that a row shares with the row before it, and blocks of the rows that were compared."""
+    step = -(-indices.shape[1] // MAX_PAIRS)
     later = torch.arange(1, indices.shape[1], step, device=indices.device)
     mine, before = indices[:, later], indices[:, later - 1]
     used = (mine >= 0) & (position[later] > 0).view(1, -1, 1, 1)  # a document's first token has none before it
     shared = (mine.unsqueeze(-1) == before.unsqueeze(-2)).any(-1) & used
     wide = torch.float64
-    return shared.sum(dtype=wide), used.sum(dtype=wide), used.any(-1).sum(dtype=wide)
-
-
-def merge_selection(rows: Tensor) -> Tensor:
-    merged = rows.sum(0)
-    merged[2] = rows[:, 2].max()
-    return merged
+    return shared.sum(dtype=wide), used.sum(dtype=wide)
 
 
 def read_selection(row: Tensor) -> SelectionStats:
-    assert len(row) == _SELECTION_NUMBERS
-    rows, blocks, most, full, forced, agreeing, compared, _, *histogram = row.tolist()
+    rows, blocks, most, full, forced, agreeing, compared, *histogram = row.tolist()
     return SelectionStats(
         int(rows),
         blocks / rows,

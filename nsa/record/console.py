@@ -1,17 +1,9 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines anywhere else."""
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: float) -> str:
@@ -41,9 +33,7 @@ class RunConsole:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress:
             self._progress.stop()
 

@@ -1,6 +1,6 @@
 """`dtypes_report.txt`: the type of everything a run keeps; `opt_state_mb.txt`: how large the optimizer's part of it is.
 
-Neither raises: what cannot be written is said by a False, and training goes on.
+Neither function raises: False means that the file could not be written, and training goes on.
 """
 
 import fcntl
@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -17,33 +17,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nsa.record.memory import local_bytes, local_part, run_tensors, write_whole
+from nsa.record.atomic_file import write_whole
+from nsa.record.memory_dump import local_bytes, local_part, run_tensors
+from nsa.record.schema import DTYPES_FILE, OPTIMIZER_STATE_FILE
 
-DTYPES_FILE = "dtypes_report.txt"
-OPTIMIZER_STATE_FILE = "opt_state_mb.txt"
-LOCK_WAIT_S = 2.0
+LOCK_TIMEOUT_S = 2.0
 STEP_COUNTERS = "step counters"
 
-Expected = Mapping[str, tuple[torch.dtype, ...]]
-
 # Master copies are float32 under every precision and strategy: autocast and FSDP make the smaller types on the way.
-EXPECTED: Expected = {
-    "parameters": (torch.float32,),
-    "gradients": (torch.float32,),
-    "optimizer state": (torch.float32,),
-    STEP_COUNTERS: (torch.float32,),
-    "buffers": (torch.float32, torch.int64, torch.int32, torch.bool),
+EXPECTED = {
+    "parameters": ("float32",),
+    "gradients": ("float32", "absent"),
+    "optimizer state": ("float32",),
+    STEP_COUNTERS: ("float32",),
+    "buffers": ("float32", "int64", "int32", "bool"),
 }
 
 
 class Row(NamedTuple):
     kind: str
-    name: str
-    dtype: torch.dtype | None  # None: a gradient that is not there
+    dtype: str  # "absent": a gradient that does not exist
     shape: str
+    name: str
 
-    def spell(self) -> str:
-        return f"{self.kind:<16} {_short(self.dtype):<10} {self.shape:<16} {self.name}"
+    def __str__(self) -> str:
+        return f"{self.kind:<16} {self.dtype:<10} {self.shape:<16} {self.name}"
 
 
 def write_dtypes_report(
@@ -51,16 +49,16 @@ def write_dtypes_report(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
-    expected: Expected = EXPECTED,
 ) -> bool:
     """Writes `dtypes_report.txt`: unexpected types first, then how many there are of each, then every tensor.
 
-    A kind that `expected` does not name may have any type. Useful after a step, when gradients and state exist.
+    Useful after a step, when gradients and state exist.
     """
     try:
-        rows = list(_rows(parameters, run_tensors(parameters, buffers, optimizer)))
+        order = list(EXPECTED)
+        rows = sorted(_rows(parameters, buffers, optimizer), key=lambda row: order.index(row.kind))  # stable
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / DTYPES_FILE, "\n".join(_spell_report(rows, expected)) + "\n")
+        write_whole(folder / DTYPES_FILE, "\n".join(_format_report(rows)) + "\n")
     except Exception:  # a report is no reason to stop
         return False
     return True
@@ -71,16 +69,14 @@ def write_optimizer_state(folder: Path, optimizer: torch.optim.Optimizer, rank: 
 
     All ranks share the file and come in any order, without waiting for each other: each one locks the file, reads
     it, replaces its own line, drops lines of ranks that a run of `size` does not have, and writes it back sorted.
-    So a rerun never doubles a line, and once every rank was here there is exactly one of each. A lock that somebody
-    keeps for longer than two seconds is given up on.
+    So a rerun never doubles a line, and once every rank was here there is exactly one of each.
     """
     try:
-        line = _state_line(optimizer, rank)
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / OPTIMIZER_STATE_FILE) as file:
             lines = _lines_by_rank(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
-            lines[rank] = line
-            content = "".join(f"{lines[r]}\n" for r in sorted(lines) if r < size or r == rank).encode()
+            lines[rank] = _state_line(optimizer, rank)
+            content = "".join(f"{lines[r]}\n" for r in sorted(lines) if r < size).encode()
             if os.pwrite(file, content, 0) != len(content):
                 return False
             os.ftruncate(file, len(content))  # after the write, so that no reader finds the file empty
@@ -89,45 +85,37 @@ def write_optimizer_state(folder: Path, optimizer: torch.optim.Optimizer, rank: 
     return True
 
 
-def _rows(parameters: Mapping[str, nn.Parameter], named: Iterable[tuple[str, Tensor]]) -> Iterator[Row]:
-    for full_name, tensor in named:
+def _rows(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[Row]:
+    for full_name, tensor in run_tensors(parameters, buffers, optimizer):
         kind, _, name = full_name.partition("/")
         if kind == "optimizer state" and name.endswith("/step"):
             kind = STEP_COUNTERS
-        yield Row(kind, name, tensor.dtype, _spell_shape(tensor))
+        yield Row(kind, str(tensor.dtype).removeprefix("torch."), _format_shape(tensor), name)
     for name, parameter in parameters.items():
         if parameter.requires_grad and parameter.grad is None:
-            yield Row("gradients", name, None, "-")
+            yield Row("gradients", "absent", "-", name)
 
 
-def _spell_report(rows: list[Row], expected: Expected) -> Iterator[str]:
-    order = list(EXPECTED)
-    rows = sorted(rows, key=lambda row: order.index(row.kind))  # stable: inside a kind the model's own order
-    odd = [row for row in rows if row.dtype is not None and row.dtype not in expected.get(row.kind, (row.dtype,))]
-    yield f"unexpected types: {len(odd) or 'none'}"
-    for row in odd:
-        yield f"{row.spell()}  (expected {' or '.join(map(_short, expected[row.kind]))})"
-    yield ""
-    yield f"{'kind':<16} {'type':<10} tensors"
-    counts = Counter((row.kind, row.dtype) for row in rows)
-    for (kind, dtype), count in sorted(counts.items(), key=lambda item: (order.index(item[0][0]), _short(item[0][1]))):
-        yield f"{kind:<16} {_short(dtype):<10} {count}"
-    yield ""
-    yield f"{'kind':<16} {'type':<10} {'shape':<16} name"
-    yield from (row.spell() for row in rows)
+def _format_report(rows: list[Row]) -> Iterator[str]:
+    unexpected = [row for row in rows if row.dtype not in EXPECTED[row.kind]]
+    yield f"unexpected types: {len(unexpected) or 'none'}"
+    for row in unexpected:
+        yield f"{row}  (expected {' or '.join(name for name in EXPECTED[row.kind] if name != 'absent')})"
+    yield from ("", f"{'kind':<16} {'type':<10} tensors")
+    for (kind, dtype), count in Counter((row.kind, row.dtype) for row in rows).items():
+        yield f"{kind:<16} {dtype:<10} {count}"
+    yield from ("", f"{'kind':<16} {'type':<10} {'shape':<16} name")
+    yield from map(str, rows)
 
 
-def _short(dtype: torch.dtype | None) -> str:
-    return "absent" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _spell_shape(tensor: Tensor) -> str:
-    spelled = "x".join(map(str, tensor.shape)) or "scalar"
+def _format_shape(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
     if not isinstance(tensor, DTensor):
-        return spelled
+        return shape
     local = "x".join(map(str, local_part(tensor).shape)) or "scalar"
-    placements = ", ".join(map(repr, tensor.placements))
-    return f"{spelled} (local {local}, {placements})"
+    return f"{shape} (local {local}, {', '.join(map(repr, tensor.placements))})"
 
 
 def _state_line(optimizer: torch.optim.Optimizer, rank: int) -> str:
@@ -143,7 +131,7 @@ def _state_line(optimizer: torch.optim.Optimizer, rank: int) -> str:
 
 
 def _lines_by_rank(text: str) -> dict[int, str]:
-    """The first whole line of each rank: what a full disk or a crash left behind them is not taken over."""
+    """The first whole line of each rank; what a full disk or a crash left behind is dropped."""
     lines: dict[int, str] = {}
     for match in re.finditer(r"^rank (\d+): [\d.]+ MB in \d+ tensors(?: \(.*\))?$", text, re.MULTILINE):
         lines.setdefault(int(match[1]), match[0])
@@ -152,10 +140,10 @@ def _lines_by_rank(text: str) -> dict[int, str]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The open file, for this process alone. Raises OSError where it cannot be had in time."""
+    """The open file, for this process alone. Raises BlockingIOError if another one holds it for too long."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        deadline = time.monotonic() + LOCK_WAIT_S
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

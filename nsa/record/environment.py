@@ -42,7 +42,7 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the checkout this package lies in, if it lies in one; ends in "-dirty" if files differ from it."""
+    """Of the checkout that holds this package, or None; ends in "-dirty" if files differ from it."""
     folder = Path(__file__).parents[2]
     try:
         asked = subprocess.run(  # noqa: S603

@@ -1,42 +1,40 @@
-"""What happens to a run, as one stream of events per rank; files and dashboards are its sinks.
+"""What happens to a run, as one stream of events per rank. Files and dashboards are its sinks.
 
-Every event has v (version of this schema), time, rank, step and event; docs/telemetry.md lists the kinds and their
-fields. Threads of their own write: training hands an event over and goes on. Sinks that are added together share a
-thread, so that one that hangs holds up no others. Before a checkpoint the files are waited for, at the end every sink,
-ten seconds at most. What a sink cannot write is counted and dropped; a sink that fails by anything but the disk three
-times in a row is let go.
+schema.py lists the kinds of events and their fields. Background threads write: training puts an event into a queue and
+continues. Sinks that are added together share a thread, so a sink that hangs delays no others. A checkpoint waits for
+the files, the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is counted and
+dropped. A sink that fails three times in a row, other than by a disk error, is removed.
 """
 
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from nsa.record.numbers import plain
+from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event
 
-SCHEMA_VERSION = 1
-MOST_WAITING = 10_000  # events; beyond that a sink hangs, and events are dropped rather than memory filled
-MOST_ERRORS = 3
-PATIENCE_S = 10.0
-
-Event = dict[str, Any]
+MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
+MAX_ERRORS = 3
+TIMEOUT_S = 10.0
 
 
-class Sink(Protocol):
-    name: str
-    is_awaited: bool  # before a checkpoint, until everything that was emitted is there
+class Sink:
+    """Where events go. `is_awaited`: a checkpoint waits until everything that was emitted is written."""
 
-    def write(self, event: Event) -> None: ...
+    name = ""
+    is_awaited = False
+
+    def write(self, event: Event) -> None:
+        raise NotImplementedError
 
     def flush(self) -> None:
         """To the disk itself."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends it."""
 
 
 Task = Callable[[Sink], None]
@@ -53,30 +51,30 @@ class EventStream:
         self.add(*sinks)
 
     def add(self, *sinks: Sink) -> None:
-        """Sinks that share a thread; they see events from now on."""
+        """Sinks that share a thread; they get the events from now on."""
         if sinks:
             self._writers.append(_Writer(sinks, self._failed))
 
-    def emit(self, event: str, step: int, **values: Any) -> None:
-        line = {"v": SCHEMA_VERSION, "time": time.time(), "rank": self.rank, "step": step, "event": event, **values}
+    def emit(self, event: EventKind, step: int, **values: Any) -> None:
+        made = make_event(event, self.rank, step, **values)
         for writer in self._writers:
-            writer.write(line)
+            writer.write(made)
 
     def incident(self, kind: str, message: str, step: int) -> None:
         """Something that should not happen and did not end the run."""
         self.incidents += 1
         self.emit("incident", step, kind=kind, message=message)
 
-    def flush(self, timeout_s: float = PATIENCE_S) -> None:
+    def flush(self, timeout_s: float | None = None) -> None:
         """Everything emitted so far to the disk itself, in the files that a checkpoint waits for."""
         for writer in _late([w for w in self._writers if w.is_awaited], lambda sink: sink.flush(), timeout_s):
-            self._failed(f"{writer.at} does not answer")
+            self._failed(f"{writer.current} does not answer")
 
     def close(self) -> None:
-        """Writes what is left and closes the sinks. Emitting afterwards starts anew, for the last words of a run."""
-        late = _late(self._writers, lambda sink: sink.close(), PATIENCE_S)
+        """Writes what is queued and closes the sinks. Emitting afterwards starts the threads again."""
+        late = _late(self._writers, lambda sink: sink.close())
         for writer in late:
-            self._failed(f"{writer.at} does not answer", max(1, writer.waiting))
+            self._failed(f"{writer.current} does not answer", max(1, writer.queued))
         for writer in self._writers:
             writer.end()
         self._writers = [writer for writer in self._writers if writer not in late]
@@ -88,10 +86,10 @@ class EventStream:
 
 
 class _Writer:
-    """Sinks and the thread that hands them events, in order. It runs when there is something to do."""
+    """Sinks and the thread that hands them events, in order. The thread starts with the first event."""
 
     def __init__(self, sinks: Sequence[Sink], failed: Callable[[str], None]):
-        self.at = sinks[0].name  # who is written to
+        self.current = sinks[0].name  # the sink that is being written
         self._sinks, self._failed = list(sinks), failed
         self._errors: dict[str, int] = {}  # of each sink, in a row
         self._tasks: queue.SimpleQueue[tuple[Task, threading.Event | None] | None] = queue.SimpleQueue()
@@ -103,23 +101,23 @@ class _Writer:
         return any(sink.is_awaited for sink in self._sinks)
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         return self._tasks.qsize()
 
     def write(self, event: Event) -> None:
-        if self.waiting >= MOST_WAITING:
-            self._failed(f"{self.at} does not answer: {MOST_WAITING} events wait for it")
+        if self.queued >= MAX_QUEUED:
+            self._failed(f"{self.current} does not answer: {MAX_QUEUED} events wait for it")
         else:
             self._put((lambda sink: sink.write(event), None))
 
-    def ask(self, task: Task) -> threading.Event:
-        """The answer is set when everything before it, and the task, is done."""
+    def submit(self, task: Task) -> threading.Event:
+        """Set when the task and everything queued before it is done."""
         done = threading.Event()
         self._put((task, done))
         return done
 
     def end(self) -> None:
-        """The thread ends when it comes to this; one that hangs ends with the process."""
+        """The thread ends when it reaches this; one that hangs ends with the process."""
         with self._lock:
             self._tasks.put(None)
             self._thread = None
@@ -129,7 +127,7 @@ class _Writer:
             self._tasks.put(item)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
-                with suppress(RuntimeError):  # no thread to be had now; the next event tries again
+                with suppress(RuntimeError):  # no thread can be started now; the next event tries again
                     thread.start()
                     self._thread = thread
 
@@ -142,7 +140,7 @@ class _Writer:
                 done.set()
 
     def _try(self, sink: Sink, task: Task) -> None:
-        self.at = sink.name
+        self.current = sink.name
         try:
             task(sink)
             self._errors[sink.name] = 0
@@ -151,35 +149,28 @@ class _Writer:
             if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
                 return  # a disk that is full now may have room later
             self._errors[sink.name] = self._errors.get(sink.name, 0) + 1
-            if self._errors[sink.name] == MOST_ERRORS:
+            if self._errors[sink.name] == MAX_ERRORS:
                 self._sinks.remove(sink)
                 with suppress(Exception):
                     sink.close()
 
 
-def _late(writers: Sequence[_Writer], task: Task, timeout_s: float) -> list[_Writer]:
-    """Has them do a task, all at once, each in its own thread; those that have not done it in time."""
-    deadline = time.monotonic() + timeout_s
-    asked = [(writer, writer.ask(task)) for writer in writers]
-    return [writer for writer, done in asked if not done.wait(max(0.0, deadline - time.monotonic()))]
+def _late(writers: Sequence[_Writer], task: Task, timeout_s: float | None = None) -> list[_Writer]:
+    """Submits a task to all writers at once; returns those that have not done it in time."""
+    deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
+    submitted = [(writer, writer.submit(task)) for writer in writers]
+    return [writer for writer, done in submitted if not done.wait(max(0.0, deadline - time.monotonic()))]
 
 
-class Heartbeat:
-    """`heartbeat_rank{r}.jsonl`: every event, a line each; what single layers did is in the CSV files."""
+class HeartbeatSink(Sink):
+    """`heartbeat_rank{r}.jsonl`: every event, a line each. The numbers of single layers are in the tables."""
 
     name = "heartbeat"
     is_awaited = True
 
     def __init__(self, folder: Path, rank: int):
-        self._path = folder / f"heartbeat_rank{rank}.jsonl"
+        self._path = HEARTBEAT.path(folder, rank)
 
     def write(self, event: Event) -> None:
-        line = {key: plain(value) for key, value in event.items() if key != "layers"}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+            file.write(format_event(event))

@@ -1,4 +1,4 @@
-"""Numbers and words from files, as people read them."""
+"""Numbers and text from files, formatted for people."""
 
 import math
 import time
@@ -65,7 +65,7 @@ def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def one_line(text: str, most: int = 2000) -> str:
-    """Without line breaks and control characters: what a file holds must not steer a terminal."""
+    """Without line breaks and control characters: text of a file must not control a terminal."""
     text = "".join(c if c.isprintable() else " " for c in text[: most + 1])
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -5,13 +5,15 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nsa.record.schema import PROFILE_TABLE, PROFILE_TRACE
+
 
 class StepProfiler:
     """Records steps first..last (counted from 1) into `profile_rank{r}.json` and `.txt`."""
 
     def __init__(self, folder: Path, rank: int, steps: list[int] | None, device: torch.device):
         self.steps = steps
-        self._stem = folder / f"profile_rank{rank}"
+        self._trace, self._table = PROFILE_TRACE.path(folder, rank), PROFILE_TABLE.path(folder, rank)
         self._device = device
         self._profile: profile | None = None
 
@@ -31,10 +33,9 @@ class StepProfiler:
         recorded.stop()
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=key, row_limit=10)
-        trace = self._stem.with_suffix(".json")
         try:
-            self._stem.with_suffix(".txt").write_text(table, encoding="utf-8")
-            recorded.export_chrome_trace(str(trace))
+            self._table.write_text(table, encoding="utf-8")
+            recorded.export_chrome_trace(str(self._trace))
         except (OSError, RuntimeError):  # nowhere to write: a profile is no reason to stop
             return None
-        return trace
+        return self._trace

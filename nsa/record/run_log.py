@@ -1,19 +1,19 @@
-"""`run.log`: everything a rank prints, kept beside its other files. Rank r above 0 writes `run_rank{r}.log`."""
+"""`run.log`: everything a rank prints. Rank r above 0 writes `run_rank{r}.log`."""
 
-import io
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
+
+from nsa.record.schema import RUN_LOG
 
 
 class RunLog:
-    """While it is entered, what goes to stdout and stderr goes to the file too. A file that cannot be written is done
-    without, and what C code prints by itself is not seen."""
+    """As a context, copies stdout and stderr of Python into the file. The output of C code is not seen. A file that
+    cannot be written does not stop the run."""
 
     def __init__(self, folder: Path, rank: int):
-        self.path = folder / ("run.log" if rank == 0 else f"run_rank{rank}.log")
+        self.path = RUN_LOG.path(folder, rank)
         self.failures = 0
         self._file: TextIO | None = None
 
@@ -24,14 +24,12 @@ class RunLog:
         except OSError:
             self.failures += 1
         self._before = (sys.stdout, sys.stderr)
-        sys.stdout, sys.stderr = (_Both(stream, self) for stream in self._before)
+        sys.stdout, sys.stderr = (cast(TextIO, _Both(stream, self)) for stream in self._before)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         sys.stdout, sys.stderr = self._before
-        if error is not None:  # printed by whoever catches it, when this file is closed
+        if error is not None:  # its traceback is printed after this file is closed
             self.write(f"ended by {type(error).__name__}: {error}\n")
         if self._file is not None:
             try:
@@ -47,7 +45,7 @@ class RunLog:
                 self.failures += 1
 
 
-class _Both(io.TextIOBase):
+class _Both:
     """A stream whose text the log gets as well; in everything else it is the stream."""
 
     def __init__(self, stream: TextIO, log: RunLog):
@@ -56,19 +54,6 @@ class _Both(io.TextIOBase):
     def write(self, text: str) -> int:
         self._log.write(text)
         return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -1,163 +1,128 @@
-"""Where events go beside the heartbeat: CSV files, TensorBoard, and a tracker that is installed."""
+"""Where events go beside the heartbeat: CSV files, TensorBoard, and an experiment tracker that is installed."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nsa.record.attention_stats import DISTANCE_BINS, GateStats
-from nsa.record.events import Event, Sink
-from nsa.record.tables import Table
-from nsa.record.training_csv import COLUMNS
+from nsa.errors import LaunchError
+from nsa.record.events import Sink
+from nsa.record.schema import GATES, SELECTION, TABLES, TENSORBOARD_FOLDER, Event, Table
 
-GATE_COLUMNS = ("step", "layer", *(f.name for f in fields(GateStats)))
-_SELECTION_VALUES = ("rows", "mean_distinct", "max_distinct", "share_at_max", "share_forced", "agreement")
-_DISTANCES = tuple(f"distance_{name}" for name in DISTANCE_BINS)
-SELECTION_COLUMNS = ("step", *_SELECTION_VALUES, *_DISTANCES)
-LAYER_SELECTION_COLUMNS = ("step", "layer", *_SELECTION_VALUES, *_DISTANCES)
-FALLBACK_COLUMNS = ("step", "branch", "reason", "count")
-Rows = Callable[[Event], list[list[Any]]]
-_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
+_TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
+_GATE_SCALARS = GATES.columns[3:]
+_SELECTION_SCALARS = [name for name in SELECTION.columns[2:] if not name.startswith("distance_")]
 
 
-def csv_sinks(folder: Path, rank: int, done_steps: int) -> list[Sink]:
-    """The CSV files of a rank. Rank 0 has the plain names."""
-
-    def table(stem: str, columns: Sequence[str], event: str, rows: Rows) -> "TableSink":
-        name = f"{stem}_rank{rank}.csv" if rank else f"{stem}.csv"
-        return TableSink(name, Table(folder / name, columns, done_steps), event, rows)
-
-    return [
-        table("training", COLUMNS, "step", _training_rows),
-        table("gate_stats", GATE_COLUMNS, "gates", _gate_rows),
-        table("k_stats", SELECTION_COLUMNS, "selection", _selection_rows),
-        table("k_stats_layers", LAYER_SELECTION_COLUMNS, "selection", _layer_selection_rows),
-        table("fallback_counters", FALLBACK_COLUMNS, "fallbacks", _fallback_rows),
-    ]
+def table_sinks(folder: Path, rank: int, done_steps: int) -> list[Sink]:
+    return [TableSink(folder, rank, table, done_steps) for table in TABLES]
 
 
-class TableSink:
-    """Rows of a CSV file from one kind of event."""
+class TableSink(Sink):
+    """A CSV file of one rank. It keeps the rows up to `done_steps` and removes what an interrupted run wrote after.
+
+    A row that cannot be written stays in the buffer and is tried again with the next one.
+    """
 
     is_awaited = True
 
-    def __init__(self, name: str, table: Table, event: str, rows: Rows):
-        self.name, self.table, self.event, self.rows = name, table, event, rows
+    def __init__(self, folder: Path, rank: int, table: Table, done_steps: int = 0):
+        path = table.files.path(folder, rank)
+        self.name, self.table = path.name, table
+        try:
+            kept = _length_until(path, table.header.encode(), done_steps)
+            if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
+                path.rename(path.with_suffix(".old.csv"))
+            self._file = path.open("r+b" if kept else "wb")
+            if kept:
+                self._file.truncate(kept)
+                self._file.seek(kept)
+            else:
+                self._file.write(table.header.encode())
+        except OSError as error:
+            raise LaunchError(f"train.out_dir: {path} cannot be written: {error.strerror}") from None
 
     def write(self, event: Event) -> None:
-        if event["event"] == self.event:
-            for row in self.rows(event):
-                self.table.write(row)
-            self._raise_failures()
+        if event["event"] == self.table.event:
+            self._file.write(self.table.format(event).encode())
+            self._file.flush()
 
     def flush(self) -> None:
-        self.table.flush_to_disk()
-        self._raise_failures()
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self.table.close()
-        self._raise_failures()
-
-    def _raise_failures(self) -> None:
-        """A table keeps what it could not write for its next row; the stream counts that it was late."""
-        if self.table.failures:
-            self.table.failures = 0
-            raise OSError(0, self.table.last_failure)
+        self._file.close()
 
 
-def _training_rows(event: Event) -> list[list[Any]]:
-    return [[event[name] for name in COLUMNS]]
+def _length_until(path: Path, header: bytes, done_steps: int) -> int:
+    """Bytes of the file that hold the header and whole rows of steps up to `done_steps`."""
+    if not done_steps or not path.exists():
+        return 0
+    with path.open("rb") as file:
+        if file.readline() != header:
+            return 0
+        length = len(header)
+        for line in file:
+            step = line.split(b",", 1)[0]
+            if not line.endswith(b"\n") or not step.isdigit() or int(step) > done_steps:
+                break
+            length += len(line)
+    return length
 
 
-def _gate_rows(event: Event) -> list[list[Any]]:
-    layers = [*event["layers"], {**event, "layer": "all"}]
-    return [[event["step"], *(layer[name] for name in GATE_COLUMNS[1:])] for layer in layers]
-
-
-def _selection_rows(event: Event) -> list[list[Any]]:
-    return [[event["step"], *_selection_values(event)]]
-
-
-def _layer_selection_rows(event: Event) -> list[list[Any]]:
-    return [[event["step"], layer["layer"], *_selection_values(layer)] for layer in event["layers"]]
-
-
-def _selection_values(stats: dict[str, Any]) -> list[Any]:
-    return [*(stats[name] for name in _SELECTION_VALUES), *stats["distances"]]
-
-
-def _fallback_rows(event: Event) -> list[list[Any]]:
-    return [[event["step"], branch, reason, count] for branch, reason, count in event["counts"]]
-
-
-class TensorBoard:
-    """Curves under `tb/`; of a resumed run the steps after its checkpoint are shown once."""
+class TensorBoard(Sink):
+    """Curves under `tb/`. A resumed run shows the steps after its checkpoint once."""
 
     name = "tensorboard"
-    is_awaited = False
 
     def __init__(self, folder: Path, first_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tb"), purge_step=first_step + 1)
+        self._writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1)
 
     def write(self, event: Event) -> None:
         for name, value in scalars_of(event).items():
             self._writer.add_scalar(name, value, event["step"])
 
-    def flush(self) -> None:
-        pass
-
     def close(self) -> None:
         self._writer.close()
 
 
-class Tracker:
-    """W&B or trackio, whichever the configuration names: both take `init`, `log` and `finish`.
+class Tracker(Sink):
+    """W&B or trackio, as the configuration says: both have `init`, `log` and `finish`.
 
-    Nothing of it happens before the first event: a server that does not answer holds up the thread of this sink, not
-    the start of the run.
+    It starts with the first event: a server that does not answer blocks the thread of this sink, not the run.
     """
-
-    is_awaited = False
 
     def __init__(self, package: str, folder: Path, config: dict[str, Any]):
         self.name = package
         self._newest_step = 0
         self._module: Any = import_module(package)
-        self._begin = {"project": "nsa", "name": folder.name, "config": config, **_where(package, folder)}
-        self._began = False
+        self._options = {"project": "nsa", "name": folder.name, "config": config}
+        if package == "wandb":
+            self._options["dir"] = str(folder)
+        self._started = False
 
     def write(self, event: Event) -> None:
-        if not self._began:
-            self._module.init(**self._begin)
-            self._began = True
+        if not self._started:
+            self._module.init(**self._options)
+            self._started = True
         scalars = scalars_of(event)
         if scalars:
-            # W&B leaves out what is of an earlier step than the last, and samples may come a step late.
+            # W&B drops values of an earlier step than the last, and samples may come a step late.
             self._newest_step = max(self._newest_step, event["step"])
             self._module.log(scalars, step=self._newest_step)
 
-    def flush(self) -> None:
-        pass
-
     def close(self) -> None:
-        if self._began:
+        if self._started:
             self._module.finish()
 
 
-def _where(package: str, folder: Path) -> dict[str, Any]:
-    return {"dir": str(folder)} if package == "wandb" else {}
-
-
 def scalars_of(event: Event) -> dict[str, float]:
-    """What of an event is a curve."""
+    """The values of an event that are curves."""
     kind = event["event"]
     if kind == "step":
-        return {f"train/{name}": event[name] for name in _SCALARS if event[name] is not None}
-    if kind == "gates":
-        return {f"gates/{name}": event[name] for name in GATE_COLUMNS[3:]}
-    if kind == "selection":
-        return {f"selection/{name}": event[name] for name in _SELECTION_VALUES if name != "rows"}
-    return {}
+        return {f"train/{name}": event[name] for name in _TRAINING_SCALARS if event[name] is not None}
+    names = {"gates": _GATE_SCALARS, "selection": _SELECTION_SCALARS}.get(kind, ())
+    return {f"{kind}/{name}": event[name] for name in names}

@@ -1,8 +1,8 @@
-"""Tracing of the backward pass, to find out why a job hangs or why its ranks part ways.
+"""Tracing of the backward pass, to find out why a job hangs or why its ranks diverge.
 
-`trace_rank{r}.jsonl` gets one JSON object a line, each written at once: what stands in the file has happened, and a
-hang leaves what happened before it. On a GPU the device is waited for before every line, so that a line means computed
-and not just queued: a traced run is slower. `nsa trace` (trace_report.py) explains the files of all ranks. Events:
+`trace_rank{r}.jsonl` gets one JSON object a line, each written at once: what is in the file has happened, and a hang
+leaves what happened before it. On a GPU every line waits for the device, so that a line means computed and not just
+queued: a traced run is slower. `nsa trace` (trace_report.py) explains the files of all ranks. Events:
 
     start       what is traced, by how many ranks, names of the trainable parameters
     note        something that could not be traced, and why
@@ -14,8 +14,7 @@ and not just queued: a traced run is slower. `nsa trace` (trace_report.py) expla
     module_bwd  backward came to a module: the gradient of its output is there
     bucket      a DDP bucket goes to the other ranks (`done` is null), and the same again when it is summed
 
-Nothing is attached for what is not traced. No event calls a collective, and none stops a run: what cannot be recorded
-is counted.
+Nothing is attached for what is not traced. No event calls a collective, and none stops a run: failures are counted.
 """
 
 import functools
@@ -34,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.nn.block import DecoderBlock
 from nsa.record.numbers import plain
-from nsa.record.trace_file import LineFile, older_path, trace_path
+from nsa.record.trace_file import TraceFile
 
 P = ParamSpec("P")
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
@@ -45,65 +44,58 @@ _CHECKSUM_BITS = 2**52 - 1  # what a float64 holds exactly
 
 
 def _counted(method: Callable[Concatenate["Tracer", P], None]) -> Callable[Concatenate["Tracer", P], None]:
-    """What goes wrong in recording is counted; training never hears of it."""
+    """Errors in recording are counted and never reach training."""
 
     @functools.wraps(method)
     def guarded(self: "Tracer", /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self._failed(error)
+            self.failures += 1
+            self.last_failure = f"{type(error).__name__}: {error}"
 
     return guarded
 
 
 class Tracer:
-    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` says why.
+    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` has the last reason.
 
     Order of use: `traced_hook` while the model is wrapped, `attach` when it is, then steps, then `close`.
     """
 
     def __init__(self, folder: Path, rank: int, *, grads: bool, modules: bool, buckets: bool):
         self.rank, self.grads, self.modules, self.buckets = rank, grads, modules, buckets
+        self.on = grads or modules or buckets
         self.failures = 0
         self.last_failure = ""
-        self._file = LineFile(trace_path(folder, rank), older_path(folder, rank))
+        self._file = TraceFile(folder, rank)
         self._step: int | None = None  # None: not in a step, nothing is recorded
-        self._is_started = False
-        self._looked_before = False
+        self._has_digest = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
-        self._start: dict[str, Any] = {}
-        self._arrived: set[str] = set()
-        self._orders = {"grad": 0, "module_bwd": 0}
+        self._arrived: dict[str, list[str]] = {"grad": [], "module_bwd": []}  # names in this step, in order
         self._handles: list[Any] = []
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._gpu: torch.device | None = None
         self._sharded = False
 
-    @property
-    def on(self) -> bool:
-        return self.grads or self.modules or self.buckets
-
     @_counted
     def attach(self, model: nn.Module, module: nn.Module) -> None:
-        """Hooks onto `model`, the decoder; `module` is what is called, in the clothes of its strategy.
-
-        Blocks must be compiled and recomputed as they will be, and wrapped or sharded, before this.
-        """
+        """Hooks onto `model`, the decoder; `module` is the same, wrapped for its strategy. Call it when blocks are
+        compiled, recomputed, wrapped and sharded as they will be."""
         if not self.on:
             return
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
         self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-        self._start = {
+        header = {
             "rank": self.rank,
             "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
             "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
             "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
         }
-        self._is_started = self._emit("start", **self._start)
+        self._begin(header)
         if self.grads:
             self._attach_grads(model)
         if self.modules:
@@ -112,7 +104,7 @@ class Tracer:
             self._emit("note", text="buckets: there are none without DDP")
 
     def traced_hook(self, inner: Hook) -> Hook:
-        """The communication hook of DDP that does what `inner` does and records every bucket's way."""
+        """A communication hook of DDP that does what `inner` does and records when buckets start and are done."""
         if not self.buckets:
             return inner
 
@@ -131,25 +123,22 @@ class Tracer:
         if not self.on:
             return
         self._step = step
-        self._arrived.clear()
-        self._orders = dict.fromkeys(self._orders, 0)
-        if self._file.turn_over(_LARGEST_FILE):
-            self._emit("start", **self._start, continued=True)
-        elif not self._is_started:  # there was no room for it
-            self._is_started = self._emit("start", **self._start)
-        if self.grads and not self._looked_before:
-            self._looked_before = True
+        self._arrived = {event: [] for event in self._arrived}
+        self._file.rotate(_LARGEST_FILE)
+        if self.grads and not self._has_digest:
+            self._has_digest = True
             self._digest(before=True)
         self._emit("step_begin")
 
     @_counted
     def step_end(self, step: int, loss: float) -> None:
-        """Call before gradients are cleared; of a step that was left out they are, which the digest says."""
+        """Call before gradients are cleared; those of a skipped step are, which the digest records."""
         if not self.on:
             return
         try:
             if self.grads:
-                missing = [n for n, p in self._parameters.items() if p.requires_grad and n not in self._arrived]
+                arrived = set(self._arrived["grad"])
+                missing = [n for n, p in self._parameters.items() if p.requires_grad and n not in arrived]
                 if missing:
                     self._emit("missing", names=missing)
                 self._digest()
@@ -159,7 +148,7 @@ class Tracer:
 
     @_counted
     def close(self) -> None:
-        """Takes every hook off. Between steps it also says that this rank came to its end; inside one it did not."""
+        """Removes every hook. Between steps it also records the end of this rank; inside a step there was none."""
         if self._file.is_closed:
             return
         for handle in self._handles:
@@ -186,7 +175,7 @@ class Tracer:
         known = self._watched.get(name)
         if parameter.requires_grad and (known is None or known() is not parameter):
             self._watched[name] = weakref.ref(parameter)
-            hook = functools.partial(self._gradient, name)
+            hook = functools.partial(self._record, "grad", name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @_counted
@@ -211,18 +200,15 @@ class Tracer:
         outputs = output if isinstance(output, tuple | list) else (output,)
         tensor = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
         if tensor is not None and self._step is not None:
-            tensor.register_hook(functools.partial(self._module_backward, name))
+            tensor.register_hook(functools.partial(self._record, "module_bwd", name))
 
     @_counted
-    def _gradient(self, name: str, parameter: Tensor) -> None:
+    def _record(self, event: str, name: str, _: Tensor) -> None:
+        """A gradient was added up, or backward came to a module."""
         if self._step is not None:
-            self._arrived.add(name)
-            self._emit_in_order("grad", name)
-
-    @_counted
-    def _module_backward(self, name: str, gradient: Tensor) -> None:
-        if self._step is not None:
-            self._emit_in_order("module_bwd", name)
+            self._wait_for_device()
+            self._emit(event, name=name, order=len(self._arrived[event]))
+            self._arrived[event].append(name)
 
     @_counted
     def _bucket_begins(self, bucket: Any, record: dict[str, Any]) -> None:
@@ -239,7 +225,7 @@ class Tracer:
         self._emit("bucket", **record, done=None)
 
     def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
-        value = future.value()  # raises what went wrong on the way: such a bucket is never done
+        value = future.value()  # raises if the reduction failed: such a bucket is never done
         if record:
             self._bucket_ends(record)
         return value
@@ -259,28 +245,19 @@ class Tracer:
         self._emit(
             "digest",
             before=before,
-            cleared=bool(self._arrived) and not gradients,
+            cleared=bool(self._arrived["grad"]) and not gradients,
             gradients=dict(zip(gradients, values, strict=False)),
             parameters=dict(zip(parameters, values[len(gradients) :], strict=True)),
         )
 
-    def _emit_in_order(self, event: str, name: str) -> None:
-        self._wait_for_device()
-        self._emit(event, name=name, order=self._orders[event])
-        self._orders[event] += 1
+    @_counted
+    def _begin(self, header: dict[str, Any]) -> None:
+        self._file.begin(header)
 
-    def _emit(self, event: str, **values: Any) -> bool:
-        """Whether it could be written; a line that could not does not keep the next from being tried."""
-        try:
-            self._file.write({"time": time.time(), "step": self._step, "event": event, **values})
-        except Exception as error:
-            self._failed(error)
-            return False
-        return True
-
-    def _failed(self, error: Exception) -> None:
-        self.failures += 1
-        self.last_failure = f"{type(error).__name__}: {error}"
+    @_counted
+    def _emit(self, /, event: str, **values: Any) -> None:
+        """Never raises: after a line that could not be written the next is tried."""
+        self._file.write(event, **{"step": self._step, **values})
 
     def _wait_for_device(self) -> None:
         if self._gpu is not None:
@@ -288,7 +265,7 @@ class Tracer:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The model's parts, its blocks and their parts by name; and whether each lies inside a compiled block."""
+    """The model's parts, its blocks and their parts by name; and whether each is inside a compiled block."""
     containers = (nn.ModuleList, nn.ModuleDict)
     parents = {"": False} | {
         name: hasattr(module.forward, "_torchdynamo_orig_callable")
@@ -302,7 +279,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
-    """Sum, norm and checksum of each, computed where they lie; they come to the host in one piece.
+    """Sum, norm and checksum of each, computed on their device and copied to the host in one piece.
 
     Sum and norm are for people. The checksum adds up the bits as whole numbers: the same in any order of adding, so it
     differs only where the tensors do.

@@ -1,5 +1,5 @@
 """The training loop."""
 
-from nsa.train.trainer import train
+from nsa.train.loop import train
 
 __all__ = ["train"]

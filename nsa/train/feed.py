@@ -1,16 +1,16 @@
-"""What a run reads, step after step: opened, checked against the checkpoint, made ahead, reported when it stalls."""
+"""What a run reads, step after step: opened, checked against the checkpoint, prefetched, reported when it stalls."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from nsa.config import Config
-from nsa.data.build import Data, Place, build_data
-from nsa.data.loader import Batch, Loader, Patience, Prefetcher, Request
+from nsa.config.schema import DataConfig
+from nsa.data.build import Data, build_data
+from nsa.data.loader import Batch, Loader, Prefetcher, Request
 from nsa.data.waiting import Activity, Waiter, WaitStopped
 from nsa.errors import DataError, DataUnavailableError, Interrupted, Preempted
 from nsa.parallel.collectives import sum_over_ranks
@@ -18,15 +18,13 @@ from nsa.train.monitor import Monitor
 from nsa.train.signals import StopRequest
 from nsa.train.state import RunState
 
-T = TypeVar("T")
-
 
 class Feed:
     """This rank's batches, from the run's data cursor on. Which sequences a step reads, over all ranks, depends on the
     cursor alone: sequence number first + k is read by rank k % size.
 
-    No wait is silent. A process that is asked to stop leaves the wait for its first batch, and one that trains alone
-    any later one, with `WaitStopped`. Ranks do not: within a step they wait for each other.
+    Every long wait is reported. A request to stop interrupts the wait for the first batch, and in a run of one process
+    any later one, with `WaitStopped`. Ranks of a larger run finish their step: they wait for each other in it.
     """
 
     def __init__(
@@ -35,95 +33,83 @@ class Feed:
         self.config, self.state, self.folder = config, state, folder
         self.micro_batch, self.monitor, self.stop = micro_batch, monitor, stop
         self.passes = config.train.batch_size // (micro_batch * state.world.size)
-        self.fallback: str | None = None  # why the run trains on invented text
+        self.fallback: str | None = None  # why the run trains on synthetic text
         self.first_batch_s = 0.0
         self._arrived = 0
-        self._may_leave = False  # whether a signal ends a wait
-        self._waiting: Batch | None = None
-        self._ahead: Prefetcher | None = None
+        self._interruptible = False  # whether a signal ends a wait
+        self._first: Batch | None = None
+        self._batches: Prefetcher | None = None
 
     def open(self, *, synthetic_on_fail: bool, accept_changes: bool) -> None:
         """Opens the source and gets the first batch, or falls back; all ranks do the same."""
         began = time.perf_counter()
         failure = self._try()
-        # Every rank says how it went, so that none trains on invented text, or stops, while another does not.
+        # Ranks agree on how it went, so that none trains on synthetic text, or stops, while another does not.
         left = isinstance(failure, WaitStopped)
         votes = (failure is not None, left and self.stop.terminate, left and self.stop.interrupt)
         counted = torch.tensor([float(vote) for vote in votes], device=self.state.device)
         failed, terminated, interrupted = sum_over_ranks(counted, self.state.world).tolist()
         if failed:
-            self._abandon()
+            self._activity.cancel()  # threads that still read this source end soon
+            if self._batches is not None:
+                self.close()
             if terminated or interrupted:
                 raise self._stopped(Preempted if terminated else Interrupted)
             if not synthetic_on_fail:
-                raise failure or DataUnavailableError("another rank could not reach its data; see there")
+                raise failure or DataUnavailableError("another rank could not reach its data; see its log")
             self._fall_back(str(failure or "another rank could not reach its data"))
         self._check_same_data(accept_changes)
-        self._data.started()
-        self._may_leave = self.state.world.size == 1
+        self._data.set_deadline(self.config.data.timeout_s)
+        self._interruptible = self.state.world.size == 1
         self.first_batch_s = time.perf_counter() - began
         self.monitor.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self._data.summary)
 
     def _try(self) -> DataUnavailableError | WaitStopped | None:
-        self._may_leave = True
+        self._interruptible = True
         try:
-            self._start(self.config)
+            self._start(self.config.data)
         except (DataUnavailableError, WaitStopped) as error:
             return error
         finally:
-            self._may_leave = False
+            self._interruptible = False
         return None
-
-    def _abandon(self) -> None:
-        """Threads that still ask a source which is not read after all end soon."""
-        self._activity.give_up()
-        if self._ahead is not None:
-            self.close()
 
     def _stopped(self, kind: type[Preempted]) -> Preempted:
         step = self.state.progress.step
         self.monitor.emit("preempted", step)
         return kind(
-            f"asked to stop at step {step} while the first batch was waited for, with nothing to save; the same "
-            "command goes on from there"
+            f"asked to stop at step {step} while the run waited for its first batch, with nothing to save; the same "
+            "command resumes from there"
         )
 
-    def _start(self, config: Config) -> None:
-        place = Place(self.folder, self.state.world.rank)
+    def _start(self, data: DataConfig) -> None:
+        self._batches = None
         self._activity = Activity()
-        self._waiter = Waiter(config.data.stall_s, self._report_stall, self._activity.waiting_for, stopped=self._leaves)
-        self._ahead = None
+        self._waiter = Waiter(self._activity, data.stall_s, self._report_stall, stopped=self._is_stopped)
+        train, state = self.config.train, self.state
         self._data: Data = self._waiter.run(
-            lambda: build_data(config.data, config.train, self.state.tokenizer, place, self._activity),
+            lambda: build_data(data, train, state.tokenizer, self.folder, state.world.rank, self._activity),
             "the source to open",
         )
-        self._requests = self._requests_from(self.state.progress.sequences, self.state.progress.step)
-        data = config.data
-        if data.workers:
-            self._ahead = Prefetcher(
-                self._data.train,
-                self._requests,
-                ahead=data.prefetch,
-                device=self.state.device,
-                patience=Patience(data.first_batch_s, data.timeout_s, data.stall_s),
-                report=self._report_stall,
-                waiting_for=self._activity.waiting_for,
-                arrived=self._activity.arrived,
-                stopped=self._leaves,
-            )
-        if self.state.progress.step < config.train.steps:
-            self._waiting = self.next()
+        self._batches = Prefetcher(
+            self._data.train,
+            self._requests_from(state.progress.sequences, state.progress.step),
+            ahead=data.prefetch if data.workers else 0,
+            device=state.device,
+            waiter=self._waiter,
+            first_batch_s=data.first_batch_s,
+            timeout_s=data.timeout_s,
+        )
+        if state.progress.step < train.steps:
+            self._first = self._batches.next()
 
     def _fall_back(self, reason: str) -> None:
         self.fallback = reason
-        self._waiting = None
-        self._start(self.config.model_copy(update={"data": self._synthetic()}))
+        self._first = None
+        self._start(self.config.data.model_copy(update={"source": "synthetic", "mixture": [], "packing": "concat"}))
         for line in ("=" * 78, f"DATA FALLBACK: {reason}", "THIS RUN TRAINS ON SYNTHETIC TEXT", "=" * 78):
             self.monitor.say(line)
         self.monitor.stream.incident("data_fallback", reason, self.state.progress.step)
-
-    def _synthetic(self) -> Any:
-        return self.config.data.model_copy(update={"source": "synthetic", "mixture": [], "packing": "concat"})
 
     def _check_same_data(self, accept_changes: bool) -> None:
         """The cursor counts sequences of one corpus: it means nothing in another."""
@@ -131,7 +117,7 @@ class Feed:
         if known is not None and known != found and not accept_changes:
             raise DataError(
                 f"data: the checkpoint was trained on other data than {self._data.summary}: files, tokenizer or split "
-                "changed, and its place in them is lost; put the old data back, or --accept-changes to read the new "
+                "changed, and its position in them is lost; restore the old data, or --accept-changes to read the new "
                 "from the same sequence number on"
             )
         self.state.data = found
@@ -145,10 +131,10 @@ class Feed:
         return self._data.validation
 
     def ready_validation(self) -> Loader:
-        """The validation sequences; those of a stream are collected when they are first asked for."""
+        """The validation sequences; those of a stream are collected when they are first needed."""
         loader = self._data.validation
         assert loader is not None
-        self._patiently(lambda: loader.num_sequences, "validation documents")
+        self._waiter.run(lambda: loader.num_sequences, "validation documents", interruptible=False)
         return loader
 
     def num_targets(self) -> int:
@@ -157,29 +143,23 @@ class Feed:
 
     def next(self) -> Batch:
         """The next micro-batch."""
-        if self._waiting is not None:
-            batch, self._waiting = self._waiting, None
+        if self._first is not None:
+            batch, self._first = self._first, None
             return batch
-        if self._ahead is not None:
-            return self._ahead.next()
-        request = next(self._requests)
-        which = "the next batch" if self.first_batch_s else "the first batch"
-        return self._waiter.run(lambda: self._get(request), which)
+        assert self._batches is not None
+        return self._batches.next()
 
     def again(self) -> list[Batch]:
-        """The micro-batches of the step under way, once more."""
+        """The micro-batches of the current step, once more."""
         requests = list(self._requests_of(self.state.progress.sequences))
-        return self._patiently(lambda: [self._get(request) for request in requests], "the batches of the step")
+        return self._waiter.run(
+            lambda: [self._data.train.batch(r.first, r.count, r.stride) for r in requests],
+            "the batches of the step",
+            interruptible=False,
+        )
 
-    def _patiently(self, function: Callable[[], T], what: str) -> T:
-        """What must be had before the run may stop: the step is done, and only complete with it."""
-        return replace(self._waiter, stopped=lambda: False).run(function, what)
-
-    def _leaves(self) -> bool:
-        return self._may_leave and (self.stop.terminate or self.stop.interrupt)
-
-    def _get(self, request: Request) -> Batch:
-        return self._data.train.batch(request.first, request.count, request.stride)
+    def _is_stopped(self) -> bool:
+        return self._interruptible and (self.stop.terminate or self.stop.interrupt)
 
     def _requests_from(self, first: int, step: int) -> Iterator[Request]:
         for later in range(self.config.train.steps - step):
@@ -192,7 +172,7 @@ class Feed:
 
     def _report_stall(self, seconds: float, message: str) -> None:
         arrived, self._arrived = self._arrived, self._activity.arrived()
-        # A hub that is tried again and again, or delivers slowly, is no hang.
+        # A hub that is being retried, or delivers slowly, is no hang.
         if self._activity.server() is not None or self._arrived != arrived:
             self.monitor.beat(self.state.progress.step + 1, "data")
         self.monitor.emit("data_stall", self.state.progress.step, seconds=seconds, message=message)
@@ -207,10 +187,10 @@ class Feed:
             "first_batch_s": self.first_batch_s,
             "sequences": self._data.train.sequences.shares(self.state.progress.sequences),
             "fingerprint": self._data.fingerprint,
-            "commits": list(self._data.commits),
+            "commits": self._data.commits,
         }
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._batches is not None:
+            self._batches.close()
         self._data.close()

@@ -1,11 +1,11 @@
-"""Everything a run says about itself: lines for people, events and their sinks, samples of sparse attention.
+"""Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
 
-Nothing here waits for the device or for another rank. Files that cannot be opened at the start end the run, since its
-folder is of no use then; nothing that fails later does.
+Nothing here waits for the device or for another rank. A file that cannot be opened at the start ends the run, because
+its folder is not usable; nothing that fails later does.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,16 +17,17 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
 from nsa.parallel.launch import World
-from nsa.record.attention_stats import AttentionObserver, GateStats, Sample, SelectionStats
+from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
-from nsa.record.events import EventStream, Heartbeat, Sink
-from nsa.record.memory import dump_memory
+from nsa.record.events import EventStream, HeartbeatSink, Sink
+from nsa.record.guard import hang_reason
+from nsa.record.memory_dump import dump_memory
 from nsa.record.profile import StepProfiler
-from nsa.record.sinks import TensorBoard, Tracker, csv_sinks
+from nsa.record.schema import EventKind, GateStats, SelectionStats, TrainingRow
+from nsa.record.sinks import TensorBoard, Tracker, table_sinks
 from nsa.record.trace import Tracer
-from nsa.record.training_csv import TrainingRow
-from nsa.record.watchdog import DATA_PHASE, Watchdog
+from nsa.record.watchdog import Watchdog
 from nsa.train.folder import record_end
 from nsa.train.state import RunState
 
@@ -34,7 +35,7 @@ from nsa.train.state import RunState
 class Monitor:
     def __init__(self, config: Config, folder: Path, world: World):
         self.config, self.folder, self.world = config, folder, world
-        self.stream = EventStream(world.rank, [Heartbeat(folder, world.rank)])
+        self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)])
         self.console = RunConsole(config.train.steps, silent=not world.is_first)
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         self.watchdog = Watchdog(
@@ -54,14 +55,14 @@ class Monitor:
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._sink_failures = 0
-        self._told = False  # that something cannot be written
+        self._failure_reported = False
         self._steps_done = 0
 
     def open(self, state: RunState) -> None:
-        """The files of the run, cut back to the step it goes on from."""
+        """Opens the files of the run, truncated to the step it resumes from."""
         done, wanted = state.progress.step, self.config.telemetry
         if self.world.is_first or wanted.per_rank:
-            self.stream.add(*csv_sinks(self.folder, self.world.rank, done))
+            self.stream.add(*table_sinks(self.folder, self.world.rank, done))
         if self.world.is_first and wanted.tensorboard:
             self._add(lambda: TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
@@ -79,22 +80,21 @@ class Monitor:
             self.stream.last_failure = str(error)
 
     def observer(self, step: int) -> Observer | None:
-        """Who watches this step's forward pass."""
+        """Sees this step's forward pass, if it is sampled."""
         return self._observer if self._is_sampled(step) else None
 
     def beat(self, step: int, phase: str) -> None:
-        """Progress: the watchdog's patience begins anew."""
+        """Progress: the watchdog's timeout starts again."""
         self.watchdog.beat(step, phase)
 
     def patient(self) -> AbstractContextManager[None]:
         """Inside, as much time as for the first step: for what may compile or write much."""
-        return self.watchdog.patient(self.config.telemetry.watchdog_first_step_s)
+        return self.watchdog.allow(self.config.telemetry.watchdog_first_step_s)
 
     def _on_hang(self, report: dict[str, Any]) -> None:
         """In the watchdog's thread; the process ends when this returns."""
-        step = int(report.pop("step", 0))
-        self.stream.emit("hang", step, **report)
-        reason = HangError(_hang_words(self.world.rank, step, report))
+        reason = HangError(hang_reason(self.world.rank, report))
+        self.stream.emit("hang", **report)
         record_end(self.folder, reason, self._steps_done, self.describe())
         self.stream.flush(3.0)
 
@@ -113,7 +113,7 @@ class Monitor:
     def say(self, line: str) -> None:
         self.console.say(line)
 
-    def emit(self, event: str, step: int, **values: Any) -> None:
+    def emit(self, event: EventKind, step: int, **values: Any) -> None:
         self.stream.emit(event, step, **values)
 
     def incident(self, kind: str, message: str, step: int) -> None:
@@ -121,13 +121,13 @@ class Monitor:
         self.console.say(f"incident {kind}: {message}")
 
     def step_done(self, row: TrainingRow) -> None:
-        """A step is through, its validation included."""
+        """A step is done, its validation included."""
         self.watchdog.step_done(row.step_s)
         self._steps_done = row.step
         self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
         self._take_samples(row.step)
-        if self.failures and not self._told:
-            self._told = True
+        if self.failures and not self._failure_reported:
+            self._failure_reported = True
             self.incident("telemetry", self.stream.last_failure or "a file or a sink could not be written", row.step)
         trace = self.profiler.after(row.step)
         self.console.advance(row.step, row.loss)
@@ -155,31 +155,31 @@ class Monitor:
                 self._emit_sample(sample)
 
     def last_samples(self) -> None:
-        """At the end of a run: what was still on its way."""
+        """At the end of a run: those that have not arrived yet."""
         if self._observer is not None:
             self._observer.wait()
             for sample in self._observer.ready():
                 self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
-        if sample.all_gates is not None:
-            layers = [{"layer": name, **asdict(stats)} for name, stats in sample.gates]
-            self._last["gates"] = _finite(sample.all_gates)
-            self.stream.emit("gates", sample.step, layers=layers, **asdict(sample.all_gates))
-        if sample.all_selection is not None:
-            layers = [{"layer": name, **asdict(stats)} for name, stats in sample.selection]
-            self._last["selection"] = _finite(sample.all_selection)
-            self.stream.emit("selection", sample.step, layers=layers, **asdict(sample.all_selection))
+        self._emit_stats("gates", sample.step, sample.gates)
+        self._emit_stats("selection", sample.step, sample.selection)
+
+    def _emit_stats(self, event: EventKind, step: int, stats: Mapping[str, GateStats | SelectionStats]) -> None:
+        if stats:
+            *layers, (_, whole) = stats.items()
+            self._last[event] = _finite(whole)
+            self.stream.emit(event, step, layers=[{"layer": n, **asdict(s)} for n, s in layers], **asdict(whole))
 
     @property
     def failures(self) -> int:
-        """What could not be written and was left out."""
+        """How many records could not be written."""
         observed = self._observer.failures if self._observer else 0
         others = self.watchdog.failures + self.tracer.failures
         return self.stream.dropped + self._sink_failures + observed + others
 
     def describe(self) -> dict[str, Any]:
-        """For the summary of the run: what this rank saw. Whoever reads it finds the others in their heartbeats."""
+        """For the summary of the run: what this rank saw. The heartbeats have it for the other ranks."""
         return {
             "rank": self.world.rank,
             "incidents": self.stream.incidents,
@@ -199,13 +199,3 @@ class Monitor:
 def _finite(stats: GateStats | SelectionStats) -> dict[str, Any]:
     """For JSON, which has no NaN: what is not finite is null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(stats).items()}
-
-
-def _hang_words(rank: int, step: int, report: dict[str, Any]) -> str:
-    """Why the run ended, and where to look."""
-    where = "waiting for data" if report["phase"] == DATA_PHASE else f"phase {report['phase']}"
-    stacks = Path(report["file"]).name if report["file"] else "the log"
-    return (
-        f"rank {rank}: no progress for {report['silent_s']:.0f} s in step {step} ({where}); {stacks} shows where every "
-        "rank stood; the same command goes on from the last checkpoint"
-    )

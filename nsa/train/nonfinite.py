@@ -1,4 +1,4 @@
-"""When a loss or a gradient is not finite: what is kept, so that the very step can be run again.
+"""When a loss or a gradient is not finite: the step is dumped, so that it can be run again.
 
 nonfinite/step_00000151/report.json            step, loss, gradient norm, configuration
 nonfinite/step_00000151/batch_rank{r}.safetensors   what each rank read
@@ -12,32 +12,33 @@ from typing import Any
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from nsa.checkpoint.export import load_weights, serialize_weights
 from nsa.checkpoint.files import write_atomically
-from nsa.checkpoint.weights import load_weights, spell_weights
 from nsa.config import Config, parse_config
-from nsa.data.build import tokenizer_for
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
+from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import CheckpointError
+from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
-from nsa.train.folder import NONFINITE_FOLDER
+from nsa.record.schema import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
 
 
 def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
     """Every rank calls this, with the step's own batches and the weights as they were before it."""
-    place = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
+    dumped = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
     weights = gather_weights(state.parameters, state.world)  # before anything can fail on one rank alone
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         for name, tensor in vars(batch).items():
             if tensor is not None:
                 tensors[f"{number}/{name}"] = tensor.cpu().clone()  # inputs and targets of one row overlap
-    place.mkdir(parents=True, exist_ok=True)
-    write_atomically(place / f"batch_rank{state.world.rank}.safetensors", save(tensors))
+    dumped.mkdir(parents=True, exist_ok=True)
+    write_atomically(dumped / f"batch_rank{state.world.rank}.safetensors", save(tensors))
     if state.world.is_first:
-        write_atomically(place / "weights.safetensors", spell_weights(weights, step=state.progress.step))
+        write_atomically(dumped / "weights.safetensors", serialize_weights(weights, step=state.progress.step))
         report = {
             "step": state.progress.step + 1,
             "loss": str(result.loss),
@@ -46,25 +47,26 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
             "world_size": state.world.size,
             "config": config.to_dict(),
         }
-        write_atomically(place / "report.json", json.dumps(report, indent=1).encode() + b"\n")
-    return place
+        write_atomically(dumped / "report.json", json.dumps(report, indent=1).encode() + b"\n")
+    return dumped
 
 
-def reproduce(place: Path) -> StepResult:
+def reproduce(dumped: Path) -> StepResult:
     """Runs the dumped step again in one process: the loss and gradient norm that were not finite."""
     try:
-        report: dict[str, Any] = json.loads((place / "report.json").read_text(encoding="utf-8"))
-        parts = [load_file(place / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
+        report: dict[str, Any] = json.loads((dumped / "report.json").read_text(encoding="utf-8"))
+        parts = [load_file(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{place}: is no whole dump of a step: {error}") from None
-    config = parse_config(report["config"], str(place / "report.json"), ["parallel.strategy=single"])
-    state = build_state(config, tokenizer_for(config.data))
-    if not (place / "weights.safetensors").exists():
-        raise CheckpointError(f"{place}: has no weights; the dump was cut short")
-    load_weights(state.model, place / "weights.safetensors")
-    batches = []
-    for tensors in parts:
-        for number in range(len({name.split("/")[0] for name in tensors})):
-            batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
-            batches.append(batch.to(state.device))
-    return train_step(state, batches, sum(int((b.targets != IGNORED).sum()) for b in batches), lr=0.0)
+        raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
+    config = parse_config(report["config"], str(dumped / "report.json"), ["parallel.strategy=single"])
+    with numerics(config.runtime):
+        state = build_state(config, tokenizer_for(config.data))
+        if not (dumped / "weights.safetensors").exists():
+            raise CheckpointError(f"{dumped}: has no weights; the dump was cut short")
+        load_weights(state.model, dumped / "weights.safetensors")
+        batches = []
+        for tensors in parts:
+            for number in range(len({name.split("/")[0] for name in tensors})):
+                batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
+                batches.append(batch.to(state.device))
+        return train_step(state, batches, sum(int((b.targets != IGNORED).sum()) for b in batches), lr=0.0)

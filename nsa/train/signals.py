@@ -1,4 +1,4 @@
-"""Asked to stop: SIGTERM and SIGUSR1 (a scheduler), Ctrl-C (a person). The step is finished, then the run saves."""
+"""Requests to stop: SIGTERM and SIGUSR1 (a scheduler), Ctrl-C (a person). The step is finished, then the run saves."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """While active, signals are only noted. A second Ctrl-C ends the process at once."""
+    """While active, signals only set a flag. A second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.terminate = False
@@ -21,7 +21,7 @@ class StopRequest:
         for number in SIGNALS:
             try:
                 self._before[number] = signal.signal(number, self._note)
-            except ValueError:  # not the main thread: whoever runs us there keeps the signals
+            except ValueError:  # not the main thread: signals stay with the caller
                 break
         return self
 

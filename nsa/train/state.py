@@ -1,6 +1,5 @@
 """Everything a run holds in memory, and how it is built from a configuration."""
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
-from nsa.parallel.ddp import Watch
+from nsa.parallel.ddp import HookWrapper
 from nsa.parallel.launch import World, pick_device
+from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import apply_strategy
-from nsa.record.memory import run_tensors
+from nsa.record.memory_dump import run_tensors
 from nsa.train.optimizer import build_optimizer
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,9 +27,9 @@ AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Progress:
-    """How far a run is. Everything here is saved, and the run goes on from it."""
+    """How far a run is. Everything here is saved and restored."""
 
-    step: int = 0  # optimizer steps done, those left out included
+    step: int = 0  # optimizer steps done, skipped ones included
     tokens: int = 0
     sequences: int = 0  # the data cursor: sequences read by all ranks together
     skipped: int = 0
@@ -62,7 +62,7 @@ class LossScale:
 
 @dataclass
 class RunState:
-    """`model` is the decoder itself; `module` is what is called, the decoder in the clothes of its strategy."""
+    """`model` is the decoder itself; `module` is what is called, the decoder wrapped for its strategy."""
 
     model: Decoder
     module: nn.Module
@@ -76,7 +76,7 @@ class RunState:
     data: str | None = None  # fingerprint of what the run reads
 
     def __post_init__(self) -> None:
-        # Taken once, sharded as they are between steps: these are the tensors the optimizer moves.
+        # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trainable: list[nn.Parameter] = [p for p in self.parameters.values() if p.requires_grad]
 
@@ -94,13 +94,11 @@ class RunState:
 
 
 def build_state(
-    config: Config, tokenizer: Tokenizer, world: World | None = None, watch: Watch = lambda hook: hook
+    config: Config, tokenizer: Tokenizer, world: World | None = None, wrap_hook: HookWrapper = lambda hook: hook
 ) -> RunState:
+    """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`."""
     world = world or World(pick_device(config.runtime.device))
-    precision = config.runtime.precision
-    if precision == "auto":
-        precision = "bf16" if world.device.type == "cuda" else "fp32"
-    _apply_runtime(config)
+    precision = compute_precision(config.runtime.precision, world.device)
     model = build_model(
         config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config)
     )
@@ -110,11 +108,11 @@ def build_state(
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
     apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
-    if world.strategy != "fsdp":  # which moves every unit by itself, so that no card holds the whole
+    if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole
         model.to(world.device)
     if config.runtime.compile:
         compile_blocks(model)
-    module = apply_strategy(model, config.parallel, world, precision, watch)
+    module = apply_strategy(model, config.parallel, world, precision, wrap_hook)
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
     return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)
@@ -131,7 +129,7 @@ def micro_batch_size(config: Config, world_size: int) -> int:
     batch, size = config.train.batch_size, config.train.micro_batch
     if batch % world_size:
         raise ConfigError(
-            f"train.batch_size: {batch} sequences cannot be shared by {world_size} ranks; choose a multiple of it"
+            f"train.batch_size: {batch} sequences cannot be divided among {world_size} ranks; choose a multiple of it"
         )
     if size == "auto":
         size = batch // world_size
@@ -155,13 +153,3 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
             f"{config.data.tokenizer!r}; leave it unset to take the tokenizer's"
         )
     return tokenizer.vocab_size
-
-
-def _apply_runtime(config: Config) -> None:
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
-    if config.runtime.deterministic:  # cuBLAS asks for a fixed workspace before its first use
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.runtime.deterministic)
-    torch.backends.cuda.matmul.allow_tf32 = config.runtime.tf32
-    torch.backends.cudnn.allow_tf32 = config.runtime.tf32

@@ -19,12 +19,12 @@ from nsa.train.state import RunState
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank. `votes` are sums over ranks of what each one brought along."""
+    """The same on every rank. `votes` are sums over ranks of what each one contributed."""
 
     loss: float
     grad_norm: float
     votes: tuple[int, ...] = ()
-    moved: bool = True  # False: something was not finite, and the optimizer left the weights as they were
+    moved: bool = True  # False: something was not finite, and the weights are unchanged
 
 
 def train_step(
@@ -39,8 +39,8 @@ def train_step(
 
     The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
     that any split into ranks and micro-batches gives the same gradient. Gradients travel with the last micro-batch.
-    `votes` is asked after backward: what happened during the step counts at its end. `observer` sees the attention of
-    the first forward pass.
+    `votes` is called after backward, so that what happened during the step counts at its end. `observer` sees the
+    attention of the first forward pass.
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=state.device)
@@ -49,14 +49,14 @@ def train_step(
             with state.autocast(), observing(observer):
                 loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen), batch.targets) / targets
             observer = None
-            if faults.spoiled("step.loss"):
+            if faults.makes_nan("step.loss"):
                 loss = loss * math.nan
             faults.point("step.forward")
             (loss * state.scale.value).backward()
         total += loss.detach()
     faults.point("step.backward")
     norm = _unscaled_norm(state)
-    # The loss and everything the ranks have to agree on, in one small message.
+    # The loss and everything the ranks agree on, in one small message.
     agreed = sum_over_ranks(torch.stack([total, *(torch.full_like(total, v) for v in votes())]), state.world).tolist()
     result = StepResult(agreed[0], float(norm), tuple(int(v) for v in agreed[1:]))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
@@ -106,9 +106,10 @@ def validate(
     micro_batch: int,
     progressed: Callable[[], None] = lambda: None,
 ) -> Validation:
-    """The mean loss over the first `sequences` validation sequences, shared by the ranks: the same ones every time.
+    """The mean loss over the first `sequences` validation sequences, divided among the ranks: the same ones every time.
 
-    Every rank runs as many passes as the others, as a sharded model demands; one without a share runs along.
+    Every rank runs as many passes as the others, as a sharded model requires; results of a rank without a share are
+    dropped.
     """
     if loader.num_sequences is not None:
         sequences = min(sequences, loader.num_sequences)

@@ -16,13 +16,19 @@ import torch
 
 from nsa import faults
 from nsa.checkpoint.export import read_weights
-from nsa.checkpoint.layout import FOLDER, name_of
-from nsa.checkpoint.load import fill
-from nsa.checkpoint.manifest import MANIFEST_FILE, entry_of, read_manifest, write_manifest
-from nsa.checkpoint.save import STATE_FILE, random_file
-from nsa.checkpoint.shards import METADATA_FILE, saved_shapes
+from nsa.checkpoint.format import (
+    FOLDER,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    STATE_FILE,
+    entry_of,
+    name_of,
+    random_file,
+    write_manifest,
+)
+from nsa.checkpoint.load import fill, saved_shapes
 from nsa.config import Config, parse_config
-from nsa.record.training_csv import MACHINE_COLUMNS
+from nsa.record.schema import MACHINE_COLUMNS
 from nsa.train import train
 
 SMALL = {
@@ -96,7 +102,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def contents_of(checkpoint: Path) -> dict[str, Any]:
     """Everything in a checkpoint: every tensor, the state, the random state."""
-    shapes = saved_shapes(checkpoint, read_manifest(checkpoint))
+    shapes = saved_shapes(checkpoint)
     tensors = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
     fill(tensors, checkpoint)
     plain = {name: json.loads((checkpoint / name).read_text()) for name in (STATE_FILE, RANDOM_FILE)}

@@ -1,5 +1,6 @@
 """A checkpoint is there whole or not at all, damage is found, and the last sound ones are never deleted."""
 
+import csv
 import json
 import os
 import shutil
@@ -8,10 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.checkpoint import layout
-from nsa.checkpoint.layout import BEST, FOLDER, LATEST, NEVER_DELETED, newest_verified, pointed
-from nsa.checkpoint.manifest import MANIFEST_FILE, entry_of, read_manifest, verify
-from nsa.checkpoint.save import Saver, Snapshot
+from nsa.checkpoint.format import (
+    BEST,
+    FOLDER,
+    LATEST,
+    MANIFEST_FILE,
+    committed,
+    entry_of,
+    name_of,
+    newest_verified,
+    pointed,
+    read_manifest,
+    step_of,
+    verify,
+)
+from nsa.checkpoint.save import NEVER_DELETED, Saver, Snapshot
 from nsa.errors import CheckpointError
 from nsa.train import train
 from tests.checkpoint.helpers import (
@@ -20,7 +32,6 @@ from tests.checkpoint.helpers import (
     assert_same_run,
     checkpoint_of,
     contents_of,
-    faults_armed,
     flip_byte,
     incidents_of,
     rows_of,
@@ -37,11 +48,11 @@ def save(root, step, *, keep=2, is_best=False, saver=None, value=None):
     saver = saver or Saver(root, keep)
     saver.begin(Snapshot(step, tensors, state, {}, is_best))
     assert saver.finish() is None
-    return root / layout.name_of(step)
+    return root / name_of(step)
 
 
 def steps_in(root):
-    return [layout.step_of(path) for path in reversed(layout.committed(root))]
+    return [step_of(path) for path in reversed(committed(root))]
 
 
 def is_sound(checkpoint):
@@ -78,7 +89,7 @@ def test_a_run_leaves_verified_checkpoints_in_the_documented_layout(whole_run):
         "latest",
         "best",
     }
-    for checkpoint in layout.committed(root):
+    for checkpoint in committed(root):
         assert {path.name for path in checkpoint.iterdir()} == set(KINDS)
         assert verify(checkpoint) == {name: entry_of(checkpoint / name) for name in KINDS if name != MANIFEST_FILE}
     assert (root / LATEST).read_text() == "step_00000006\n"
@@ -104,13 +115,38 @@ def test_latest_and_best_are_the_newest_and_the_one_with_the_lowest_validation_l
     losses = {int(row["step"]): float(row["val_loss"]) for row in rows_of(tmp_path)}
     best = min(losses, key=losses.__getitem__)
     assert best < 4, "the case needs a best that is not the last"
-    assert pointed(tmp_path / FOLDER, BEST) == layout.name_of(best)
+    assert pointed(tmp_path / FOLDER, BEST) == name_of(best)
     assert pointed(tmp_path / FOLDER, LATEST) == "step_00000004"
 
 
-def test_the_best_is_marked_although_another_save_is_under_way(tmp_path):
-    with faults_armed("save.shard:sleep:seconds=1"):  # the save of step 2 sleeps until step 3 turns out the best
-        train(small("checkpoint.background=true", "train.steps=3"), tmp_path)
+@pytest.fixture
+def slow_saves(monkeypatch):
+    """No save ends before somebody waits for it."""
+    prepare = Saver._prepare
+
+    def wait_first(saver, aside):
+        assert saver._hurry.wait(60)
+        prepare(saver, aside)
+
+    monkeypatch.setattr(Saver, "_prepare", wait_first)
+
+
+def test_every_due_checkpoint_is_written_although_the_one_before_is_not_done(tmp_path, slow_saves, capsys):
+    options = ("train.steps=4", "train.eval_every=0", "checkpoint.every=1", "checkpoint.keep=9")
+    train(small("checkpoint.background=true", *options), tmp_path)
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
+    events = [json.loads(line) for line in (tmp_path / "heartbeat_rank0.jsonl").read_text().splitlines()]
+    waits = [event for event in events if event["event"] == "save_wait"]
+    assert [(wait["step"], wait["writing"]) for wait in waits] == [(2, 1), (3, 2), (4, 3)]
+    with (tmp_path / "training.csv").open() as file:
+        waited = [float(row["save_wait_s"]) for row in csv.DictReader(file)]
+    assert waited[2] >= waits[0]["seconds"] > 0, "the row after the step that waited"
+    assert "waited" in capsys.readouterr().out
+    assert incidents_of(tmp_path) == []
+
+
+def test_the_best_is_marked_although_another_save_is_under_way(tmp_path, slow_saves):
+    train(small("checkpoint.background=true", "train.steps=3"), tmp_path)  # step 3 is the best, step 2 is being saved
     assert saved_steps(tmp_path) == [2, 3]
     assert pointed(tmp_path / FOLDER, BEST) == "step_00000003"
 
@@ -134,13 +170,13 @@ def test_the_newest_two_sound_ones_stay_when_newer_ones_are_damaged(kind, tmp_pa
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=4)
     for step in (3, 4):
-        flip_byte(tmp_path / layout.name_of(step) / kind, 0.5)
+        flip_byte(tmp_path / name_of(step) / kind, 0.5)
     save(tmp_path, 5, keep=2)
     assert steps_in(tmp_path) == [2, 4, 5], "5 and 2 are sound, 5 and 4 are the newest"
     assert newest_verified(tmp_path, lambda error: None) == tmp_path / "step_00000005"
     flip_byte(tmp_path / "step_00000005" / kind, 0.5)
     save(tmp_path, 6, keep=2)
-    sound = [step for step in steps_in(tmp_path) if is_sound(tmp_path / layout.name_of(step))]
+    sound = [step for step in steps_in(tmp_path) if is_sound(tmp_path / name_of(step))]
     assert sound == [2, 6]
     assert len(sound) == NEVER_DELETED
 
@@ -199,7 +235,10 @@ def test_no_change_of_a_byte_of_the_manifest_goes_unnoticed(whole_run, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("damage", ["byte in the middle flipped", "cut in half", "gone"])
+@pytest.mark.parametrize(
+    "damage",
+    ["byte in the middle flipped", *(pytest.param(d, marks=pytest.mark.long) for d in ("cut in half", "gone"))],
+)
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(kind, damage, crashed_run, whole_run):
     DAMAGE[damage](checkpoint_of(crashed_run, 4) / kind)
     train(small(), crashed_run)
@@ -250,6 +289,6 @@ def test_fresh_trains_anew_over_damaged_checkpoints(crashed_run, whole_run):
 def test_an_interrupted_run_has_not_lost_a_row_of_what_it_saved(tmp_path):
     """Rows are flushed before the checkpoint that counts them, never after."""
     train_until(5, tmp_path)
-    newest = layout.committed(tmp_path / FOLDER)[0]
-    assert layout.step_of(newest) == 4
+    newest = committed(tmp_path / FOLDER)[0]
+    assert step_of(newest) == 4
     assert [row["step"] for row in rows_of(tmp_path)] == ["1", "2", "3", "4", "5"]

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nsa.checkpoint.export import read_weights
-from nsa.checkpoint.layout import FOLDER
-from nsa.checkpoint.manifest import MANIFEST_FILE
+from nsa.checkpoint.format import FOLDER, MANIFEST_FILE
 from nsa.cli.main import main
 from nsa.errors import CheckpointError
 from nsa.train import train

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nsa.checkpoint.export import read_weights
-from nsa.checkpoint.layout import BEST, FOLDER, pointed
+from nsa.checkpoint.format import BEST, FOLDER, pointed
 from nsa.errors import CheckpointError, NumericsError
 from nsa.train import train
 from nsa.train.nonfinite import reproduce
@@ -124,7 +124,7 @@ def test_more_steps_left_out_than_allowed_end_the_run(tmp_path):
     assert metrics_of(tmp_path / "two")["skipped_steps"] == 2
     with (
         faults_armed("step.loss:nan:hit=2:times=3"),
-        pytest.raises(NumericsError, match=r"step 4: .*3 steps were left out, train\.max_skips"),
+        pytest.raises(NumericsError, match=r"step 4: .*3 steps were skipped, train\.max_skips"),
     ):
         train(small(*SKIP, "train.max_skips=2"), tmp_path / "three")
     assert metrics_of(tmp_path / "three")["exit_code"] == 5
@@ -134,7 +134,7 @@ def test_more_steps_left_out_than_allowed_end_the_run(tmp_path):
 
 def test_the_number_of_steps_left_out_is_remembered_over_an_interruption(tmp_path):
     train_until(3, tmp_path, *SKIP, "train.max_skips=1", also="step.loss:nan:hit=2")
-    with faults_armed("step.loss:nan"), pytest.raises(NumericsError, match=r"step 4: .*2 steps were left out"):
+    with faults_armed("step.loss:nan"), pytest.raises(NumericsError, match=r"step 4: .*2 steps were skipped"):
         train(small(*SKIP, "train.max_skips=1"), tmp_path)
 
 

@@ -18,11 +18,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
-from nsa.checkpoint import manifest
 from nsa.checkpoint.export import find_checkpoint, load_any_weights, read_weights
-from nsa.checkpoint.manifest import MANIFEST_FILE, verify
-from nsa.checkpoint.save import STATE_FILE
-from nsa.checkpoint.shards import METADATA_FILE
+from nsa.checkpoint.format import MANIFEST_FILE, METADATA_FILE, STATE_FILE, _serialize_manifest, entry_of, verify
 from nsa.errors import CheckpointError
 from nsa.nn.model import build_model
 from nsa.train import train
@@ -227,8 +224,8 @@ NAMES_OUTSIDE = [
 def test_a_manifest_names_files_of_its_own_folder_only(name, checkpoint, crashed_run):
     (checkpoint.parent / "x").write_bytes(b"")
     entries = json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
-    empty = vars(manifest.entry_of(checkpoint.parent / "x"))
-    (checkpoint / MANIFEST_FILE).write_bytes(manifest._spell(entries | {name: empty}))
+    empty = vars(entry_of(checkpoint.parent / "x"))
+    (checkpoint / MANIFEST_FILE).write_bytes(_serialize_manifest(entries | {name: empty}))
     with pytest.raises(CheckpointError, match="is no name of a file in this folder"):
         verify(checkpoint)
     train(small(), crashed_run)
@@ -236,17 +233,17 @@ def test_a_manifest_names_files_of_its_own_folder_only(name, checkpoint, crashed
 
 
 STRANGE_MANIFESTS = {
-    "a list": manifest._spell([1]),
+    "a list": _serialize_manifest([1]),
     "nothing": b"",
     "no files": b"{}",
     "a number": b"5",
     "nesting": b"[" * 100_000,
-    "an endless size": manifest._spell({"a": {"bytes": float("inf"), "sha256": ""}}),
-    "a size that is none": manifest._spell({"a": {"bytes": float("nan"), "sha256": ""}}),
-    "a size of words": manifest._spell({"a": {"bytes": "many", "sha256": ""}}),
-    "no size": manifest._spell({"a": {"sha256": ""}}),
+    "an endless size": _serialize_manifest({"a": {"bytes": float("inf"), "sha256": ""}}),
+    "a size that is none": _serialize_manifest({"a": {"bytes": float("nan"), "sha256": ""}}),
+    "a size of words": _serialize_manifest({"a": {"bytes": "many", "sha256": ""}}),
+    "no size": _serialize_manifest({"a": {"sha256": ""}}),
     "binary": bytes(range(256)),
-    "another version": manifest._spell({}).replace(b'"version": 1', b'"version": 2'),
+    "another version": _serialize_manifest({}).replace(b'"version": 1', b'"version": 2'),
 }
 
 
@@ -254,6 +251,13 @@ STRANGE_MANIFESTS = {
 def test_a_manifest_that_is_none_is_refused(name, checkpoint):
     (checkpoint / MANIFEST_FILE).write_bytes(STRANGE_MANIFESTS[name])
     with pytest.raises(CheckpointError, match=r"manifest\.json: "):
+        verify(checkpoint)
+
+
+def test_a_checkpoint_of_another_version_is_refused_with_its_version(checkpoint):
+    path = checkpoint / MANIFEST_FILE
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: has version 2, this program reads version 1"):
         verify(checkpoint)
 
 

@@ -1,18 +1,30 @@
-"""`nsa ready` as tests call it: a tiny model that learns, and what the check says of it."""
+"""`nsa ready` for tests: a tiny model that learns, checked as a command or, without processes, in this one."""
 
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
+from nsa.checks.probe import ProbeResult, find
+from nsa.checks.progress import Progress
+from nsa.checks.ready import QUICK, Plan, ReadinessCheck
+from nsa.checks.ready_report import build_result, write_pages
+from nsa.checks.trials import Outcome, Trial, outcome_of
+from nsa.config import load_config
+from nsa.errors import NSAError
+from nsa.inspect.reading import read_run
+from nsa.train import train
 from tests.distributed.launching import ROOT, TINY, environment
 
 LEARNS = {"steps": 1000, "seq_len": 64, "batch_size": 4, "lr": 3e-3, "eval_every": 50, "eval_sequences": 4}
-QUICK = ("--quick",)
 
 
 def write_config(folder: Path, **sections: dict[str, object]) -> Path:
-    """A tiny model that learns, its files all written."""
+    """A tiny model that learns, with all its files."""
     tree = {**TINY, "train": LEARNS, "telemetry": {"watchdog_floor_s": 60.0}}
     tree = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
     path = folder / "run.yaml"
@@ -27,12 +39,48 @@ def ready(folder: Path, config: Path, *arguments: str, **variables: str) -> tupl
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
         cwd=ROOT,
     )
     result = folder / "ready" / "readiness.json"
     output = ended.stdout + ended.stderr
     return ended.returncode, output, json.loads(result.read_text()) if result.exists() else {}
+
+
+def ready_here(
+    folder: Path,
+    config_file: Path,
+    *overrides: str,
+    faults: Callable[[str], str] = lambda trial: "",
+    leave: Callable[[Path], None] = lambda run: None,
+) -> dict:
+    """The quick check with runs and probes in this process: a kill is an exception. `faults` gives those of a trial by
+    its name; `leave` may damage what a run leaves."""
+    config = load_config(config_file, overrides)
+    plan = Plan(config, folder / "ready", 1, QUICK)
+
+    def run_trial(trial: Trial, on_progress: Callable) -> Outcome:
+        code, began = 0, time.monotonic()
+        armed = ",".join(filter(None, (faults(trial.name), trial.faults.replace(":kill:", ":raise:"))))
+        trial.folder.parent.mkdir(exist_ok=True)
+        with trial.log_file.open("w") as log, patch.dict(os.environ, NSA_FAULTS=armed):
+            try:
+                train(trial.config, trial.folder)
+            except (NSAError, RuntimeError) as error:
+                code = getattr(error, "exit_code", 1)
+                print(f"error: {error}", file=log)
+        leave(trial.folder)
+        view = read_run(trial.folder)
+        on_progress(view, 1.0)
+        return outcome_of(trial, view, code, time.monotonic() - began)
+
+    def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
+        return ProbeResult(find(kind, load_config(config_file), nproc, folder))
+
+    phases = ReadinessCheck(plan, Progress(), run_trial, run_probe).run()
+    result = build_result(plan, phases, config_file, overrides, 1.0)
+    write_pages(result, plan.folder)
+    return json.loads((plan.folder / "readiness.json").read_text())
 
 
 def failed(result: dict) -> set[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a phase is held to: files by their content, numbers by their thresholds."""
+"""The criteria of a phase: artifacts by their content, numbers by their thresholds; and the pages that show them."""
 
 import json
 import shutil
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint import layout
+from nsa.checkpoint import format as layout
 from nsa.checks.artifacts import check_artifacts
 from nsa.checks.criteria import judge_run
-from nsa.checks.pages import headline, html, markdown
-from nsa.checks.phases import FULL, QUICK, deep, first_difference, is_deep, resumable, short_run
-from nsa.checks.result import Launch, compare
+from nsa.checks.ready import FULL, QUICK, Plan, deep, first_difference, is_deep, resumable, short_run
+from nsa.checks.ready_report import compare, headline, html, launch_commands, markdown
 from nsa.checks.trials import Outcome, Trial
 from nsa.config import parse_config
 from nsa.config.schema import ReadinessConfig
@@ -94,7 +93,8 @@ DAMAGE = {
     ],
     "k_stats.csv": [
         (lambda f: cut(f / "k_stats.csv", 7), "holds no sample"),
-        (lambda f: edit(f / "k_stats.csv", "distance_0", "other_0"), "distances add up to"),
+        (lambda f: edit(f / "k_stats.csv", "distance_0", "other_0"), "lacks the columns distance_0"),
+        (lambda f: edit(f / "k_stats.csv", ",0.0\n", ",0.5\n"), "distances add up to"),
     ],
     "gate_stats.csv": [
         (lambda f: (f / "gate_stats.csv").unlink(), "gate_stats.csv is missing"),
@@ -150,9 +150,8 @@ def trial(steps: int, folder: Path) -> Trial:
 
 
 def judged(folder: Path, steps: int, **thresholds: float) -> dict[str, object]:
-    outcome = Outcome(trial(steps, folder), 0, False, 1.0, "")
-    view = read_run(folder)
-    return {c.name: c for c in judge_run("phase1", outcome, view, ReadinessConfig(**thresholds), None, [])}
+    outcome = Outcome(trial(steps, folder), 0, False, 1.0, "", read_run(folder))
+    return {c.name: c for c in judge_run("phase1", outcome, ReadinessConfig(**thresholds), None, [])}
 
 
 @pytest.fixture
@@ -234,7 +233,10 @@ def test_phases_change_only_what_they_must():
 def test_two_runs_are_the_same_to_the_bit_or_the_place_is_named(finished, run):
     assert first_difference(finished, run) == ""
     edit(run / "training.csv", "\n7,", "\n8,")
-    assert first_difference(finished, run).startswith("step 7: step is 8")
+    assert first_difference(finished, run) == "step 7: step is 8 and was 7"
+    shutil.copy(finished / "training.csv", run)
+    cut(run / "training.csv", 1)
+    assert first_difference(finished, run) == "29 rows instead of 30"
     shutil.copy(finished / "training.csv", run)
     flip_a_byte(run / "model.safetensors")
     assert "the weights are not" in first_difference(finished, run)
@@ -256,7 +258,7 @@ def result(**criteria: float) -> dict:
     }  # fmt: skip
 
 
-def test_what_got_slower_is_told_by_how_much():
+def test_what_got_slower_is_reported_with_the_change():
     rows = compare(result(step=1.1, rate=95.0, other=5.0), result(step=1.0, rate=100.0, gone=1.0))["rows"]
     assert [(row["name"], row["verdict"]) for row in rows] == [("step", "worse"), ("rate", "worse")]
     assert rows[0]["change"] == pytest.approx(0.1)
@@ -264,16 +266,20 @@ def test_what_got_slower_is_told_by_how_much():
     assert compare(result(step=1.01), result(step=1.0))["rows"][0]["verdict"] == "same"
 
 
-def test_a_quick_check_clears_nothing_but_itself():
+def test_a_quick_check_clears_only_itself():
     cleared = {**result(step=1.0), "outcome": "GO", "reasons": []}
     assert headline(cleared) == "GO"
     assert headline({**cleared, "scope": "quick"}).startswith("GO (quick check only")
-    launch = Launch(Path("x.yaml"), ("train.lr=1",), 2, "runs/x")
-    assert launch.commands("quick") == ["nsa ready x.yaml train.lr=1 --nproc 2"]  # no command that trains
-    assert launch.commands("full")[0] == "torchrun --standalone --nproc-per-node 2 -m nsa train x.yaml train.lr=1"
+    quick, full = (
+        launch_commands(Plan(CONFIG, Path("ready"), 2, scale), Path("x.yaml"), ("train.lr=1",))
+        for scale in (QUICK, FULL)
+    )
+    assert quick == ["nsa ready x.yaml train.lr=1 --nproc 2"]  # no command that trains
+    train = "torchrun --standalone --nproc-per-node 2 -m nsa train x.yaml train.lr=1"
+    assert full == [train, "nsa watch runs/x", "nsa report runs/x"]
 
 
-def test_words_from_files_do_not_act_in_the_pages():
+def test_text_from_files_does_nothing_in_the_pages():
     page = html(result(step=1.0))
     assert "<script>" not in page
     assert "&lt;b&gt;why" in page

@@ -1,4 +1,4 @@
-"""`nsa doctor` on systems that are broken on purpose: it names what is, and calls a sound one healthy."""
+"""`nsa doctor` on systems that are broken on purpose: it names the cause, and calls a sound system healthy."""
 
 import io
 import json
@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,15 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nsa.checks.doctor import OTHER_NUMBERS, Record, Watcher, admit, diagnose
+from nsa.checks.doctor import OTHER_NUMBERS, Attempt, Diagnosis, load_setup
 from nsa.checks.doctor_report import write_page
 from nsa.checks.doctor_search import AS_GIVEN, OPERATORS, Case, Space, search
-from nsa.checks.probe import Probed
+from nsa.checks.probe import ProbeResult
+from nsa.checks.progress import Progress
 from nsa.checks.trials import Outcome
-from nsa.cli.doctor import Screen
+from nsa.cli.doctor import attempt_line
 from nsa.config import load_config
 from nsa.errors import ConfigError
+from nsa.inspect.reading import read_run
 from tests.distributed.launching import ROOT, environment, write_config
+from tests.record.runs import event
 
 SABOTAGE = Path(__file__).parent / "sabotage"
 ONE_LAYER = {"n_layers": 1}
@@ -31,19 +33,19 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True)
-class Examined:
+class Diagnosed:
     code: int
-    told: dict
+    found: dict
     page: str
-    said: str
+    output: str
 
     @property
-    def guilty(self):
-        return {guilty["text"] for guilty in self.told["guilty"]}
+    def causes(self):
+        return {cause["text"] for cause in self.found["causes"]}
 
 
-def examine(tmp_path, *arguments, sabotage="", env=(), **sections) -> Examined:
-    """`nsa doctor` as a user starts it, in a system that is sabotaged."""
+def run_doctor(tmp_path, *arguments, sabotage="", env=(), **sections) -> Diagnosed:
+    """`nsa doctor` as a user starts it, in a sabotaged system."""
     config = write_config(
         tmp_path,
         train={"seq_len": 32, "batch_size": 2, **sections.pop("train", {})},
@@ -53,7 +55,6 @@ def examine(tmp_path, *arguments, sabotage="", env=(), **sections) -> Examined:
     )
     out = tmp_path / "doctor"
     path = os.pathsep.join([str(SABOTAGE), str(ROOT)]) if sabotage else str(ROOT)
-    began = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-m", "nsa", "doctor", config, "--out", str(out), "--limit", "240", *arguments],
         env=environment(PYTHONPATH=path, SABOTAGE=sabotage, **dict(env)),
@@ -61,71 +62,77 @@ def examine(tmp_path, *arguments, sabotage="", env=(), **sections) -> Examined:
         text=True,
         cwd=ROOT,
     )
-    print(f"{ended.stdout}{ended.stderr}{time.monotonic() - began:.1f} s in all")
+    print(f"{ended.stdout}{ended.stderr}")
     assert (out / "doctor.json").exists(), ended.stderr
-    told = json.loads((out / "doctor.json").read_text())
-    assert told["schema"] == 1
-    return Examined(ended.returncode, told, (out / "doctor.md").read_text(), ended.stdout)
+    found = json.loads((out / "doctor.json").read_text())
+    assert found["schema"] == 2
+    return Diagnosed(ended.returncode, found, (out / "doctor.md").read_text(), ended.stdout)
 
 
+@pytest.mark.long
 def test_a_sound_system_is_called_healthy(tmp_path):
-    found = examine(tmp_path)
+    found = run_doctor(tmp_path)
     assert found.code == 0
-    assert found.told["healthy"]
-    assert not found.guilty
+    assert found.found["healthy"]
+    assert not found.causes
     trials = ["environment", "kernels", "single process", "checkpointing (block)", "ddp x 2", "fsdp x 2"]
-    assert [trial["name"] for trial in found.told["trials"]] == [*trials, "the configuration as given"]
-    assert {trial["outcome"] for trial in found.told["trials"]} == {"ok"}
+    assert [trial["name"] for trial in found.found["trials"]] == [*trials, "the configuration as given"]
+    assert {trial["failure"] for trial in found.found["trials"]} == {""}
     assert found.page.startswith("# nsa doctor: healthy")
-    assert "healthy: 5 trials" in found.said
+    assert "healthy: 5 trials" in found.output
 
 
+@pytest.mark.long
 def test_checkpointing_that_fails_in_backward_is_named(tmp_path):
-    found = examine(tmp_path, sabotage="recompute_raises", train={"seq_len": 16})
+    found = run_doctor(tmp_path, sabotage="recompute_raises", train={"seq_len": 16})
     assert found.code == 1
-    assert found.guilty == {"checkpointing (block)"}
-    assert found.told["failure"]["kind"] == "crash (exit code 1)"
-    smallest = found.told["smallest"]["factors"]
+    assert found.causes == {"checkpointing (block)"}
+    assert found.found["failure"]["failure"] == "crash (exit code 1)"
+    smallest = found.found["smallest"]["factors"]
     assert (smallest["layers"], smallest["strategy"], smallest["checkpointing"]) == (1, "single", "block")
-    assert "runtime.gradient_checkpointing=block" in found.told["smallest"]["command"]
-    assert "guilty: checkpointing (block)" in found.page.splitlines()[2]
+    assert "runtime.gradient_checkpointing=block" in found.found["smallest"]["command"]
+    assert "cause: checkpointing (block)" in found.page.splitlines()[2]
     assert "RuntimeError: sabotage: the recomputed forward pass" in found.page
     assert "in step 1 after" in found.page, "the trace is explained"
 
 
 def test_a_branch_that_fails_is_named(tmp_path):
-    found = examine(tmp_path, sabotage="win_raises", model=ONE_LAYER, train={"seq_len": 16})
+    found = run_doctor(tmp_path, sabotage="win_raises", model=ONE_LAYER, train={"seq_len": 16})
     assert found.code == 1
-    assert found.guilty == {"branch win"}
-    outcomes = {trial["name"]: trial["outcome"] for trial in found.told["trials"]}
-    assert outcomes["branch cmp alone"] == outcomes["branch sel alone"] == "ok"
-    smallest = found.told["smallest"]["factors"]
+    assert found.causes == {"branch win"}
+    outcomes = {trial["name"]: trial["failure"] for trial in found.found["trials"]}
+    assert outcomes["branch cmp alone"] == outcomes["branch sel alone"] == ""
+    smallest = found.found["smallest"]["factors"]
     assert (smallest["branch"], smallest["layers"], smallest["tokens"]) == ("win", 1, 16)
-    assert "nsa.force_branch=win" in found.told["smallest"]["command"]
+    assert "nsa.force_branch=win" in found.found["smallest"]["command"]
     assert "RuntimeError: sabotage: window attention" in found.page
 
 
+@pytest.mark.long
 def test_a_strategy_that_hangs_on_one_rank_is_named_with_stacks_of_both(tmp_path):
-    found = examine(
+    found = run_doctor(
         tmp_path, sabotage="fsdp_hangs", model=ONE_LAYER, train={"seq_len": 16}, nsa={"force_branch": "win"}
     )
     assert found.code == 1
-    assert found.guilty == {"strategy fsdp"}
-    assert found.told["failure"]["kind"] == "hang"
-    assert found.told["smallest"]["reproduced"]
-    ranks = {stack["rank"]: "\n".join(stack["frames"]) for stack in found.told["evidence"]["stacks"]}
+    assert found.causes == {"strategy fsdp"}
+    assert found.found["failure"]["failure"] == "hang"
+    assert found.found["smallest"]["reproduced"]
+    ranks = {stack["rank"]: "\n".join(stack["frames"]) for stack in found.found["evidence"]["stacks"]}
     assert set(ranks) == {0, 1}
     assert "sitecustomize.py" in ranks[1], "the line at which rank 1 hangs"
     assert "fsdp" in ranks[0], "rank 0 waits in FSDP"
     assert all("nsa/train/step.py" in frames for frames in ranks.values())
+    hung = found.found["evidence"]["hangs"]
+    assert {(hang["rank"], hang["step"]) for hang in hung} >= {(1, 1)}
     for words in ("Rank 0, main thread", "Rank 1, main thread", "BEHIND THE OTHERS", "Where each rank stood"):
         assert words in " ".join(found.page.split()), words
     assert "torchrun --standalone --nproc-per-node 2 -m nsa train" in found.page
     assert "The configuration as given does not use it." in found.page
 
 
+@pytest.mark.long
 def test_a_kernel_with_a_wrong_gradient_is_named(tmp_path):
-    found = examine(
+    found = run_doctor(
         tmp_path,
         *("--nproc", "1", "--steps", "1"),
         sabotage="sel_gradient_wrong",
@@ -134,40 +141,104 @@ def test_a_kernel_with_a_wrong_gradient_is_named(tmp_path):
         train={"batch_size": 1},
     )
     assert found.code == 1
-    assert found.guilty == {"kernel sel (triton)"}
-    wrong = [check for check in found.told["kernels"]["checks"] if not check["ok"]]
+    assert found.causes == {"kernel sel (triton)"}
+    wrong = [check for check in found.found["kernels"]["findings"] if not check["ok"]]
     assert [(check["operator"], check["part"]) for check in wrong] == [("sel", "gradient of k")]
     assert "sel: the reference agrees with finite differences: the fault is in the kernel" in found.page
     assert "runtime.kernels.sel=reference" in found.page
-    assert found.told["evidence"]["outcome"] == OTHER_NUMBERS, "and training shows it"
+    assert found.found["evidence"]["failure"] == OTHER_NUMBERS, "and training shows it"
 
 
-# The tree, on processes that are only played.
+# The decision tree, with trials and probes that are faked.
 
-SOUND = Probed([{"what": "device", "ok": True, "found": "CPU", "advice": ""}])
-KERNELS = Probed([{"operator": "sel", "part": "output", "backend": "reference", "error": 0.0, "limit": 1, "ok": True}])
+SOUND = ProbeResult([{"what": "device", "ok": True, "found": "CPU", "advice": ""}])
+CHECK = {"operator": "sel", "part": "output", "backend": "reference", "error": 0.0, "limit": 1.0, "ok": True}
+KERNELS = ProbeResult([CHECK])
 
 
-def play(tmp_path, behave, machine=SOUND, **sections):
-    """A diagnosis where `behave(config)` says each trial's exit code and first loss."""
+def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda folder: None, **sections):
+    """A diagnosis where `behave(config)` gives each trial's exit code and first loss, and `leave` writes its files."""
     config = write_config(tmp_path, train={"batch_size": 4, "seq_len": 64, **sections.pop("train", {})}, **sections)
 
-    def run(trial, watch):
+    def run(trial, on_progress):
         code, loss = behave(trial.config)
-        trial.folder.mkdir(parents=True)
         rows = [f"{step},{loss},1.0" for step in range(1, trial.config.train.steps + 1)]
         (trial.folder / "training.csv").write_text("\n".join(["step,loss,grad_norm", *rows, ""]))
-        trial.log_file.write_text("RuntimeError: played\n" if code else "")
-        return Outcome(trial, code, False, 1.0, f"exit code {code}: played" if code else "")
+        trial.log_file.write_text("RuntimeError: faked\n" if code else "")
+        leave(trial.folder)
+        reason = f"exit code {code}: faked" if code else ""
+        return Outcome(trial, code, False, 1.0, reason, read_run(trial.folder))
 
     def probe(kind, *_):
-        return machine if kind == "machine" else KERNELS
+        return machine if kind == "machine" else kernels
 
-    patient = admit(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
-    found = diagnose(patient, Watcher(), run, probe)
-    page = write_page(found).read_text()
-    told = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
-    return found, told, page
+    setup = load_setup(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
+    diagnosis = Diagnosis(setup, Progress(), run, probe)
+    diagnosis.run()
+    page = write_page(diagnosis).read_text()
+    return diagnosis, json.loads((tmp_path / "doctor" / "doctor.json").read_text()), page
+
+
+def causes(found: dict) -> list[str]:
+    return [cause["text"] for cause in found["causes"]]
+
+
+STACKS = """
+Thread 0x00007f01 (most recent call first):
+  File "/x/site-packages/torch/autograd/graph.py", line 820 in _engine_run_backward
+  File "/home/me/nsa/train/step.py", line 63 in train_step
+  File "/home/me/nsa/cli/train.py", line 9 in train
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+
+def test_a_hang_is_shown_with_its_events_and_stacks(tmp_path):
+    ranks = [{"rank": r, "step": 2, "event": "step", "age_s": 4.5, "pid": 7, "host": "h", "state": s} for r, s in
+             enumerate(("running", "sleeping"))]  # fmt: skip
+    hang = {"phase": "backward", "silent_s": 4.5, "limit_s": 4.0, "file": "x", "ranks": ranks, "reported_by": "thread"}
+
+    def leave(folder):
+        for rank in (0, 1):
+            events = event("boot", 0, rank) + event("hang", 2, rank, **hang)
+            (folder / f"heartbeat_rank{rank}.jsonl").write_text(events)
+            (folder / f"stackdump_20260101T000000_rank{rank}.txt").write_text(STACKS)
+
+    def behave(config):
+        return (6 if config.parallel.strategy == "fsdp" else 0), 5.0
+
+    _, found, page = diagnose(tmp_path, behave, leave=leave)
+    assert found["failure"]["failure"] == "hang"
+    assert causes(found) == ["strategy fsdp"]
+    evidence = found["evidence"]
+    assert [(h["rank"], h["step"], h["phase"], h["silent_s"]) for h in evidence["hangs"]] == [
+        (0, 2, "backward", 4.5), (1, 2, "backward", 4.5)
+    ]  # fmt: skip
+    assert evidence["stacks"][1]["rank"] == 1
+    assert evidence["stacks"][1]["frames"] == [
+        "torch/autograd/graph.py:820 _engine_run_backward", "nsa/train/step.py:63 train_step"
+    ]  # fmt: skip
+    assert "| 1 | 2 | backward | 4.5 | 4 | thread |" in page
+    assert "| 1 | 2 | step | 4.5 | 7 | h | sleeping |" in page.split("### Where each rank stood")[1]
+    assert "Rank 1, main thread, newest call first (stackdump_20260101T000000_rank1.txt)" in page
+    assert "stackdump_*" in page.split("## What to do")[1]
+
+
+def test_a_wrong_kernel_ends_the_diagnosis_with_training_on_it_and_on_the_reference(tmp_path):
+    wrong = {**CHECK, "backend": "triton", "part": "gradient of k", "error": 2.0, "ok": False}
+    slope = {**CHECK, "part": "gradient of k by differences"}
+    diagnosis, found, page = diagnose(tmp_path, lambda config: (0, 5.0), kernels=ProbeResult([wrong, slope]))
+    assert causes(found) == ["kernel sel (triton)"]
+    trials = ["environment", "kernels", "sel on the reference", "sel (triton) in training"]
+    assert [attempt.name for attempt in diagnosis.attempts] == trials
+    assert "runtime.kernels.sel=reference" in page
+    assert "sel: the reference agrees with finite differences: the fault is in the kernel." in page
+
+
+def test_a_reference_that_finite_differences_contradict_is_named_itself(tmp_path):
+    slope = {**CHECK, "part": "gradient of k by differences", "error": 2.0, "ok": False}
+    _, found, page = diagnose(tmp_path, lambda config: (0, 5.0), kernels=ProbeResult([slope]))
+    assert causes(found) == ["kernel sel (reference)"]
+    assert "sel: the reference contradicts finite differences." in page
 
 
 def test_ddp_with_checkpointing_names_both(tmp_path):
@@ -175,27 +246,27 @@ def test_ddp_with_checkpointing_names_both(tmp_path):
         both = config.parallel.strategy == "ddp" and config.runtime.gradient_checkpointing != "none"
         return (1 if both else 0), 5.0
 
-    _, told, page = play(tmp_path, behave, runtime={"device": "cpu", "gradient_checkpointing": "branch"})
-    assert [guilty["text"] for guilty in told["guilty"]] == ["strategy ddp", "checkpointing (branch)"]
+    _, found, page = diagnose(tmp_path, behave, runtime={"device": "cpu", "gradient_checkpointing": "branch"})
+    assert causes(found) == ["strategy ddp", "checkpointing (branch)"]
     assert "parallel.ddp.safe_mode=true" in page
     assert "runtime.gradient_checkpointing=block" in page, "the other granularity is worth a try"
-    assert told["smallest"]["factors"]["layers"] == 1
-    assert told["smallest"]["factors"]["tokens"] == 16
+    assert found["smallest"]["factors"]["layers"] == 1
+    assert found["smallest"]["factors"]["tokens"] == 16
 
 
 def test_the_command_for_the_smallest_case_leads_to_its_very_configuration(tmp_path):
     def behave(config):
         return (1 if config.parallel.strategy == "fsdp" and config.train.seq_len > 32 else 0), 5.0
 
-    found, told, _ = play(tmp_path, behave)
-    assert [guilty["text"] for guilty in told["guilty"]] == [
+    diagnosis, found, _ = diagnose(tmp_path, behave)
+    assert causes(found) == [
         "strategy fsdp",
         "sequence length: fails with 64, not with 32",
     ]
-    words = shlex.split(told["smallest"]["command"])
+    words = shlex.split(found["smallest"]["command"])
     at = words.index("train")
     typed = load_config(words[at + 1], words[at + 2 :]).to_dict()
-    meant = found.patient.tree(found.smallest)
+    meant = diagnosis.setup.resolve(diagnosis.smallest, 300.0).to_dict()
     typed["train"]["out_dir"] = meant["train"]["out_dir"]
     assert typed == meant
 
@@ -204,94 +275,100 @@ def test_a_strategy_that_trains_with_other_numbers_is_named(tmp_path):
     def behave(config):
         return 0, 5.001 if config.parallel.strategy == "ddp" else 5.0
 
-    _, told, page = play(tmp_path, behave)
-    assert told["failure"]["kind"] == OTHER_NUMBERS
-    assert [guilty["text"] for guilty in told["guilty"]] == ["strategy ddp"]
-    assert told["evidence"]["numbers"][0] == {
+    _, found, page = diagnose(tmp_path, behave)
+    assert found["failure"]["failure"] == OTHER_NUMBERS
+    assert causes(found) == ["strategy ddp"]
+    assert found["evidence"]["numbers"][0] == {
         "step": 1, "loss": 5.001, "baseline_loss": 5.0, "grad_norm": 1.0, "baseline_grad_norm": 1.0
     }  # fmt: skip
     assert "step 1: loss 5.001" in page
 
 
 def test_numbers_that_differ_by_rounding_are_the_same(tmp_path):
-    found, _, _ = play(tmp_path, lambda config: (0, 5.0 + 1e-5 * (config.parallel.strategy == "ddp")))
-    assert found.healthy
+    diagnosis, _, _ = diagnose(tmp_path, lambda config: (0, 5.0 + 1e-5 * (config.parallel.strategy == "ddp")))
+    assert diagnosis.failure is None
 
 
 def test_data_that_cannot_be_read_is_named(tmp_path):
     def behave(config):
         return (3 if config.data.source != "synthetic" else 0), 5.0
 
-    found, told, page = play(tmp_path, behave, data={"source": "text", "paths": ["notes.txt"]})
-    assert [guilty["factor"] for guilty in told["guilty"]] == ["data"]
-    assert found.failure.name == "the configuration as given"
-    assert found.smallest.data == AS_GIVEN
+    diagnosis, found, page = diagnose(tmp_path, behave, data={"source": "text", "paths": ["notes.txt"]})
+    assert [cause["factor"] for cause in found["causes"]] == ["data"]
+    assert diagnosis.failure.name == "the configuration as given"
+    assert diagnosis.smallest.data == AS_GIVEN
     assert "nsa data verify" in page
 
 
 def test_compiled_blocks_that_fail_are_named(tmp_path):
-    _, told, _ = play(
+    _, found, _ = diagnose(
         tmp_path,
         lambda config: (1 if config.runtime.compile else 0, 5.0),
         runtime={"device": "cpu", "compile": True},
     )
-    assert [guilty["text"] for guilty in told["guilty"]] == ["torch.compile"]
+    assert causes(found) == ["torch.compile"]
 
 
 def test_a_failure_that_does_not_come_again_is_said_to_be_so(tmp_path):
     def behave(config):
         return (1 if config.parallel.strategy == "fsdp" and not config.telemetry.trace_grads else 0), 5.0
 
-    _, told, page = play(tmp_path, behave)
-    assert told["smallest"]["reproduced"] is False
+    _, found, page = diagnose(tmp_path, behave)
+    assert found["smallest"]["reproduced"] is False
     assert "not reproducible every time" in page
-    assert told["evidence"]["outcome"] == "crash (exit code 1)", "the evidence is of a run that failed"
+    assert found["evidence"]["failure"] == "crash (exit code 1)", "the evidence is of a run that failed"
 
 
 def test_without_the_gpus_that_are_asked_for_nothing_is_tried(tmp_path):
-    missing = Probed([{"what": "GPUs", "ok": False, "found": "0 visible", "advice": "check the driver"}])
-    found, told, page = play(tmp_path, lambda config: (0, 5.0), machine=missing)
-    assert [record.name for record in found.records] == ["environment"]
-    assert [guilty["text"] for guilty in told["guilty"]] == ["environment: GPUs"]
+    missing = ProbeResult([{"what": "GPUs", "ok": False, "found": "0 visible", "advice": "check the driver"}])
+    diagnosis, found, page = diagnose(tmp_path, lambda config: (0, 5.0), machine=missing)
+    assert [attempt.name for attempt in diagnosis.attempts] == ["environment"]
+    assert causes(found) == ["environment: GPUs"]
     assert "check the driver" in page
 
 
 def test_a_full_disk_is_named_and_the_trials_are_run_all_the_same(tmp_path):
-    full = Probed([{"what": "disk", "ok": False, "found": "0.1 GiB free", "advice": "free some"}])
-    found, told, _ = play(tmp_path, lambda config: (0, 5.0), machine=full)
+    full = ProbeResult([{"what": "disk", "ok": False, "found": "0.1 GiB free", "advice": "free some"}])
+    diagnosis, found, _ = diagnose(tmp_path, lambda config: (0, 5.0), machine=full)
     trials = ["single process", "checkpointing (block)", "ddp x 2", "fsdp x 2"]
-    assert [record.name for record in found.records if record.case] == trials, "of which DDP is as given"
-    assert [guilty["text"] for guilty in told["guilty"]] == ["environment: disk"]
+    assert [attempt.name for attempt in diagnosis.attempts if attempt.case] == trials, "of which DDP is as given"
+    assert causes(found) == ["environment: disk"]
+
+
+def test_no_case_is_trained_twice_except_the_traced_one(tmp_path):
+    diagnosis, _, _ = diagnose(tmp_path, lambda config: (1 if config.train.seq_len > 32 else 0, 5.0))
+    cases = [attempt.case for attempt in diagnosis.attempts if attempt.case]
+    assert len(cases) == len(set(cases)) + 1
+    assert cases.count(diagnosis.smallest) == 2
 
 
 def test_where_everything_fails_no_factor_is_named(tmp_path):
-    found, told, page = play(tmp_path, lambda config: (1, 5.0))
-    assert told["guilty"] == []
-    assert found.smallest == Case(1, 16, branch="win")
+    diagnosis, found, page = diagnose(tmp_path, lambda config: (1, 5.0))
+    assert found["causes"] == []
+    assert diagnosis.smallest == Case(1, 16, branch="win")
     assert "No factor makes a difference" in page
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(tmp_path):
     config = write_config(tmp_path, train={"batch_size": 3}, parallel={"strategy": "ddp"})
     with pytest.raises(ConfigError, match=r"train\.batch_size"):
-        admit(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
+        load_setup(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
 
 
 def shown(*, terminal: bool) -> str:
     console = Console(width=100, file=io.StringIO(), force_terminal=terminal, color_system=None, soft_wrap=True)
-    with Screen(console, steps=3) as screen:
-        screen.begins("ddp x 2", 300.0)
-        screen.stands(None, 4.0)
-        time.sleep(0.3)  # a terminal is drawn anew several times a second
-        screen.ended(Record("ddp x 2", "hang", "exit code 6: no [progress]", 12.0))
+    with Progress(console, render=attempt_line) as progress:
+        progress.begin("ddp x 2 (at most 300 s)")
+        progress.update(None, 4.0)
+        progress.end(Attempt("ddp x 2", "hang", "exit code 6: no [progress]", 12.0))
     return console.file.getvalue()
 
 
-def test_a_terminal_shows_how_the_trial_stands_and_a_file_gets_a_line_when_it_ends():
+def test_a_terminal_shows_the_state_of_a_trial_and_a_file_gets_a_line_when_it_begins_and_ends():
     line = "ddp x 2                          hang                         12.0 s  exit code 6: no [progress]"
-    assert shown(terminal=False) == f"{line}\n"
+    assert shown(terminal=False) == f"ddp x 2 (at most 300 s) ...\n{line}\n"
     assert line in shown(terminal=True)
-    assert "ddp x 2: step 0 of 3, 4 of at most 300 s" in shown(terminal=True)
+    assert "ddp x 2 (at most 300 s): starting, 4.0 s" in shown(terminal=True)
 
 
 # The search, for any fault.
@@ -310,13 +387,13 @@ class Fault:
     def strikes(self, case: Case) -> bool:
         return (
             all(getattr(case, name) == value for name, value in self.factors.items())
-            and self.kernels <= set(OPERATORS[case.branch]) - set(case.slow)
+            and self.kernels <= set(OPERATORS[case.branch]) - set(case.on_reference)
             and (self.branch is None or case.branch in (None, self.branch))
             and case.layers >= self.layers
             and case.tokens >= self.tokens
         )
 
-    def names(self, fewest_tokens: int) -> set:
+    def names(self, min_tokens: int) -> set:
         alone = {
             name
             for name in ("cmp", "sel", "win")
@@ -331,7 +408,7 @@ class Fault:
         elif len(alone) == 1:
             named.add(f"branch {alone.pop()}")
         named |= {"layers"} if self.layers > 1 else set()
-        return named | ({"sequence length"} if self.tokens > fewest_tokens else set())
+        return named | ({"sequence length"} if self.tokens > min_tokens else set())
 
 
 START = Case(12, 2048, "fsdp", "block", True, data=AS_GIVEN, batch=AS_GIVEN)  # everything that can be configured is
@@ -347,7 +424,7 @@ faults = st.builds(
 
 
 @given(faults, st.sampled_from([16, 64]))
-def test_the_search_names_exactly_what_a_fault_needs(fault, fewest_tokens):
+def test_the_search_names_exactly_what_a_fault_needs(fault, min_tokens):
     if fault.branch is not None and not fault.kernels <= set(OPERATORS[fault.branch]):
         fault = replace(fault, branch=None)  # a kernel that its branch never runs
     tried = []
@@ -356,11 +433,11 @@ def test_the_search_names_exactly_what_a_fault_needs(fault, fewest_tokens):
         tried.append(case)
         return fault.strikes(case)
 
-    smallest, guilty = search(START, Space(OPERATORS[None], True, fewest_tokens), fails)
-    named = {f"{g.factor} {g.value}" if g.factor in ("kernel", "branch") else g.factor for g in guilty}
-    assert named == fault.names(fewest_tokens)
+    smallest, found = search(START, Space(OPERATORS[None], True, min_tokens), fails)
+    named = {f"{g.factor} {g.value}" if g.factor in ("kernel", "branch") else g.factor for g in found}
+    assert named == fault.names(min_tokens)
     assert fault.strikes(smallest)
-    assert len(tried) == len(set(tried)) <= 6 + 3 + 6 + 4 + 7
+    assert len(set(tried)) <= 6 + 3 + 6 + 4 + 7  # a diagnosis runs no case twice
 
 
 def test_a_search_without_kernels_and_branches_tries_neither():

@@ -1,10 +1,11 @@
-"""The check of the kernels raises no false alarm, however short the sequences of a run are."""
+"""The check of the kernels finds wrong ones and raises no false alarm, however short the sequences of a run are."""
 
 import pytest
 import torch
 
-from nsa.checks.kernels import check_kernels
+from nsa.checks.kernels import KernelCheck, check_kernels
 from nsa.config import parse_config
+from nsa.ops.reference import selection
 
 MODEL = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 32, "mlp_dim": 64}
 
@@ -21,3 +22,21 @@ def test_sound_kernels_pass_on_short_sequences(seq_len, nsa, isolate):
     checks = check_kernels(config, torch.device("cpu"))
     assert {check.operator for check in checks} == {"phi", "cmp", "select", "sel", "win", "mix"}
     assert not [check for check in checks if not check.ok]
+
+
+def test_a_result_that_is_not_a_number_is_wrong():
+    assert KernelCheck("sel", "output", "triton", error=4e-3, limit=5e-3).ok
+    assert not KernelCheck("sel", "output", "triton", error=float("nan"), limit=5e-3).ok
+
+
+def test_a_selection_of_other_blocks_is_wrong(monkeypatch):
+    right = selection.forward
+
+    def forward(q, *args):
+        indices = right(q, *args)
+        return indices if q.dtype == torch.float64 else indices.flip(1)  # float64 is what it is compared with
+
+    monkeypatch.setattr(selection, "forward", forward)
+    config = parse_config({"model": MODEL, "train": {"seq_len": 1024}}, "test")
+    wrong = [check for check in check_kernels(config, torch.device("cpu")) if not check.ok]
+    assert [(check.operator, check.part) for check in wrong] == [("select", "rows with other blocks")]

@@ -1,10 +1,12 @@
-"""`nsa ready` with real processes: GO where all is well, and an end that leaves nothing behind."""
+"""`nsa ready` with real processes: GO where all is well, and no process left behind when it is stopped."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,42 +16,42 @@ from tests.checks.helpers import ready, write_config
 from tests.distributed.launching import ROOT, environment
 from tests.inspect.test_report import browse
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def earlier_result(folder: Path) -> Path:
-    """What another machine measured, in a quick check: half the memory, a thousand times the speed."""
+    """What a full check on another machine measured: half the memory, a thousand times the speed."""
     measured = {"memory per process": (0.1, "lower"), "throughput": (1e7, "higher"), "step time": (1e-5, "lower")}
     rows = [{"phase": "phase1", "name": n, "value": v, "better": better} for n, (v, better) in measured.items()]
     path = folder / "before.json"
     path.write_text(
-        json.dumps({"schema": 1, "scope": "quick", "nproc": 1, "machine": {"gpu": ["H200"]}, "criteria": rows})
+        json.dumps({"schema": 1, "scope": "full", "nproc": 1, "machine": {"gpu": ["H200"]}, "criteria": rows})
     )
     return path
 
 
-def test_a_healthy_run_is_cleared_in_full_and_compared_with_another_time(tmp_path):
+def test_a_healthy_run_passes_the_quick_check_and_is_compared_with_a_baseline(tmp_path):
     config = write_config(tmp_path)
-    code, output, result = ready(tmp_path, config, "--baseline", str(earlier_result(tmp_path)))
+    code, output, result = ready(tmp_path, config, "--quick", "--baseline", str(earlier_result(tmp_path)))
     assert code == 0, output
-    assert (result["schema"], result["outcome"], result["scope"], result["reasons"]) == (1, "GO", "full", [])
+    assert output.startswith("quick check: about 68 steps in 6 runs"), "the effort is stated first"
+    assert re.search(r"at most [\d.]+ \w+( \d+ \w+)? to go, if every step is as slow", output)
+    assert (result["schema"], result["outcome"], result["scope"], result["reasons"]) == (1, "GO", "quick", [])
     steps = {run["name"]: run["steps"] for phase in result["phases"] for run in phase["runs"]}
-    assert steps == {
-        "phase0-one": 1, "phase0-deep": 1, "phase1": 200, "phase2": 300, "phase3-whole": 20, "phase3-killed": 20,
-    }  # fmt: skip
+    assert steps == {"phase0-one": 1, "phase1": 20, "phase2": 30, "phase3-whole": 8, "phase3-killed": 8}
     criteria = {(c["phase"], c["name"]): c for c in result["criteria"]}
     assert criteria["phase1", "GPU utilisation"]["verdict"] == "n/a"  # no GPU: decides nothing
-    assert criteria["phase0", "deep step"]["target"] == "12 layers, 2048 tokens, checkpointing block"
-    assert criteria["phase0", "deep step"]["verdict"] == "pass"
     assert criteria["phase3", "resume"]["verdict"] == "pass"
-    assert criteria["phase3", "resume"]["measured"] == "equal, from step_00000012"
+    assert criteria["phase3", "resume"]["measured"] == "equal, from step_00000004"
     page = (tmp_path / "ready" / "readiness.md").read_text()
-    assert page.startswith("# GO\n")
-    assert f"nsa train {config}" in page
+    assert page.startswith("# GO (quick check only")
+    assert f"nsa ready {config}" in page
 
     changes = {row["name"]: row for row in result["changes"]["rows"]}
     assert {row["verdict"] for row in changes.values()} == {"worse"}
     memory = criteria["phase1", "memory per process"]["value"]
     assert changes["memory per process"]["change"] == pytest.approx(memory / 0.1 - 1)
-    assert result["changes"]["unlike"] == ["scope: quick then, full now", "GPU: H200 then, none now"]
+    assert result["changes"]["unlike"] == ["scope: full then, quick now", "GPU: H200 then, none now"]
 
     shown, complaints = browse(tmp_path / "ready" / "readiness.html", tmp_path / "profile")
     assert complaints == []
@@ -57,26 +59,62 @@ def test_a_healthy_run_is_cleared_in_full_and_compared_with_another_time(tmp_pat
         assert f'id="{identity}"' in shown
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_check_that_is_stopped_leaves_no_process_behind(tmp_path, number, code):
+@pytest.mark.long
+def test_a_healthy_run_passes_the_full_check(tmp_path):
     config = write_config(tmp_path)
-    checking = subprocess.Popen(
-        [sys.executable, "-m", "nsa", "ready", str(config), "--out", str(tmp_path / "ready"), "--nproc", "2"],
+    code, output, result = ready(tmp_path, config)
+    assert code == 0, output
+    assert (result["outcome"], result["scope"], result["reasons"]) == ("GO", "full", [])
+    steps = {run["name"]: run["steps"] for phase in result["phases"] for run in phase["runs"]}
+    assert steps == {
+        "phase0-one": 1, "phase0-deep": 1, "phase1": 200, "phase2": 300, "phase3-whole": 20, "phase3-killed": 20,
+    }  # fmt: skip
+    criteria = {(c["phase"], c["name"]): c for c in result["criteria"]}
+    assert criteria["phase0", "deep step"]["target"] == "12 layers, 2048 tokens, checkpointing block"
+    assert criteria["phase0", "deep step"]["verdict"] == "pass"
+    assert criteria["phase3", "resume"]["measured"] == "equal, from step_00000012"
+    page = (tmp_path / "ready" / "readiness.md").read_text()
+    assert page.startswith("# GO\n")
+    assert f"nsa train {config}" in page
+
+
+def start_check(tmp_path: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "nsa", "ready", str(write_config(tmp_path)), "--out", tmp_path / "ready", *arguments],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "ready").glob("phase0-one/heartbeat_rank1*")) and time.monotonic() < deadline:
+
+
+def stop_check(checking: subprocess.Popen, number: int, until: Callable[[list[psutil.Process]], bool]) -> int:
+    """Sends the signal once the check's processes are as awaited; its exit code, when none of them is left."""
+    deadline, started = time.monotonic() + 120, list[psutil.Process]()
+    while not until(started) and time.monotonic() < deadline:
         time.sleep(0.05)
-    started = psutil.Process(checking.pid).children(recursive=True)
-    assert len(started) >= 3  # a launcher and two ranks
+        started = psutil.Process(checking.pid).children(recursive=True)
+    assert until(started)
     checking.send_signal(number)
-    assert checking.wait(60) == code
+    code = checking.wait(60)
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
+    return code
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_check_that_is_stopped_in_a_probe_leaves_no_process_behind(tmp_path, number, code):
+    assert stop_check(start_check(tmp_path), number, lambda started: len(started) > 0) == code
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_check_that_is_stopped_in_a_run_leaves_no_process_behind(tmp_path, number, code):
+    def both_ranks_run(started: list[psutil.Process]) -> bool:
+        return len(started) >= 3 and any((tmp_path / "ready").glob("phase0-one/heartbeat_rank1*"))
+
+    assert stop_check(start_check(tmp_path, "--nproc", "2"), number, both_ranks_run) == code
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,64 @@
-"""A trial is ended when its time is up, with stacks, and leaves nobody behind."""
+"""A trial that exceeds its time limit leaves its stacks and no process; the outcome is the run's own."""
+
+import json
+import time
+from types import SimpleNamespace
 
 import psutil
 
 from nsa.checks.probe import run_probe
-from nsa.checks.trials import Trial, run_trial
+from nsa.checks.trials import Outcome, Trial, outcome_of, run_trial
 from nsa.config import load_config
+from nsa.inspect.reading import read_run
 from tests.checks.helpers import write_config
+from tests.record.runs import HEADER, training_row
 
 
 def processes_that_name(folder) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
-def test_a_run_over_its_limit_is_asked_for_its_stacks_and_ended(tmp_path):
+def test_a_run_over_its_limit_leaves_its_stacks_and_is_ended(tmp_path, monkeypatch):
     config = load_config(write_config(tmp_path))
-    fault = "step.backward:sleep:hit=2:rank=1"  # its own watchdog allows 60 s
-    outcome = run_trial(Trial("slow", config, tmp_path / "run", nproc=2, limit_s=30.0, faults=fault))
+    fault = "step.backward:sleep:hit=2:rank=1"  # the run's own watchdog allows 60 s
+    skipped_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped_s[0], sleep=time.sleep)
+    monkeypatch.setattr("nsa.checks.trials.time", clock)
+
+    def on_progress(view, seconds):
+        if view is not None and view.step == 1:
+            skipped_s[0] = 1000.0
+
+    trial = Trial("slow", config, tmp_path / "run", nproc=2, limit_s=900.0, faults=fault)
+    outcome = run_trial(trial, on_progress)
     assert (outcome.timed_out, outcome.passed, outcome.exit_code) == (True, False, 6)
-    assert outcome.reason == "no end after 30 s: it stood after step 1"
+    assert outcome.reason == "did not end within 900 s: it stopped after step 1"
     stacks = list((tmp_path / "run").glob("stackdump_*.txt"))
     assert len(stacks) == 2
     assert any("in train_step" in dump.read_text() for dump in stacks)
     assert processes_that_name(tmp_path) == []
+
+
+def recorded(tmp_path, metrics: dict, log: str = "") -> Outcome:
+    """The outcome of a run of two steps with exit code 1, by what it left."""
+    config = load_config(write_config(tmp_path, train={"steps": 2}))
+    trial = Trial("recorded", config, tmp_path / "run", nproc=2, limit_s=60.0)
+    trial.folder.mkdir()
+    trial.log_file.write_text(log)
+    (trial.folder / "metrics.json").write_text(json.dumps(metrics))
+    (trial.folder / "training.csv").write_text(HEADER + "\n" + training_row(1))
+    return outcome_of(trial, read_run(trial.folder), 1, 1.0)
+
+
+def test_the_exit_code_and_reason_of_the_run_count_not_those_of_its_launcher(tmp_path):
+    outcome = recorded(tmp_path, {"status": "failed", "exit_code": 6, "reason": "no progress for 60 s"})
+    assert (outcome.exit_code, outcome.reason) == (6, "exit code 6: no progress for 60 s")
+
+
+def test_a_run_that_left_no_reason_gives_the_last_line_it_printed(tmp_path):
+    launcher = "E1115 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)"
+    outcome = recorded(tmp_path, {"status": "running"}, f"step 1\nerror: no room\n\n{launcher}\nTraceback\n")
+    assert outcome.reason == "exit code 1: error: no room"
 
 
 def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):
@@ -30,7 +67,7 @@ def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):
     assert processes_that_name(tmp_path) == []
 
 
-def test_a_probe_that_fails_gives_its_last_word(tmp_path):
+def test_a_probe_that_fails_gives_its_last_line(tmp_path):
     config = write_config(tmp_path, runtime={"kernels": {"sel": "triton"}})
     probed = run_probe("kernels", config, 1, tmp_path, limit_s=60.0)
     assert "backend 'triton' cannot run operator 'sel' here" in probed.problem

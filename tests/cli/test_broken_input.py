@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong: the command names the field, says what to do, sets its exit code and trains nothing."""
+"""For every mistake of a user, the command names the field and what to do, sets its exit code and trains nothing."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ class Case:
 
 
 def override(name: str, text: str, field: str, hint: str) -> Case:
-    """A mistake in one field. The colon tells the name of the field from the echo of the override."""
+    """A mistake in one field. The colon distinguishes the name of the field from the echo of the override."""
     return Case(name, CONFIG, f" {field}: ", hint, (text,))
 
 
@@ -232,7 +232,7 @@ def write_files(folder: Path, case: Case) -> list[str]:
 def run_here(arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
     """The command inside this process: its exit code, and what it wrote to stderr."""
     monkeypatch.setattr(sys, "argv", ["nsa", *arguments])
-    monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)  # threads of other tests may wait here for ever
+    monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)  # threads of other tests may still wait
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code, capsys.readouterr().err
@@ -252,14 +252,14 @@ def assert_explained(case: Case, exit_code: int, stderr: str, folder: Path) -> N
     assert not list(folder.rglob("training.csv"))
 
 
-def test_at_least_45_mistakes_are_tried_and_each_has_a_name_of_its_own():
+def test_at_least_45_mistakes_are_tried_and_each_has_a_unique_name():
     names = [(case.exit_code, case.id) for case in (*BROKEN_CONFIGURATION, *BROKEN_DATA)]
     assert len(names) >= 45
     assert len(set(names)) == len(names)
 
 
 def test_the_unbroken_configuration_trains(tmp_path, monkeypatch, capsys):
-    """So that every case below fails for its own reason."""
+    """So every case below fails for its own reason."""
     arguments = write_files(tmp_path, Case("unbroken", 0, "", ""))
     exit_code, stderr = run_here(arguments, monkeypatch, capsys)
     assert exit_code == 0, stderr
@@ -309,7 +309,7 @@ def test_a_mistyped_command_line_names_the_argument(arguments, culprit, monkeypa
     assert "Traceback" not in stderr
 
 
-# Weights that are not there or not whole: exit code 4.
+# Missing or damaged weights: exit code 4.
 
 
 @pytest.fixture
@@ -344,16 +344,16 @@ def test_training_from_weights_of_another_model_is_refused(run_folder, tmp_path,
 
 
 @pytest.mark.parametrize("folder", ["no_such_folder", "."])
-def test_writing_from_a_folder_that_is_no_run_is_refused(folder, tmp_path, monkeypatch, capsys):
+def test_generating_from_a_folder_that_is_no_run_is_refused(folder, tmp_path, monkeypatch, capsys):
     assert_refused(["generate", str(tmp_path / folder)], "no config.yaml", "give the out_dir", monkeypatch, capsys)
 
 
-def test_writing_from_a_run_without_weights_is_refused(run_folder, monkeypatch, capsys):
+def test_generating_from_a_run_without_weights_is_refused(run_folder, monkeypatch, capsys):
     assert_refused(["generate", str(run_folder)], "model.safetensors", "has the run finished?", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 40, -4], ids=lambda kept: f"first-{kept}-bytes")
-def test_writing_from_a_truncated_weights_file_is_refused(kept, run_folder, monkeypatch, capsys):
+def test_generating_from_a_truncated_weights_file_is_refused(kept, run_folder, monkeypatch, capsys):
     whole = save({"weight": torch.zeros(9)})
     (run_folder / "model.safetensors").write_bytes(whole[:kept])
     hint = "is no whole safetensors file"

@@ -1,4 +1,4 @@
-"""How the arguments of the old scripts become a configuration and a folder."""
+"""The arguments of the old scripts, translated to overrides and a folder."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ TWO_GPUS = CONFIGS / "m7c_125m_2xa100_production.yaml"
 OLD_VARIABLES = {"NSA_DDP_STATIC_GRAPH": "1", "NSA_DDP_FIND_UNUSED": "0", "NSA_DDP_BUCKET_MB": "25"}
 
 
-def settled(file: Path, *overrides: str, **environment: str) -> list[str]:
-    return legacy.settle(file, list(overrides), environment, one_source=None)
+def resolved(file: Path, *overrides: str, **environment: str) -> list[str]:
+    return legacy.resolve_overrides(file, list(overrides), environment, one_source=None)
 
 
 def folder_of(overrides: list[str]) -> str:
@@ -56,8 +56,8 @@ def test_old_arguments_are_overrides():
 
 
 def test_on_a_gpu_a_production_file_runs_as_it_is_in_the_folder_of_nsa_train(gpu, recwarn):
-    assert settled(TWO_GPUS) == ["train.out_dir=runs/m7c_125m_2xa100_production"]
-    assert settled(TWO_GPUS, "data.source=fineweb_edu") == [
+    assert resolved(TWO_GPUS) == ["train.out_dir=runs/m7c_125m_2xa100_production"]
+    assert resolved(TWO_GPUS, "data.source=fineweb_edu") == [
         "data.source=fineweb_edu",
         "train.out_dir=runs/m7c_125m_2xa100_production",
     ]
@@ -66,7 +66,7 @@ def test_on_a_gpu_a_production_file_runs_as_it_is_in_the_folder_of_nsa_train(gpu
 
 def test_a_folder_is_named_after_what_differs_from_the_file(gpu):
     names = [
-        folder_of(settled(M7C, *overrides, **environment))
+        folder_of(resolved(M7C, *overrides, **environment))
         for overrides, environment in [
             (["data.source=synthetic", "train.steps=10"], {}),
             (["train.steps=10", "data.source=synthetic"], {}),
@@ -80,19 +80,19 @@ def test_a_folder_is_named_after_what_differs_from_the_file(gpu):
         "runs/m7c_125m,force_branch=cmp,source=synthetic,steps=10",
         "runs/m7c_125m,source=text,paths=_a_b_c.txt_",
     ]
-    assert settled(M7C, "train.out_dir=here") == ["train.out_dir=here"]
+    assert resolved(M7C, "train.out_dir=here") == ["train.out_dir=here"]
 
 
-def test_a_long_name_is_cut_and_stays_one_of_its_own(gpu):
+def test_a_long_folder_name_is_shortened_and_stays_unique(gpu):
     many = [f"data.paths=[{'x' * 300}]", "data.source=text"]
-    names = {folder_of(settled(M7C, *many, f"train.seed={seed}")) for seed in range(5)}
+    names = {folder_of(resolved(M7C, *many, f"train.seed={seed}")) for seed in range(5)}
     assert len(names) == 5
     assert max(map(len, names)) < 150
 
 
-def test_without_a_gpu_the_125m_model_fits_a_host_and_shows_signs_of_life(no_gpu):
+def test_without_a_gpu_the_125m_model_fits_host_memory_and_logs_every_step(no_gpu):
     with pytest.warns(ConfigWarning, match=r"trains on the CPU.*runtime\.device=cpu"):
-        overrides = settled(TWO_GPUS)
+        overrides = resolved(TWO_GPUS)
     config = load_config(TWO_GPUS, overrides)
     assert config.runtime.device == "cpu"
     assert (config.train.micro_batch, config.train.log_every, config.train.eval_sequences) == (1, 1, 8)
@@ -101,24 +101,24 @@ def test_without_a_gpu_the_125m_model_fits_a_host_and_shows_signs_of_life(no_gpu
 
 def test_a_static_graph_keeps_its_one_pass_on_a_cpu_too(no_gpu):
     with pytest.warns(ConfigWarning, match="gradient_checkpointing=block"):
-        overrides = settled(M7C, **OLD_VARIABLES)
+        overrides = resolved(M7C, **OLD_VARIABLES)
     config = load_config(M7C, overrides, OLD_VARIABLES)
     assert config.parallel.ddp.static_graph
     assert (config.train.micro_batch, config.runtime.gradient_checkpointing) == ("auto", "block")
 
 
-def test_what_is_small_or_asked_for_stays_on_a_cpu(no_gpu, recwarn):
+def test_small_files_and_explicit_keys_stay_unchanged_on_a_cpu(no_gpu, recwarn):
     quick = CONFIGS / "quickstart.yaml"
-    assert settled(quick) == ["train.out_dir=runs/quickstart"]
+    assert resolved(quick) == ["train.out_dir=runs/quickstart"]
     assert not recwarn.list
     asked = ["train.micro_batch=4", "train.log_every=7", "runtime.device=cuda"]
-    config = load_config(TWO_GPUS, settled(TWO_GPUS, *asked))
+    config = load_config(TWO_GPUS, resolved(TWO_GPUS, *asked))
     assert (config.train.micro_batch, config.train.log_every) == (4, 7)
     assert config.runtime.device == "cuda", "refused by nsa train"
 
 
 def test_the_production_file_wins_over_old_variables_with_a_warning(gpu):
-    overrides = settled(TWO_GPUS, **OLD_VARIABLES)
+    overrides = resolved(TWO_GPUS, **OLD_VARIABLES)
     with pytest.warns(ConfigWarning, match=r"static_graph is set to False explicitly, which wins") as caught:
         config = load_config(TWO_GPUS, overrides, OLD_VARIABLES)
     assert len(caught) == 1, "the others say what the file says"
@@ -129,12 +129,12 @@ def test_a_mixture_is_not_silently_read_instead_of_the_dataset(tmp_path, gpu):
     file = tmp_path / "mixed.yaml"
     file.write_text("data: {mixture: [{source: python}, {source: synthetic}]}")
     with pytest.raises(ConfigError, match=r"data\.mixture=\[\]"):
-        legacy.settle(file, ["data.source=synthetic"], {}, one_source="synthetic")
+        legacy.resolve_overrides(file, ["data.source=synthetic"], {}, one_source="synthetic")
     alone = ["data.source=synthetic", "data.mixture=[]"]
-    assert legacy.settle(file, alone, {}, one_source="synthetic")[:2] == alone
+    assert legacy.resolve_overrides(file, alone, {}, one_source="synthetic")[:2] == alone
 
 
-def test_a_file_that_is_whole_only_with_its_overrides_keeps_its_name(tmp_path, gpu):
+def test_a_file_that_is_valid_only_with_its_overrides_gives_the_folder_its_name(tmp_path, gpu):
     file = tmp_path / "mine.yaml"
     file.write_text("data: {source: text}")
-    assert folder_of(settled(file, "data.paths=[notes.txt]")) == "runs/mine"
+    assert folder_of(resolved(file, "data.paths=[notes.txt]")) == "runs/mine"

@@ -1,4 +1,4 @@
-"""The old environment variables: what each still switches, and who wins."""
+"""The old environment variables: what each sets, and which setting wins."""
 
 import warnings
 
@@ -37,19 +37,19 @@ def test_an_explicit_key_wins_with_a_warning():
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         ("NSA_USE_FA3", "0", "unknown variable; did you mean NSA_USE_FA2"),
         ("NSA_USE_SEL_PACK", "1", "nothing to switch"),
         ("NSA_USE_FA2", "no", "must be 0 or 1"),
         ("NSA_FSDP_LIMIT_ALL_GATHERS", "1", "always limited"),
         ("NSA_DDP_SAFE_MODE", "yes", "must be one of 0, 1"),
-        ("NSA_DDP_BUCKET_MB", "-3", "must be a whole number"),
+        ("NSA_DDP_BUCKET_MB", "-3", "must be an integer"),
         ("NSA_FSDP_SHARDING", "half", "must be one of full"),
     ],
 )
-def test_what_cannot_be_followed_is_said(variable, value, told):
-    with pytest.warns(ConfigWarning, match=told):
+def test_an_unknown_variable_or_value_gives_a_warning(variable, value, message):
+    with pytest.warns(ConfigWarning, match=message):
         assert kernels({variable: value}) == {}
 
 

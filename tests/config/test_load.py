@@ -1,4 +1,4 @@
-"""From YAML and overrides to a configuration: what is read, what wins, and what an error says."""
+"""Loading YAML and overrides: what is read, what wins, and what an error contains."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_every_way_to_write_a_learning_rate_is_a_number(load, number):
     assert type(in_file) is float
 
 
-def test_a_whole_number_is_taken_where_a_fraction_is_possible(load):
+def test_an_integer_is_accepted_as_a_float(load):
     assert load("train: {lr: 1, weight_decay: 0}").train.lr == 1.0
 
 
@@ -97,7 +97,7 @@ def test_the_last_of_two_overrides_wins(load):
     assert load("train: {steps: 5}", "train.steps=6", "train.seed=1", "train.steps=7").train.steps == 7
 
 
-def test_an_override_that_was_overridden_cannot_be_wrong(load):
+def test_a_wrong_override_that_a_later_one_replaces_is_no_error(load):
     assert load("", "train.steps=none", "train.steps=7").train.steps == 7
 
 
@@ -161,7 +161,7 @@ def test_an_unclosed_bracket_or_quote_is_refused(joined):
         split_overrides(joined)
 
 
-# What an error says
+# What an error contains
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_tag_is_refused_and_nothing_runs(mistakes, tmp_path, value):
     assert "this" not in sys.modules
 
 
-def test_a_value_that_unfolds_to_billions_is_reported_in_a_short_line(mistakes):
+def test_a_value_that_expands_to_billions_of_elements_gives_a_short_error(mistakes):
     levels = "".join(f"  - &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))
     [line] = mistakes(f"train:\n  steps:\n  - &l0 [x, x]\n{levels}")
     assert "train.steps: must be a valid integer" in line

@@ -1,4 +1,4 @@
-"""The configurations that come with the project load, and hold what they promise."""
+"""The shipped configurations load and contain what they promise."""
 
 from functools import reduce
 from pathlib import Path
@@ -10,7 +10,7 @@ from nsa.train.state import micro_batch_size
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
-PROMISED = [
+REQUIRED = [
     "quickstart.yaml",
     "m7c_125m.yaml",
     "m7c_125m_1xa100_production.yaml",
@@ -65,14 +65,14 @@ def test_every_shipped_file_loads(path):
     assert isinstance(load_config(path), Config)
 
 
-@pytest.mark.parametrize("name", PROMISED)
-def test_every_promised_file_is_there_and_says_what_it_is_for(name):
+@pytest.mark.parametrize("name", REQUIRED)
+def test_every_required_file_exists_and_starts_with_a_comment(name):
     first_line = (CONFIGS / name).read_text(encoding="utf-8").splitlines()[0]
     assert first_line.startswith("# ")
 
 
 @pytest.mark.parametrize("key", M7C_125M)
-def test_the_125m_run_is_the_one_that_was_promised(key):
+def test_the_125m_configuration_has_the_required_values(key):
     value = value_of(shipped("m7c_125m.yaml"), key)
     assert value == M7C_125M[key]
     assert type(value) is type(M7C_125M[key])

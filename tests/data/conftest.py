@@ -2,7 +2,8 @@
 
 import pytest
 
-from nsa.data.sources import transport
+from nsa.data.sources import hub
+from tests.data.clock import Clock
 from tests.data.hub_server import HubServer
 from tests.data.mirror import write_mirror
 
@@ -17,9 +18,20 @@ def hub_settings(monkeypatch, tmp_path):
     for name in VARIABLES.split():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    # huggingface_hub reads HF_HOME when it is imported.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(transport, "BACKOFF_FIRST_S", 0.01)
-    monkeypatch.setattr(transport, "BACKOFF_MAX_S", 0.05)
+    monkeypatch.setattr(hub, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(hub, "BACKOFF_MAX_S", 0.05)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time for retries of the hub that passes at once."""
+    made = Clock()
+    monkeypatch.setattr(hub, "_now", made)
+    monkeypatch.setattr(hub, "_pause", made.pause)
+    return made
 
 
 @pytest.fixture(scope="session")

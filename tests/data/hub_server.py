@@ -48,6 +48,7 @@ class Request:
     path: str
     range: str | None
     token: str | None
+    port: int  # of the client, one for each connection
     status: int = 0
     sent: int = 0
 
@@ -60,6 +61,7 @@ class HubServer:
         self.token = token
         self.page = page
         self.lifetime_s = 3600.0  # of a signature
+        self.time = time.time
         self.link_base = None  # where links to further pages lead; a mirror of the hub passes on the hub's own
         self.log: list[Request] = []
         self.faults: list[Fault] = []
@@ -150,7 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one(self):
         hub = self.server.hub
         self.request_log = Request(
-            self.side, self.command, self.path, self.headers["Range"], self.headers["Authorization"]
+            self.side,
+            self.command,
+            self.path,
+            self.headers["Range"],
+            self.headers["Authorization"],
+            self.client_address[1],
         )
         hub.log.append(self.request_log)
         self.form = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
@@ -241,7 +248,7 @@ class _HubHandler(_Handler):
             self.error(404, "EntryNotFound", "Entry not found")
             return
         data = hub.commits[commit][name]
-        path, expires = f"/{commit}/{quote(name)}", f"{time.time() + hub.lifetime_s:.3f}"
+        path, expires = f"/{commit}/{quote(name)}", f"{hub.time() + hub.lifetime_s:.3f}"
         signed = urlencode({"Expires": expires, "Signature": hub.signature(unquote(path), expires)})
         headers = {
             "X-Repo-Commit": commit,
@@ -264,7 +271,7 @@ class _CdnHandler(_Handler):
         expires = query.get("Expires", ["0"])[0]
         if self.headers["Authorization"] is not None:
             self.answer(400, b"Only one auth mechanism allowed")
-        elif query.get("Signature") != [hub.signature(unquote(parts.path), expires)] or time.time() > float(expires):
+        elif query.get("Signature") != [hub.signature(unquote(parts.path), expires)] or hub.time() > float(expires):
             self.answer(403, b"<Error><Code>AccessDenied</Code></Error>", content_type="application/xml")
         else:
             self.send_part(hub.commits[commit][name])

@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 
 from nsa.config.schema import DataConfig, TrainConfig
-from nsa.data.build import Place, build_data
-from nsa.data.loader import Loader, Patience, Prefetcher, Request
+from nsa.data.build import build_data
+from nsa.data.loader import Loader, Prefetcher, Request
 from nsa.data.tokenizers import ByteTokenizer
+from nsa.data.waiting import Waiter
 
 
 def read_steps(data: dict, train: dict, rank: int, size: int, first_step: int, log: Path, folder: Path, pause_s: float):
     """One rank: step after step from `first_step` on, a line for each that is done."""
     options, steps = DataConfig.model_validate(data), TrainConfig.model_validate(train)
-    built = build_data(options, steps, ByteTokenizer(), Place(folder, rank))
+    built = build_data(options, steps, ByteTokenizer(), folder, rank)
     batch, count = steps.batch_size, steps.batch_size // size
     requests = [Request(step * batch + rank, count, size) for step in range(first_step, steps.steps)]
     made = Prefetcher(
@@ -24,9 +25,9 @@ def read_steps(data: dict, train: dict, rank: int, size: int, first_step: int, l
         requests,
         ahead=2,
         device=torch.device("cpu"),
-        patience=Patience(60, 60, 10),
-        report=lambda *_: None,
-        waiting_for=built.waiting_for,
+        waiter=Waiter(built.activity, 10, lambda *_: None),
+        first_batch_s=60,
+        timeout_s=60,
     )
     with log.open("a") as file:
         for step in range(first_step, steps.steps):

@@ -1,4 +1,4 @@
-"""Parquet files like FineWeb-Edu's: its folders, its columns with their types, and texts that can be told apart."""
+"""Parquet files like FineWeb-Edu's: its folders, its columns with their types, and texts that are all different."""
 
 import random
 from pathlib import Path
@@ -58,7 +58,7 @@ def texts_of(source):
     """Every document of a source, of which none may be left out."""
     skipped = Skipped()
     texts = [text for unit in source.units() for text in source.documents(unit, skipped)]
-    assert not skipped.reasons
+    assert not skipped
     return texts
 
 

@@ -28,7 +28,7 @@ TEXTS = [f"Document {i} of many, größer und größer. " * (1 + i % 5) for i in
 
 def read(path, **options):
     source, skipped = TextSource([str(path)], **options), Skipped()
-    return [text for unit in source.units() for text in source.documents(unit, skipped)], skipped.reasons
+    return [text for unit in source.units() for text in source.documents(unit, skipped)], skipped
 
 
 def refusal(path, **options):
@@ -153,7 +153,7 @@ def test_a_footer_that_pyarrow_cannot_bear_does_not_end_the_process(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)])
-def test_what_is_wrong_with_a_compressed_file_is_told_with_the_place(name, pack, tmp_path):
+def test_an_error_in_a_compressed_file_names_the_position(name, pack, tmp_path):
     path, codec = tmp_path / name, {"gz": "gzip", "zst": "zstd"}[name.rsplit(".", 1)[1]]
     noise = random.Random(0).randbytes(2 << 20).hex()
     long = jsonl(noise[i : i + 1000] for i in range(0, len(noise), 1000))
@@ -184,7 +184,7 @@ try:
         texts += source.documents(unit, skipped)
 except DataError as error:
     print("refused:", error)
-print(texts, skipped.reasons)
+print(texts, dict(skipped))
 print((kib("VmHWM") - before) // 1024)
 """
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from nsa.data.sources import fineweb
 from nsa.data.sources.base import Skipped
-from nsa.data.sources.fineweb import FineWebEdu
-from nsa.data.sources.hub import RemoteFile
+from nsa.data.sources.fineweb import FineWebEdu, RemoteFile
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import FIRST, texts_of, write_mirror
@@ -128,7 +127,7 @@ def test_offline_what_was_downloaded_is_read_and_nothing_is_asked(served, tmp_pa
 
 
 def test_the_hub_and_its_cache_have_one_fingerprint(tmp_path, hub_settings, monkeypatch):
-    """A run that began at the hub goes on offline, in the same data and in no other."""
+    """A run that started at the hub resumes offline, in the same data and in no other."""
 
     def offline():
         with pytest.MonkeyPatch.context() as patch:

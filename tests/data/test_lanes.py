@@ -9,8 +9,8 @@ import pytest
 
 from nsa.data.corpus import in_validation, key_of
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
+from nsa.data.sequences import random_order
 from nsa.data.sources.base import Unit
-from nsa.data.stream import random_order
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
 
@@ -49,7 +49,7 @@ def sequences_of(source, *, threads=0, lanes=4, folder=None, rank=0, fraction=0.
 
 def tokens_of(sequences, numbers):
     numbers = list(numbers)
-    sequences.expect(numbers)
+    sequences.prefetch(numbers)
     return [(row.inputs.tobytes(), row.targets.tobytes(), row.starts.tolist()) for row in map(sequences.row, numbers)]
 
 
@@ -100,7 +100,7 @@ def test_a_restart_finds_its_place_without_reading_what_was_read(tmp_path):
     source = Pages(units=40)
     again = sequences_of(source, folder=tmp_path)
     assert tokens_of(again, range(300, 308)) == whole[300:308]
-    assert len(source.reads) <= 12, f"{len(source.reads)} units were read to go on with two sequences of four lanes"
+    assert len(source.reads) <= 12, f"{len(source.reads)} units were read to resume with two sequences of four lanes"
 
 
 def test_without_its_index_a_restart_finds_the_same_place(tmp_path):
@@ -198,13 +198,13 @@ def test_validation_documents_are_collected_until_they_suffice():
     corpus = collect_validation(reader, 200)
     assert corpus.num_tokens >= 200
     assert len(set(source.reads)) < 100
-    assert reader.tokenised.done == reader.tokenised.of == len(source.reads)
+    assert reader.tokenised.done == reader.tokenised.total == len(source.reads)
     with pytest.raises(DataError, match="choose a larger fraction"):
         collect_validation(UnitReader(Pages(units=3), TOKENIZER, 1e-9, 0, LengthIndex(None, 0, "")), 200)
 
 
 class Slow(Pages):
-    """One unit is read when `let` says so, and then the next."""
+    """Reads one unit for every permit of `let`."""
 
     def __init__(self, units):
         super().__init__(units=units)
@@ -219,23 +219,23 @@ def test_what_validation_read_ahead_and_does_not_need_is_not_read():
     source = Slow(units=40)
     reader = UnitReader(source, TOKENIZER, 0.5, 1, LengthIndex(None, 0, ""))
     needed, _, mine, *_, last = random_order(40, 0, 0).tolist()
-    reader.expect(mine)  # by training, before validation asks for it
+    reader.prefetch(mine)  # by training, before validation asks for it
     source.let.release(2)
     collect_validation(reader, 10)
     assert sorted(source.reads) == sorted([mine, needed])
     source.let.release(100)
     assert len(reader.read(mine).lengths) == 7
-    reader.expect(last)
+    reader.prefetch(last)
     reader.read(last)  # now the thread is through with all it was asked for before
-    assert len(source.reads) <= 4, "one that the thread had begun, and no other"
+    assert len(source.reads) <= 4, "one that the thread had started, and no other"
     assert source.reads.count(mine) == 1, "what training asked for is kept for it"
-    assert reader.tokenised.done == reader.tokenised.of
+    assert reader.tokenised.done == reader.tokenised.total
 
 
 def test_how_many_units_are_tokenised_can_be_seen_from_outside():
     source = Slow(units=40)
     sequences = sequences_of(source, threads=1, lanes=4)
-    sequences.expect(range(4))
+    sequences.prefetch(range(4))
     assert str(sequences.reader.tokenised) == "0 of 8 row groups tokenised"
     source.let.release(5)
     sequences.row(0)

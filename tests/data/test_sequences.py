@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.corpus import build_corpora, tokenise
-from nsa.data.sequences import IGNORED, BestFit, Cut, Mixture, fit
-from nsa.data.stream import PackedStream, SyntheticStream
+from nsa.data.sequences import IGNORED, BestFit, Concat, Mixture, PackedStream, SyntheticStream, fit
 from nsa.data.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -97,7 +96,7 @@ def test_best_fit_is_the_same_every_time_and_another_in_every_epoch():
 
 
 def cut(name, seed, seq_len=16):
-    return Cut(SyntheticStream(seed, 64, SEPARATOR), seq_len, seed, name)
+    return Concat(SyntheticStream(seed, 64, SEPARATOR), seq_len, seed, name)
 
 
 @settings(deadline=None, max_examples=40)
@@ -142,7 +141,7 @@ def test_a_mixture_of_files_trains_on_all_of_them(tmp_path):
 
 def test_reading_by_stride_gives_the_sequences_between(tmp_path):
     training, _ = build_corpora(tokenise([f"{i} " * 40 for i in range(60)], TOKENIZER), 0.0)
-    sequences = Cut(PackedStream(training, 1), 32, 1)
+    sequences = Concat(PackedStream(training, 1), 32, 1)
     assert sequences.count is not None
     whole = [sequences.row(n).inputs.tobytes() for n in range(12)]
     for size in (1, 2, 3, 4):

@@ -1,4 +1,4 @@
-"""What a run relies on when text becomes tokens: nothing lost, nothing invented, the same everywhere."""
+"""What a run relies on when text becomes tokens: nothing lost, nothing added, the same everywhere."""
 
 import hashlib
 import http.server
@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from nsa.data import bpe
+from nsa.data import tokenizers
 from nsa.data.tokenizers import load_tokenizer, pieces
 from nsa.errors import ConfigError, DataError, DataUnavailableError
 
@@ -113,7 +113,7 @@ def gpt2_folder(tmp_path, gpt2_files, monkeypatch):
 
 def expect(monkeypatch, files, url):
     table = {name: (url + name, hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-    monkeypatch.setattr(bpe, "GPT2_FILES", table)
+    monkeypatch.setattr(tokenizers, "GPT2_FILES", table)
 
 
 def save(tmp_path, spec, name="tokenizer.json"):
@@ -275,11 +275,10 @@ def gpt4_style(tmp_path, byte_level):
     return load_tokenizer(save(tmp_path, spec, "gpt4.json"))
 
 
-@pytest.mark.parametrize("text", ["a" * 5_000_000, " " * 5_000_000, " " * 2_000_000 + "x"], ids=["a", "spaces", "last"])
+@pytest.mark.timeout(60)  # about 0.3 s on a free core; a quadratic way would take hours
+@pytest.mark.parametrize("text", ["a" * 1_500_000, " " * 1_500_000, " " * 1_200_000 + "x"], ids=["a", "spaces", "last"])
 def test_megabytes_of_one_character_are_encoded_in_seconds(gpt2, text):
-    started = time.monotonic()
     ids = gpt2.encode(text)
-    assert time.monotonic() - started < 20  # about 1 s on a free core; a quadratic way would take hours
     assert gpt2.decode(ids.tolist()) == text
 
 
@@ -321,7 +320,7 @@ def test_the_expected_files_are_those_of_tiktoken(monkeypatch):
     monkeypatch.setattr(tiktoken_ext.openai_public, "data_gym_to_mergeable_bpe_ranks", given.update)
     tiktoken_ext.openai_public.gpt2()
     for name, option in (("vocab.bpe", "vocab_bpe"), ("encoder.json", "encoder_json")):
-        assert bpe.GPT2_FILES[name] == (given[f"{option}_file"], given[f"{option}_hash"])
+        assert tokenizers.GPT2_FILES[name] == (given[f"{option}_file"], given[f"{option}_hash"])
 
 
 def test_a_folder_that_lacks_a_file_is_refused_by_its_name(gpt2_folder):
@@ -337,7 +336,11 @@ def test_a_changed_file_is_refused_with_both_hashes(gpt2_folder, gpt2_files):
     (gpt2_folder / "vocab.bpe").write_bytes(changed)
     with pytest.raises(DataError) as refused:
         load_tokenizer("gpt2", path=str(gpt2_folder))
-    for part in (str(gpt2_folder / "vocab.bpe"), bpe.GPT2_FILES["vocab.bpe"][1], hashlib.sha256(changed).hexdigest()):
+    for part in (
+        str(gpt2_folder / "vocab.bpe"),
+        tokenizers.GPT2_FILES["vocab.bpe"][1],
+        hashlib.sha256(changed).hexdigest(),
+    ):
         assert part in str(refused.value)
 
 
@@ -426,7 +429,9 @@ def test_gpt2_is_downloaded_once_and_then_needs_no_network(server, tmp_path, gpt
     second = load_tokenizer("gpt2")
     assert len(server.requests) == 2
     assert second.encode("hello world").tolist() == first.encode("hello world").tolist()
-    assert cached(tmp_path) == sorted(hashlib.sha1(url.encode()).hexdigest() for url, _ in bpe.GPT2_FILES.values())
+    assert cached(tmp_path) == sorted(
+        hashlib.sha1(url.encode()).hexdigest() for url, _ in tokenizers.GPT2_FILES.values()
+    )
 
 
 def test_a_damaged_cache_is_downloaded_again(server, tmp_path):
@@ -459,7 +464,7 @@ def refused_download():
     with pytest.raises(DataUnavailableError) as refused:
         load_tokenizer("gpt2")
     message = str(refused.value)
-    for url, _ in bpe.GPT2_FILES.values():
+    for url, _ in tokenizers.GPT2_FILES.values():
         assert url in message
     assert "data.tokenizer_path=FOLDER" in message
     assert "data.tokenizer=bytes" in message
@@ -469,7 +474,7 @@ def refused_download():
 @pytest.mark.parametrize("status", [404, 503])
 def test_a_server_that_refuses_says_how_to_get_the_files(server, tmp_path, status):
     server.status = status
-    assert f"HTTP Error {status}" in refused_download()
+    assert f"{status} " in refused_download()
     assert cached(tmp_path) == []
 
 
@@ -480,22 +485,25 @@ def test_a_machine_without_network_says_how_to_get_the_files(server, monkeypatch
 
 def test_an_answer_that_breaks_off_is_no_vocabulary(server, tmp_path):
     server.cut = 1000
-    assert f"ended after 1000 of {len(server.files['vocab.bpe'])} bytes" in refused_download()
+    assert "1000 bytes read" in refused_download()
     assert cached(tmp_path) == []
 
 
-def test_a_server_that_drips_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(bpe, "DOWNLOAD_TIMEOUT_S", 0.3)
+def test_a_server_that_sends_byte_by_byte_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(tokenizers, "DOWNLOAD_TIMEOUT_S", 0.3)
     server.drip_s = 0.05
     assert "not finished after 0.3 s" in refused_download()
 
 
-def test_a_download_with_another_hash_is_refused_and_not_kept(server, tmp_path):
+def test_a_download_with_another_hash_is_refused_and_not_kept(server, tmp_path, monkeypatch):
     server.files["vocab.bpe"] = b"something else"
-    with pytest.raises(DataError, match=f"vocab.bpe.*{bpe.GPT2_FILES['vocab.bpe'][1]}") as refused:
+    expected = tokenizers.GPT2_FILES["vocab.bpe"][1]
+    with pytest.raises(DataError, match=f"vocab.bpe.*expected {expected}"):
         load_tokenizer("gpt2")
-    assert hashlib.sha256(b"something else").hexdigest() in str(refused.value)
     assert cached(tmp_path) == []
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # without a cache tiktoken checks nothing
+    with pytest.raises(DataError, match=f"{expected}, found {hashlib.sha256(b'something else').hexdigest()}"):
+        load_tokenizer("gpt2")
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
@@ -606,7 +614,7 @@ def test_the_separator_is_found_by_its_usual_names(tmp_path, token):
 def test_a_separator_must_be_a_token_and_must_be_known(tmp_path, byte_level):
     file = save(tmp_path, byte_level)
     assert load_tokenizer(file, separator="<|pad|>").separator == 1
-    with pytest.raises(ConfigError, match=r"data.separator: '<none>' is no token of"):
+    with pytest.raises(ConfigError, match=r"data.separator: '<none>' is not a token of"):
         load_tokenizer(file, separator="<none>")
     spec = json.loads(hf.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
     with pytest.raises(ConfigError, match=r"set data\.separator"):
@@ -692,13 +700,13 @@ def test_a_fingerprint_follows_the_vocabulary_and_the_separator_and_not_the_path
 
 
 def test_the_fingerprint_of_gpt2_follows_its_merges(gpt2, gpt2_files):
-    ranks = bpe._gpt2_ranks(gpt2_files["vocab.bpe"].decode(), json.loads(gpt2_files["encoder.json"]))
-    assert bpe.GPT2Tokenizer(ranks).fingerprint == gpt2.fingerprint
+    ranks = tokenizers._gpt2_ranks(gpt2_files["vocab.bpe"].decode(), json.loads(gpt2_files["encoder.json"]))
+    assert tokenizers.GPT2Tokenizer(ranks).fingerprint == gpt2.fingerprint
     last, before = (max(ranks, key=ranks.get), len(ranks) - 2)
     other = next(token for token, i in ranks.items() if i == before)
-    assert bpe.GPT2Tokenizer({**ranks, last: before, other: before + 1}).fingerprint != gpt2.fingerprint
+    assert tokenizers.GPT2Tokenizer({**ranks, last: before, other: before + 1}).fingerprint != gpt2.fingerprint
     del ranks[last]
-    assert bpe.GPT2Tokenizer(ranks).fingerprint != gpt2.fingerprint
+    assert tokenizers.GPT2Tokenizer(ranks).fingerprint != gpt2.fingerprint
 
 
 def test_the_fingerprint_of_bytes_never_changes():

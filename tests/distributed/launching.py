@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.record.training_csv import MACHINE_COLUMNS
+from nsa.record.schema import MACHINE_COLUMNS
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,16 +44,18 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
+def ranks_environment(size: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank; nothing for one rank, which needs no launcher."""
+    if size == 1:
+        return [{}]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
 def start_ranks(size: int, *arguments: str, faults: str = "", module: str = "nsa") -> list[warm.Process]:
-    """The command on `size` ranks, as torchrun would start it; one rank is started without a launcher."""
-    place = {} if size == 1 else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    processes = []
-    for rank in range(size):
-        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-        if faults:
-            mine["NSA_FAULTS"] = faults
-        processes.append(warm.start(module, *arguments, env=environment(**place, **mine)))
-    return processes
+    """The command on `size` ranks, as torchrun would start it."""
+    armed = {"NSA_FAULTS": faults} if faults else {}
+    return [warm.start(module, *arguments, env=environment(**rank, **armed)) for rank in ranks_environment(size)]
 
 
 def wait_all(processes: list[warm.Process], timeout_s: float = TIMEOUT_S) -> list[Ended]:

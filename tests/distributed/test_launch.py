@@ -7,7 +7,7 @@ import torch
 
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
-from nsa.parallel.launch import Place, choose_strategy, guard, pick_device, read_place
+from nsa.parallel.launch import Launch, choose_strategy, guard, pick_device, read_launch
 
 CUDA = torch.device("cuda", 0)
 
@@ -21,18 +21,18 @@ def four_gpus(monkeypatch):
 
 def test_one_process_on_a_node_with_four_gpus_is_refused_with_the_right_command(four_gpus):
     with pytest.raises(LaunchError) as refused:
-        guard(Place(), CUDA, ParallelConfig(), {})
+        guard(Launch(), CUDA, ParallelConfig(), {})
     assert "torchrun --standalone --nproc-per-node 4 -m nsa train run.yaml train.steps=3" in str(refused.value)
     assert "parallel.allow_single_rank=true" in str(refused.value)
     assert refused.value.exit_code == 7
 
 
 def test_it_runs_where_that_is_meant(four_gpus):
-    guard(Place(), CUDA, ParallelConfig(allow_single_rank=True), {})
-    guard(Place(), torch.device("cpu"), ParallelConfig(), {})
-    guard(Place(1, 1, 4), CUDA, ParallelConfig(), {})
+    guard(Launch(), CUDA, ParallelConfig(allow_single_rank=True), {})
+    guard(Launch(), torch.device("cpu"), ParallelConfig(), {})
+    guard(Launch(1, 1, 4), CUDA, ParallelConfig(), {})
     with pytest.warns(UserWarning, match="3 would be idle"):
-        guard(Place(), CUDA, ParallelConfig(), {"CI": "true"})
+        guard(Launch(), CUDA, ParallelConfig(), {"CI": "true"})
 
 
 def test_more_ranks_than_gpus_are_refused(four_gpus):
@@ -42,12 +42,12 @@ def test_more_ranks_than_gpus_are_refused(four_gpus):
 
 
 def test_a_rank_finds_its_place():
-    assert read_place({}) == Place()
+    assert read_launch({}) == Launch()
     launched = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert read_place(launched) == Place(5, 1, 8, 2)
+    assert read_launch(launched) == Launch(5, 1, 8, 2)
     for wrong in ({"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "7"}):
         with pytest.raises(LaunchError, match="torchrun"):
-            read_place({**launched, **wrong})
+            read_launch({**launched, **wrong})
 
 
 def test_auto_is_single_for_one_rank_and_ddp_for_more():

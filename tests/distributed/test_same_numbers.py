@@ -56,10 +56,10 @@ def strategy(name, **options):
     return {"parallel": {"strategy": name, name: options}} if options else {"parallel": {"strategy": name}}
 
 
+STRATEGIES = ("ddp", "fsdp")
 ONE_RANK = {
     "single": tree(DEEP),
-    "single-block": tree(DEEP, recompute("block")),
-    **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("selective", "branch")},
+    **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("block", "selective", "branch")},
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
     "short-cmp": tree(SHORT, {"nsa": {"force_branch": "cmp"}}),
@@ -68,36 +68,42 @@ ONE_RANK = {
     "constant": tree({"train": {"steps": 8, "schedule": "constant"}}),
 }
 TWO_RANKS = {
-    **{f"{s}-{g}": tree(DEEP, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("none", "block")},
-    **{
-        f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in ("ddp", "fsdp") for g in ("selective", "branch")
-    },
-    **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in ("ddp", "fsdp")},
-    **{f"{s}-cmp": tree(SHORT, strategy(s), {"nsa": {"force_branch": "cmp"}}) for s in ("ddp", "fsdp")},
-    **{
-        f"{s}-{p}": tree(SHORT, strategy(s), {"runtime": {"precision": p}})
-        for s in ("ddp", "fsdp")
-        for p in ("bf16", "fp16")
-    },
+    **{f"{s}-none": tree(DEEP, strategy(s)) for s in STRATEGIES},
+    **{f"{s}-block": tree(DEEP, FEW, strategy(s), recompute("block")) for s in STRATEGIES},
+    **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in STRATEGIES},
+    **{f"{s}-bf16": tree(SHORT, strategy(s), {"runtime": {"precision": "bf16"}}) for s in STRATEGIES},
     "ddp-safe": tree(SHORT, strategy("ddp", safe_mode=True)),
     "ddp-static": tree(SHORT, strategy("ddp", static_graph=True), recompute("block")),
+    "fsdp-grad-op": tree(SHORT, strategy("fsdp", sharding="grad_op", forward_prefetch=False)),
+    "fsdp-cmp": tree(SHORT, strategy("fsdp"), {"nsa": {"force_branch": "cmp"}}),
+    "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
+}
+# Trained on two ranks where a test of `make test-long` needs them.
+LONG_RUNS = {
+    **{f"{s}-block-20": tree(DEEP, strategy(s), recompute("block")) for s in STRATEGIES},
+    **{f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in STRATEGIES for g in ("selective", "branch")},
+    **{f"{s}-fp16": tree(SHORT, strategy(s), {"runtime": {"precision": "fp16"}}) for s in STRATEGIES},
+    "ddp-cmp": tree(SHORT, strategy("ddp"), {"nsa": {"force_branch": "cmp"}}),
     "ddp-unused": tree(SHORT, strategy("ddp", find_unused=True, bucket_view=False), recompute("block")),
     "ddp-buckets": tree(SHORT, strategy("ddp", bucket_mb=1, broadcast_buffers=True)),
-    "fsdp-grad-op": tree(SHORT, strategy("fsdp", sharding="grad_op", forward_prefetch=False)),
     "fsdp-units": tree(SHORT, strategy("fsdp", blocks_per_unit=2), {"model": {"n_layers": 5}}),
     "units": tree(SHORT, strategy("ddp"), {"model": {"n_layers": 5}}),
     "fsdp-tied": tree(SHORT, strategy("fsdp"), {"model": {"tied_head": True}}),
     "ddp-tied": tree(SHORT, strategy("ddp"), {"model": {"tied_head": True}}),
     "fsdp-reduce-bf16": tree(SHORT, strategy("fsdp", reduce_dtype="bf16")),
-    "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
 }
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Every run above, trained once."""
+def runs(request, tmp_path_factory):
+    """Every run above that the selected tests look at, trained once."""
     folder = tmp_path_factory.mktemp("runs")
-    for size, named in ((1, ONE_RANK), (2, TWO_RANKS)):
+    any_long = any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path)
+    for size, named in ((1, ONE_RANK), (2, TWO_RANKS | LONG_RUNS if any_long else TWO_RANKS)):
         train_all(folder, size, [{"name": name, "config": config} for name, config in named.items()])
     return folder
 
@@ -123,8 +129,8 @@ def assert_same(a, b, loss, norm):
     assert column(a, "grad_norm") == pytest.approx(column(b, "grad_norm"), rel=norm, abs=0)
 
 
-@pytest.mark.parametrize("granularity", ["none", "block"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("granularity", ["none", long("block-20")])
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
     one, many = runs / "single", runs / f"{kind}-{granularity}"
     assert column(many, "loss")[0] == pytest.approx(column(one, "loss")[0], rel=1e-6)
@@ -133,8 +139,14 @@ def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
     assert [row["tokens"] for row in rows_of(many)] == [row["tokens"] for row in rows_of(one)]
 
 
-@pytest.mark.parametrize("granularity", ["selective", "block", "branch"])
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "granularity"),
+    [
+        *(("single", granularity) for granularity in ("selective", "block", "branch")),
+        *((kind, "block") for kind in STRATEGIES),
+        *(long(kind, granularity) for kind in STRATEGIES for granularity in ("selective", "block-20", "branch")),
+    ],
+)
 def test_checkpointing_changes_no_bit(runs, kind, granularity):
     plain = runs / ("single" if kind == "single" else f"{kind}-none")
     recomputed = runs / f"{kind}-{granularity}"
@@ -148,7 +160,8 @@ def test_accumulation_gives_the_same_run(runs, kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp-alone", "fsdp-alone", "ddp-safe", "ddp-static", "ddp-unused", "ddp-buckets", "fsdp-grad-op"]
+    "name",
+    ["ddp-alone", "fsdp-alone", "ddp-safe", "ddp-static", "fsdp-grad-op", long("ddp-unused"), long("ddp-buckets")],
 )
 def test_an_option_changes_how_and_not_what(runs, name):
     assert_same(runs / name, runs / "short", loss=1e-6, norm=1e-5)
@@ -156,35 +169,41 @@ def test_an_option_changes_how_and_not_what(runs, name):
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("fsdp-units", "units"), ("fsdp-tied", "ddp-tied"), ("fsdp-cmp", "ddp-cmp"), ("ddp-cmp", "short-cmp")],
+    [
+        ("fsdp-cmp", "short-cmp"),
+        long("ddp-cmp", "short-cmp"),
+        long("fsdp-units", "units"),
+        long("fsdp-tied", "ddp-tied"),
+    ],
 )
 def test_pairs_agree(runs, name, other):
     assert_same(runs / name, runs / other, loss=1e-6, norm=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("precision", ["bf16", long("fp16")])
 def test_lower_precision_stays_close(runs, kind, precision):
     assert column(runs / f"{kind}-{precision}", "loss") == pytest.approx(column(runs / "short", "loss"), rel=2e-2)
     assert [row["skipped"] for row in rows_of(runs / f"{kind}-{precision}")].count("0") >= 3
 
 
+@pytest.mark.long
 def test_gradients_reduced_in_bf16_stay_close(runs):
     assert column(runs / "fsdp-reduce-bf16", "loss") == pytest.approx(column(runs / "short", "loss"), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-none", "ddp-block", "fsdp-none", "fsdp-block"])
-def test_the_logged_gradient_norm_is_the_true_one(runs, name):
+def test_the_logged_gradient_norm_is_the_true_one(runs):
     config = parse_config(tree(DEEP), "test")
     batch = build_data(config.data, config.train, ByteTokenizer()).train.batch(0, 4)
     model = build_model(config.model, config.nsa, 256, seed=0)
     logits = model(batch.inputs, batch.cu_seqlens)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
     by_hand = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    assert column(runs / name, "grad_norm")[0] == pytest.approx(by_hand, rel=1e-5)
+    for name in ("single", "ddp-none", "ddp-block", "fsdp-none", "fsdp-block"):
+        assert column(runs / name, "grad_norm")[0] == pytest.approx(by_hand, rel=1e-5), name
 
 
-def test_safe_mode_and_the_ranks_say_what_they_are(tmp_path):
+def test_safe_mode_and_every_rank_are_announced(tmp_path):
     (tmp_path / "run.yaml").write_text(
         json.dumps(tree(SHORT, {"train": {"steps": 1}}, strategy("ddp", safe_mode=True)))
     )
@@ -196,7 +215,7 @@ def test_safe_mode_and_the_ranks_say_what_they_are(tmp_path):
     assert "loss" not in ended[1].output
 
 
-def test_a_checkpoint_of_two_sharded_ranks_goes_on_anywhere(runs, tmp_path):
+def test_a_checkpoint_of_two_sharded_ranks_resumes_anywhere(runs, tmp_path):
     """Weights and optimizer are exact in another world: the rest of the run has the numbers of an unbroken one."""
     whole = find_checkpoint(runs / "half")
     weights = read_weights(whole)
@@ -206,7 +225,7 @@ def test_a_checkpoint_of_two_sharded_ranks_goes_on_anywhere(runs, tmp_path):
     for size, names in ((1, ["single"]), (2, ["ddp", "fsdp"])):
         jobs = []
         for name in names:
-            if name != "fsdp":  # taken up with nothing left to do: the weights are written as this world has them
+            if name != "fsdp":  # resumed with nothing left to do: the weights are written as this world has them
                 shutil.copytree(runs / "half", tmp_path / f"{name}-same")
                 config = tree({"train": {"steps": 4, "schedule": "constant"}}, strategy(name))
                 jobs.append({"name": f"{name}-same", "config": config, "accept_changes": True})

@@ -19,6 +19,17 @@ def mirror(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def runs(mirror, tmp_path_factory):
+    """The same run on one rank and on two, undisturbed, by number of ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    for size in (1, 2):
+        config = write_config(folder, data=streamed(mirror), train={**TRAIN, "out_dir": str(folder / str(size))})
+        for ended in run_ranks(size, "train", config):
+            assert ended.code == 0, ended.output
+    return {size: folder / str(size) for size in (1, 2)}
+
+
 def streamed(mirror, **more):
     return {"source": "fineweb_edu", "paths": [str(mirror)], "validation_fraction": 0.1, **more}
 
@@ -27,42 +38,25 @@ def losses_of(run):
     return [float(row["loss"]) for row in rows_of(run)]
 
 
-def test_one_rank_and_two_train_on_the_same_sequences(mirror, tmp_path):
-    for size in (1, 2):
-        config = write_config(
-            tmp_path / str(size), data=streamed(mirror), train={**TRAIN, "out_dir": str(tmp_path / f"run{size}")}
-        )
-        for ended in run_ranks(size, "train", config):
-            assert ended.code == 0, ended.output
-    one, two = losses_of(tmp_path / "run1"), losses_of(tmp_path / "run2")
+def test_one_rank_and_two_train_on_the_same_sequences(runs):
+    one, two = losses_of(runs[1]), losses_of(runs[2])
     assert len(one) == 6
     assert two == pytest.approx(one, rel=1e-5)
-    assert metrics_of(tmp_path / "run2")["val_loss"] == pytest.approx(
-        metrics_of(tmp_path / "run1")["val_loss"], rel=1e-5
-    )
-    assert metrics_of(tmp_path / "run2")["data"]["sequences"] == {"fineweb_edu": 24}
+    assert metrics_of(runs[2])["val_loss"] == pytest.approx(metrics_of(runs[1])["val_loss"], rel=1e-5)
+    assert metrics_of(runs[2])["data"]["sequences"] == {"fineweb_edu": 24}
 
 
-def test_a_killed_run_goes_on_with_the_same_bits(mirror, tmp_path):
-    config = {
-        name: write_config(
-            tmp_path / name, data=streamed(mirror), train={**TRAIN, "out_dir": str(tmp_path / "runs" / name)}
-        )
-        for name in ("whole", "killed")
-    }
-    for ended in run_ranks(2, "train", config["whole"]):
-        assert ended.code == 0, ended.output
-    killed = run_ranks(2, "train", config["killed"], faults="step.backward:kill:hit=5:rank=0")
+def test_a_killed_run_resumes_to_the_same_bits(mirror, runs, tmp_path):
+    config = write_config(tmp_path, data=streamed(mirror), train={**TRAIN, "out_dir": str(tmp_path / "killed")})
+    killed = run_ranks(2, "train", config, faults="step.backward:kill:hit=5:rank=0")
     assert killed[0].code == -signal.SIGKILL
-    for ended in run_ranks(2, "train", config["killed"]):
+    for ended in run_ranks(2, "train", config):
         assert ended.code == 0, ended.output
-    assert numbers_of(tmp_path / "runs" / "killed") == numbers_of(tmp_path / "runs" / "whole")
+    assert numbers_of(tmp_path / "killed") == numbers_of(runs[2])
 
 
-def test_a_hub_that_stumbles_changes_no_loss(mirror, tmp_path, monkeypatch):
+def test_a_hub_that_stumbles_changes_no_loss(mirror, runs, tmp_path, monkeypatch):
     """Through HTTP, with redirects and ranges; 503, 429, a cut connection and expired links on the way."""
-    local = write_config(tmp_path / "a", data=streamed(mirror), train={**TRAIN, "out_dir": str(tmp_path / "local")})
-    assert run_ranks(1, "train", local)[0].code == 0
     with HubServer(mirror) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -74,7 +68,7 @@ def test_a_hub_that_stumbles_changes_no_loss(mirror, tmp_path, monkeypatch):
         )
         (ended,) = run_ranks(1, "train", remote)
     assert ended.code == 0, ended.output
-    assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local")
+    assert losses_of(tmp_path / "remote") == losses_of(runs[1])
 
 
 def test_when_one_of_two_ranks_falls_back_both_do(tmp_path, monkeypatch):

@@ -1,42 +1,116 @@
 """What the documentation shows exists and runs."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import typer
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+from nsa.cli.main import app
+from nsa.config import load_config
+from nsa.train.schedule import learning_rate
+from tests import warm
+from tests.distributed.launching import environment, wait_all
+from tests.docs.pages import PAGES, README, ROOT, Page
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+COMMANDS = typer.main.get_command(app)
+FOLDERS = "nsa|configs|docs|tests|examples|bench|scripts"
+every_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_pages_and_examples_are_there():
+    assert {"README.md", "CONTRIBUTING.md", "docs/how-it-works.md", "docs/reliability.md"} <= set(map(str, PAGES))
+    assert len(EXAMPLES) >= 2
+
+
+@every_page
 def test_links_lead_somewhere(page):
-    text = page.read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#\s]+)", text)
-    broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert broken == []
+    for link in page.links:
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.path.parent / name) if name else page.path
+        assert target.exists(), link
+        assert not anchor or anchor in Page(target).anchors, link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@every_page
 def test_files_named_in_code_marks_exist(page):
-    text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:nsa|configs|docs|tests|examples|bench|scripts)/[\w/.-]+\.(?:py|yaml|md|json))`", text)
+    named = [mark for mark in page.code_marks if re.fullmatch(rf"({FOLDERS})/[\w/.-]*", mark)]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+@every_page
+def test_tables_are_whole(page):
+    """A row that a blank line cuts off its table is shown as text with bars in it."""
+    stray = [t.content for t in page.tokens if t.type == "inline" and t.content.startswith("|")]
+    assert stray == []
+    for table in page.tables:
+        assert [row for row in table if len(row) != len(table[0])] == []
+
+
+@every_page
+def test_commands_exist_with_their_options(page):
+    for words in page.commands:
+        command = COMMANDS
+        while hasattr(command, "commands") and words and not words[0].startswith("-"):
+            name, *words = words
+            assert name in command.commands, (name, words)
+            command = command.commands[name]
+        known = {option for parameter in command.params for option in parameter.opts}
+        given = {word.partition("=")[0].strip("[]") for word in words if word.strip("[]").startswith("--")}
+        assert given <= known | {"--help"}, (command.name, words)
+
+
+@every_page
+def test_commands_in_code_marks_exist(page):
+    for mark in page.code_marks:
+        if found := re.match(r"(?:\S*torchrun .* -m |\.venv/bin/)?nsa ([a-z]+)(?: ([a-z]+)(?= |$))?", mark):
+            assert found[1] in COMMANDS.commands, mark
+            below = getattr(COMMANDS.commands[found[1]], "commands", None)
+            assert not below or not found[2] or found[2] in below, mark
+
+
+@every_page
+def test_configurations_and_overrides_of_commands_are_valid(page):
+    for words in page.commands:
+        files = [word for word in words if word.startswith("configs/") and "*" not in word]
+        joined = [words[place + 1] for place, word in enumerate(words) if word == "--override"]
+        overrides = [word for word in [*words, *" ".join(joined).split()] if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+        for file in files:
+            load_config(ROOT / file, overrides)
+        if not files:
+            load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.blocks("python")], ids=str)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """In the order of the page, in a folder with the token shards that docs/data.md reads."""
+    monkeypatch.chdir(tmp_path)
+    if "shards" in "".join(page.blocks("python")):
+        (tmp_path / "a.txt").write_text("some text " * 20)
+        arguments = ["data", "prepare", "shards", "data.source=text", "data.paths=[a.txt]", "--workers", "1"]
+        [ended] = wait_all([warm.start("nsa", *arguments, env=environment(), cwd=tmp_path)])
+        assert ended.code == 0, ended.output
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in page.blocks("python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_step_line_of_the_readme_can_occur():
+    (line,) = [mark for mark in README.code_marks if mark.startswith("step ")]
+    found = re.fullmatch(
+        r"step (\d{4}) \| loss \d+\.\d{4} \| lr (\d\.\d\de-\d\d) \| toks/s \d+ \| grad_norm \d+\.\d\d", line
+    )
+    assert found, line
+    step, train = int(found[1]), load_config(ROOT / "configs" / "quickstart.yaml").train
+    assert step == 1 or step % train.log_every == 0
+    assert found[2] == f"{learning_rate(step - 1, train):.2e}"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run_as_they_are(example, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    [ended] = wait_all([warm.start(str(example), env=environment(), cwd=tmp_path)])
+    assert ended.code == 0, ended.output
+    assert ended.output.strip()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_page_and_the_example_are_there():
-    assert (ROOT / "docs" / "how-it-works.md") in PAGES
-    assert len(EXAMPLES) >= 1

@@ -1,4 +1,4 @@
-"""Runs that are killed again and again, and how they are compared with one that never was."""
+"""Runs that are killed again and again, and their comparison with a run that is never killed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 
 from nsa.checkpoint.export import find_checkpoint
-from nsa.checkpoint.load import fill, read_random, read_state
-from nsa.checkpoint.manifest import read_manifest
-from nsa.checkpoint.shards import saved_shapes
+from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
 from tests.distributed.launching import numbers_of, run_ranks, write_config
 
 KILLED = -9
@@ -32,13 +30,7 @@ SAVE_POINTS = (
 )
 END_POINTS = ("start.running", "end.weights", "end.metrics")  # passed once in a start
 POINTS = (*STEP_POINTS, *SAVE_POINTS, "validate", *END_POINTS)
-ONLY_FIRST_RANK = {"save.prepare", "save.metadata", "save.state", "save.manifest", "save.rename", "save.renamed"} | {
-    "save.latest",
-    "save.best",
-    "save.retention",
-    "save.done",
-    *END_POINTS,
-}
+EVERY_RANK = {*STEP_POINTS, "save.begin", "save.staged", "save.shard", "save.shard_written", "save.own", "validate"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Runs:
         assert [e.code for e in ended] == [0] * self.size, ended[0].output + ended[-1].output
 
     def kill(self, name: str, fault: str) -> None:
-        """Ends in the kill that `fault` asks for; who survives says that a rank was lost."""
+        """Ends in the kill that `fault` asks for; a survivor reports that a rank was lost."""
         ended = self.train(name, fault)
         codes = sorted(e.code for e in ended)
         assert codes[0] == KILLED, (fault, [e.output for e in ended])
@@ -73,7 +65,7 @@ def make_runs(folder: Path, strategy: str, *, recompute: str = "none", steps: in
 
 
 def assert_prefix_equal(killed: Path, whole: Path) -> int:
-    """Every whole row the killed run has is the unbroken run's row; how many there are."""
+    """Every whole row of the killed run is the unbroken run's row; returns how many there are."""
     if not (killed / "training.csv").exists():
         return 0
     rows, wanted = numbers_of(killed), numbers_of(whole)
@@ -82,7 +74,7 @@ def assert_prefix_equal(killed: Path, whole: Path) -> int:
 
 
 def assert_equal_to_the_bit(run: Path, whole: Path, size: int) -> None:
-    """Losses and norms of every step once, weights, optimizer, random state, data position."""
+    """Losses and norms of every step, each once; weights, optimizer, random state, data position."""
     assert numbers_of(run) == numbers_of(whole)
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     a, b = find_checkpoint(run), find_checkpoint(whole)
@@ -96,7 +88,7 @@ def assert_equal_to_the_bit(run: Path, whole: Path, size: int) -> None:
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
-    shapes = saved_shapes(checkpoint, read_manifest(checkpoint))
+    shapes = saved_shapes(checkpoint)
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     fill(tensors, checkpoint)
     return tensors

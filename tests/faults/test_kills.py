@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.launching import rows_of, run_ranks
 from tests.faults.kills import (
     END_POINTS,
-    ONLY_FIRST_RANK,
+    EVERY_RANK,
     POINTS,
     SAVE_POINTS,
     assert_equal_to_the_bit,
@@ -13,7 +13,7 @@ from tests.faults.kills import (
     make_runs,
 )
 
-# Point and how often it is passed before the kill. Every start goes on from where the last one was killed.
+# Point and how often it is passed before the kill. Every start resumes where the last one was killed.
 CHAIN = [
     ("step.begin", 2),
     ("save.begin", 1),
@@ -21,53 +21,46 @@ CHAIN = [
     ("step.forward", 4),
     ("save.renamed", 1),
     ("validate", 1),
-    ("save.staged", 2),
     ("save.prepare", 1),
     ("step.optimizer", 3),
     ("save.shard_written", 2),
     ("save.metadata", 1),
-    ("validate", 2),
     ("save.own", 2),
     ("step.backward", 3),
     ("save.state", 1),
     ("save.manifest", 2),
     ("save.rename", 1),
-    ("step.end", 3),
     ("save.latest", 1),
-    ("save.best", 1),
     ("save.retention", 1),
-    ("save.done", 1),
     ("start.running", 1),
     ("end.weights", 1),
     ("end.metrics", 1),
 ]
 
 
-def test_twenty_five_kills_of_one_process_change_no_bit(tmp_path):
-    runs = make_runs(tmp_path, "single", steps=24)
-    runs.finish("whole")
+def test_twenty_kills_of_one_process_change_no_bit(tmp_path, unbroken):
+    runs, whole = make_runs(tmp_path, "single", steps=24), unbroken("single", steps=24)
     for point, hit in CHAIN:
         runs.kill("killed", f"{point}:kill:hit={hit}")
-        assert_prefix_equal(tmp_path / "killed", tmp_path / "whole")
+        assert_prefix_equal(tmp_path / "killed", whole)
     runs.finish("killed")
-    assert_equal_to_the_bit(tmp_path / "killed", tmp_path / "whole", 1)
+    assert_equal_to_the_bit(tmp_path / "killed", whole, 1)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "recompute", "kills"),
+    ("strategy", "kills"),
     [
-        ("ddp", "block", ["step.backward:kill:hit=4:rank=1", "save.rename:kill:rank=0", "validate:kill:rank=1"]),
-        ("fsdp", "block", ["save.shard_written:kill:hit=2:rank=1", "step.forward:kill:hit=2:rank=0", "validate:kill"]),
+        ("ddp", ["step.backward:kill:hit=4:rank=1", "save.rename:kill:rank=0", "validate:kill:rank=1"]),
+        ("fsdp", ["save.shard_written:kill:hit=2:rank=1", "step.forward:kill:hit=2:rank=0", "validate:kill"]),
     ],
 )
-def test_kills_among_two_ranks_change_no_bit(tmp_path, strategy, recompute, kills):
-    runs = make_runs(tmp_path, strategy, recompute=recompute)
-    runs.finish("whole")
+def test_kills_among_two_ranks_change_no_bit(tmp_path, unbroken, strategy, kills):
+    runs, whole = make_runs(tmp_path, strategy, recompute="block"), unbroken(strategy, "block")
     for fault in kills:
         runs.kill("killed", fault)
-        assert_prefix_equal(tmp_path / "killed", tmp_path / "whole")
+        assert_prefix_equal(tmp_path / "killed", whole)
     runs.finish("killed")
-    assert_equal_to_the_bit(tmp_path / "killed", tmp_path / "whole", 2)
+    assert_equal_to_the_bit(tmp_path / "killed", whole, 2)
 
 
 def test_a_rank_lost_in_the_last_save_is_no_failed_save(tmp_path):
@@ -77,7 +70,7 @@ def test_a_rank_lost_in_the_last_save_is_no_failed_save(tmp_path):
     runs.finish("run")
 
 
-def test_a_longer_run_that_is_killed_while_it_starts_is_not_taken_for_done(tmp_path):
+def test_a_prolonged_run_that_is_killed_while_it_starts_is_not_taken_for_done(tmp_path):
     runs = make_runs(tmp_path, "single", steps=4)
     runs.finish("run")
     arguments = ["train", runs.config, "train.steps=6", f"train.out_dir={tmp_path / 'run'}", "--accept-changes"]
@@ -86,30 +79,14 @@ def test_a_longer_run_that_is_killed_while_it_starts_is_not_taken_for_done(tmp_p
     assert len(rows_of(tmp_path / "run")) == 6
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """The run that is never killed, once for each strategy and granularity."""
-    known = {}
-
-    def get(strategy, recompute):
-        if (strategy, recompute) not in known:
-            runs = make_runs(tmp_path_factory.mktemp(f"{strategy}-{recompute}"), strategy, recompute=recompute)
-            runs.finish("whole")
-            known[strategy, recompute] = runs
-        return known[strategy, recompute]
-
-    return get
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_one_kill_at_every_point_changes_no_bit(unbroken, strategy, recompute, point):
-    runs = unbroken(strategy, recompute)
-    rank = 0 if strategy == "single" or point in ONLY_FIRST_RANK else POINTS.index(point) % 2
+def test_one_kill_at_every_point_changes_no_bit(tmp_path, unbroken, strategy, recompute, point):
+    runs, whole = make_runs(tmp_path, strategy, recompute=recompute), unbroken(strategy, recompute)
+    rank = POINTS.index(point) % runs.size if point in EVERY_RANK else 0
     hit = 1 if point in END_POINTS else 2 if point in SAVE_POINTS or point == "validate" else 4
-    name = point.replace(".", "-")
-    runs.kill(name, f"{point}:kill:hit={hit}:rank={rank}")
-    runs.finish(name)
-    assert_equal_to_the_bit(runs.folder / name, runs.folder / "whole", runs.size)
+    runs.kill("killed", f"{point}:kill:hit={hit}:rank={rank}")
+    runs.finish("killed")
+    assert_equal_to_the_bit(tmp_path / "killed", whole, runs.size)

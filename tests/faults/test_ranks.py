@@ -1,14 +1,16 @@
-"""Ranks that vanish, disagree or cannot write: what the others do (rows 4, 5, 8, 14, 15)."""
+"""Ranks that die, disagree or cannot write: what the others do (rows 4, 5, 8, 14, 15 of reliability.md)."""
 
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from nsa.checkpoint.export import find_checkpoint
 from nsa.train.nonfinite import reproduce
+from tests import warm
 from tests.distributed.launching import (
     ROOT,
     environment,
@@ -26,7 +28,7 @@ from tests.faults.kills import assert_equal_to_the_bit, make_runs
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_survivors_of_a_lost_rank_end_with_code_8_and_say_so(tmp_path, strategy):
+def test_survivors_of_a_lost_rank_end_with_code_8_and_the_reason(tmp_path, strategy):
     runs = make_runs(tmp_path, strategy)
     began = time.monotonic()
     ended = runs.train("run", "step.backward:kill:hit=3:rank=1")
@@ -60,9 +62,8 @@ def torchrun(*arguments, **more):
     )
 
 
-def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(tmp_path):
+def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_resumes(tmp_path, unbroken):
     runs = make_runs(tmp_path, "ddp")
-    runs.finish("whole")
     job = torchrun(
         *("--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-m", "nsa", "train", runs.config),
@@ -72,12 +73,11 @@ def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(tmp_path):
     [ended] = wait_all([job])
     assert ended.code == 0, ended.output
     assert len([e for e in events_of(tmp_path / "run") if e["event"] == "start"]) == 2
-    assert_equal_to_the_bit(tmp_path / "run", tmp_path / "whole", 2)
+    assert_equal_to_the_bit(tmp_path / "run", unbroken("ddp"), 2)
 
 
-def test_two_nodes_of_torchrun_are_one_run(tmp_path):
+def test_two_nodes_of_torchrun_are_one_run(tmp_path, unbroken):
     runs = make_runs(tmp_path, "fsdp")
-    runs.finish("whole")
     port = free_port()
     nodes = [
         torchrun(
@@ -90,11 +90,11 @@ def test_two_nodes_of_torchrun_are_one_run(tmp_path):
     ended = wait_all(nodes)
     assert [e.code for e in ended] == [0, 0], ended[0].output + ended[1].output
     assert any("rank 1 of 2 | local rank 0" in e.output for e in ended)
-    assert_equal_to_the_bit(tmp_path / "run", tmp_path / "whole", 2)
+    assert_equal_to_the_bit(tmp_path / "run", unbroken("fsdp"), 2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_nan_on_one_rank_stops_all_at_the_same_step_before_the_weights_move(tmp_path, strategy):
+def test_a_nan_on_one_rank_stops_all_at_the_same_step_before_the_weights_change(tmp_path, unbroken, strategy):
     runs = make_runs(tmp_path, strategy)
     ended = runs.train("run", "step.loss:nan:hit=4:rank=1")
     assert [e.code for e in ended] == [5, 5], ended[0].output
@@ -106,13 +106,13 @@ def test_a_nan_on_one_rank_stops_all_at_the_same_step_before_the_weights_move(tm
     assert {p.name for p in place.iterdir()} == {
         *("report.json", "weights.safetensors", "batch_rank0.safetensors", "batch_rank1.safetensors")
     }
-    runs.finish("whole")
     again = reproduce(place)  # the NaN was injected: without it, the dumped step has the unbroken run's numbers
-    assert again.loss == pytest.approx(float(rows_of(tmp_path / "whole")[3]["loss"]), rel=1e-6)
-    assert again.grad_norm == pytest.approx(float(rows_of(tmp_path / "whole")[3]["grad_norm"]), rel=1e-5)
+    wanted = rows_of(unbroken(strategy))[3]
+    assert again.loss == pytest.approx(float(wanted["loss"]), rel=1e-6)
+    assert again.grad_norm == pytest.approx(float(wanted["grad_norm"]), rel=1e-5)
 
 
-def test_a_nan_is_left_out_on_all_ranks_where_that_is_asked_for(tmp_path):
+def test_a_step_with_a_nan_is_skipped_on_all_ranks_if_configured(tmp_path):
     config = write_config(tmp_path, train={"steps": 8, "non_finite": "skip"}, parallel={"strategy": "fsdp"})
     ended = run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.loss:nan:hit=4:rank=1")
     assert [e.code for e in ended] == [0, 0], ended[0].output
@@ -122,19 +122,18 @@ def test_a_nan_is_left_out_on_all_ranks_where_that_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("point", ["save.shard", "save.own"])
-def test_a_full_disk_on_one_rank_is_an_incident_and_the_save_is_tried_again(tmp_path, point):
+def test_a_full_disk_on_one_rank_is_an_incident_and_the_save_is_retried(tmp_path, unbroken, point):
     runs = make_runs(tmp_path, "ddp")
-    runs.finish("whole")
     ended = runs.train("run", f"{point}:enospc:rank=1")
     assert [e.code for e in ended] == [0, 0], ended[0].output
     for rank in range(2):
         [incident] = [e for e in events_of(tmp_path / "run", rank) if e["event"] == "incident"]
         assert incident["kind"] == "save_failed"
         assert "No space left on device" in incident["message"]
-    assert numbers_of(tmp_path / "run") == numbers_of(tmp_path / "whole")
+    assert numbers_of(tmp_path / "run") == numbers_of(unbroken("ddp"))
 
 
-def test_three_failed_saves_end_the_run_and_name_the_last_good_one(tmp_path):
+def test_three_failed_saves_end_the_run_and_name_the_last_good_one(tmp_path, unbroken):
     runs = make_runs(tmp_path, "ddp")
     ended = runs.train("run", "save.own:eio:hit=2:times=9:rank=1")
     assert [e.code for e in ended] == [4, 4], ended[0].output
@@ -143,8 +142,7 @@ def test_three_failed_saves_end_the_run_and_name_the_last_good_one(tmp_path):
         assert "saving failed 3 times in a row" in one.output.splitlines()[-1]
         assert f"the last good checkpoint: {last.name}" in one.output.splitlines()[-1]
     runs.finish("run")
-    runs.finish("whole")
-    assert_equal_to_the_bit(tmp_path / "run", tmp_path / "whole", 2)
+    assert_equal_to_the_bit(tmp_path / "run", unbroken("ddp"), 2)
 
 
 def test_a_mistake_ends_every_rank_with_its_own_code(tmp_path):
@@ -165,14 +163,16 @@ def test_a_mistake_ends_every_rank_with_its_own_code(tmp_path):
 
 def test_a_second_run_is_refused_on_every_rank_while_the_first_lives(tmp_path):
     runs = make_runs(tmp_path, "ddp")
-    first = start_ranks(
-        2, "train", runs.config, f"train.out_dir={tmp_path / 'run'}", faults="step.begin:sleep:hit=3:seconds=15"
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "training.csv").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    second = runs.train("run")
+    first = start_ranks(2, "train", runs.config, f"train.out_dir={tmp_path / 'run'}", faults="step.begin:stop:hit=3")
+    try:
+        deadline = time.monotonic() + 60
+        while not all(stopped(process.pid) for process in first):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        second = runs.train("run")
+    finally:
+        for process in first:
+            process.send_signal(signal.SIGCONT)
     assert [e.code for e in second] == [7, 7], second[0].output
     assert all("another run is writing into" in e.output for e in second)
     assert [e.code for e in wait_all(first)] == [0, 0]
@@ -181,10 +181,14 @@ def test_a_second_run_is_refused_on_every_rank_while_the_first_lives(tmp_path):
     assert "this run is done (8 steps)" in again[0].output
 
 
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_half_a_launch_is_refused(tmp_path):
     config = write_config(tmp_path)
-    command = [sys.executable, "-m", "nsa", "train", config, f"train.out_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, env=environment(WORLD_SIZE="2"), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 7
-    assert "start the run with torchrun" in done.stderr
+    process = warm.start("nsa", "train", config, f"train.out_dir={tmp_path / 'run'}", env=environment(WORLD_SIZE="2"))
+    [ended] = wait_all([process])
+    assert ended.code == 7
+    assert "start the run with torchrun" in ended.output
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())

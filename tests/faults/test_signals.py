@@ -21,31 +21,30 @@ def start(runs, name, steps=LONG, faults=""):
 def wait_for_rows(run: Path, count: int) -> None:
     deadline = time.monotonic() + 60
     while not (run / "training.csv").exists() or len(rows_of(run)) < count:
-        assert time.monotonic() < deadline, "the run does not get going"
+        assert time.monotonic() < deadline, "the run does not start"
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
     ("strategy", "action", "rank"), [("single", "terminate", 0), ("ddp", "usr1", 1), ("fsdp", "terminate", 0)]
 )
-def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_goes_on(tmp_path, strategy, action, rank):
-    runs = make_runs(tmp_path, strategy, recompute="block")
-    runs.finish("whole")
-    # In the middle of step 4: nobody saves there by itself.
+def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_resumes(tmp_path, unbroken, strategy, action, rank):
+    runs, whole = make_runs(tmp_path, strategy, recompute="block"), unbroken(strategy, "block")
+    # In step 4, before its end; the save at the end of the step is the one that the signal asks for.
     ended = runs.train("stopped", f"step.forward:{action}:hit=4:rank={rank}")
     assert [e.code for e in ended] == [75] * runs.size, ended[0].output
     assert "asked to stop" in ended[0].output.splitlines()[-1]
     assert metrics_of(tmp_path / "stopped")["status"] == "preempted"
     assert metrics_of(tmp_path / "stopped")["exit_code"] == 75
-    steps = assert_prefix_equal(tmp_path / "stopped", tmp_path / "whole")
+    steps = assert_prefix_equal(tmp_path / "stopped", whole)
     assert steps == 4
     runs.finish("stopped")
     resumed = [e for e in events_of(tmp_path / "stopped") if e["event"] == "start"][-1]
     assert resumed["from_checkpoint"] == f"step_{steps:08d}"
-    assert_equal_to_the_bit(tmp_path / "stopped", tmp_path / "whole", runs.size)
+    assert_equal_to_the_bit(tmp_path / "stopped", whole, runs.size)
 
 
-def test_ctrl_c_once_saves_and_says_130(tmp_path):
+def test_ctrl_c_once_saves_and_exits_with_130(tmp_path):
     runs = make_runs(tmp_path, "single")
     processes = start(runs, "run")
     wait_for_rows(tmp_path / "run", 3)
@@ -58,7 +57,7 @@ def test_ctrl_c_once_saves_and_says_130(tmp_path):
 
 def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
     runs = make_runs(tmp_path, "single")
-    # Asleep inside a step: it would not come to its end for an hour.
+    # Asleep inside a step, which would not end for an hour.
     processes = start(runs, "run", faults="step.forward:sleep:hit=4")
     wait_for_rows(tmp_path / "run", 3)
     time.sleep(0.5)
@@ -70,5 +69,5 @@ def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
     assert ended.code == 130
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"
     again = start(runs, "run", steps=8)
-    assert wait_all(again)[0].code == 2  # train.steps differs: it says so and touches nothing
+    assert wait_all(again)[0].code == 2  # train.steps differs: refused, nothing is changed
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"

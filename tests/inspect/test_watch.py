@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from nsa.cli.watch import watch
 from nsa.errors import ConfigError
 from nsa.inspect.health import unhealthy
-from nsa.inspect.reading import RunReader, read_run
+from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.view import frame
+from nsa.record import schema
 from tests.record.runs import (
     BEGAN,
     GATES,
@@ -95,11 +96,11 @@ def test_the_numbers_in_the_view_are_those_of_the_files(finished):
     assert view.validation == (30, float(rows[-1]["val_loss"]), float(rows[-1]["val_bits_per_byte"]))
     assert view.mem_gib == float(rows[-1]["mem_gib"])
     last = [row for row in rows_of(finished / "gate_stats.csv") if row["step"] == "30"]
-    assert [gates.layer for gates in view.gates] == [row["layer"] for row in last]
-    assert [gates.shares[1] for gates in view.gates] == [float(row["share_sel"]) for row in last]
+    assert list(view.gates) == [row["layer"] for row in last]
+    assert [gates.share_sel for gates in view.gates.values()] == [float(row["share_sel"]) for row in last]
     selection = rows_of(finished / "k_stats.csv")[-1]
     assert view.selection.agreement == float(selection["agreement"])
-    assert view.selection.distances["2-3"] == float(selection["distance_2-3"])
+    assert view.selection.distances[2] == float(selection["distance_2-3"])
     text = text_of(view)
     assert "finished" in text
     assert "step 30 of 30 (100%)" in text
@@ -130,6 +131,14 @@ def test_a_frame_fits_its_terminal(tmp_path, size, plain):
             "start",
         ):
             assert part in text
+
+
+def test_every_event_of_a_run_has_the_fields_of_the_contract(finished):
+    events = schema.read_events(finished)
+    assert len(events) == len((finished / "heartbeat_rank0.jsonl").read_text().splitlines())
+    assert {each["event"] for each in events} >= {"boot", "first_batch", "start", *schema.ROUTINE_EVENTS, "end"}
+    for each in events:
+        assert tuple(each) == (*schema.COMMON_FIELDS, *schema.EVENT_FIELDS[each["event"]])
 
 
 def test_a_run_is_running_then_silent(tmp_path):
@@ -167,7 +176,7 @@ def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
         assert read_run(tmp_path / "run", now).status.kind == kind, config
 
 
-def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_path):
+def test_a_fresh_start_hides_what_an_earlier_run_left(tmp_path):
     folder = tmp_path / "run"
     now = live_run(folder, 40)
     before = BEGAN - 10_000
@@ -184,7 +193,7 @@ def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_pa
                 file.write(event("step", 40, rank))
     (folder / "gate_stats_rank9.csv").write_text(GATES + "\n40,all,1000000,0.1,0.0,1.0,1.0,1.0,0.0,0.0\n")
     view = read_run(folder, now)
-    assert [(h.kind, h.message, len(h.ranks)) for h in view.happenings] == [
+    assert [(h.kind, h.message, len(h.ranks)) for h in view.timeline] == [
         ("data stall", "slow hub", 8),
         ("start", "from the beginning", 8),
     ]
@@ -197,7 +206,7 @@ def test_what_a_run_before_left_is_not_told_of_one_that_was_started_fresh(tmp_pa
             file.write(event("start", 20, rank, at=now, world_size=8, steps=80, from_checkpoint="step_20"))
     again = read_run(folder, now)
     assert (again.attempts, again.started_at) == (2, BEGAN), "one that goes on is the same run"
-    assert [h.kind for h in again.happenings] == ["start", "data stall", "start"]
+    assert [h.kind for h in again.timeline] == ["start", "data stall", "start"]
 
 
 def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
@@ -207,10 +216,10 @@ def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
         file.write(event("boot", 0, at=now + 9) + event("start", 0, at=now + 9, from_checkpoint=None, fresh=False))
     view = read_run(tmp_path / "run", now + 10)
     assert view.attempts == 2
-    assert "hang" in [h.kind for h in view.happenings]
+    assert "hang" in [h.kind for h in view.timeline]
 
 
-def test_what_any_rank_could_not_write_is_said(tmp_path):
+def test_records_that_any_rank_could_not_write_are_counted(tmp_path):
     now = live_run(tmp_path / "run", 40)
     for rank in (1, 3):
         with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("w") as file:
@@ -218,14 +227,14 @@ def test_what_any_rank_could_not_write_is_said(tmp_path):
             file.write(event("incident", 40, rank, at=now, kind="telemetry", message="disk full"))
     view = read_run(tmp_path / "run", now)
     assert "records could not be written: 4 of rank 1, 12 of rank 3" in text_of(view)
-    assert next(h.ranks for h in view.happenings if h.kind == "telemetry") == (1, 3)
+    assert next(h.ranks for h in view.timeline if h.kind == "telemetry") == (1, 3)
     (tmp_path / "run" / "metrics.json").write_text(
         json.dumps({"status": "failed", "exit_code": 1, "reason": "x", "rank": 3, "telemetry_failures": 20})
     )
     assert read_run(tmp_path / "run", now).telemetry_failures == {1: 4, 3: 20}
 
 
-def test_a_failed_run_says_its_exit_code_and_reason(copy):
+def test_a_failed_run_shows_its_exit_code_and_reason(copy):
     (copy / "metrics.json").write_text(
         json.dumps({"status": "failed", "exit_code": 5, "reason": "the loss is nan", "steps": 30})
     )
@@ -253,16 +262,16 @@ def test_a_preempted_run_and_one_that_was_started_again(copy):
     ("row", "words"),
     [
         ({"loss": "nan"}, "the loss of step 40 is nan"),
-        ({"data_wait_s": 0.22}, "40% of a step goes by waiting for data"),
+        ({"data_wait_s": 0.22}, "40% of a step is spent waiting for data"),
         ({"skipped": 1}, "40 of the last 40 steps were left out"),
     ],
 )
-def test_what_is_unhealthy_in_steps_is_said_in_words(tmp_path, row, words):
+def test_unhealthy_steps_are_reported(tmp_path, row, words):
     now = live_run(tmp_path / "run", **row)
     assert any(words in line for line in unhealthy(read_run(tmp_path / "run", now)))
 
 
-def test_a_rising_loss_is_said_and_a_noisy_one_is_not(tmp_path):
+def test_a_rising_loss_is_reported_and_a_noisy_one_is_not(tmp_path):
     now = live_run(tmp_path / "run", 400)
     assert unhealthy(read_run(tmp_path / "run", now)) == []
     with (tmp_path / "run" / "training.csv").open("a") as file:
@@ -270,7 +279,7 @@ def test_a_rising_loss_is_said_and_a_noisy_one_is_not(tmp_path):
     assert "the loss rises" in unhealthy(read_run(tmp_path / "run", now))[0]
 
 
-def test_collapsed_gates_an_idle_branch_and_fallbacks_on_a_gpu_are_said(tmp_path):
+def test_collapsed_gates_an_idle_branch_and_fallbacks_on_a_gpu_are_reported(tmp_path):
     now = live_run(tmp_path / "run")
     with (tmp_path / "run" / "gate_stats.csv").open("a") as file:
         file.write(
@@ -297,20 +306,20 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
         (tmp_path / "run" / f"k_stats_layers{rank}.csv").write_text(LAYER_SELECTION + f"\n{rows},{zeros}\n")
     (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(event("step", 40, 1, mem_gib=64.0, data_wait_s=0.1))
     view = read_run(tmp_path / "run", now)
-    (gates,) = view.gates
+    (gates,) = view.gates.values()
     assert gates.mean_entropy == pytest.approx(0.7)
     assert (gates.rows, gates.min_entropy, gates.largest_share) == (400, 0.2, 0.9)
     assert gates.shares == pytest.approx((0.5, 0.3, 0.2))
     assert (view.selection.mean_distinct, view.selection.max_distinct) == (8.0, 16)
     assert view.selection.share_forced == pytest.approx((4 * 0.5 + 12 * 0.1) / 16)
-    assert view.selection.distances["1"] == pytest.approx(0.75)
+    assert view.selection.distances[1] == pytest.approx(0.75)
     layer = view.layer_selection["a"]
     assert (layer.rows, layer.mean_distinct) == (400, 10.0)
     assert layer.agreement == pytest.approx((100 * 4 * 0.5 + 300 * 12 * 0.9) / 4000)
     assert view.mem_gib == 64.0
 
 
-def test_what_all_ranks_say_is_one_line_and_a_silent_rank_is_named(tmp_path):
+def test_what_all_ranks_report_is_one_line_and_a_silent_rank_is_named(tmp_path):
     now = live_run(tmp_path / "run", 1000)
     for rank in (0, 1):
         with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("a") as file:
@@ -318,7 +327,7 @@ def test_what_all_ranks_say_is_one_line_and_a_silent_rank_is_named(tmp_path):
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
         file.write(event("step", 1000))
     view = read_run(tmp_path / "run", now)
-    (stall,) = [h for h in view.happenings if h.kind == "data stall"]
+    (stall,) = [h for h in view.timeline if h.kind == "data stall"]
     assert stall.ranks == (0, 1)
     assert any(line.startswith("rank 1 is silent at step 100") for line in unhealthy(view))
 
@@ -350,7 +359,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
 
 def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
     now = live_run(tmp_path / "run")
-    reader, row = RunReader(tmp_path / "run"), training_row(41, loss=1.25)
+    reader, row = RunView(tmp_path / "run"), training_row(41, loss=1.25)
     with (tmp_path / "run" / "training.csv").open("a") as file:
         file.write(row[:20])
         file.flush()
@@ -360,9 +369,9 @@ def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
     assert (view.step, view.now_of("loss")) == (41, 1.25)
 
 
-def test_a_file_cut_back_by_a_resume_is_read_anew_even_if_it_grew_past_the_old_end(tmp_path):
+def test_a_file_truncated_by_a_resume_is_read_again_even_if_it_grew_past_the_old_end(tmp_path):
     now = live_run(tmp_path / "run")
-    reader = RunReader(tmp_path / "run")
+    reader = RunView(tmp_path / "run")
     assert reader.refresh(now).step == 40
     kept = [training_row(step) for step in range(1, 31)]
     new = [training_row(step, loss=0.123456789) for step in range(31, 61)]
@@ -387,9 +396,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
             read_run(folder)
 
 
-def test_a_long_run_is_looked_at_again_in_a_tenth_of_a_second(tmp_path):
+def test_a_long_run_refreshes_in_a_tenth_of_a_second(tmp_path):
     folder = long_run(tmp_path / "run")
-    reader, now = RunReader(folder), BEGAN + 50_000 * 0.55
+    reader, now = RunView(folder), BEGAN + 50_000 * 0.55
     frame(reader.refresh(now))
     times = []
     for step in range(50_001, 50_006):
@@ -403,7 +412,7 @@ def test_a_long_run_is_looked_at_again_in_a_tenth_of_a_second(tmp_path):
     assert statistics.median(times) < 0.1
 
 
-def test_words_of_a_run_cannot_steer_the_terminal(tmp_path):
+def test_text_of_a_run_cannot_control_the_terminal(tmp_path):
     now = live_run(tmp_path / "run")
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
         file.write(event("incident", 40, kind="\x1b[2Jx", message="\x1b]0;owned\x07[bold]a\nb[/bold]"))
@@ -421,7 +430,7 @@ def test_the_command_prints_one_frame_where_there_is_no_terminal(finished):
         assert "step 30 of 30" in result.output
 
 
-def test_looking_at_a_run_needs_no_torch(finished):
+def test_watching_a_run_needs_no_torch(finished):
     look = f"from nsa.cli.watch import watch; watch(pathlib.Path({str(finished)!r}), 1.0, True)"
     code = f"import pathlib, sys; {look}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""NSAAttention as a researcher meets it."""
+"""NSAAttention used directly, without the trainer."""
 
 import copy
 
@@ -17,7 +17,7 @@ CU_SEQLENS = [0, 6, 6, 21]
 def build(**options):
     settings = {"dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 32, "spec": SMALL}
     layer = NSAAttention(**{**settings, **options})
-    # The gate starts with no weight at all; give it some, so that every path carries a gradient.
+    # The gate is initialized to zero; give it weights, so that every path has a gradient.
     torch.nn.init.normal_(layer.gate.out.weight, std=0.3)
     return layer
 
@@ -66,12 +66,12 @@ def test_every_parameter_gets_a_gradient():
     assert without == []
 
 
-@pytest.mark.parametrize(("gate", "share"), [("sigmoid", 0.5), ("softmax", 1 / 3)])
-def test_every_branch_starts_with_the_same_share(gate, share):
+@pytest.mark.parametrize(("gate", "weight"), [("sigmoid", 0.5), ("softmax", 1 / 3)])
+def test_every_branch_starts_with_the_same_weight(gate, weight):
     layer = NSAAttention(24, 4, 2, 16, spec=SMALL, gate=gate)
     gates = layer.gate(torch.randn(1, 5, 24))
     assert gates.shape == (1, 5, 4, 3)
-    torch.testing.assert_close(gates, torch.full_like(gates, share))
+    torch.testing.assert_close(gates, torch.full_like(gates, weight))
 
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
@@ -83,7 +83,7 @@ def test_a_forced_branch_is_the_output_and_trains_only_what_it_uses(branch, shar
     torch.manual_seed(1)
     forced = build(phi="mlp", shared_kv=shared_kv, force_branch=branch)
     with torch.no_grad():
-        # A gate that lets one branch through whole and closes the others gives the same output.
+        # A gate that is one for this branch and zero for the others gives the same output.
         full.gate.out.weight.zero_()
         full.gate.out.bias.copy_(torch.tensor([40.0 if b == branch else -1e4 for b in ("cmp", "sel", "win")] * 4))
     torch.testing.assert_close(forced(x), full(x))
@@ -95,7 +95,7 @@ def test_a_forced_branch_is_the_output_and_trains_only_what_it_uses(branch, shar
     assert not any(p.requires_grad for p in forced.gate.parameters())
 
 
-def test_the_layer_keeps_nothing_between_calls():
+def test_the_layer_has_no_state_between_calls():
     layer = build(phi="mlp")
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     attributes = {k: repr(v) for k, v in vars(layer).items() if not k.startswith("_")}
@@ -146,17 +146,17 @@ def test_layers_are_found_by_type_whatever_wraps_them():
     assert [(name, layer is inner) for name, layer in attention_layers(model)] == [("1.a.0", True)]
 
 
-def test_rotation_turns_pairs_of_halves():
+def test_channels_are_rotated_in_pairs_of_halves():
     x = torch.zeros(1, 3, 1, 4)
     x[..., 0] = 1.0  # the first pair is channels 0 and 2, with frequency 1
-    turned = rotate(x, rotary_tables(torch.arange(3), 4, 10_000.0))
+    rotated = rotate(x, rotary_tables(torch.arange(3), 4, 10_000.0))
     position = torch.arange(3.0)
-    torch.testing.assert_close(turned[0, :, 0, 0], position.cos())
-    torch.testing.assert_close(turned[0, :, 0, 2], position.sin())
-    assert not turned[..., [1, 3]].any()
+    torch.testing.assert_close(rotated[0, :, 0, 0], position.cos())
+    torch.testing.assert_close(rotated[0, :, 0, 2], position.sin())
+    assert not rotated[..., [1, 3]].any()
 
 
-def test_compressed_keys_are_turned_once_at_their_blocks_start():
+def test_compressed_keys_are_rotated_to_the_start_of_their_block():
     layer = build(num_heads=1, num_kv_heads=1, head_dim_v=16)
     x = torch.randn(1, 12, 24)
     k = layer.k[0](x).unflatten(-1, (1, 16))
@@ -184,5 +184,5 @@ def test_a_bad_option_is_named(options, argument):
     assert error.value.argument == argument
 
 
-def test_the_default_spec_is_the_papers():
+def test_the_default_spec_is_that_of_the_paper():
     assert NSAAttention(64, 4, 2, 16).spec == NSASpec()

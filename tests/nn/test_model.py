@@ -18,22 +18,22 @@ NSA = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, num_init
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_tokens_become_logits_and_every_weight_learns(attention, tied):
+def test_the_decoder_returns_logits_and_every_weight_gets_a_gradient(attention, tied):
     model = build_model(TINY.model_copy(update={"attention": attention, "tied_head": tied}), NSA, 256, seed=0)
     tokens = torch.randint(0, 256, (2, 40))
     logits = model(tokens)
     assert logits.shape == (2, 40, 256)
-    # An untrained model knows nothing: its loss is about that of guessing.
+    # The loss of an untrained model is about that of guessing.
     targets = torch.randint(0, 256, (2, 40))
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert abs(loss.item() - math.log(256)) < 0.5
     loss.backward()
-    # The gate's first layer stands behind a last layer of zeros, and learns from the second step on.
+    # The gate's first layer feeds a layer of zeros, so it has a gradient from the second step on only.
     assert [n for n, p in model.named_parameters() if not p.grad.any() and "gate.hidden" not in n] == []
     assert (model.head.weight is model.embedding.weight) == tied
 
 
-def test_the_125m_configuration_has_the_size_it_says():
+def test_the_125m_configuration_has_the_expected_number_of_parameters():
     model = build_model(ModelConfig(), NSAConfig(), 256, seed=0)
     per_layer = (
         768 * 768 * 2  # q, out
@@ -45,7 +45,7 @@ def test_the_125m_configuration_has_the_size_it_says():
     assert model.num_parameters() == 12 * per_layer + 2 * 256 * 768 + 768
 
 
-def test_the_seed_alone_decides_the_weights():
+def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(5)
     first = build_model(TINY, NSA, 256, seed=3)
     drawn = torch.rand(1)
@@ -57,7 +57,7 @@ def test_the_seed_alone_decides_the_weights():
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
 
 
-def test_keys_read_are_counted_as_the_specification_says():
+def test_mean_keys_read_match_a_count_by_hand():
     spec = NSASpec(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=2, num_init=1, num_local=1, window=3)
     tokens = 12
     cmp_keys = [sum(i * 2 + 3 <= t for i in range(tokens)) for t in range(tokens)]
@@ -67,7 +67,7 @@ def test_keys_read_are_counted_as_the_specification_says():
     assert mean_keys_read(spec, tokens) == pytest.approx(expected)
 
 
-def test_sparse_attention_is_estimated_cheaper_where_it_is():
+def test_sparse_attention_is_cheaper_on_long_sequences_and_not_on_short_ones():
     model = build_model(TINY, NSAConfig(), 256, seed=0)
     short, long = (flops_per_token(model, TINY, NSAConfig(), n) for n in (512, 16_384))
     assert long.sparse < long.dense_equivalent / 3
@@ -87,7 +87,7 @@ def test_sampling_repeats_with_its_seed_and_stops_at_the_separator():
         next(sample_tokens(model, [], max_tokens=1))
 
 
-def test_sampling_options_cut_the_distribution_where_they_say():
+def test_temperature_top_k_and_top_p_cut_the_distribution():
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
 
     def seen(**options):

@@ -1,4 +1,4 @@
-"""Linear layers of one input: multiplied at once, unless one of them is more than its weight."""
+"""Linear layers with the same input: one product, unless one of them is more than a plain linear layer."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = (48, 16, 32)
 
 
 class Adapted(nn.Linear):
-    """As adapters do it: a layer in the place of another, with something on top."""
+    """As adapters do it: a layer that replaces another and adds something to its output."""
 
     def forward(self, x):
         return super().forward(x) + 1.0
@@ -24,19 +24,19 @@ def layers(kind=nn.Linear):
     )
 
 
-def watched(module):
-    module.seen = []
-    module.register_forward_hook(lambda *_: module.seen.append(1))
+def with_hook(module):
+    module.calls = []
+    module.register_forward_hook(lambda *_: module.calls.append(1))
     return module
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many matrix products were asked for."""
-    asked = []
+    """One entry per matrix product that ran."""
+    calls = []
     original = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *args: asked.append(1) or original(*args))
-    return asked
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: calls.append(1) or original(*args))
+    return calls
 
 
 def test_plain_layers_are_one_product_with_the_same_results_and_gradients(products):
@@ -64,8 +64,8 @@ def test_a_layer_that_was_replaced_is_called(products):
 
 def test_a_layer_with_a_hook_is_called():
     chosen = layers()
-    project(torch.randn(1, 3, 24), [watched(layer) for layer in chosen])
-    assert [layer.seen for layer in chosen] == [[1], [1], [1]]
+    project(torch.randn(1, 3, 24), [with_hook(layer) for layer in chosen])
+    assert [layer.calls for layer in chosen] == [[1], [1], [1]]
 
 
 def test_a_layer_whose_forward_was_patched_is_called():
@@ -84,7 +84,7 @@ def test_biases_are_not_lost():
         assert torch.equal(got, layer(x))
 
 
-def test_an_adapter_inside_the_attention_layer_takes_part():
+def test_an_adapter_inside_the_attention_layer_changes_the_output():
     torch.manual_seed(0)
     layer = NSAAttention(32, 4, 2, 16).double()
     x = torch.randn(1, 80, 32, dtype=torch.float64)

@@ -39,7 +39,7 @@ def test_gradients_are_bit_identical(granularity, packed):
 
 @pytest.mark.parametrize("granularity", ["selective", "block", "branch"])
 def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
-    """A selection that would answer differently the second time is never asked a second time."""
+    """The selection, which would differ the second time, runs once."""
     calls = []
     original = selection.forward
 
@@ -48,7 +48,7 @@ def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
         indices = original(*args)
         return indices if len(calls) <= MODEL.n_layers else torch.full_like(indices, -1)
 
-    monkeypatch.setattr(dispatch._REFERENCE["select"], "forward", counted)
+    monkeypatch.setattr(dispatch.REFERENCE["select"], "forward", counted)
     gradients(granularity)
     assert len(calls) == MODEL.n_layers
 
@@ -64,15 +64,15 @@ def test_selective_runs_no_attention_operator_twice(monkeypatch):
         return forward
 
     for operator in ("cmp", "select", "sel", "win", "mix"):
-        module = dispatch._REFERENCE[operator]
+        module = dispatch.REFERENCE[operator]
         monkeypatch.setattr(module, "forward", counted(operator, module.forward))
     gradients("selective")
     once = dict.fromkeys(("cmp", "select", "sel", "win"), MODEL.n_layers)
-    assert calls == once | {"mix": 2 * MODEL.n_layers}, "the mixture is cheap, and what it gave is not kept"
+    assert calls == once | {"mix": 2 * MODEL.n_layers}, "the mixture is cheap: its output is not kept"
 
 
 @pytest.mark.parametrize("granularity", ["selective", "block"])
-def test_the_dense_twin_gives_the_same_bits(granularity):
+def test_gradients_with_dense_attention_are_bit_identical(granularity):
     dense = MODEL.model_copy(update={"attention": "dense"})
     loss, recomputed = gradients(granularity, model=dense)
     plain_loss, plain = gradients("none", model=dense)
@@ -97,8 +97,8 @@ def test_backward_can_run_twice_over_one_forward_pass(granularity):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_selective_checkpointing_gives_the_same_bits():
-    """What compiled blocks use instead, here without a compiler."""
+def test_gradients_with_the_checkpointing_of_compiled_blocks_are_bit_identical():
+    """Compiled blocks use selective checkpointing; here without a compiler."""
     model = build_model(MODEL, NSA, 256, seed=0)
     apply_recompute(model, "block", compiled=True)
     tokens = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(0))

@@ -14,6 +14,7 @@ from nsa.ops import (
     compressed_attention,
     dispatch,
     nsa_attention,
+    operators,
     select_blocks,
     selected_attention,
     window_attention,
@@ -209,7 +210,7 @@ def test_asking_for_a_backend_that_cannot_run_says_why():
         window_attention(x.q, x.k_win, x.v_win, SMALL, backend="cuda")
 
 
-def test_passing_over_a_faster_backend_is_counted_with_its_reason():
+def test_a_fallback_to_a_slower_backend_is_counted_with_its_reason():
     x = make_inputs(9)
     window_attention(x.q, x.k_win, x.v_win, SMALL, backend="reference")
     before = dispatch.counters()
@@ -261,6 +262,14 @@ def test_a_bad_argument_is_named(argument, call):
     with pytest.raises(ArgumentError) as error:
         call()
     assert error.value.argument == argument
+
+
+def test_one_call_checks_each_argument_once(monkeypatch):
+    names = []
+    check = operators._check_float
+    monkeypatch.setattr(operators, "_check_float", lambda name, x: (names.append(name), check(name, x)))
+    nsa_attention(*make_inputs(9).tensors(), SMALL)
+    assert names == ["q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"]
 
 
 def test_memory_is_linear_in_the_sequence():

@@ -1,9 +1,8 @@
-"""A process that gets stuck under a watchdog, in the way its first argument says; the second is the run's folder."""
+"""A process that gets stuck under a watchdog, in the way its first argument names; the second is the run's folder."""
 
 import ctypes
 import json
 import os
-import platform
 import queue
 import signal
 import socket
@@ -13,9 +12,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from nsa.record import watchdog
 from nsa.record.watchdog import Watchdog
 
-FLOOR_S = 1.0
+FLOOR_S = 0.5
 LONG_S = 1000
 keeping_the_gil = ctypes.PyDLL(None)
 
@@ -31,13 +31,18 @@ def lock(dog: Watchdog) -> None:
 
 
 def gil(dog: Watchdog) -> None:
-    while True:  # a signal ends a sleep
-        keeping_the_gil.sleep(LONG_S)  # here: gil
+    mutex = (ctypes.c_char * 64)()
+    for _ in range(2):  # the second time it waits for ever, whatever signal comes
+        keeping_the_gil.pthread_mutex_lock(mutex)  # here: gil
+
+
+def gil_without_exit_switch(dog: Watchdog) -> None:
+    gil(dog)
 
 
 def gil_again_and_again(dog: Watchdog) -> None:
     while True:
-        keeping_the_gil.usleep(400_000)  # here: gil_again_and_again
+        keeping_the_gil.usleep(200_000)  # here: gil_again_and_again
 
 
 def pipe(dog: Watchdog) -> None:
@@ -56,26 +61,14 @@ def data_thread(dog: Watchdog) -> None:
     batches.get()
 
 
-def another_rank_waits_for_data(dog: Watchdog) -> None:
-    """It says so all the time, gets its data, and this rank, which waited for it, goes on."""
-    for _ in range(12):
-        emit(Path(sys.argv[2]), 1, event="data_stall", step=12)
-        time.sleep(FLOOR_S / 5)
-
-
-def another_rank_waits_and_hangs(dog: Watchdog) -> None:
-    another_rank_waits_for_data(dog)
-    emit(Path(sys.argv[2]), 1, event="hang", step=12)
-    another_rank_waits_for_data(dog)  # until it is gone its other threads still say so
-
-
-def all_ranks_wait_for_data(dog: Watchdog) -> None:
-    dog.beat(12, "data")
-    another_rank_waits_for_data(dog)
+def report_that_never_ends(dog: Watchdog) -> None:
+    """As when the file system does not answer."""
+    dog._on_hang = lambda report: time.sleep(LONG_S)
+    sleeping(dog)
 
 
 def device(dog: Watchdog) -> None:
-    with dog.patient(120):
+    with dog.allow(120):
         import torch
         import torch.distributed as dist
 
@@ -99,50 +92,30 @@ def stderr_that_nobody_reads(dog: Watchdog) -> None:
         os.write(2, b"x" * 4096)  # here: stderr_that_nobody_reads
 
 
-def slow_steps(dog: Watchdog) -> None:
-    for step in range(1, 3):
-        with dog.patient(2 * FLOOR_S) if step == 1 else dog.patient(0):
-            time.sleep(1.3 * FLOOR_S)
-        dog.step_done(1.3 * FLOOR_S)
-        dog.beat(step, "step")
-        assert dog.limit_s == 5 * 1.3 * FLOOR_S
-    time.sleep(1.3 * FLOOR_S)
-
-
 def first_step(dog: Watchdog) -> None:
-    time.sleep(2 * FLOOR_S)
+    time.sleep(1.5 * FLOOR_S)
 
 
-def patience(dog: Watchdog) -> None:
-    with dog.patient(4 * FLOOR_S):
-        assert dog.limit_s == 4 * FLOOR_S
-        with dog.patient(0.1):
-            keeping_the_gil.usleep(int(2e6 * FLOOR_S))
+def allowed(dog: Watchdog) -> None:
+    with dog.allow(60 * FLOOR_S), dog.allow(0.1):
+        keeping_the_gil.usleep(int(1.5e6 * FLOOR_S))
         time.sleep(1.5 * FLOOR_S)
-    assert dog.limit_s == FLOOR_S
-    time.sleep(0.3)
 
 
-def after_patience(dog: Watchdog) -> None:
-    with dog.patient(2 * FLOOR_S):
-        time.sleep(1.5 * FLOOR_S)
+def after_allowed(dog: Watchdog) -> None:
+    allowed(dog)
     sleeping(dog)
 
 
 def working(dog: Watchdog) -> None:
-    """Until a file says stop."""
+    """Until the file `stop` exists."""
     step = 0
     print("working", flush=True)
     while not Path(sys.argv[2], "stop").exists():
         step += 1
         dog.beat(step, "step")
-        for _ in range(8):  # so that most of a step is still to come when a stop ends
-            time.sleep(0.05)
+        time.sleep(0.05)
     print("stopped itself", flush=True)
-
-
-def elsewhere(dog: Watchdog) -> None:
-    gil(dog)
 
 
 def working_then_gil(dog: Watchdog) -> None:
@@ -169,16 +142,16 @@ def emit(folder: Path, rank: int, **values: object) -> None:
 
 
 def main(how: str, folder: Path, rank: int = 0) -> None:
-    if how == "elsewhere":
-        platform.machine = lambda: "riscv64"
+    if how == "gil_without_exit_switch":
+        watchdog.arm_exit_switch = lambda code: None
     emit(folder, rank, event="start", step=0, pid=os.getpid(), host=socket.gethostname())
-    first_step_s = 3 * FLOOR_S if how == "first_step" else FLOOR_S
+    emit(folder, rank, event="step", step=11)
     before = signal.getsignal(signal.SIGUSR2), threading.active_count()
     dog = Watchdog(
         folder,
         rank,
         floor_s=FLOOR_S,
-        first_step_s=first_step_s,
+        first_step_s=20 * FLOOR_S if how == "first_step" else FLOOR_S,
         on_hang=lambda report: emit(folder, rank, event="hang", **report),
     )
     try:

@@ -16,15 +16,13 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import NSASpec
 from nsa.ops.observe import observing
 from nsa.record.attention_stats import (
-    DISTANCE_BINS,
     AttentionObserver,
     gate_numbers,
-    merge_gates,
-    merge_selection,
     read_gates,
     read_selection,
     selection_numbers,
 )
+from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 from nsa.train import train
 from tests.train.test_feed import TINY
 
@@ -150,21 +148,22 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     observer.wait()
     sample = observer.ready()[-1]
     assert sample.step == 2
-    assert sample.all_selection == read_selection(selection_numbers(indices, SPEC, borders))
+    assert sample.selection[ALL_LAYERS] == read_selection(selection_numbers(indices, SPEC, borders))
     expected = asdict(read_gates(gate_numbers(gates)))
-    assert asdict(sample.all_gates) == pytest.approx(expected, rel=1e-5)
+    assert asdict(sample.gates[ALL_LAYERS]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_layers_merge_to_what_all_rows_together_give():
     generator = torch.Generator().manual_seed(1)
     gates = torch.rand(2, 8, 4, 3, generator=generator)
-    merged = merge_gates(torch.stack([gate_numbers(part[None]) for part in gates]))
-    whole, parts = read_gates(gate_numbers(gates)), read_gates(merged)
+    parts = GateStats.merge([read_gates(gate_numbers(part[None])) for part in gates])
+    whole = read_gates(gate_numbers(gates))
     for name in whole.__dataclass_fields__:
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     indices = torch.sort(torch.randint(0, 8, (2, 32, 1, 4), generator=generator, dtype=torch.int32)).values
-    rows = torch.stack([selection_numbers(part[None], SPEC, None) for part in indices])
-    whole, parts = read_selection(selection_numbers(indices, SPEC, None)), read_selection(merge_selection(rows))
+    rows = [selection_numbers(part[None], SPEC, None) for part in indices]
+    parts = SelectionStats.merge([read_selection(row) for row in rows], [float(row[6]) for row in rows])
+    whole = read_selection(selection_numbers(indices, SPEC, None))
     assert parts.mean_distinct == pytest.approx(whole.mean_distinct)
     assert parts.agreement == pytest.approx(whole.agreement)
     assert parts.distances == pytest.approx(whole.distances)
@@ -183,15 +182,15 @@ def test_a_layer_is_watched_only_while_somebody_watches_and_computes_the_same():
     (sample,) = observer.ready()
     assert torch.equal(plain, watched)
     assert sample.step == 7
-    assert [name for name, _ in sample.gates] == ["only"]
-    assert sample.all_gates.rows == 64 * 4
-    assert sample.all_selection.rows == 64 * 2
+    assert list(sample.gates) == list(sample.selection) == ["only", ALL_LAYERS]
+    assert sample.gates[ALL_LAYERS].rows == 64 * 4
+    assert sample.selection[ALL_LAYERS].rows == 64 * 2
     by_hand = read_gates(gate_numbers(layer.gate(x)))
-    assert sample.all_gates.mean_entropy == pytest.approx(by_hand.mean_entropy, rel=1e-6)
+    assert sample.gates[ALL_LAYERS].mean_entropy == pytest.approx(by_hand.mean_entropy, rel=1e-6)
     assert observer.ready() == []
 
 
-def test_an_observer_that_fails_is_let_go_and_the_layer_goes_on():
+def test_an_observer_that_fails_is_removed_and_the_layer_continues():
     class Broken(AttentionObserver):
         def mixed(self, gates):
             raise RuntimeError("no")

@@ -9,10 +9,9 @@ from dataclasses import asdict
 import pytest
 
 from nsa.record import events
-from nsa.record.attention_stats import GateStats
 from nsa.record.events import EventStream
+from nsa.record.schema import GateStats, TrainingRow
 from nsa.record.sinks import Tracker
-from nsa.record.training_csv import TrainingRow
 
 
 class Kept:
@@ -34,16 +33,16 @@ class Kept:
 
 
 class Hanging(Kept):
-    """Hangs in its first event until it is let go."""
+    """Hangs in its first event until it is released."""
 
     is_awaited = False
 
     def __init__(self):
         super().__init__("wandb")
-        self.let_go = threading.Event()
+        self.released = threading.Event()
 
     def write(self, event):
-        self.let_go.wait(30)
+        self.released.wait(30)
         super().write(event)
 
 
@@ -51,7 +50,7 @@ class Hanging(Kept):
 def hanging():
     sink = Hanging()
     yield sink
-    sink.let_go.set()
+    sink.released.set()
 
 
 def wait_until(condition):
@@ -62,7 +61,7 @@ def wait_until(condition):
 
 
 def test_a_sink_that_hangs_holds_up_no_other_and_no_checkpoint(hanging, monkeypatch):
-    monkeypatch.setattr(events, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(events, "TIMEOUT_S", 0.3)
     kept, stream = Kept(), EventStream(0)
     stream.add(hanging)
     stream.add(kept)
@@ -78,7 +77,7 @@ def test_a_sink_that_hangs_holds_up_no_other_and_no_checkpoint(hanging, monkeypa
     assert stream.last_failure == "wandb does not answer"
 
 
-def test_a_file_that_hangs_is_waited_for_as_long_as_is_allowed_and_no_longer(hanging):
+def test_a_file_that_hangs_is_waited_for_until_the_timeout(hanging):
     hanging.is_awaited = True
     stream = EventStream(0, [hanging])
     stream.emit("step", 1)
@@ -89,20 +88,20 @@ def test_a_file_that_hangs_is_waited_for_as_long_as_is_allowed_and_no_longer(han
 
 
 def test_what_waits_for_a_sink_that_hangs_is_bounded_and_the_rest_is_counted(hanging, monkeypatch):
-    monkeypatch.setattr(events, "MOST_WAITING", 10)
+    monkeypatch.setattr(events, "MAX_QUEUED", 10)
     stream = EventStream(0, [hanging])
     stream.emit("step", 0)
-    wait_until(lambda: not stream._writers[0].waiting)  # it is in the first one
+    wait_until(lambda: not stream._writers[0].queued)  # it is in the first one
     for step in range(1, 31):
         stream.emit("step", step)
     assert stream.dropped == 20
-    hanging.let_go.set()
+    hanging.released.set()
     stream.close()
     assert hanging.steps == list(range(11)), "none that was taken is lost, and in order"
     assert (stream.dropped, hanging.closed) == (20, 1)
 
 
-def test_a_sink_that_fails_three_times_in_a_row_is_let_go_and_its_neighbours_stay():
+def test_a_sink_that_fails_three_times_in_a_row_is_removed_and_its_neighbours_stay():
     class Failing(Kept):
         def write(self, event):
             super().write(event)
@@ -120,7 +119,7 @@ def test_a_sink_that_fails_three_times_in_a_row_is_let_go_and_its_neighbours_sta
     assert (stream.dropped, stream.last_failure) == (4, "failing cannot be written: no")
 
 
-def test_the_last_words_of_a_run_are_written_after_the_stream_was_closed():
+def test_a_last_event_is_written_after_the_stream_was_closed():
     kept = Kept()
     stream = EventStream(0, [kept])
     stream.emit("end", 1)
@@ -139,7 +138,7 @@ def test_no_thread_is_left_behind_by_a_stream_that_is_closed():
     wait_until(lambda: threading.active_count() == before)
 
 
-def test_a_tracker_never_gets_an_earlier_step_which_it_would_leave_out(tmp_path, monkeypatch):
+def test_a_tracker_never_gets_an_earlier_step_which_it_would_drop(tmp_path, monkeypatch):
     logged = []
     package = types.ModuleType("wandb")
     package.init, package.finish = lambda **_: None, lambda: None

@@ -142,10 +142,10 @@ def test_modules_are_recorded_as_backward_comes_to_them(tmp_path):
 def test_a_parameter_without_a_gradient_is_named_and_a_frozen_one_is_not(tmp_path):
     record(tmp_path, TwoLayers(), steps=2, inputs=torch.ones(1, 1))
     assert [e["names"] for e in events(tmp_path, "missing")] == [["unused.weight", "unused.bias"]] * 2
-    said = text(tmp_path)
-    assert "missing  no gradient in any step:\n" in said
-    assert "unused.weight" in said
-    assert "frozen" not in said
+    report = text(tmp_path)
+    assert "missing  no gradient in any step:\n" in report
+    assert "unused.weight" in report
+    assert "frozen" not in report
 
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
@@ -155,7 +155,7 @@ def test_with_one_branch_forced_nothing_is_missing(tmp_path, branch):
     assert "missing  none" in text(tmp_path)
 
 
-def test_many_missing_parameters_are_told_by_what_they_share(tmp_path):
+def test_many_missing_parameters_are_grouped_by_name(tmp_path):
     model = decoder()
     for block in model.blocks:
         block.attention.gate.forward = lambda x: torch.full((*x.shape[:2], 4, 3), 0.5)
@@ -171,7 +171,7 @@ def test_every_gradient_and_module_is_recorded_once_a_pass_with_and_without_chec
     assert names(tmp_path, "module_bwd") == BACKWARD * 2
 
 
-def test_compiled_blocks_are_traced_from_outside_and_the_trace_says_so(tmp_path):
+def test_compiled_blocks_are_traced_from_outside_with_a_note(tmp_path):
     model = decoder()
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="eager")
@@ -248,9 +248,9 @@ def test_values_that_are_not_finite_stay_json(tmp_path):
     assert next(e for e in reversed(parsed) if e["event"] == "digest")["parameters"]["second.weight"][0] == "inf"
 
 
-def test_a_step_whose_gradients_were_cleared_is_told(tmp_path):
+def test_a_step_whose_gradients_were_cleared_is_named(tmp_path):
     record(tmp_path, TwoLayers(), inputs=torch.ones(1, 1), clear=True)
-    assert "not known in steps that were left out: 1" in text(tmp_path)
+    assert "not known in skipped steps: 1" in text(tmp_path)
 
 
 def test_a_large_trace_becomes_two_files_that_are_read_as_one(tmp_path, monkeypatch):
@@ -268,17 +268,17 @@ def test_a_second_attempt_is_explained_alone(tmp_path):
     path = tmp_path / "trace_rank0.jsonl"
     path.write_text(path.read_text()[:-20])  # killed while it wrote
     record(tmp_path, model, steps=1, inputs=torch.ones(1, 1), close=False)
-    said = text(tmp_path)
-    assert "rank 0: step 1 complete" in said
-    assert "1 line was damaged" in said
+    report = text(tmp_path)
+    assert "rank 0: step 1 complete" in report
+    assert "1 line was damaged" in report
 
 
-def test_ranks_that_agree_are_said_to_agree(two_ranks):
-    said = text(two_ranks / "ddp")
-    assert "ranks 0-1: step 2 complete, ended" in said
-    assert "order    of gradients is the same" in said
-    assert "every bucket that started was done" in said
-    assert "values   loss, gradients and parameters are the same on all ranks, steps 1 to 2" in said
+def test_ranks_that_agree_are_reported_as_equal(two_ranks):
+    report = text(two_ranks / "ddp")
+    assert "ranks 0-1: step 2 complete, ended" in report
+    assert "order    of gradients is the same" in report
+    assert "every bucket that started was done" in report
+    assert "values   loss, gradients and parameters are the same on all ranks, steps 1 to 2" in report
     first, second = (events(two_ranks / "ddp", "digest", rank) for rank in (0, 1))
     assert [(e["gradients"], e["parameters"]) for e in first] == [(e["gradients"], e["parameters"]) for e in second]
 
@@ -311,22 +311,22 @@ def test_on_a_gpu_over_nccl_the_same_is_recorded(tmp_path):
 
 
 def test_the_first_gradient_that_differs_is_named_with_both_values(two_ranks):
-    said = text(two_ranks / "differs")
-    assert f"values   DIFFER across ranks first in step 2: gradient of {SPOILED}" in said
-    shown = [line.split(":")[1] for line in said.splitlines() if "sum" in line]
+    report = text(two_ranks / "differs")
+    assert f"values   DIFFER across ranks first in step 2: gradient of {SPOILED}" in report
+    shown = [line.split(":")[1] for line in report.splitlines() if "sum" in line]
     assert len(shown) == 2
     assert shown[0] != shown[1]
 
 
-def test_a_sharded_model_shows_arrivals_and_what_is_missing_and_says_what_cannot_be_compared(two_ranks):
+def test_a_sharded_model_shows_arrivals_what_is_missing_and_what_cannot_be_compared(two_ranks):
     model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
     for rank in (0, 1):
         assert Counter(names(two_ranks / "fsdp", "grad", rank)) == {n: 2 for n, _ in model.named_parameters()}
         assert names(two_ranks / "fsdp", "module_bwd", rank) == BACKWARD * 2
-    said = text(two_ranks / "fsdp")
-    assert "no gradient in any step on any rank:\n           aside.bias\n           aside.weight\n" in said
-    assert "the loss is the same on all ranks, steps 1 to 2" in said
-    assert "digests: none of sharded tensors" in said
+    report = text(two_ranks / "fsdp")
+    assert "no gradient in any step on any rank:\n           aside.bias\n           aside.weight\n" in report
+    assert "the loss is the same on all ranks, steps 1 to 2" in report
+    assert "digests: none of sharded tensors" in report
 
 
 def test_a_hang_shows_the_rank_that_stopped_first_and_the_bucket_that_waits_for_it(copied):
@@ -340,22 +340,22 @@ def test_a_hang_shows_the_rank_that_stopped_first_and_the_bucket_that_waits_for_
 
     cut(folder, 1, until_fifth_gradient)
     cut(folder, 0, lambda e: e["event"] != "bucket" or e["step"] != 2 or e["done"] is None)
-    said = flat(folder)
-    assert f"rank 1: step 1 complete, in step 2 after 5 of {len(order)} gradients; BEHIND THE OTHERS" in said
-    assert f"next would be the gradient of {order[5]}" in said
-    assert "rank 0: step 1 complete, in step 2 after" in said
-    assert "bucket 0 of step 2 started and was never done on rank 0" in said
-    assert "2 lines were damaged" in said
-    assert said.index("rank 1:") < said.index("rank 0:")
+    report = flat(folder)
+    assert f"rank 1: step 1 complete, in step 2 after 5 of {len(order)} gradients; BEHIND THE OTHERS" in report
+    assert f"next would be the gradient of {order[5]}" in report
+    assert "rank 0: step 1 complete, in step 2 after" in report
+    assert "bucket 0 of step 2 started and was never done on rank 0" in report
+    assert "2 lines were damaged" in report
+    assert report.index("rank 1:") < report.index("rank 0:")
 
 
 def test_a_hang_in_the_first_backward_names_what_did_not_come(tmp_path):
     record(tmp_path, decoder())
     cut(tmp_path, 0, lambda e: e.get("name") != "blocks.1.mlp_norm.weight")
-    said = flat(tmp_path)
-    assert "rank 0: no step complete, in step 1 after" in said
-    assert "backward came to blocks.1.mlp_norm and to no module after it" in said
-    assert "did not come yet: blocks.*.attention.gate.hidden.bias (2: 0-1)" in said
+    report = flat(tmp_path)
+    assert "rank 0: no step complete, in step 1 after" in report
+    assert "backward came to blocks.1.mlp_norm and to no module after it" in report
+    assert "did not come yet: blocks.*.attention.gate.hidden.bias (2: 0-1)" in report
 
 
 def test_another_order_of_arrival_is_shown_where_it_begins(copied):
@@ -365,10 +365,10 @@ def test_another_order_of_arrival_is_shown_where_it_begins(copied):
     places = [i for i, line in enumerate(lines) if '"event": "grad"' in line][3:5]
     lines[places[0]], lines[places[1]] = lines[places[1]], lines[places[0]]
     path.write_text("\n".join(lines))
-    said = text(folder)
-    assert "order    of gradients DIFFERS first in step 1, gradient 4:" in said
-    assert f"  rank 0: {names(folder, 'grad')[3]}" in said
-    assert f"  rank 1: {names(folder, 'grad')[4]}" in said
+    report = text(folder)
+    assert "order    of gradients DIFFERS first in step 1, gradient 4:" in report
+    assert f"  rank 0: {names(folder, 'grad')[3]}" in report
+    assert f"  rank 1: {names(folder, 'grad')[4]}" in report
 
 
 def test_a_rank_without_a_trace_is_absent(copied):
@@ -382,12 +382,12 @@ def test_damaged_traces_are_read_as_far_as_they_go(copied):
     path = folder / "trace_rank1.jsonl"
     wrong = ['{"event": "grad"}', "[1]", "nul", '{"event": "grad", "time": 1, "step": 1, "name": 3}', "\x00\x1b[2J"]
     path.write_bytes(path.read_bytes() + "\n".join(wrong).encode() + b"\n\xff\xfe\n")
-    said = text(folder)
-    assert "6 lines were damaged" in said
-    assert "step 2 complete" in said
+    report = text(folder)
+    assert "6 lines were damaged" in report
+    assert "step 2 complete" in report
 
 
-def test_the_command_prints_at_most_eighty_columns_or_says_how_to_switch_tracing_on(two_ranks, tmp_path):
+def test_the_command_prints_at_most_eighty_columns_or_how_to_switch_tracing_on(two_ranks, tmp_path):
     app = typer.Typer()
     app.command()(trace_command)
     for name in ("ddp", "differs", "fsdp"):

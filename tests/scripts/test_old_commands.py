@@ -1,6 +1,7 @@
 """The launch commands that people have in their notes run as they are written there, on two processes without a GPU.
 
-Only sizes are taken down, through a further --override. Commands run in an empty folder with `scripts` in it.
+Only sizes are reduced, by one more --override. Commands run in an empty folder with `scripts` in it: one of each
+launcher in a shell, the others in processes that start at once, with the same script, arguments and variables.
 """
 
 import json
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launching import ROOT, environment, free_port, metrics_of
+from tests import warm
+from tests.distributed.launching import ROOT, environment, free_port, metrics_of, ranks_environment, wait_all
 
 TIMEOUT_S = 150
 TINY = (
@@ -46,18 +48,13 @@ class Outcome:
         return run
 
 
-def start(command: str, folder: Path, **variables: str) -> Outcome:
+def run_in_a_shell(command: str, folder: Path, **variables: str) -> Outcome:
     """The command in a shell, with the interpreter of the tests first in PATH."""
-    if not (folder / "scripts").exists():
-        (folder / "scripts").symlink_to(ROOT / "scripts")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    known = environment(PATH=path, CUDA_VISIBLE_DEVICES="", **variables)
-    for name in ("PYTHONPATH", "CONFIG"):
-        known.pop(name, None)
     process = subprocess.Popen(
         ["bash", "-c", command],  # which becomes the command
         cwd=folder,
-        env=known,
+        env=prepare(folder, PATH=path, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,8 +67,33 @@ def start(command: str, folder: Path, **variables: str) -> Outcome:
     return Outcome(process.returncode, output, folder)
 
 
-def run_to_its_end(command: str, folder: Path, overrides: str = "train.steps=2", **variables: str) -> Outcome:
-    outcome = start(f"{command} --override {shlex.quote(f'{TINY} {overrides}')}", folder, **variables)
+def run_warm(command: str, folder: Path, **variables: str) -> Outcome:
+    """The same without shell, torchrun and imports: `[NAME=VALUE ...] python|torchrun [OPTION ...] SCRIPT ...`."""
+    words = shlex.split(command)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    launcher, script = words[0], next(place for place, word in enumerate(words) if word.endswith(".py"))
+    assert launcher in ("python", "torchrun")
+    size = 2 if "--nproc_per_node=2" in words[:script] else 1
+    known = prepare(folder, **variables)
+    ranks = [{**known, **rank} for rank in ranks_environment(size)]
+    ended = wait_all([warm.start(*words[script:], env=rank, cwd=folder) for rank in ranks], TIMEOUT_S)
+    return Outcome(max(e.code for e in ended), "".join(e.output for e in ended), folder)
+
+
+def prepare(folder: Path, **variables: str) -> dict[str, str]:
+    """Makes `scripts` a part of the folder; the environment of a command."""
+    if not (folder / "scripts").exists():
+        (folder / "scripts").symlink_to(ROOT / "scripts")
+    known = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "CONFIG")}
+    return {**known, "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def run_to_its_end(
+    command: str, folder: Path, overrides: str = "train.steps=2", run=run_warm, **variables: str
+) -> Outcome:
+    outcome = run(f"{command} --override {shlex.quote(f'{TINY} {overrides}')}", folder, **variables)
     assert outcome.code == 0, outcome.output
     assert outcome.metrics["status"] == "done"
     return outcome
@@ -87,6 +109,7 @@ def test_safe_mode_on_two_ranks(tmp_path):
         '--override "train.steps=10 model.n_layers=2 train.seq_len=512"',
         tmp_path,
         "train.steps=10",
+        run_in_a_shell,
     )
     assert launched(outcome) == ("ddp", 2, 10)
     assert "safe_mode: reference kernels" in outcome.output
@@ -100,6 +123,7 @@ def test_sharding_the_production_file_on_two_ranks_without_a_gpu(tmp_path):
         "CONFIG=configs/m7c_125m_2xa100_production.yaml torchrun --standalone --nproc_per_node=2 "
         "scripts/train_showcase_fsdp.py --dataset synthetic",
         tmp_path,
+        run=run_in_a_shell,
     )
     assert launched(outcome) == ("fsdp", 2, 2)
     assert outcome.output.count("warning: runtime.device: no GPU in use") == 1
@@ -163,14 +187,14 @@ def test_the_production_command_trains_on_synthetic_text_when_the_hub_is_away(tm
 
 def test_the_script_for_two_a100_starts_two_ranks_of_the_production_file(tmp_path):
     command = "scripts/run_m7c_2xa100_production.sh --dataset synthetic"
-    outcome = run_to_its_end(command, tmp_path, PYTHON=sys.executable)
+    outcome = run_to_its_end(command, tmp_path, run=run_in_a_shell, PYTHON=sys.executable)
     assert launched(outcome) == ("ddp", 2, 2)
     assert outcome.run.name.startswith("m7c_125m_2xa100_production,")
 
 
 def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_path):
     command = "scripts/run_m7c_1xa100_production.sh --dataset synthetic"
-    outcome = run_to_its_end(command, tmp_path, PYTHON=sys.executable)
+    outcome = run_to_its_end(command, tmp_path, run=run_in_a_shell, PYTHON=sys.executable)
     assert launched(outcome) == ("single", 1, 2)
     assert outcome.run.name.startswith("m7c_125m_1xa100_production,")
     assert outcome.recorded["config"]["runtime"]["gradient_checkpointing"] == "selective"
@@ -178,7 +202,7 @@ def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "hint"),
     [
         ("python scripts/train_showcase.py --datset synthetic", "--dataset"),
         ("python scripts/train_showcase.py --ddp 2", "--ddp"),
@@ -189,8 +213,8 @@ def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_p
         ("scripts/run_m7c_1xa100_production.sh --step 5", "--steps"),
     ],
 )
-def test_a_mistake_is_named_with_what_is_meant_and_starts_nothing(tmp_path, command, said):
-    outcome = start(command, tmp_path, PYTHON=sys.executable)
+def test_a_mistake_is_named_with_what_is_meant_and_starts_nothing(tmp_path, command, hint):
+    outcome = run_in_a_shell(command, tmp_path, PYTHON=sys.executable)
     assert outcome.code == 2, outcome.output
-    assert said in outcome.output
+    assert hint in outcome.output
     assert not (tmp_path / "runs").exists()

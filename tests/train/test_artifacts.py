@@ -7,14 +7,14 @@ import types
 import pytest
 
 from nsa.errors import LaunchError, NumericsError
-from nsa.record.events import EventStream, Heartbeat
-from nsa.record.tables import Table
-from nsa.record.training_csv import COLUMNS
+from nsa.record.events import EventStream, HeartbeatSink
+from nsa.record.schema import TRAINING
+from nsa.record.sinks import TableSink
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
 
-def test_env_json_tells_what_a_run_was_started_with(tmp_path, monkeypatch):
+def test_env_json_records_what_a_run_was_started_with(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")
     train(tiny(), tmp_path)
     told = json.loads((tmp_path / "env.json").read_text())
@@ -80,12 +80,12 @@ def test_a_profile_that_cannot_be_written_does_not_stop_training(tmp_path):
 
 def test_rows_of_other_columns_are_kept_aside(tmp_path):
     (tmp_path / "training.csv").write_text("step,loss\n1,5.0\n")
-    Table(tmp_path / "training.csv", COLUMNS, done_steps=1).close()
+    TableSink(tmp_path, 0, TRAINING, done_steps=1).close()
     assert (tmp_path / "training.old.csv").read_text() == "step,loss\n1,5.0\n"
 
 
 def test_events_that_cannot_be_written_are_counted(tmp_path):
-    stream = EventStream(0, [Heartbeat(tmp_path / "nowhere", rank=0)])
+    stream = EventStream(0, [HeartbeatSink(tmp_path / "nowhere", rank=0)])
     stream.incident("save_failed", "no room", step=3)
     stream.close()
     assert (stream.dropped, stream.incidents) == (1, 1)
@@ -112,7 +112,7 @@ def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys):
     assert "step 0006" in capsys.readouterr().out
 
 
-def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
+def test_a_tracker_that_raises_is_removed_and_counted(tmp_path, monkeypatch):
     """Stands in for an installed package: it works for two steps, then its network is gone."""
     calls = []
 
@@ -139,7 +139,7 @@ def test_a_tracker_that_raises_is_let_go_and_counted(tmp_path, monkeypatch):
     assert metrics["incidents"] == 1
 
 
-def test_a_tracker_that_cannot_begin_is_let_go_and_counted(tmp_path, monkeypatch):
+def test_a_tracker_that_cannot_begin_is_removed_and_counted(tmp_path, monkeypatch):
     def refuse(**_):
         raise ConnectionRefusedError(111, "Connection refused")
 

@@ -1,19 +1,15 @@
 """What a run does about its data: the same batch again gives the same loss, changed data is refused, a source that
-does not answer is said aloud."""
+does not answer is reported."""
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from nsa.config import parse_config
 from nsa.data import build
 from nsa.data.prepare import prepare
-from nsa.data.sources.base import Tally
+from nsa.data.sources.base import Progress
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError, DataUnavailableError
@@ -111,7 +107,7 @@ def test_the_same_batch_twenty_times_gives_the_same_loss_from_every_source(texts
     config = parse_config({"data": read_from(source, texts, tmp_path)}, "test", TINY)
     data = build.build_data(config.data, config.train, ByteTokenizer())
     state = build_state(config, ByteTokenizer())
-    # Read anew each time, with others in between: neither the source nor a layer keeps anything.
+    # Read again each time, with others in between: neither the source nor a layer keeps anything.
     losses = set()
     for other in range(20):
         losses.add(train_step(state, iter([data.train.batch(0, 4)]), 4 * 32, lr=0.0).loss)
@@ -120,34 +116,25 @@ def test_the_same_batch_twenty_times_gives_the_same_loss_from_every_source(texts
     assert len(losses) == 1, losses
 
 
-def nsa_train(tmp_path, *more, faults=""):
-    """The real command on a file without contents."""
-    config = tmp_path / "c.yaml"
-    config.write_text("{}")
-    command = [sys.executable, "-m", "nsa", "train", str(config), *TINY, f"train.out_dir={tmp_path / 'run'}", *more]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "NSA_FAULTS": faults}
-    )
-
-
-def test_a_run_does_not_go_on_in_other_data(texts, tmp_path):
-    options = ("data.source=text", f"data.paths=[{texts}]", "checkpoint.every=1", "checkpoint.background=false")
-    killed = nsa_train(tmp_path, *options, faults="step.end:kill:hit=3")
-    assert killed.returncode == -signal.SIGKILL
+def test_a_run_does_not_go_on_in_other_data(texts, tmp_path, monkeypatch):
+    config = config_of(texts, "checkpoint.every=1", "checkpoint.background=false")
+    monkeypatch.setenv("NSA_FAULTS", "step.end:raise:hit=3")
+    with pytest.raises(RuntimeError, match=r"step\.end"):
+        train(config, tmp_path / "run")
+    monkeypatch.delenv("NSA_FAULTS")
     write_texts(texts / "b.jsonl", 70)
-    refused = nsa_train(tmp_path, *options)
-    assert refused.returncode == 3
-    assert "trained on other data" in refused.stderr
-    assert "--accept-changes" in refused.stderr
-    assert nsa_train(tmp_path, *options, "--accept-changes").returncode == 0
+    with pytest.raises(DataError, match=r"trained on other data .*--accept-changes") as refused:
+        train(config, tmp_path / "run")
+    assert refused.value.exit_code == 3
+    train(config, tmp_path / "run", accept_changes=True)
     assert metrics_of(tmp_path / "run")["steps"] == 4
 
 
 class DeadSource:
     name = "dead"
-    listed = Tally("footers read")
+    listed = Progress("footers read")
 
-    def give_up(self):
+    def cancel(self):
         pass
 
     def units(self):
@@ -165,7 +152,7 @@ def test_a_source_that_does_not_answer_ends_the_run_with_exit_code_3(tmp_path, m
     assert metrics_of(tmp_path / "run")["status"] == "failed"
 
 
-def test_synthetic_on_fail_trains_and_says_so_loudly_everywhere(tmp_path, monkeypatch, capsys):
+def test_synthetic_on_fail_trains_and_reports_it_everywhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "open_source", lambda *_: DeadSource())
     config = parse_config({}, "test", [*TINY, "data.source=fineweb_edu"])
     train(config, tmp_path / "run", synthetic_on_fail=True)
@@ -194,11 +181,10 @@ def test_best_fit_trains_and_its_loss_counts_real_targets_only(texts, tmp_path):
     assert 5.0 < loss < 6.2, "an untrained model knows nothing: about ln 256 = 5.5 nats a real target"
 
 
-def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_path):
-    options = ("data.source=text", f"data.paths=[{texts}]", "data.stall_s=0.2", "data.prefetch=1", "data.workers=1")
-    done = nsa_train(tmp_path, *options, faults="data.batch:sleep:hit=3:seconds=3")
-    assert done.returncode == 0, done.stderr
-    assert "data: waiting for the next batch since 0." in done.stdout
+def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NSA_FAULTS", "data.batch:sleep:hit=3:seconds=3")
+    train(config_of(texts, "data.stall_s=0.2", "data.prefetch=1", "data.workers=1"), tmp_path / "run")
+    assert "data: waiting for the next batch since 0." in capsys.readouterr().out
     stalls = [e for e in events_of(tmp_path / "run") if e["event"] == "data_stall"]
     assert stalls
     assert stalls[0]["seconds"] >= 0.2

@@ -1,5 +1,4 @@
-"""A run whose data does not come: it says so from the first second on, stops when it is asked to, and leaves with the
-exit code of what happened."""
+"""A run whose data does not come: it reports that, stops when asked to, and ends with the exit code of the cause."""
 
 import json
 import signal
@@ -9,7 +8,7 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.data import build
-from nsa.data.sources import transport
+from nsa.data.sources import hub as hub_client
 from nsa.train import train
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import write_mirror
@@ -30,6 +29,8 @@ def hub(tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
             monkeypatch.delenv(name, raising=False)
+        # huggingface_hub reads HF_HOME when it is imported.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
         yield server
 
 
@@ -62,8 +63,8 @@ def has_event(run, kind):
     ],
 )
 def test_a_hub_that_is_slow_while_the_source_is_opened_is_reported(hub, tmp_path, monkeypatch, capsys, fault, known):
-    monkeypatch.setattr(transport, "SLOW_S", 0.1)
-    hub.fault(sleep=1.5, **fault)
+    monkeypatch.setattr(hub_client, "SLOW_S", 0.1)
+    hub.fault(sleep=0.9, **fault)
     train(streamed(), tmp_path / "run")
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
     opening = [message for message in messages if "waiting for the source to open since" in message]
@@ -75,7 +76,7 @@ def test_a_hub_that_is_slow_while_the_source_is_opened_is_reported(hub, tmp_path
 
 def test_text_that_takes_long_to_tokenise_is_reported_with_how_far_it_is(texts, tmp_path, monkeypatch):  # noqa: F811
     real = build.tokenise_units
-    monkeypatch.setattr(build, "tokenise_units", lambda *units, **more: time.sleep(0.4) or real(*units, **more))
+    monkeypatch.setattr(build, "tokenise_units", lambda *units, **more: time.sleep(0.25) or real(*units, **more))
     (texts / "b.jsonl").write_text((texts / "a.jsonl").read_text())
     train(config_of(texts, "data.stall_s=0.1", "data.workers=1"), tmp_path / "run")
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
@@ -84,7 +85,7 @@ def test_text_that_takes_long_to_tokenise_is_reported_with_how_far_it_is(texts, 
 
 def test_validation_documents_that_take_long_are_reported(hub, tmp_path, monkeypatch):
     real = build.collect_validation
-    monkeypatch.setattr(build, "collect_validation", lambda *given: time.sleep(1.0) or real(*given))
+    monkeypatch.setattr(build, "collect_validation", lambda *given: time.sleep(0.5) or real(*given))
     train(streamed(), tmp_path / "run")
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
     assert any("waiting for validation documents since" in message for message in messages), messages
@@ -92,7 +93,7 @@ def test_validation_documents_that_take_long_are_reported(hub, tmp_path, monkeyp
 
 
 def test_a_run_without_threads_reports_its_waits_too(hub, tmp_path):
-    hub.fault(side="cdn", skip=2, sleep=1.0)  # after the two footers
+    hub.fault(side="cdn", skip=2, sleep=0.6)  # after the two footers
     train(streamed("data.workers=0"), tmp_path / "run")
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
     assert any(message.startswith("data: waiting for the first batch since") for message in messages), messages
@@ -129,7 +130,7 @@ def test_a_run_that_began_at_the_hub_goes_on_offline(hub, tmp_path, monkeypatch)
 def test_a_run_whose_hub_stalls_ends_with_the_code_for_data(hub, tmp_path):
     """Threads that wait for the server, inside arrow, must not turn the end of the process into an abort."""
     hub.fault(side="cdn", skip=2, times=10**9, sleep=STALL)  # the footers come
-    data = {"source": "fineweb_edu", "validation_fraction": 0.1, "first_batch_s": 2.0, "stall_s": 0.5, "workers": 4}
+    data = {"source": "fineweb_edu", "validation_fraction": 0.1, "first_batch_s": 1.0, "stall_s": 0.5, "workers": 4}
     config = write_config(tmp_path, data=data, train={"out_dir": str(tmp_path / "run")})
     (ended,) = run_ranks(1, "train", config)
     assert ended.code == 3, ended.output
@@ -145,7 +146,7 @@ def stop_while_stalled(tmp_path, data, faults="", number=signal.SIGTERM, **train
     """One process, sent the signal when it has reported a stall; how it ended, and how long that took."""
     config = write_config(
         tmp_path,
-        data={"stall_s": 3.0, **data},  # longer than a wait has to be to be left
+        data={"stall_s": 0.5, **data},
         train={"steps": 5, "micro_batch": 1, "out_dir": str(tmp_path / "run"), **train},
         checkpoint={"every": 0},
     )
@@ -162,12 +163,12 @@ def test_a_process_asked_to_stop_in_a_stall_saves_the_last_step_and_goes_on_to_t
     data = {"source": "synthetic", "workers": 1, "prefetch": 1}
     config, ended, seconds = stop_while_stalled(tmp_path, data, f"data.batch:sleep:hit=15:seconds={STALL}")
     assert ended.code == 75, ended.output
-    assert seconds < 20, "long before the batch comes, or patience ends"
+    assert seconds < 20, "long before the batch comes, or the timeout ends the wait"
     assert "asked to stop: step 3 is saved" in ended.output.splitlines()[-1]
     assert metrics_of(tmp_path / "run")["status"] == "preempted"
     assert metrics_of(tmp_path / "run")["steps"] == 3
-    for name in ("run", "whole"):
-        (again,) = run_ranks(1, "train", config, f"train.out_dir={tmp_path / name}")
+    both = [start_ranks(1, "train", config, f"train.out_dir={tmp_path / name}")[0] for name in ("run", "whole")]
+    for again in wait_all(both, timeout_s=60):
         assert again.code == 0, again.output
     started = [event for event in events_of(tmp_path / "run") if event["event"] == "start"]
     assert started[-1]["from_checkpoint"] == "step_00000003"
@@ -192,18 +193,20 @@ def test_a_process_asked_to_stop_before_its_first_batch_stops(hub, tmp_path):
     _, ended, seconds = stop_while_stalled(tmp_path, data)
     assert ended.code == 75, ended.output
     assert seconds < 20
-    assert ended.output.splitlines()[-1].startswith("stopped: asked to stop at step 0 while the first batch was")
+    assert ended.output.splitlines()[-1].startswith(
+        "stopped: asked to stop at step 0 while the run waited for its first batch"
+    )
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["status"] == "preempted"
 
 
 @pytest.mark.timeout(180)
 def test_when_one_of_two_ranks_is_asked_to_stop_before_the_first_batch_both_stop(hub, tmp_path):
     hub.fault(side="cdn", times=10**9, sleep=STALL)
-    data = {"source": "fineweb_edu", "validation_fraction": 0.1, "stall_s": 3.0, "first_batch_s": 15.0}
+    data = {"source": "fineweb_edu", "validation_fraction": 0.1, "stall_s": 0.5, "first_batch_s": 5.0}
     config = write_config(tmp_path, data=data, train={"steps": 5, "out_dir": str(tmp_path / "run")})
     processes = start_ranks(2, "train", config)
     wait_for(lambda: has_event(tmp_path / "run", "data_stall"), processes[0])
     processes[1].send_signal(signal.SIGTERM)
     for ended in wait_all(processes, timeout_s=90):  # rank 0 waits for as long as the configuration says
         assert ended.code == 75, ended.output
-        assert "while the first batch was waited for" in ended.output
+        assert "while the run waited for its first batch" in ended.output

@@ -1,15 +1,18 @@
 """What every source of documents offers: a fixed list of units, and the documents of each.
 
 A unit is read at once and by itself, by any thread or process: a file, a range of a file's lines, a row group. Its
-documents come in a fixed order. What cannot be read is a `DataError` with file and place; documents that are left
-out are counted with the reason, never dropped unseen.
+documents come in a fixed order. What cannot be read raises a `DataError` with file and position. Documents that are
+skipped are counted by reason, never dropped silently.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 MAX_DOCUMENT_BYTES = 32 << 20  # of a line or a row: anything longer is no document, and would not fit into memory twice
+
+Skipped = Counter[str]  # how many documents a source skipped, by reason
 
 
 @dataclass(frozen=True)
@@ -26,38 +29,30 @@ class Unit:
     size: int = 0
 
 
-@dataclass
-class Skipped:
-    """How many documents a source left out, by reason."""
+@dataclass(frozen=True)
+class Entry:
+    """A file, or a folder without size and content id, by its name in the repository."""
 
-    reasons: dict[str, int] = field(default_factory=dict)
-
-    def add(self, reason: str, count: int = 1) -> None:
-        self.reasons[reason] = self.reasons.get(reason, 0) + count
-
-    def merge(self, other: "Skipped") -> None:
-        for reason, count in other.reasons.items():
-            self.add(reason, count)
+    name: str
+    size: int = 0
+    content_id: str = ""
+    is_folder: bool = False
 
 
 @dataclass
-class Tally:
-    """How far something that takes long has come: `done` of `of`, which is None while files are being listed."""
+class Progress:
+    """How far a long operation is: `done` of `total`, which is None while files are being listed."""
 
     what: str  # "row groups tokenised"
     done: int = 0
-    of: int | None = None
+    total: int | None = None
 
     @property
     def is_open(self) -> bool:
-        return self.of is None or self.done < self.of
-
-    def expect(self, count: int) -> None:
-        """So many more are to be done, or fewer when it is negative."""
-        self.of = (self.of or 0) + count
+        return self.total is None or self.done < self.total
 
     def __str__(self) -> str:
-        return "files are being listed" if self.of is None else f"{self.done:,} of {self.of:,} {self.what}"
+        return "files are being listed" if self.total is None else f"{self.done:,} of {self.total:,} {self.what}"
 
 
 class Source(Protocol):
@@ -74,28 +69,28 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Another one when files were added, taken away or changed."""
+        """Changes when files are added, removed or changed."""
         ...
 
 
 class RemoteSource(Source, Protocol):
-    """A source that may not answer. `listed` tells how far `units` has come."""
+    """A source that may not answer. `listed` is the progress of `units`."""
 
-    listed: Tally
+    listed: Progress
 
     @property
     def commit(self) -> str | None:
-        """The state of the repository that is read; None where there is none."""
+        """The commit of the repository that is read; None where there is none."""
         ...
 
     def waiting_for(self) -> str | None:
-        """What is waited for and since when; None when nothing is slow."""
+        """The slowest operation and its last failure; None when nothing is slow."""
         ...
 
-    def be_patient(self, deadline_s: float) -> None:
-        """How long an operation may go without any success, from now on."""
+    def set_deadline(self, deadline_s: float) -> None:
+        """Sets how long an operation may go without any success, from now on."""
         ...
 
-    def give_up(self) -> None:
-        """What is under way in other threads ends soon, with an error."""
+    def cancel(self) -> None:
+        """Operations in other threads end soon, with an error."""
         ...

@@ -5,21 +5,25 @@ commit that the revision stood for at the first contact.
 """
 
 import hashlib
+import io
 import os
 import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from nsa.data.sources.base import Skipped, Tally, Unit
-from nsa.data.sources.hub import Entry, Hub, RemoteFile, cached_content_id, cached_snapshot, is_offline
+from nsa.data.sources.base import Entry, Progress, Skipped, Unit
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
+from nsa.data.sources.text import files_below
 from nsa.errors import DataError, DataUnavailableError
+
+if TYPE_CHECKING:  # a mirror needs no HTTP client, which takes a while to import
+    from nsa.data.sources.hub import Hub
 
 REPO = "HuggingFaceFW/fineweb-edu"
 FOOTER_THREADS = 16
@@ -28,17 +32,6 @@ MAX_FOOTER_BYTES = 256 << 20
 # A footer of 700 row groups is 1.4 MB, half of what a row group's text is: kept compressed, so that those of 250
 # files stay, rather than fetched again for every row group.
 FOOTER_CACHE_BYTES = 128 << 20
-
-
-class Files(Protocol):
-    """Parquet files by name, wherever they are."""
-
-    commit: str | None
-    entries: dict[str, Entry]
-
-    def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
-        """The file for reading; `what` says in messages what it is read for."""
-        ...
 
 
 class FineWebEdu:
@@ -63,9 +56,9 @@ class FineWebEdu:
         self.paths = tuple(paths)
         self.text_field = text_field
         self.deadline_s = deadline_s
-        self.listed = Tally("footers read")
+        self.listed = Progress("footers read")
         self._hub: Hub | None = None
-        self._files: Files | None = None
+        self._files: LocalFiles | HubFiles | None = None
         self._units: list[Unit] | None = None
         self._lock = threading.RLock()
 
@@ -86,16 +79,16 @@ class FineWebEdu:
                 files = self._listed()
                 with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
                     footers = [pool.submit(self._units_of, files, name) for name in sorted(files.entries)]
-                    self.listed.done, self.listed.of = 0, len(footers)
+                    self.listed.done, self.listed.total = 0, len(footers)
                     try:
                         for footer in as_completed(footers):
                             footer.result()
                             self.listed.done += 1
                         self._units = [unit for footer in footers for unit in footer.result()]
                     except BaseException:
-                        # Nobody waits for the other files any more: after a Ctrl-C, that would take a whole deadline.
+                        # After a Ctrl-C the other files would keep the process for a whole deadline.
                         pool.shutdown(wait=False, cancel_futures=True)
-                        self.give_up()
+                        self.cancel()
                         raise
             return self._units
 
@@ -110,34 +103,35 @@ class FineWebEdu:
         return digest.hexdigest()
 
     def waiting_for(self) -> str | None:
-        """What is waited for, as "FILE, row group 3: try 4, 12 s, last: HTTP 503"; None when nothing is slow."""
-        hub = self._hub
-        return None if hub is None else hub.waiting_for()
+        """As "FILE, row group 3: try 4, 12 s, last: HTTP 503"."""
+        return None if self._hub is None else self._hub.waiting_for()
 
-    def be_patient(self, deadline_s: float) -> None:
-        """Another deadline from now on: a run that is under way waits longer than one that has not begun."""
+    def set_deadline(self, deadline_s: float) -> None:
+        """A run that is under way waits longer than one that has not started."""
         self.deadline_s = deadline_s
         if self._hub is not None:
-            self._hub.be_patient(deadline_s)
+            self._hub.deadline_s = deadline_s
 
-    def give_up(self) -> None:
-        """Reads of the hub that are under way in other threads end soon, with an error."""
+    def cancel(self) -> None:
         if self._hub is not None:
-            self._hub.give_up()
+            self._hub.cancel()
 
-    def _units_of(self, files: Files, name: str) -> list[Unit]:
+    def _units_of(self, files: "LocalFiles | HubFiles", name: str) -> list[Unit]:
         with files.open(name, "footer") as file:
             return parquet_units(name, file, self.text_field)
 
-    def _listed(self) -> Files:
+    def _listed(self) -> "LocalFiles | HubFiles":
         files = self._files
-        if files is not None:  # without waiting for a thread that reads footers
+        if files is not None:  # without the lock, which a thread that reads footers holds
             return files
         with self._lock:
             if self._files is None:
                 if self.paths:
                     self._files = LocalFiles(_mirrored(self.paths, self.subset))
-                elif is_offline():
+                    return self._files
+                from nsa.data.sources.hub import Hub, is_offline
+
+                if is_offline():
                     self._files = _cached(self.subset, self.revision)
                 else:
                     self._hub = self._hub or Hub(REPO, self.deadline_s)
@@ -154,7 +148,7 @@ class LocalFiles:
         self.entries = {}
         for name, path in paths.items():
             with file_errors(path):
-                self.entries[name] = Entry(name, path.stat().st_size, cached_content_id(path))
+                self.entries[name] = Entry(name, path.stat().st_size, _cached_content_id(path))
 
     def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
         if name not in self.paths:
@@ -165,7 +159,7 @@ class LocalFiles:
 class HubFiles:
     """Files of the hub at one commit. Footers are kept, everything else is fetched when it is read."""
 
-    def __init__(self, hub: Hub, commit: str, entries: dict[str, Entry]):
+    def __init__(self, hub: "Hub", commit: str, entries: dict[str, Entry]):
         self.hub = hub
         self.commit: str | None = commit
         self.entries = entries
@@ -196,7 +190,7 @@ class HubFiles:
             return zlib.decompress(packed)
         entry = self.entries[name]
         tail = self._fetch(entry, max(0, entry.size - TAIL_BYTES), entry.size, "footer")
-        # The last eight bytes: how long the footer is, and four letters. Whether they make sense arrow will say.
+        # The last eight bytes: the footer's length and a magic number. Arrow checks whether they make sense.
         missing = int.from_bytes(tail[-8:-4], "little") + 8 - len(tail)
         if 0 < missing <= min(entry.size - len(tail), MAX_FOOTER_BYTES) and tail.endswith(b"PAR1"):
             start = entry.size - len(tail)
@@ -216,6 +210,42 @@ class HubFiles:
         return self.hub.read(self.commit, entry.name, start, stop, entry.size, f"{entry.name}, {what}")
 
 
+class RemoteFile(io.RawIOBase):
+    """A seekable file of `size` bytes that holds its last ones; others come from `fetch(start, stop)` at each read."""
+
+    def __init__(self, size: int, tail: bytes, fetch: Callable[[int, int], bytes]):
+        self._size = size
+        self._tail = tail
+        self._fetch = fetch
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative position {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        start = min(self._position, self._size)
+        stop = min(start + len(buffer), self._size)
+        tail_start = self._size - len(self._tail)
+        data = self._fetch(start, min(stop, tail_start)) if start < min(stop, tail_start) else b""
+        data += self._tail[max(start - tail_start, 0) : max(stop - tail_start, 0)]
+        buffer[: len(data)] = data
+        self._position = stop
+        return len(data)
+
+
 def subset_folder(subset: str) -> str | None:
     """The repository's folder for a subset; None for a name that no subset can have."""
     if subset == "default":
@@ -225,7 +255,7 @@ def subset_folder(subset: str) -> str | None:
     return f"data/{subset}" if re.fullmatch(r"CC-MAIN-[\w-]+", subset) else None
 
 
-def _on_hub(hub: Hub, subset: str, revision: str) -> HubFiles:
+def _on_hub(hub: "Hub", subset: str, revision: str) -> HubFiles:
     commit = revision if re.fullmatch(r"[0-9a-f]{40}", revision) else hub.commit(revision)
     folder = subset_folder(subset)
     entries = hub.tree(commit, folder, recursive=True) if folder else []
@@ -240,9 +270,11 @@ def _cached(subset: str, revision: str) -> LocalFiles:
     folder = subset_folder(subset)
     if folder is None:
         raise DataError(
-            f"data.subset: {subset!r} is no subset of {REPO}; name sample-10BT, sample-100BT, sample-350BT, a crawl "
+            f"data.subset: {subset!r} is not a subset of {REPO}; name sample-10BT, sample-100BT, sample-350BT, a crawl "
             "such as CC-MAIN-2024-10, or default for all"
         )
+    from nsa.data.sources.hub import cached_snapshot
+
     snapshot = cached_snapshot(REPO, revision, folder)
     found = _parquet_below(snapshot / folder) if snapshot is not None else []
     if snapshot is None or not found:
@@ -252,6 +284,17 @@ def _cached(subset: str, revision: str) -> LocalFiles:
             f'"{folder}/*"`, or set data.paths to a mirror'
         )
     return LocalFiles({path.relative_to(snapshot).as_posix(): path for path in found}, commit=snapshot.name)
+
+
+def _cached_content_id(path: Path) -> str:
+    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
+
+    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
+    """
+    if not path.is_symlink():
+        return ""
+    blob = path.readlink()
+    return blob.name if blob.parent.name == "blobs" else ""
 
 
 def _mirrored(paths: Sequence[str], subset: str) -> dict[str, Path]:
@@ -279,7 +322,7 @@ def _in_folder(top: Path, subset: str) -> list[Path]:
     folder = subset_folder(subset)
     if folder is not None and (top / folder).is_dir():
         return _parquet_below(top / folder)
-    # In a mirror of the repository another subset must not be taken for the one that was asked for.
+    # In a mirror of the repository another subset must not be mistaken for the one that is configured.
     others = [p for pattern in ("sample/*BT", "data/CC-MAIN-*") for p in top.glob(pattern) if p.is_dir()]
     if others:
         raise _unknown_subset(subset, f"the mirror {top}", [p.relative_to(top).as_posix() for p in others])
@@ -287,21 +330,7 @@ def _in_folder(top: Path, subset: str) -> list[Path]:
 
 
 def _parquet_below(folder: Path) -> list[Path]:
-    """Every .parquet file below a folder. Links to folders are followed, each folder is entered once."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    found, entered = [], set()
-    with file_errors(folder):
-        for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-            real = os.path.realpath(here)
-            if real in entered:
-                folders.clear()
-                continue
-            entered.add(real)
-            found += [Path(here, name) for name in names if _is_parquet(name)]
-    return sorted(found)
+    return sorted(path for path in files_below(folder) if _is_parquet(path.name))
 
 
 def _is_parquet(name: str) -> bool:

@@ -1,50 +1,96 @@
 """A dataset repository of the Hugging Face hub: its listing at one commit, and byte ranges of its files.
 
-huggingface_hub gives the token and finds its cache. The requests are made here, because that library cannot keep a
-deadline: its listing waits without a time limit, its retries sleep for 23 s or for whatever a Retry-After says, and
-neither can be set from outside. The token is sent to the endpoint alone, never to the hosts it redirects to.
+huggingface_hub provides the token, the local cache and the HTTP client (httpx), which does connections, proxies and
+TLS. The retry loop is written here because that library cannot keep a deadline: its listing waits without a timeout,
+and its retries sleep for 23 s or for whatever a Retry-After says. The token is sent to the endpoint alone, never to
+the hosts it redirects to.
 """
 
-import io
 import json
 import os
+import random
 import re
+import ssl
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode, urljoin, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from nsa.data.sources.transport import (
-    CHUNK_BYTES,
-    Answer,
-    Attempts,
-    Connections,
-    Failure,
-    Wait,
-    origin_of,
-    retry_after,
-)
-from nsa.errors import DataError
+import huggingface_hub
+
+from nsa.data.sources.base import Entry
+from nsa.errors import DataError, DataUnavailableError
+
+try:
+    import httpx2 as httpx
+except ImportError:  # before version 2 huggingface_hub brought it under its older name
+    import httpx  # type: ignore[import-not-found, no-redef]
+
+T = TypeVar("T")
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_REDIRECTS = 5
 MAX_JSON_BYTES = 64 << 20  # of one page of a listing; a thousand files are 0.3 MB
+CHUNK_BYTES = 256 << 10  # what has to arrive within the timeout of an attempt
+ATTEMPT_S = 15.0  # timeout up to the first chunk, and for every further one; a third of the deadline at most
+LAST_ATTEMPT_S = 1.0  # for the attempt that is made when the deadline is reached
+BACKOFF_FIRST_S = 0.5  # doubles with every failure
+BACKOFF_MAX_S = 20.0
+SLOW_S = 2.0  # operations that take longer are reported
+IDLE_S = 20.0  # servers close connections that idle longer
+NO_ANSWER = "no answer yet"
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A file, or a folder without size and content id, by its name in the repository."""
-
-    name: str
-    size: int = 0
-    content_id: str = ""
-    is_folder: bool = False
+_now = time.monotonic
+_jitter = random.Random()  # noqa: S311  (no secret, and apart from the generator that user code may have seeded)
 
 
 class _NoEntryError(DataError):
     """The repository has no such file or folder."""
+
+
+class _Failure(Exception):  # noqa: N818  (caught by the retry loop, never seen by a user)
+    """An attempt failed in a way that may pass; the server asks to wait `retry_after` seconds."""
+
+    def __init__(self, what: str, retry_after: float = 0.0):
+        super().__init__(what)
+        self.retry_after = retry_after
+
+
+@dataclass
+class _Operation:
+    """A request that is retried: when it last made progress, and how the last attempt failed."""
+
+    what: str
+    deadline_s: float
+    since: float = field(default_factory=lambda: _now())
+    tries: int = 0
+    last: str = NO_ANSWER
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def progress(self) -> None:
+        """Something arrived and is kept: the deadline and the backoff start again."""
+        self.since, self.tries, self.last = _now(), 1, NO_ANSWER
+
+    def left(self) -> float:
+        return self.since + self.deadline_s - _now()
+
+    def timeout(self) -> float:
+        """Seconds that the current attempt may take for its next chunk."""
+        third = self.deadline_s / 3
+        return max(min(LAST_ATTEMPT_S, third), min(ATTEMPT_S, third, self.left()))
+
+    def backoff(self, retry_after: float) -> float:
+        """Seconds until the next attempt: at the latest when the deadline is reached."""
+        backoff = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(self.tries - 1, 20))
+        return min(max(backoff * _jitter.uniform(0.5, 1.0), retry_after), self.left())
+
+    def __str__(self) -> str:
+        return f"{self.what}: try {self.tries}, {_now() - self.since:.0f} s, last: {self.last}"
 
 
 class Hub:
@@ -55,11 +101,12 @@ class Hub:
         self.deadline_s = deadline_s
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         try:
-            self._origin = origin_of(self.endpoint)
-        except Failure as error:
-            raise DataError(f"HF_ENDPOINT: {error}; unset it, or give the hub's address with https://") from None
-        self._attempts = Attempts(self.endpoint, deadline_s)
-        self._connections = Connections()
+            self._origin = _origin(httpx.URL(self.endpoint))
+        except httpx.InvalidURL:
+            raise DataError(f"HF_ENDPOINT: {self.endpoint[:80]!r} is not a web address; correct or unset it") from None
+        self._client = _new_client()
+        self._operations: dict[int, _Operation] = {}
+        self._lock = threading.Lock()
         self._signed: dict[str, str] = {}  # where a file's bytes were found last; good until refused
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,14 +114,15 @@ class Hub:
 
     def waiting_for(self) -> str | None:
         """The operation that waits longest, if one failed before or is slow."""
-        return self._attempts.waiting_for()
+        with self._lock:
+            slow = [o for o in self._operations.values() if o.tries > 1 or _now() - o.since > SLOW_S]
+        return str(min(slow, key=lambda operation: operation.since)) if slow else None
 
-    def be_patient(self, deadline_s: float) -> None:
-        self.deadline_s = self._attempts.deadline_s = deadline_s
-
-    def give_up(self) -> None:
-        """Operations under way in other threads end soon, with an error."""
-        self._attempts.give_up()
+    def cancel(self) -> None:
+        """Operations in other threads end with their current attempt."""
+        with self._lock:
+            for operation in self._operations.values():
+                operation.cancelled.set()
 
     def commit(self, revision: str) -> str:
         """The commit that a branch, a tag or a commit stands for now."""
@@ -97,7 +145,7 @@ class Hub:
             except _NoEntryError:
                 return []
             except (TypeError, KeyError, AttributeError, ValueError):
-                raise DataError(f"{url}: is no listing of files; check HF_ENDPOINT") from None
+                raise DataError(f"{url}: is not a listing of files; check HF_ENDPOINT") from None
             following = re.search(r'<([^>]*)>\s*;\s*rel="?next', link)
             if following is None:
                 return entries
@@ -108,89 +156,118 @@ class Hub:
         """Bytes [start, stop) of a file of `size` bytes. What arrived before a connection was cut is kept."""
         buffer = bytearray()
         if start < stop:
-            self._attempts.run(what, lambda wait: self._go_on(commit, name, start, stop, size, buffer, wait))
+            self._retry(what, lambda operation: self._resume(commit, name, start, stop, size, buffer, operation))
         return bytes(buffer)
+
+    def _retry(self, what: str, attempt: Callable[[_Operation], T]) -> T:
+        """What the first successful attempt returns. Failures that cannot pass raise a `DataError` at once."""
+        operation = _Operation(what, self.deadline_s)
+        with self._lock:
+            self._operations[id(operation)] = operation
+        try:
+            while True:
+                operation.tries += 1
+                try:
+                    return attempt(operation)
+                except (_Failure, TimeoutError, httpx.TransportError, httpx.InvalidURL) as error:
+                    operation.last = _describe(error, what)
+                    retry_after = error.retry_after if isinstance(error, _Failure) else 0.0
+                if operation.left() <= 0 or operation.cancelled.is_set():
+                    raise DataUnavailableError(
+                        f"{what}: not available from {self.endpoint} for {_now() - operation.since:.1f} s, "
+                        f"{operation.tries} tries, last: {operation.last}; check the network, allow more time with "
+                        "data.first_batch_s (up to a run's first batch) or data.timeout_s (everywhere else), or set "
+                        "data.paths to a local mirror"
+                    )
+                _pause(operation.cancelled, operation.backoff(retry_after))
+        finally:
+            with self._lock:
+                del self._operations[id(operation)]
 
     def _json(self, url: str, what: str) -> tuple[Any, str]:
         """What an API call answers, and its Link header."""
 
-        def attempt(wait: Wait) -> tuple[bytes, str]:
-            answer = self._open(url, {}, wait.limit())
-            try:
-                if answer.response.status != 200:
-                    raise self._refusal(answer, what)
+        def attempt(operation: _Operation) -> tuple[bytes, str]:
+            with self._response(url, {}, operation.timeout()) as response:
+                if response.status_code != 200:
+                    raise self._refusal(response, what)
                 body = bytearray()
-                if answer.receive(body, MAX_JSON_BYTES, wait.limit(), lambda: None):
-                    raise DataError(f"{url}: answers more than {MAX_JSON_BYTES >> 20} MiB; check HF_ENDPOINT")
-                if answer.response.length:
-                    raise Failure("the connection was cut")
-                return bytes(body), answer.response.getheader("Link", "")
-            finally:
-                self._connections.give_back(answer)
+                _receive(response, body, MAX_JSON_BYTES, operation.timeout(), lambda: None)
+                return bytes(body), response.headers.get("Link", "")
 
-        body, link = self._attempts.run(what, attempt)
+        body, link = self._retry(what, attempt)
+        if len(body) == MAX_JSON_BYTES:
+            raise DataError(f"{url}: answers more than {MAX_JSON_BYTES >> 20} MiB; check HF_ENDPOINT")
         try:
             return json.loads(body), link
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DataError(
-                f"{url}: answers something that is no JSON; check HF_ENDPOINT, and whether a proxy wants a login"
+                f"{url}: the answer is not JSON; check HF_ENDPOINT, and whether a proxy wants a login"
             ) from None
 
-    def _go_on(self, commit: str, name: str, start: int, stop: int, size: int, buffer: bytearray, wait: Wait) -> None:
+    def _resume(
+        self, commit: str, name: str, start: int, stop: int, size: int, buffer: bytearray, operation: _Operation
+    ) -> None:
         """One attempt at what the buffer still lacks."""
-        key = f"{commit}/{name}"
+        key, what = f"{commit}/{name}", operation.what
         url = f"{self.endpoint}/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
         first = start + len(buffer)
-        answer = None
+        wanted = {"Range": f"bytes={first}-{stop - 1}"}
         try:
-            answer = self._open(self._signed.get(key, url), {"Range": f"bytes={first}-{stop - 1}"}, wait.limit())
-            if answer.response.status != 206:
-                raise self._refusal(answer, wait.what)
-            given = answer.response.getheader("Content-Range", "")
-            if given != f"bytes {first}-{stop - 1}/{size}":
-                raise DataError(
-                    f"{wait.what}: asked for bytes {first}-{stop - 1} of {size} and got {given!r}; check HF_ENDPOINT, "
-                    "or set data.paths to a local mirror"
-                )
-            if not answer.receive(buffer, stop - start, wait.limit(), wait.progress):
-                raise Failure(f"the connection was cut, {stop - start - len(buffer)} bytes are missing")
+            with self._response(self._signed.get(key, url), wanted, operation.timeout()) as response:
+                if response.status_code != 206:
+                    raise self._refusal(response, what)
+                given = response.headers.get("Content-Range", "")
+                if given != f"bytes {first}-{stop - 1}/{size}":
+                    raise DataError(
+                        f"{what}: asked for bytes {first}-{stop - 1} of {size} and got {given!r}; check HF_ENDPOINT, "
+                        "or set data.paths to a local mirror"
+                    )
+                _receive(response, buffer, stop - start, operation.timeout(), operation.progress)
+                if len(buffer) < stop - start:
+                    raise _Failure(f"the connection was cut, {stop - start - len(buffer)} bytes are missing")
         except BaseException:
-            # A signature ran out, or a host is down: the hub is asked again where the bytes are.
+            # A signature expired, or a host is down: the hub is asked again where the bytes are.
             self._signed.pop(key, None)
             raise
-        finally:
-            if answer is not None:
-                self._connections.give_back(answer)
-        if origin_of(answer.url) != self._origin:
-            self._signed[key] = answer.url
+        if _origin(response.url) != self._origin:
+            self._signed[key] = str(response.url)
 
-    def _open(self, url: str, headers: Mapping[str, str], limit: float) -> Answer:
-        """The first answer that is no redirect."""
-        stop = time.monotonic() + limit
+    @contextmanager
+    def _response(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
+        """The first answer that is no redirect, its body still to be read."""
+        stop = _now() + timeout_s
         for _ in range(MAX_REDIRECTS + 1):
-            known = {"User-Agent": "nsa", **headers}
-            if origin_of(url) == self._origin and (token := _token()):
-                known["Authorization"] = f"Bearer {token}"
-            answer = self._connections.get(url, known, stop)
-            location = answer.response.getheader("Location")
-            if answer.response.status not in (301, 302, 303, 307, 308) or not location:
-                return answer
+            request = self._client.build_request("GET", url, headers=headers, timeout=max(stop - _now(), 0.001))
+            if _origin(request.url) == self._origin and (token := _token()):
+                request.headers["Authorization"] = f"Bearer {token}"
+            response = self._send(request)
             try:
-                answer.response.read(CHUNK_BYTES)
+                if response.next_request is None:
+                    yield response
+                    return
+                _receive(response, bytearray(), CHUNK_BYTES, max(stop - _now(), 0.001), lambda: None)
+                url = str(response.next_request.url)
             finally:
-                self._connections.give_back(answer)
-            url = urljoin(url, location)
-        raise Failure(f"more than {MAX_REDIRECTS} redirects")
+                response.close()
+        raise _Failure(f"more than {MAX_REDIRECTS} redirects")
 
-    def _refusal(self, answer: Answer, what: str) -> Exception:
+    def _send(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return self._client.send(request, stream=True)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            # A server may close an idle connection just as it is used again, which is no failure.
+            return self._client.send(request, stream=True)
+
+    def _refusal(self, response: httpx.Response, what: str) -> Exception:
         """What a status other than success means: a failure that may pass, or an error with a remedy."""
-        status, headers = answer.response.status, answer.response.headers
+        status, headers = response.status_code, response.headers
         if status in (408, 425, 429) or status >= 500:
-            return Failure(f"HTTP {status}", retry_after(headers))
-        if origin_of(answer.url) != self._origin and status in (401, 403, 404, 410):
-            return Failure(f"HTTP {status} from {urlsplit(answer.url).hostname}")
-        said, code = headers.get("X-Error-Message"), headers.get("X-Error-Code")
-        reason = f"{what}: {self.endpoint} answers HTTP {status}" + (f" ({said})" if said else "")
+            return _Failure(f"HTTP {status}", _retry_after(headers))
+        if _origin(response.url) != self._origin and status in (401, 403, 404, 410):
+            return _Failure(f"HTTP {status} from {response.url.host}")
+        message, code = headers.get("X-Error-Message"), headers.get("X-Error-Code")
+        reason = f"{what}: {self.endpoint} answers HTTP {status}" + (f" ({message})" if message else "")
         if code == "RevisionNotFound":
             return DataError(f"data.revision: {reason}; name a branch, a tag or a commit of {self.repo}")
         if code == "EntryNotFound":
@@ -207,48 +284,6 @@ class Hub:
         return DataError(f"{reason}, which is not expected; check HF_ENDPOINT, or set data.paths to a local mirror")
 
 
-class RemoteFile(io.RawIOBase):
-    """A seekable file of `size` bytes that holds its last ones; others come from `fetch(start, stop)` at each read."""
-
-    def __init__(self, size: int, tail: bytes, fetch: Callable[[int, int], bytes]):
-        self._size = size
-        self._tail = tail
-        self._fetch = fetch
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative position {base + offset}")
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        start = min(self._position, self._size)
-        stop = self._size if size is None or size < 0 else min(start + size, self._size)
-        border = max(start, min(stop, self._size - len(self._tail)))
-        data = self._fetch(start, border) if start < border else b""
-        if border < stop:
-            offset = len(self._tail) - self._size
-            data += self._tail[border + offset : stop + offset]
-        self._position = stop
-        return data
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(memoryview(buffer)))
-        memoryview(buffer)[: len(data)] = data
-        return len(data)
-
-
 def is_offline() -> bool:
     """Whether the user wants no network, as huggingface_hub understands it."""
     return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
@@ -259,31 +294,32 @@ def cached_snapshot(repo: str, revision: str, folder: str) -> Path | None:
 
     Uses no network. Only newer versions of huggingface_hub know which files are missing.
     """
-    home = os.environ.get("HF_HOME")
-    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or (home and f"{home}/hub")
     try:
-        found = _library().snapshot_download(
-            repo,
-            repo_type="dataset",
-            revision=revision,
-            cache_dir=cache or None,
-            local_files_only=True,
-            allow_patterns=[f"{folder}/*"],
+        found = huggingface_hub.snapshot_download(
+            repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[f"{folder}/*"]
         )
     except FileNotFoundError:
         return None
     return Path(found)
 
 
-def cached_content_id(path: Path) -> str:
-    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
+def _receive(
+    response: httpx.Response, buffer: bytearray, size: int, timeout_s: float, progress: Callable[[], None]
+) -> None:
+    """Appends the body to the buffer up to `size` bytes. A body that is read to its end leaves the connection usable.
 
-    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
+    A timeout of the client is that of one read; here many slow reads add up to one chunk.
     """
-    if not path.is_symlink():
-        return ""
-    blob = path.readlink()
-    return blob.name if blob.parent.name == "blobs" else ""
+    stop, mark = _now() + timeout_s, len(buffer)
+    for piece in response.iter_raw():
+        if len(buffer) == size:  # there is more than `size`
+            return
+        buffer += piece if len(piece) <= size - len(buffer) else piece[: size - len(buffer)]
+        if len(buffer) - mark >= CHUNK_BYTES or len(buffer) == size:
+            progress()
+            stop, mark = _now() + timeout_s, len(buffer)
+        elif _now() > stop:
+            raise TimeoutError
 
 
 def _entry(item: dict[str, Any]) -> Entry:
@@ -293,21 +329,69 @@ def _entry(item: dict[str, Any]) -> Entry:
     return Entry(item["path"], int(item["size"]), str(lfs.get("oid") or item.get("oid") or ""))
 
 
+def _pause(cancelled: threading.Event, seconds: float) -> None:
+    cancelled.wait(seconds)
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int]:
+    """Scheme, host and port: what a token belongs to."""
+    if url.scheme not in ("http", "https") or not url.host:
+        raise httpx.InvalidURL(f"{url} is not a web address")
+    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a server asks to wait: a number, a date, or when its rate limit is reset; 0 without a request."""
+    if limit := re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("RateLimit", "")):
+        return float(limit[1])
+    value = headers.get("Retry-After", "").strip()
+    if value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time()) if value else 0.0
+    except ValueError:
+        return 0.0
+
+
+def _describe(error: Exception, what: str) -> str:
+    """How an attempt failed, in a few words. A certificate that is refused will not pass and raises a `DataError`."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            raise DataError(
+                f"{what}: the server's certificate is refused: {cause.verify_message}; "
+                "set SSL_CERT_FILE to a file with your network's certificates"
+            ) from None
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused"
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
+        return "no answer in time"
+    if isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError):
+        return "the connection was cut"
+    return str(error) or type(error).__name__
+
+
 def _token() -> str | None:
-    """As huggingface_hub finds it: HF_TOKEN, or the file that a login left. Asked anew each time: tokens expire."""
+    """As huggingface_hub finds it: HF_TOKEN, or the file of a login. Looked up for every request: tokens expire."""
     if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
-    token: str | None = _library().get_token()
-    return token
+    return huggingface_hub.get_token()
 
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _library() -> Any:
+def _new_client() -> httpx.Client:
+    tls = ssl.create_default_context()  # SSL_CERT_FILE, or the system's certificates, which a slim container lacks
+    with suppress(ImportError):
+        import certifi
+
+        tls.load_verify_locations(certifi.where())
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
+    headers = {"User-Agent": "nsa", "Accept-Encoding": "identity"}
     try:
-        import huggingface_hub
-    except ImportError:
-        raise DataError("data.source: fineweb_edu needs huggingface_hub; pip install huggingface-hub") from None
-    return huggingface_hub
+        return httpx.Client(headers=headers, limits=limits, verify=tls)
+    except (ValueError, ImportError) as error:
+        raise DataError(f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: cannot be used: {error}; correct or unset it") from None

@@ -1,15 +1,16 @@
 """Documents out of open files, format by format: plain text, JSON lines (also compressed) and parquet.
 
-Memory stays bounded whatever a file holds or claims. What cannot be read is a `DataError` with file and place;
-documents that are left out are counted with the reason. Nothing here keeps state between calls, so any number of
-threads may read at once.
+Memory stays bounded whatever a file holds or claims. What cannot be read raises a `DataError` with file and position;
+documents that are skipped are counted by reason. Nothing here keeps state between calls, so any number of threads may
+read at once.
 """
 
+import io
 import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -33,15 +34,14 @@ BATCH_BYTES = 512 << 20
 BATCH_ROWS = (64, 1024)
 FOLDED_ROWS = 1 << 20
 
+GET_AGAIN = "get the file again or take it out of data.paths"
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG = "empty", "no text", "not UTF-8", f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
-
-Read = Callable[[int], bytes]
 
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """What the system refuses becomes a `DataError` with its reason."""
+    """Turns an OSError into a `DataError` with its reason."""
     try:
         yield
     except OSError as error:
@@ -50,13 +50,13 @@ def file_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading. That it is gone, is no file or fails while it is read becomes a `DataError`."""
+def open_file(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
+    """A regular file for reading. A missing file, another kind of file or a failed read raises a `DataError`."""
     with file_errors(path):
         # Opening a pipe would wait for a writer that may never come.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("not a regular file")
-        with path.open("rb") as file:
+        with path.open("rb", buffering=buffering) as file:
             yield file
 
 
@@ -70,42 +70,46 @@ def files_fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def unpacked(name: str, file: BinaryIO, codec: str) -> Read:
-    """`read` for the contents of a gzip or zstd file: all of its members or frames, one after another.
+class Unpacked(io.RawIOBase):
+    """The contents of a gzip or zstd file: all of its members or frames, one after another.
 
-    A file that is cut, damaged or followed by something else is a `DataError`, and so is one that expands as no
+    A file that is cut, damaged or followed by something else raises a `DataError`, and so does one that expands as no
     text does.
     """
-    stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
-    done = 0
 
-    def read(count: int) -> bytes:
-        nonlocal done
+    def __init__(self, name: str, file: BinaryIO, codec: str):
+        self._name, self._file, self._codec = name, file, codec
+        self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+        self._size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         try:
-            block: bytes = stream.read(count)
+            block: bytes = self._stream.read(len(buffer))
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"{name}: its {codec} data is broken after {done} bytes of contents: {error}; "
-                "get the file again or take it out of data.paths"
+                f"{self._name}: its {self._codec} data is broken after {self._size} bytes of contents: {error}; "
+                f"{GET_AGAIN}"
             ) from None
-        packed = file.tell()
+        packed = self._file.tell()
         if not packed:
-            raise DataError(f"{name}: is empty, a {codec} file never is; get it again or take it out of data.paths")
-        done += len(block)
-        if done > BOMB_BYTES and done > BOMB_RATIO * packed:
+            raise DataError(f"{self._name}: is empty, a {self._codec} file never is; {GET_AGAIN}")
+        self._size += len(block)
+        if self._size > BOMB_BYTES and self._size > BOMB_RATIO * packed:
             raise DataError(
-                f"{name}: expands more than {BOMB_RATIO}-fold ({packed} bytes of {codec} gave {done}), which text does "
-                "not; take it out of data.paths"
+                f"{self._name}: expands more than {BOMB_RATIO}-fold ({packed} bytes of {self._codec} gave "
+                f"{self._size}), which text does not; take it out of data.paths"
             )
-        return block
+        buffer[: len(block)] = block
+        return len(block)
 
-    return read
 
-
-def text_document(name: str, read: Read, skipped: Skipped) -> Iterator[str]:
-    """Everything that `read` gives as one document, without the byte order mark some editors put before it."""
+def text_document(name: str, file: BinaryIO, skipped: Skipped) -> Iterator[str]:
+    """The whole file as one document, without the byte order mark some editors put before it."""
     blocks, size = [], 0
-    while block := read(BLOCK_BYTES):
+    while block := file.read(BLOCK_BYTES):
         blocks.append(block)
         size += len(block)
         if size > MAX_TEXT_BYTES:
@@ -121,52 +125,39 @@ def text_document(name: str, read: Read, skipped: Skipped) -> Iterator[str]:
         yield text
 
 
-def lines(read: Read, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and bytes of every line that starts in [start, stop); None for a line that is longer than a document.
+def lines(file: BinaryIO, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, bytes | None]]:
+    """Offset and bytes of every line that starts in [start, stop); None for a line that is longer than a document."""
+    offset = max(start - 1, 0)
+    if start:  # the line around `start` belongs to the range before
+        file.seek(offset)
+        offset += _skip_line(file, stop - offset)
+    while offset < stop and (line := file.readline(MAX_DOCUMENT_BYTES + 1)):
+        contents = line.removesuffix(b"\n")
+        offset += len(line)
+        if len(contents) <= MAX_DOCUMENT_BYTES:
+            yield offset - len(line), contents
+        else:
+            yield offset - len(line), None
+            offset += _skip_line(file, stop - offset)
 
-    `read` goes on from byte start - 1, or 0. Too long a line is thrown away as it comes.
-    """
-    position = offset = max(start - 1, 0)  # of what is read next, and of the line under way
-    pieces: list[bytes] = []  # of that line
-    dropping = start > 0  # up to the next line: this one belongs to the unit before, or is too long
-    while block := read(BLOCK_BYTES):
-        position += len(block)
-        if dropping:
-            newline = block.find(b"\n")
-            if newline < 0:
-                if position >= stop:
-                    return
-                continue
-            offset = position - len(block) + newline + 1
-            block, dropping = block[newline + 1 :], False
-        *whole, tail = block.split(b"\n")
-        if whole and pieces:
-            whole[0] = b"".join([*pieces, whole[0]])
-            pieces.clear()
-        for line in whole:
-            if offset >= stop:
-                return
-            yield offset, line if len(line) <= MAX_DOCUMENT_BYTES else None
-            offset += len(line) + 1
-        if offset >= stop:
-            return
-        if tail:
-            pieces.append(tail)
-        if position - offset > MAX_DOCUMENT_BYTES:
-            yield offset, None
-            pieces.clear()
-            dropping = True
-    if pieces:
-        yield offset, b"".join(pieces)
+
+def _skip_line(file: BinaryIO, limit: int) -> int:
+    """Reads up to the start of the next line, or until `limit` bytes are read; how many bytes that was."""
+    size = 0
+    while size < limit and (piece := file.readline(BLOCK_BYTES)):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
 
 
 def jsonl_documents(
-    name: str, read: Read, text_field: str, skipped: Skipped, start: int = 0, stop: int = sys.maxsize
+    name: str, file: BinaryIO, text_field: str, skipped: Skipped, start: int = 0, stop: int = sys.maxsize
 ) -> Iterator[str]:
-    """The texts of the lines that start in [start, stop). Places are lines from the file's start, bytes elsewhere."""
-    for number, (offset, line) in enumerate(lines(read, start, stop), start=1):
+    """The texts of the lines that start in [start, stop). Errors name the line in a whole file, the byte in a range."""
+    for number, (offset, line) in enumerate(lines(file, start, stop), start=1):
         if line is None:
-            skipped.add(TOO_LONG)
+            skipped[TOO_LONG] += 1
             continue
         try:
             record = line.decode("utf-8")
@@ -240,7 +231,7 @@ def text_too_long(name: str) -> DataError:
 
 
 class _BadLineError(ValueError):
-    """What is wrong with a line and what to do; whoever knows the place adds it."""
+    """What is wrong with a line and what to do; the caller adds the position."""
 
 
 def _text_of(record: str, text_field: str) -> str | None:
@@ -264,9 +255,9 @@ def _text_of(record: str, text_field: str) -> str | None:
 
 def _is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
     if text is None:
-        skipped.add(NO_TEXT)
+        skipped[NO_TEXT] += 1
     elif not text or text.isspace():
-        skipped.add(EMPTY)
+        skipped[EMPTY] += 1
     else:
         return True
     return False
@@ -285,9 +276,7 @@ def _parquet_errors(name: str, row_group: int | None = None) -> Iterator[None]:
     except (pa.ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
         place = "" if row_group is None else f", row group {row_group}"
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(
-            f"{name}{place}: cannot be read as parquet: {reason}; get the file again or take it out of data.paths"
-        ) from None
+        raise DataError(f"{name}{place}: cannot be read as parquet: {reason}; {GET_AGAIN}") from None
 
 
 def _open_parquet(file: Any) -> Any:
@@ -339,9 +328,9 @@ def _to_strings(texts: Any, skipped: Skipped) -> Iterator[str | None]:
             return
     for text in texts:
         if text.is_valid and text.as_buffer().size > MAX_DOCUMENT_BYTES:
-            skipped.add(TOO_LONG)
+            skipped[TOO_LONG] += 1
             continue
         try:
             yield text.as_py()
         except UnicodeDecodeError:
-            skipped.add(NOT_UTF8)
+            skipped[NOT_UTF8] += 1

@@ -1,15 +1,22 @@
-"""The user's own files: plain text, JSON lines (also compressed) and parquet, from files, folders and globs."""
+"""Files on disk: the user's own (text, JSON lines, parquet; files, folders and globs), or Python's standard library."""
 
+import io
 import os
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from nsa.data.sources.base import Skipped, Unit
 from nsa.data.sources.readers import (
+    BLOCK_BYTES,
     CODECS,
+    EMPTY,
     MAX_TEXT_BYTES,
+    NOT_UTF8,
+    Unpacked,
     file_errors,
     files_fingerprint,
     jsonl_documents,
@@ -18,7 +25,6 @@ from nsa.data.sources.readers import (
     parquet_units,
     text_document,
     text_too_long,
-    unpacked,
 )
 from nsa.errors import DataError
 
@@ -28,6 +34,8 @@ KINDS = (".txt", ".jsonl")  # each of them also compressed
 SUFFIXES = (*KINDS, *(kind + packed for kind in KINDS for packed in CODECS), ".parquet")
 # For messages: " or ".join(SUFFIXES) would hide the two that nearly everybody has.
 READABLE = ".txt or .jsonl file, plain or as .gz or .zst, and no .parquet file"
+# Folders of the standard library that hold installed packages, or tests full of deliberate oddities.
+PYTHON_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class TextSource:
@@ -50,7 +58,7 @@ class TextSource:
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
         path = Path(unit.path)
         kind, codec = _kind_and_codec(path)
-        with open_file(path) as file:
+        with open_file(path, BLOCK_BYTES if kind == ".jsonl" else -1) as file:
             if kind == ".parquet":
                 yield from parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
                 return
@@ -59,14 +67,14 @@ class TextSource:
                 raise DataError(
                     f"{path}: has {size} bytes and had at least {unit.stop} before; files must not change during a run"
                 )
-            read = unpacked(unit.path, file, codec) if codec else file.read
+            if codec:
+                file = cast(BinaryIO, io.BufferedReader(Unpacked(unit.path, file, codec), BLOCK_BYTES))
             if kind == ".txt":
-                yield from text_document(unit.path, read, skipped)
+                yield from text_document(unit.path, file, skipped)
             elif codec:
-                yield from jsonl_documents(unit.path, read, self.text_field, skipped)
+                yield from jsonl_documents(unit.path, file, self.text_field, skipped)
             else:
-                file.seek(max(unit.start - 1, 0))
-                yield from jsonl_documents(unit.path, read, self.text_field, skipped, unit.start, unit.stop)
+                yield from jsonl_documents(unit.path, file, self.text_field, skipped, unit.start, unit.stop)
 
     def fingerprint(self) -> str:
         return files_fingerprint(expand_paths(self.paths))
@@ -90,6 +98,40 @@ class TextSource:
         return [Unit(name, i, a, b, b - a) for i, (a, b) in enumerate(zip(starts, stops, strict=False))]
 
 
+class PythonSource:
+    """A document per .py file below `root`, by default the standard library: real text on every machine."""
+
+    name = "python"
+
+    def __init__(self, root: Path | None = None):
+        self.root = root or Path(sysconfig.get_paths()["stdlib"])
+
+    def units(self) -> Sequence[Unit]:
+        return [Unit(str(path), stop=size, size=size) for path in self._paths() for size in [path.stat().st_size]]
+
+    def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
+        # Nobody chose these files one by one, so a broken one is skipped where one of the user's would be refused.
+        try:
+            text = Path(unit.path).read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            skipped["cannot be read" if isinstance(error, OSError) else NOT_UTF8] += 1
+            return
+        if text.strip():
+            yield text
+        else:
+            skipped[EMPTY] += 1
+
+    def fingerprint(self) -> str:
+        return files_fingerprint(self._paths())
+
+    def _paths(self) -> list[Path]:
+        found = []
+        for here, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if name not in PYTHON_SKIPPED]
+            found += [Path(here, name) for name in names if name.endswith(".py")]
+        return sorted(path for path in found if path.is_file())
+
+
 def expand_paths(paths: Sequence[str]) -> list[Path]:
     """Every regular file that `data.paths` names, each once, in order."""
     found: dict[Path, None] = {}
@@ -102,7 +144,7 @@ def expand_paths(paths: Sequence[str]) -> list[Path]:
 
 def _named_by(entry: str, path: Path) -> list[Path]:
     if path.is_dir():
-        inside = _readable(_files_below(path))
+        inside = _readable(files_below(path))
         if not inside:
             raise DataError(f"data.paths: the folder {entry} holds no {READABLE}; name another")
     elif path.is_file():
@@ -131,7 +173,7 @@ def _readable(paths: Iterable[Path]) -> list[Path]:
     return sorted((p for p in paths if p.name.lower().endswith(SUFFIXES) and p.is_file()), key=lambda p: p.parts)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """Every file below a folder. Links to folders are followed, but each folder is entered once: links may form rings.
 
     Links wait until the tree itself is done, so that a file goes by its real name where it has one.
@@ -162,7 +204,7 @@ def _matching(pattern: Path) -> Iterator[Path]:
         return
     first = parts.index("**")
     for base in sorted(glob(str(Path(*parts[:first])))):  # noqa: PTH207
-        for path in _files_below(Path(base)):
+        for path in files_below(Path(base)):
             if _matches(path.relative_to(base).parts, parts[first:]):
                 yield path
 

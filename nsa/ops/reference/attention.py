@@ -1,17 +1,21 @@
-"""Masked attention over chunks of queries, forward and backward: the one core under all three branches.
+"""The three branches as masked attention over chunks of queries, forward and backward.
 
-A branch is nothing but a rule for which keys a chunk of queries reads. It hands that rule over as `Chunk`s;
-probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S.
+A branch is a rule for which keys a chunk of queries reads: `compressed`, `selected` and `window` at the end of this
+file. Probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S.
 
 Legend: B batch, R query rows of a chunk, K keys of a chunk, G key/value heads, h query heads per group,
 H = G*h, D head size (keys), E head size (values).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from nsa.ops.layout import num_blocks, token_layout, visible_compressed
+from nsa.ops.spec import NSASpec
 
 # Scores held at once, over batch and heads. Small enough to stay in a CPU's cache, large enough for a GPU.
 SCORES_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
@@ -78,7 +82,7 @@ def exp_minus(scores: Tensor, row: Tensor) -> Tensor:
     return scores.sub_(row.masked_fill(row == -torch.inf, 0.0).unsqueeze(-1)).exp_()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[Tensor, Tensor]:
     """q [B,S,H,D], k [B,N,G,D], v [B,N,G,E] -> o [B,S,H,E] in q's type, lse [B,S,H] (natural log)."""
     batch, tokens, heads, _ = q.shape
     groups, per_group = k.shape[2], heads // k.shape[2]
@@ -99,10 +103,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[T
     return o, lse
 
 
-def backward(
+def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, chunks: Iterator[Chunk]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
+    """Gradients of q, k, v for the gradient `do` of `attend`'s output."""
     heads, groups = q.shape[2], k.shape[2]
     per_group = heads // groups
     acc = accumulation_dtype(q.dtype)
@@ -121,3 +125,82 @@ def backward(
         dk[:, :, chunk.keys] += ds.transpose(-1, -2) @ q_rows
         dv[:, :, chunk.keys] += p.transpose(-1, -2) @ do_rows
     return dq, dk.transpose(1, 2).to(k.dtype).contiguous(), dv.transpose(1, 2).to(v.dtype).contiguous()
+
+
+def visible_chunks(q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Iterator[Chunk]:
+    """Which compressed tokens each chunk of queries sees. Shared with block selection."""
+    layout = token_layout(q.shape[1], spec, cu_seqlens, q.device)
+    for rows in row_slices(q, num_keys):
+        # Upper bound: visible tokens of the chunk's last query; packed, every document starts no later than here.
+        stop = visible_compressed(rows.stop - 1, spec) if cu_seqlens is None else rows.stop // spec.cmp_stride
+        first = layout.cmp_start[rows]
+        last = first + visible_compressed(layout.position[rows], spec)
+        keys = slice(min(earliest(layout.cmp_start, rows.start), stop), stop)
+        slot = torch.arange(keys.start, keys.stop, device=q.device)
+        yield Chunk(rows, keys, (slot >= first[:, None]) & (slot < last[:, None]))
+
+
+def selected_chunks(
+    q: Tensor, num_keys: int, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
+) -> Iterator[Chunk]:
+    layout = token_layout(num_keys, spec, cu_seqlens, q.device)
+    blocks = num_blocks(num_keys, spec)
+    for rows in row_slices(q, num_keys):
+        keys = slice(earliest(layout.doc_start, rows.start), rows.stop)
+        key = torch.arange(keys.start, keys.stop, device=q.device)
+        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        readable = (key >= layout.doc_start[rows][:, None]) & (key <= row)
+        # One extra column takes the padding (-1) and every index out of range, and is never looked up.
+        chosen = indices[:, rows].to(torch.int64)
+        chosen = chosen.masked_fill((chosen < 0) | (chosen >= blocks), blocks)
+        table = torch.zeros(*chosen.shape[:3], blocks + 1, dtype=torch.bool, device=q.device)
+        table.scatter_(3, chosen, True)
+        picked = table[..., layout.position[keys] // spec.sel_block]  # [B, R, G, K]
+        yield Chunk(rows, keys, (picked.transpose(1, 2) & readable).unsqueeze(2))
+
+
+def window_chunks(q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Iterator[Chunk]:
+    layout = token_layout(num_keys, spec, cu_seqlens, q.device)
+    # A chunk reads rows + window keys: as many rows as the window keeps half of them in use.
+    for rows in row_slices(q, min(2 * spec.window, num_keys), most=max(64, spec.window)):
+        keys = slice(max(0, rows.start - spec.window + 1), rows.stop)
+        key = torch.arange(keys.start, keys.stop, device=q.device)
+        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        near = (key > row - spec.window) & (key <= row)
+        yield Chunk(rows, keys, near & (key >= layout.doc_start[rows][:, None]))
+
+
+class Branch:
+    """Attention in which queries read what `chunks(q, num_keys, *indices, spec, cu_seqlens)` yields. Rows that read
+    nothing give 0 and a log-sum-exp of -inf."""
+
+    def __init__(self, chunks: Callable[..., Iterator[Chunk]]):
+        self.chunks = chunks
+
+    def forward_workspace(self, q: Tensor, k: Tensor, *rest: Any) -> int:
+        """Upper bound of the bytes held on top of arguments and results: the scores of a chunk, and their mask and
+        exponentials."""
+        return 2 * 4 * self._scores(q, k, rest[-2])
+
+    def backward_workspace(self, do: Tensor, q: Tensor, k: Tensor, *rest: Any) -> int:
+        return 3 * 4 * self._scores(q, k, rest[-2])  # their gradients as well
+
+    def _scores(self, q: Tensor, k: Tensor, spec: NSASpec) -> int:
+        rows, keys = q.shape[1], k.shape[1]
+        if self.chunks is window_chunks:
+            rows, keys = min(rows, spec.window), min(keys, 2 * spec.window)
+        return min(SCORES_PER_CHUNK["cuda"], q.shape[0] * q.shape[2] * rows * keys)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """`rest` is the indices, for the selected branch, spec and cu_seqlens."""
+        return attend(q, k, v, self.chunks(q, k.shape[1], *rest))
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """`rest` has o and lse before spec and cu_seqlens."""
+        *indices, o, lse, spec, cu_seqlens = rest
+        return attend_backward(do, q, k, v, o, lse, self.chunks(q, k.shape[1], *indices, spec, cu_seqlens))
+
+
+compressed = Branch(visible_chunks)  # the visible compressed tokens
+selected = Branch(selected_chunks)  # the tokens of the blocks each query selected, at positions up to its own
+window = Branch(window_chunks)  # the last `window` tokens of the query's document, the query's own included

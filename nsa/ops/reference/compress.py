@@ -3,6 +3,8 @@
 Slots that a packed sequence leaves over at the end are 0.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,21 @@ def _scatter(dblocks: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | N
     if cu_seqlens is not None:
         dblocks = dblocks.masked_fill(~used[:, None, None, None], 0.0)
     return dx.index_add_(1, token.flatten(), dblocks.flatten(1, 2))
+
+
+def mean_workspace(*args: Any) -> int:
+    """Estimate of the bytes held on top of arguments and results: every block, as it is and in float32."""
+    *given, spec, _ = args
+    largest = max((x for x in given if isinstance(x, Tensor)), key=Tensor.numel)
+    overlap: int = spec.cmp_block // spec.cmp_stride
+    return largest.numel() * overlap * (largest.element_size() + 4)
+
+
+mean_backward_workspace = contract_workspace = mean_workspace
+
+
+def contract_backward_workspace(*args: Any) -> int:
+    return 2 * mean_workspace(*args)  # the gradients of the blocks as well
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:

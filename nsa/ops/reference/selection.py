@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa.ops.layout import num_blocks, overlap_weights, token_layout, visible_compressed
-from nsa.ops.reference.attention import chunk_scores, exp_minus, fold_heads, keys_first
-from nsa.ops.reference.compressed import visible_chunks
+from nsa.ops.reference.attention import chunk_scores, compressed, exp_minus, fold_heads, keys_first, visible_chunks
 from nsa.ops.spec import NSASpec
 
 
@@ -30,6 +29,9 @@ def forward(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor
         picked = pick_blocks(blocks, layout.position[rows], spec)
         indices[:, rows] = picked.transpose(1, 2)
     return indices
+
+
+forward_workspace = compressed.forward_workspace  # the scores of compressed attention once more
 
 
 def _count_from_document(p: Tensor, shift: Tensor, position: Tensor, spec: NSASpec) -> Tensor:

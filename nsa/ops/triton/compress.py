@@ -1,15 +1,17 @@
 """Blocks of tokens summarised: their mean, or their contraction with a learned weight, and the gradients.
 
-Promises the results of the reference twin, sums in float32, one rounding, no atomics. No overlapping copy of
-the tokens is ever made: the contraction and its gradients are matrix products whose kernels look up a block's
-rows where they lie, so that packed documents cost one table and nothing else. Slots that a packed sequence
-leaves over are 0, and so is the gradient of tokens that no block holds.
+Promises the results of the reference, sums in float32, one rounding, no atomics. No overlapping copy of the tokens is
+ever made: the contraction and its gradients are matrix products whose kernels read a block's rows in place, so that
+packed documents cost one table and nothing else. Unused slots at the end of a packed sequence are 0, and so is the
+gradient of tokens that no block holds. A launch of the mean has slots (in backward, tokens) as rows and channels
+(heads x D) as columns.
 
 Legend: B batch, S tokens, N compressed tokens (slots), G key/value heads, D head size, E width of the weight;
 a chunk is `cmp_stride` tokens, so that every block is a whole number of neighbouring chunks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -18,46 +20,28 @@ from torch import Tensor
 
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import common
-from nsa.ops.triton.common import arch_of, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton import launch
+from nsa.ops.triton.launch import H200, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
-
-@dataclass(frozen=True)
-class Params:
-    """Launch parameters. The mean: `rows` slots (tokens, in backward) by `channels` (heads x D) in a program.
-    A product: a tile of `rows` by `channels` by `depth`."""
-
-    rows: int
-    channels: int
-    depth: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-_MEAN = Params(8, 128)
-_MEAN_BACKWARD = Params(16, 128)
-# (architecture, bytes of an element) -> parameters of the three products; see the benchmark for re-tuning
-_PRODUCT: dict[tuple[int, int], Params] = {
-    (90, 2): Params(128, 64, 64, 4, 3),
-    (80, 2): Params(64, 64, 64, 4, 3),
-    (90, 4): Params(64, 64, 16, 4, 2),
-    (80, 4): Params(64, 64, 16, 4, 2),
-}
-# The weight's gradient has few tiles and a long sum, which is cut into parts until this many programs run.
-_WEIGHT_PROGRAMS = 512
-
-
-def default_product(arch: int, itemsize: int) -> Params:
-    """The table's entry for a compute capability (80, 90; newer ones count as 90)."""
-    return _PRODUCT[80 if arch < 90 else 90, itemsize]
+LAUNCHES = LaunchTable(
+    {
+        ("mean", "sm80", 256): Launch(8, 128),
+        ("mean_backward", "sm80", 256): Launch(16, 128),
+        ("product", "sm90", 256): Launch(128, 64),
+        ("product", "sm80", 256): Launch(64, 64),
+        ("product", "fp32", 256): Launch(64, 64, 4, 2, depth=16),
+    }
+)
+# The weight's gradient has few tiles and a long sum, which is split into parts until this many programs run.
+WEIGHT_PROGRAMS = 512
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot summarise tokens of v's type, or None."""
-    return common.refusal(v, v)
+    return launch.refusal(v, v)
 
 
-def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | None = None) -> Tensor:
+def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None) -> Tensor:
     """x [B,S,G,D] -> [B,N,G,D]."""
     batch, tokens, groups, dim = x.shape
     slots = num_slots(tokens, spec, packed=cu_seqlens is not None)
@@ -65,21 +49,21 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | N
     if y.numel() == 0:
         return y
     x = unit_last(x)
-    first, used = _slot_table(tokens, spec, cu_seqlens, y)
-    params = params or _MEAN
-    rows, channels = _mean_tile(groups * dim, params)
-    grid = (cdiv(slots, rows), cdiv(groups * dim, channels), batch)
+    table = _slot_table(tokens, spec, cu_seqlens, y)
+    params = params or LAUNCHES.find("mean", x, x)
+    channels = min(power_of_2(groups * dim), params.columns)
+    grid = (cdiv(slots, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(x):
         _mean_kernel[grid](
-            x, y, first, used, slots, tokens, groups * dim, *x.stride()[:3],
+            x, y, *table, slots, tokens, groups * dim, *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, UNROLL=divisor(spec.cmp_block, 8),
-            ROWS=rows, CHANNELS=channels, PACKED=cu_seqlens is not None, num_warps=params.num_warps,
+            ROWS=params.rows, CHANNELS=channels, PACKED=cu_seqlens is not None, num_warps=params.num_warps,
         )  # fmt: skip
     return y
 
 
 def mean_backward(
-    dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | None = None
+    dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
 ) -> Tensor:
     """dy [B,N,G,D] -> the gradient of x [B,S,G,D], S = tokens."""
     batch, slots, groups, dim = dy.shape
@@ -89,22 +73,21 @@ def mean_backward(
     if slots == 0:
         return dx.zero_()
     dy = unit_last(dy)
-    first, used = _slot_table(tokens, spec, cu_seqlens, dx)
-    doc_start, cmp_start = _token_table(tokens, spec, cu_seqlens, dx)
-    params = params or _MEAN_BACKWARD
-    rows, channels = _mean_tile(groups * dim, params)
-    grid = (cdiv(tokens, rows), cdiv(groups * dim, channels), batch)
+    tables = (*_slot_table(tokens, spec, cu_seqlens, dx), *_token_table(tokens, spec, cu_seqlens, dx))
+    params = params or LAUNCHES.find("mean_backward", dy, dy)
+    channels = min(power_of_2(groups * dim), params.columns)
+    grid = (cdiv(tokens, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(dy):
         _mean_backward_kernel[grid](
-            dy, dx, first, used, doc_start, cmp_start, slots, tokens, groups * dim, *dy.stride()[:3],
-            D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, ROWS=rows, CHANNELS=channels,
+            dy, dx, *tables, slots, tokens, groups * dim, *dy.stride()[:3],
+            D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, ROWS=params.rows, CHANNELS=channels,
             PACKED=cu_seqlens is not None, num_warps=params.num_warps,
         )  # fmt: skip
     return dx
 
 
 def contract(
-    x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params | None = None
+    x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
 ) -> Tensor:
     """x [B,S,G,D], weight [cmp_block,D,E] -> [B,N,G,E], summed over a block's tokens and channels."""
     batch, tokens, groups, dim = x.shape
@@ -113,13 +96,13 @@ def contract(
     if y.numel() == 0:
         return y
     x, weight = unit_last(x), weight.contiguous()
-    first, used = _slot_table(tokens, spec, cu_seqlens, y)
-    params = params or _product_params(x)
-    depth, columns = divisor(dim, params.depth), _tile(width, params.channels)
+    table = _slot_table(tokens, spec, cu_seqlens, y)
+    params = params or LAUNCHES.find("product", x, x)
+    depth, columns = divisor(dim, params.depth), _tile(width, params.columns)
     grid = (cdiv(batch * slots * groups, params.rows), cdiv(width, columns))
     with launch_on(x):
         _contract_kernel[grid](
-            x, weight, y, first, used, batch * slots * groups, slots, groups, tokens, width, *x.stride()[:3],
+            x, weight, y, *table, batch * slots * groups, slots, groups, tokens, width, *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
             ROWS=params.rows, COLUMNS=columns, DEPTH=depth, PACKED=cu_seqlens is not None,
             num_warps=params.num_warps, num_stages=params.num_stages,
@@ -128,24 +111,19 @@ def contract(
 
 
 def contract_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-    params: Params | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
     """dy [B,N,G,E] -> the gradients of x [B,S,G,D] and weight [cmp_block,D,E]."""
     if dy.numel() == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
     dy, x, weight = unit_last(dy), unit_last(x), weight.contiguous()
-    params = params or _product_params(x)
+    params = params or LAUNCHES.find("product", x, x)
     dx = _contract_dx(dy, x, weight, spec, cu_seqlens, params)
     return dx, _contract_dweight(dy, x, weight, spec, cu_seqlens, params)
 
 
 def _contract_dx(
-    dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params
+    dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch
 ) -> Tensor:
     """One product [chunks, blocks of a chunk * E] x [blocks of a chunk * E, tokens of a chunk * D]."""
     batch, tokens, groups, dim = x.shape
@@ -159,14 +137,13 @@ def _contract_dx(
         dx.zero_()
     else:
         dx[:, chunks * spec.cmp_stride :] = 0
-    chunk_first, chunk_used = _slot_table(tokens, chunk_spec, cu_seqlens, dx)
-    first, used = _slot_table(tokens, spec, cu_seqlens, dx)
-    doc_start, cmp_start = _token_table(tokens, spec, cu_seqlens, dx)
-    columns, depth = divisor(dim, params.channels), _tile(width, params.depth)
+    chunks_table = _slot_table(tokens, chunk_spec, cu_seqlens, dx)
+    tables = (*_slot_table(tokens, spec, cu_seqlens, dx), *_token_table(tokens, spec, cu_seqlens, dx))
+    columns, depth = divisor(dim, params.columns), _tile(width, params.depth)
     grid = (cdiv(batch * chunks * groups, params.rows), spec.cmp_stride * (dim // columns))
     with launch_on(x):
         _contract_dx_kernel[grid](
-            dy, weight, dx, chunk_first, chunk_used, first, used, doc_start, cmp_start,
+            dy, weight, dx, *chunks_table, *tables,
             batch * chunks * groups, chunks, slots, groups, tokens, width, *dy.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
             ROWS=params.rows, COLUMNS=columns, DEPTH=depth, PACKED=packed,
@@ -176,27 +153,40 @@ def _contract_dx(
 
 
 def _contract_dweight(
-    dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Params
+    dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch
 ) -> Tensor:
     """For every place in a block, the product [D, slots] x [slots, E]; its parts are added in one order."""
     batch, tokens, groups, dim = x.shape
     slots, width = dy.shape[1], dy.shape[3]
-    first, used = _slot_table(tokens, spec, cu_seqlens, x)
+    table = _slot_table(tokens, spec, cu_seqlens, x)
     total = batch * slots * groups
-    rows, columns = divisor(dim, params.rows), _tile(width, params.channels)
-    tiles = spec.cmp_block * (dim // rows) * cdiv(width, columns)
+    rows, columns = divisor(dim, params.rows), _tile(width, params.columns)
     steps = cdiv(total, params.depth)
-    parts = max(1, min(_WEIGHT_PROGRAMS // tiles, steps // 8))
+    parts = _weight_parts(total, weight, params)
     partial = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
     with launch_on(x):
         _contract_dweight_kernel[(spec.cmp_block * (dim // rows), cdiv(width, columns), parts)](
-            dy, x, partial, first, used, total, slots, groups, tokens, width, cdiv(steps, parts),
+            dy, x, partial, *table, total, slots, groups, tokens, width, cdiv(steps, parts),
             *dy.stride()[:3], *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
             ROWS=rows, COLUMNS=columns, DEPTH=params.depth, PACKED=cu_seqlens is not None,
             num_warps=params.num_warps, num_stages=params.num_stages,
         )  # fmt: skip
     return partial.sum(0).to(weight.dtype)
+
+
+def _weight_parts(total: int, weight: Tensor, params: Launch) -> int:
+    """How many parts the weight's gradient is summed in, over `total` (batch x slots x heads) rows."""
+    places, dim, width = weight.shape
+    tiles = places * (dim // divisor(dim, params.rows)) * cdiv(width, _tile(width, params.columns))
+    return max(1, min(WEIGHT_PROGRAMS // tiles, cdiv(total, params.depth) // 8))
+
+
+def contract_backward_workspace(dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> int:
+    """Bytes that `contract_backward` holds on top of arguments and results: the weight's gradient in float32, once for
+    every part that its sum is split into, and their sum."""
+    parts = _weight_parts(dy.shape[:3].numel(), weight, LAUNCHES.find("product", x, x, H200))
+    return 4 * (parts + 1) * weight.numel()
 
 
 def divisor(size: int, most: int) -> int:
@@ -206,14 +196,6 @@ def divisor(size: int, most: int) -> int:
 
 def _tile(size: int, most: int) -> int:
     return max(16, min(power_of_2(size), most))
-
-
-def _mean_tile(channels: int, params: Params) -> tuple[int, int]:
-    return params.rows, min(power_of_2(channels), params.channels)
-
-
-def _product_params(x: Tensor) -> Params:
-    return default_product(arch_of(x), x.element_size())
 
 
 def _slot_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,38 +1,92 @@
-"""Attention in which every query sees one interval of keys, forward and backward: the core of two branches.
+"""Compressed and window attention: every query sees one interval of keys, forward and backward.
 
-Query t sees keys lo(t) .. hi(t)-1 and both ends never fall as t grows; so key n is seen by one interval of
-queries too. The compressed and the window branch differ in nothing but these ends (`Sight`). Here is what a call
-plans on the host; the kernels are in `flash_kernels.py`.
+Query t sees keys lo(t) .. hi(t)-1 and both ends never decrease as t grows, so key n is seen by one interval of queries
+too. The two branches differ only in these ends (`KeyRange`). This file plans a call on the host; the kernels are in
+`flash_kernels.py`. The rows of a launch are those of a query tile (queries x heads of a group), its columns keys.
 
 Legend: B batch, S tokens, N keys, G key/value heads, H query heads, DK/DV head sizes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.ops.triton.common import Call, Launch, cdiv, multiprocessors, padded, unit_last
-from nsa.ops.triton.flash_kernels import (
-    ALWAYS,
-    EDGES,
-    NEVER,
-    dkv_kernel,
-    dq_kernel,
-    forward_kernel,
-    sum_parts_kernel,
-)
+from nsa.ops.layout import cached_with, token_layout, visible_compressed
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import launch
+from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
 
-_FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
+FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
+SUM_BLOCK = 1024  # elements of a program that adds parts
 
-_TENSORS = ("q", "k", "v", "o", "do")
 _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
+
+# The tests look for two traps: a split loop that the assembler serializes on sm_90, and a branch that makes it spill on
+# sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
+LAUNCHES = LaunchTable(
+    {
+        ("cmp_forward", "sm90", 64): Launch(128, 64, 4, 3, "branch"),
+        ("cmp_forward", "sm90", 128): Launch(128, 128, 8, 3, "branch"),
+        ("cmp_forward", "sm90", 192): Launch(128, 64, 8, 2),
+        ("cmp_forward", "sm90", 256): Launch(64, 64, 8, 2),
+        ("cmp_dq", "sm90", 64): Launch(64, 32, 4, 4),
+        ("cmp_dq", "sm90", 128): Launch(64, 64, 4, 2),
+        ("cmp_dq", "sm90", 192): Launch(128, 32, 8, 2),
+        ("cmp_dq", "sm90", 256): Launch(64, 32, 8, 2),
+        ("cmp_dkv", "sm90", 64): Launch(64, 64, 4, 2, "branch"),
+        ("cmp_dkv", "sm90", 128): Launch(64, 128, 8, 3),
+        ("cmp_dkv", "sm90", 256): Launch(32, 64, 8, 2),
+        ("win_forward", "sm90", 64): Launch(128, 64, 4, 3, "branch"),
+        ("win_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch"),
+        ("win_forward", "sm90", 192): Launch(128, 64, 8, 2, "branch"),
+        ("win_forward", "sm90", 256): Launch(64, 64, 8, 2, "branch"),
+        ("win_dq", "sm90", 64): Launch(128, 32, 8, 3, "branch"),
+        ("win_dq", "sm90", 128): Launch(64, 64, 4, 2, "branch"),
+        ("win_dq", "sm90", 192): Launch(128, 32, 8, 2, "branch"),
+        ("win_dq", "sm90", 256): Launch(64, 32, 8, 2),
+        ("win_dkv", "sm90", 64): Launch(64, 64, 4, 2, "branch"),
+        ("win_dkv", "sm90", 128): Launch(64, 128, 8, 3, "branch"),
+        ("win_dkv", "sm90", 256): Launch(32, 64, 8, 2, "always"),
+        ("cmp_forward", "sm80", 64): Launch(128, 64, 8, 3),
+        ("cmp_forward", "sm80", 128): Launch(128, 64, 8, 2),
+        ("cmp_forward", "sm80", 192): Launch(64, 32, 4, 2),
+        ("cmp_forward", "sm80", 256): Launch(64, 32, 8, 2),
+        ("cmp_dq", "sm80", 64): Launch(128, 64, 8, 2),
+        ("cmp_dq", "sm80", 128): Launch(128, 32, 8, 2),
+        ("cmp_dq", "sm80", 256): Launch(64, 32, 8, 1),
+        ("cmp_dkv", "sm80", 64): Launch(64, 128, 8, 2),
+        ("cmp_dkv", "sm80", 128): Launch(64, 64, 8, 2),
+        ("cmp_dkv", "sm80", 256): Launch(32, 64, 8, 1),
+        ("win_forward", "sm80", 64): Launch(64, 64, 4, 3),
+        ("win_forward", "sm80", 128): Launch(128, 64, 8, 2),
+        ("win_forward", "sm80", 192): Launch(64, 32, 4, 2),
+        ("win_forward", "sm80", 256): Launch(64, 32, 8, 2),
+        ("win_dq", "sm80", 64): Launch(128, 64, 8, 2),
+        ("win_dq", "sm80", 128): Launch(128, 32, 8, 2),
+        ("win_dq", "sm80", 256): Launch(64, 32, 8, 1),
+        ("win_dkv", "sm80", 64): Launch(32, 64, 4, 2),
+        ("win_dkv", "sm80", 128): Launch(64, 64, 8, 2),
+        ("win_dkv", "sm80", 256): Launch(32, 64, 8, 1),
+        ("cmp_dkv", "sm86", 256): Launch(32, 32, 8, 1),
+        ("win_dkv", "sm86", 256): Launch(32, 32, 8, 1),
+    }
+    | {
+        (f"{branch}_{kernel}", "fp32", head): Launch(rows, columns, 8, 1)
+        for branch in ("cmp", "win")
+        for kernel in ("forward", "dq", "dkv")
+        for head, rows, columns in ((64, 32, 32), (128, 32, 16), (256, 16, 16))
+    }
+)
 
 
 @dataclass(frozen=True)
-class Sight:
+class KeyRange:
     """Which keys each query sees. Without documents hi(t) counts the n with n*stride + span - 1 <= t and
     lo(t) is max(0, t - window + 1), or 0 where window is 0. With documents both ends are tables.
 
@@ -45,51 +99,159 @@ class Sight:
     window: int
     lo: Tensor | None = None
     hi: Tensor | None = None
-    _turned: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    _by_key: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def queries_of(self, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
-        """The tables turned round: `first` and `behind` by key. Both lie in 0..S whatever the tables hold."""
+        """The inverse tables, `first` and `behind` by key. Both lie in 0..S whatever the tables hold."""
         if self.lo is None or self.hi is None:
             return None, None
-        if num_keys not in self._turned:
+        if num_keys not in self._by_key:
             key = torch.arange(num_keys, device=self.lo.device, dtype=torch.int32)
             first = torch.searchsorted(self.hi, key, right=True, out_int32=True)
             behind = torch.searchsorted(self.lo, key, right=True, out_int32=True)
-            self._turned[num_keys] = (first, behind)
-        return self._turned[num_keys]
+            self._by_key[num_keys] = (first, behind)
+        return self._by_key[num_keys]
 
 
-def _shape_args(q: Tensor, k: Tensor, v: Tensor, sight: Sight, launch: Launch) -> dict[str, object]:
-    """The arguments that all three kernels take."""
-    sees = (sight.span, sight.stride, sight.window)
-    return _shape_constants(q.shape[1:], k.shape[1:3], v.shape[3], q.dtype == torch.float32, sees, launch)
+def _compressed_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
+    if cu_seqlens is None:
+        return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
+    layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
+    hi = layout.cmp_start + visible_compressed(layout.position, spec)
+    return KeyRange(spec.cmp_block, spec.cmp_stride, 0, layout.cmp_start.to(torch.int32), hi.to(torch.int32))
 
 
-@lru_cache(maxsize=256)
-def _shape_constants(
-    query: tuple[int, ...],
-    keys: tuple[int, ...],
-    dv: int,
-    exact: bool,
-    sees: tuple[int, int, int],
-    launch: Launch,
-) -> dict[str, object]:
-    """Once for every shape: whoever gets them only reads them."""
-    (tokens, all_heads, dk), (num_keys, groups) = query, keys
-    per_group = all_heads // groups
-    heads = min(per_group, launch.block_m)
-    span, stride, window = (min(distance, _FAR) for distance in sees)
-    return {
-        "S": tokens, "N": num_keys, "G": groups, "scale": dk**-0.5, "SPAN": span, "STRIDE": stride, "WINDOW": window,
-        "PER_GROUP": per_group, "HEADS": heads, "QUERIES": launch.block_m // heads,
-        "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv),
-        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "MASK": _MASKS[launch.mask],
-        "PRECISION": "ieee" if exact else "tf32",
-    }  # fmt: skip
+def _window_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
+    if cu_seqlens is None:
+        return KeyRange(1, 1, spec.window)
+    layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
+    token = layout.doc_start + layout.position
+    lo = torch.maximum(layout.doc_start, token + (1 - spec.window))
+    return KeyRange(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
+
+
+class Branch:
+    """The functions of a branch: the same as its reference's. Launches replace those of the table, for tuning."""
+
+    def __init__(self, name: str, key_range: Callable[[int, NSASpec, Tensor | None], KeyRange]):
+        self.name, self._range = name, key_range
+
+    def refusal(self, q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+        """Why these kernels cannot run tensors like q and v; None when they can. Every spec runs."""
+        return launch.refusal(q, v)
+
+    def launch(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
+        """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""
+        return LAUNCHES.find(f"{self.name}_{kernel}", q, v, card)
+
+    def key_range(self, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
+        if cu_seqlens is None:
+            return self._range(tokens, spec, None)
+        return cached_with(cu_seqlens, (self.name, tokens, spec), lambda: self._range(tokens, spec, cu_seqlens))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] float32, natural logarithm."""
+        params = params or self.launch("forward", q, v)
+        key_range = self.key_range(q.shape[1], spec, cu_seqlens)
+        q, k, v = unit_last(q), unit_last(k), unit_last(v)
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        lanes, tiles = _query_programs(q, k, params)
+        if lanes * tiles:
+            with launch_on(q):
+                forward_kernel[(lanes * tiles,)](
+                    q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, lse_ptr=lse, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
+                    lanes=lanes, tiles=tiles, **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, key_range, params),
+                )  # fmt: skip
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        spec: NSASpec,
+        cu_seqlens: Tensor | None,
+        dq_params: Launch | None = None,
+        dkv_params: Launch | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
+        dq_params, dkv_params = dq_params or self.launch("dq", q, v), dkv_params or self.launch("dkv", q, v)
+        key_range = self.key_range(q.shape[1], spec, cu_seqlens)
+        do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
+        (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        lse2 = q.new_empty(batch, groups, tokens, heads // groups, dtype=torch.float32)
+        delta = torch.empty_like(lse2)
+        shared = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "lse2_ptr": lse2, "delta_ptr": delta}
+        lanes, tiles = _query_programs(q, k, dq_params)
+        splits = num_splits(q, k, key_range, dkv_params, card_of(q))
+        first, behind = key_range.queries_of(num_keys)
+        dk_parts = k.new_empty(splits, *k.shape, dtype=torch.float32) if splits > 1 else dk
+        dv_parts = v.new_empty(splits, *v.shape, dtype=torch.float32) if splits > 1 else dv
+        programs = batch * groups * splits * cdiv(num_keys, dkv_params.columns)
+        with launch_on(q):
+            if lanes * tiles:
+                dq_kernel[(lanes * tiles,)](
+                    **shared, o_ptr=o, lse_ptr=lse.contiguous(), dq_ptr=dq, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
+                    lanes=lanes, tiles=tiles,
+                    **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, key_range, dq_params),
+                )  # fmt: skip
+            if programs:
+                dkv_kernel[(programs,)](
+                    **shared, dk_ptr=dk_parts, dv_ptr=dv_parts, first_ptr=first, behind_ptr=behind,
+                    lanes=batch * groups, splits=splits,
+                    **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
+                )  # fmt: skip
+            if programs and splits > 1:
+                for parts, out in ((dk_parts, dk), (dv_parts, dv)):
+                    sum_parts_kernel[(cdiv(out.numel(), SUM_BLOCK),)](
+                        parts, out, out.numel(), splits, BLOCK=SUM_BLOCK, num_warps=4, num_stages=1
+                    )
+        return dq, dk, dv
+
+    def backward_workspace(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *_: Any
+    ) -> int:
+        """Bytes that `backward` holds on top of arguments and results: two numbers a row, and dK and dV in float32
+        once for every part that their sum over the queries is split into."""
+        splits = num_splits(q, k, self._range(q.shape[1], spec, None), self.launch("dkv", q, v, H200), H200)
+        return 4 * (2 * lse.numel() + (splits * (k.numel() + v.numel()) if splits > 1 else 0))
+
+
+compressed = Branch("cmp", _compressed_range)
+window = Branch("win", _window_range)
+
+
+def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: Card) -> int:
+    """Parts per key tile. Enough programs to fill the card three times over, or eight where early keys have
+    most of the work, yet sixteen query tiles in each; at most 32, as every part is written in float32. More where
+    a sum would run over too many rows: at 2**20 rows a part (128k tokens, 16 heads a group) gradients differed by
+    0.3 % from those of shorter parts; tensor cores do not round every partial sum to nearest."""
+    programs = max(1, q.shape[0] * k.shape[2] * cdiv(k.shape[1], params.columns))
+    queries = min(q.shape[1], key_range.window + params.columns) if key_range.window else q.shape[1]
+    rows = queries * (q.shape[2] // k.shape[2])
+    wanted: int = cdiv((3 if key_range.window else 8) * card.multiprocessors, programs)
+    return max(1, min(wanted, rows // params.rows // 16, 32), -(-rows // LONGEST_SUM))
+
+
+def _query_programs(q: Tensor, k: Tensor, params: Launch) -> tuple[int, int]:
+    """Lanes (batch x groups x head tiles) and query tiles of the kernels that own query tiles."""
+    per_group = q.shape[2] // k.shape[2]
+    heads = min(per_group, params.rows)
+    lanes = q.shape[0] * k.shape[2] * cdiv(per_group, heads)
+    return lanes, cdiv(q.shape[1], params.rows // heads)
 
 
 # The strides of batch, token or key, and head, as the kernels call them.
-_STRIDES = {name: tuple(f"{name}_s{axis}" for axis in ("bng" if name in "kv" else "bsh")) for name in _TENSORS}
+_STRIDES = {
+    name: tuple(f"{name}_s{axis}" for axis in ("bng" if name in "kv" else "bsh")) for name in ("q", "k", "v", "o", "do")
+}
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -99,87 +261,26 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     return strides
 
 
-def _query_programs(q: Tensor, k: Tensor, launch: Launch) -> tuple[int, int]:
-    """Lanes (batch x groups x head tiles) and query tiles of the kernels that own query tiles."""
-    per_group = q.shape[2] // k.shape[2]
-    heads = min(per_group, launch.block_m)
-    lanes = q.shape[0] * k.shape[2] * cdiv(per_group, heads)
-    return lanes, cdiv(q.shape[1], launch.block_m // heads)
+def _shape_args(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, params: Launch) -> dict[str, object]:
+    """The arguments that all three kernels take."""
+    ends = (key_range.span, key_range.stride, key_range.window)
+    return _shape_constants(q.shape[1:], k.shape[1:3], v.shape[3], q.dtype == torch.float32, ends, params)
 
 
-def plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sight: Sight,
-    launch: Launch,
-) -> tuple[Tensor, Tensor, list[Call]]:
-    """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] and the calls that fill them."""
-    q, k, v = unit_last(q), unit_last(k), unit_last(v)
-    o = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    lanes, tiles = _query_programs(q, k, launch)
-    args = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": o, "lse_ptr": lse,
-        "lo_ptr": sight.lo, "hi_ptr": sight.hi, "lanes": lanes, "tiles": tiles,
-        **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, sight, launch),
+@lru_cache(maxsize=256)
+def _shape_constants(
+    query: tuple[int, ...], keys: tuple[int, ...], dv: int, exact: bool, ends: tuple[int, int, int], params: Launch
+) -> dict[str, object]:
+    """Computed once for every shape; callers only read them."""
+    (tokens, all_heads, dk), (num_keys, groups) = query, keys
+    per_group = all_heads // groups
+    heads = min(per_group, params.rows)
+    span, stride, window = (min(distance, FAR) for distance in ends)
+    return {
+        "S": tokens, "N": num_keys, "G": groups, "scale": dk**-0.5, "SPAN": span, "STRIDE": stride, "WINDOW": window,
+        "PER_GROUP": per_group, "HEADS": heads, "QUERIES": params.rows // heads,
+        "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv),
+        "BLOCK_M": params.rows, "BLOCK_N": params.columns, "MASK": _MASKS[params.mask],
+        "PRECISION": "ieee" if exact else "tf32",
+        "num_warps": params.num_warps, "num_stages": params.num_stages,
     }  # fmt: skip
-    return o, lse, [Call(forward_kernel, lanes * tiles, args, launch.num_warps, launch.num_stages, q)]
-
-
-def plan_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    sight: Sight,
-    dq_launch: Launch,
-    dkv_launch: Launch,
-) -> tuple[Tensor, Tensor, Tensor, list[Call]]:
-    """dq, dk, dv, shaped like q, k, v, and the calls that fill them."""
-    do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
-    batch, tokens, heads, _ = q.shape
-    num_keys, groups = k.shape[1], k.shape[2]
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    lse2 = q.new_empty(batch, groups, tokens, heads // groups, dtype=torch.float32)
-    delta = torch.empty_like(lse2)
-    lanes, tiles = _query_programs(q, k, dq_launch)
-    args = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": o, "do_ptr": do, "lse_ptr": lse.contiguous(),
-        "dq_ptr": dq, "lse2_ptr": lse2, "delta_ptr": delta, "lo_ptr": sight.lo, "hi_ptr": sight.hi,
-        "lanes": lanes, "tiles": tiles,
-        **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, sight, dq_launch),
-    }  # fmt: skip
-    calls = [Call(dq_kernel, lanes * tiles, args, dq_launch.num_warps, dq_launch.num_stages, q)]
-
-    splits = dkv_launch.splits or num_splits(q, k, sight, dkv_launch)
-    first, behind = sight.queries_of(num_keys)
-    dk_parts = k.new_empty(splits, *k.shape, dtype=torch.float32) if splits > 1 else dk
-    dv_parts = v.new_empty(splits, *v.shape, dtype=torch.float32) if splits > 1 else dv
-    args = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "lse2_ptr": lse2, "delta_ptr": delta,
-        "dk_ptr": dk_parts, "dv_ptr": dv_parts, "first_ptr": first, "behind_ptr": behind,
-        "lanes": batch * groups, "splits": splits,
-        **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, sight, dkv_launch),
-    }  # fmt: skip
-    programs = batch * groups * splits * cdiv(num_keys, dkv_launch.block_n)
-    calls.append(Call(dkv_kernel, programs, args, dkv_launch.num_warps, dkv_launch.num_stages, q))
-    if splits > 1:
-        for parts, out in ((dk_parts, dk), (dv_parts, dv)):
-            args = {"parts_ptr": parts, "out_ptr": out, "numel": out.numel(), "splits": splits, "BLOCK": 1024}
-            calls.append(Call(sum_parts_kernel, cdiv(out.numel(), 1024), args, where=q))
-    return dq, dk, dv, calls
-
-
-def num_splits(q: Tensor, k: Tensor, sight: Sight, launch: Launch) -> int:
-    """Parts per key tile. Enough programs to fill the card three times over, or eight where early keys have
-    most of the work, yet sixteen query tiles in each; at most 32, as every part is written in float32. More where
-    a sum would run over too many rows: at 2**20 rows a part (128k tokens, 16 heads a group) gradients differed by
-    0.3 % from those of shorter parts; tensor cores do not round every partial sum to nearest."""
-    programs = max(1, q.shape[0] * k.shape[2] * cdiv(k.shape[1], launch.block_n))
-    queries = min(q.shape[1], sight.window + launch.block_n) if sight.window else q.shape[1]
-    rows = queries * (q.shape[2] // k.shape[2])
-    wanted: int = cdiv((3 if sight.window else 8) * multiprocessors(q), programs)
-    return max(1, min(wanted, rows // launch.block_m // 16, 32), -(-rows // LONGEST_SUM))

@@ -50,14 +50,9 @@ def _seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constex
 
 @triton.jit
 def _tile_rows(
-    tile,
-    head_tile,
-    S,
-    PER_GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
+    tile, head_tile, S, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
-):
+):  # fmt: skip
     """Query, head inside the group and liveness of each row. Idle rows repeat a live one: safe to read."""
     r = tl.arange(0, BLOCK_M)
     t = tile * QUERIES + r // HEADS
@@ -68,7 +63,7 @@ def _tile_rows(
 
 
 @triton.jit
-def _load(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MASKED: tl.constexpr):
+def load_tile(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MASKED: tl.constexpr):
     """A [rows, BLOCK_D] tile, 0 outside; masks exist only where something can be outside."""
     if ROWS_MASKED and D != BLOCK_D:
         x = tl.load(ptrs, mask=row_mask[:, None] & (d < D)[None, :], other=0.0)
@@ -119,8 +114,8 @@ def _attend(
     zero = tl.zeros([], tl.int64)  # makes loop counters wide
     for n0 in tl.range(start, stop, BLOCK_N):
         key = n0 + n
-        k = _load(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
-        v = _load(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+        k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
+        v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASK == ALWAYS:
             s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
@@ -163,7 +158,7 @@ def forward_kernel(
 
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     q_rows = q_ptr + b * q_sb + t.to(tl.int64) * q_ss + head * q_sh
-    q = _load(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
+    q = load_tile(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
     k_ptr += b * k_sb + g.to(tl.int64) * k_sg
     v_ptr += b * v_sb + g.to(tl.int64) * v_sg
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -204,8 +199,8 @@ def _pull(
     zero = tl.zeros([], tl.int64)
     for n0 in tl.range(start, stop, BLOCK_N):
         key = n0 + n
-        k = _load(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
-        v = _load(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+        k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
+        v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse[:, None])
@@ -250,9 +245,9 @@ def dq_kernel(
     o_rows = o_ptr + b * o_sb + t * o_ss + head * o_sh
     do_rows = do_ptr + b * do_sb + t * do_ss + head * do_sh
     q_rows = q_ptr + b * q_sb + t * q_ss + head * q_sh
-    o = _load(o_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
-    do = _load(do_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
-    q = _load(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
+    o = load_tile(o_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
+    do = load_tile(do_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
+    q = load_tile(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse = tl.load(lse_ptr + row) * LOG2E
     lse = tl.where(lse == -INF, INF, lse)
@@ -293,8 +288,8 @@ def _push(
         q_tile = q_ptr + (zero + t0) * q_ss + q_offsets[:, None] + dk[None, :]
         do_tile = do_ptr + (zero + t0) * do_ss + do_offsets[:, None] + dv[None, :]
         stat = (zero + t0) * PER_GROUP + place * PER_GROUP + head
-        q = _load(q_tile, there, dk, DK, BLOCK_DK, MASK != NEVER)
-        do = _load(do_tile, there, dv, DV, BLOCK_DV, MASK != NEVER)
+        q = load_tile(q_tile, there, dk, DK, BLOCK_DK, MASK != NEVER)
+        do = load_tile(do_tile, there, dv, DV, BLOCK_DV, MASK != NEVER)
         if MASK == NEVER and FULL_ROWS:
             lse = tl.load(lse2_ptr + stat)
             delta = tl.load(delta_ptr + stat)
@@ -350,8 +345,8 @@ def dkv_kernel(
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_rows = k_ptr + b * k_sb + g.to(tl.int64) * k_sg + n.to(tl.int64) * k_sn
     v_rows = v_ptr + b * v_sb + g.to(tl.int64) * v_sg + n.to(tl.int64) * v_sn
-    k = _load(k_rows[:, None] + dk[None, :], real, dk, DK, BLOCK_DK, False)
-    v = _load(v_rows[:, None] + dv[None, :], real, dv, DV, BLOCK_DV, False)
+    k = load_tile(k_rows[:, None] + dk[None, :], real, dk, DK, BLOCK_DK, False)
+    v = load_tile(v_rows[:, None] + dv[None, :], real, dv, DV, BLOCK_DV, False)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     scale2 = scale * LOG2E

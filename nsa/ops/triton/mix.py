@@ -3,10 +3,9 @@
 Promises `sum_c gates[..., c] * o_c`, summed in float32 and rounded once, for branch outputs of one type and
 gates of any float type. Both kernels are bound by memory: every element is read once and written once.
 
-Legend: B batch, S tokens, H heads, D head size (values); a row is one (token, head).
+Legend: B batch, S tokens, H heads, D head size (values); a row is one (token, head). The rows of a launch count
+elements: a program mixes as many rows as they make.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,46 +13,37 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import common
-from nsa.ops.triton.common import cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton import launch
+from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
-
-@dataclass(frozen=True)
-class Params:
-    """A program mixes as many rows as `elements` elements make."""
-
-    elements: int = 4096
-    num_warps: int = 4
-
-
-_FORWARD = Params(4096, 4)
-_BACKWARD = Params(2048, 4)
+LAUNCHES = LaunchTable({("forward", "sm80", 256): Launch(4096, 1), ("backward", "sm80", 256): Launch(2048, 1)})
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot mix branches of v's type, or None."""
-    return common.refusal(v, v)
+    return launch.refusal(v, v)
 
 
-def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Params | None = None) -> Tensor:
+def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None) -> Tensor:
     """o_c [B,S,H,D], gates [B,S,H,3] in the order (cmp, sel, win) -> o [B,S,H,D]."""
     batch, tokens, heads, dim = o_cmp.shape
     o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device)
     if o.numel() == 0:
         return o
     o_cmp, o_sel, o_win = (unit_last(x) for x in (o_cmp, o_sel, o_win))
-    padded, rows, warps = tile(dim, params or _FORWARD)
+    params = params or LAUNCHES.find("forward", o, o)
+    padded, rows = _tile(dim, params)
     with launch_on(o):
         _mix_kernel[(cdiv(tokens * heads, rows), batch)](
             o_cmp, o_sel, o_win, gates, o, tokens * heads, heads,
             *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
-            D=dim, DP=padded, ROWS=rows, num_warps=warps,
+            D=dim, DP=padded, ROWS=rows, num_warps=params.num_warps,
         )  # fmt: skip
     return o
 
 
 def backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Params | None = None
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of o_cmp, o_sel, o_win and gates, each in its type, for the gradient `do` of `forward`."""
     batch, tokens, heads, dim = o_cmp.shape
@@ -63,20 +53,21 @@ def backward(
     if do.numel() == 0:
         return do_cmp, do_sel, do_win, dgates.zero_()
     do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, o_cmp, o_sel, o_win))
-    padded, rows, warps = tile(dim, params or _BACKWARD)
+    params = params or LAUNCHES.find("backward", do, do)
+    padded, rows = _tile(dim, params)
     with launch_on(do):
         _mix_backward_kernel[(cdiv(tokens * heads, rows), batch)](
             do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, tokens * heads, heads,
             *do.stride()[:3], *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
-            D=dim, DP=padded, ROWS=rows, num_warps=warps,
+            D=dim, DP=padded, ROWS=rows, num_warps=params.num_warps,
         )  # fmt: skip
     return do_cmp, do_sel, do_win, dgates
 
 
-def tile(dim: int, params: Params) -> tuple[int, int, int]:
-    """(padded head size, rows of a program, warps)."""
+def _tile(dim: int, params: Launch) -> tuple[int, int]:
+    """(padded head size, rows of a program)."""
     padded = power_of_2(dim)
-    return padded, max(1, params.elements // padded), params.num_warps
+    return padded, max(1, params.rows // padded)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Attention over the blocks each query selected: query-major forward kernel and the host functions.
 
-Same functions and results as the reference's `selected`. A program takes a tile of neighbouring queries times
+Same functions and results as the reference. A program takes a tile of neighbouring queries times
 the heads of one group and walks the union of the blocks they chose, masked per query by bits. A small tile
 (one query when a group has 16 heads) wastes no work; a large one shares keys and values and fills the tensor
-cores; see `QueryParams` for who decides. Softmax in base 2, accumulation in float32.
+cores; see `TilePlan` for the choice. Softmax in base 2, accumulation in float32.
 
 Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head sizes, P = B*G.
 """
@@ -16,47 +16,41 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import common, selected_backward
-from nsa.ops.triton.common import launch_on, power_of_2
-from nsa.ops.triton.selected_backward import BackwardParams
-from nsa.ops.triton.selected_lists import number_blocks
-from nsa.ops.triton.selected_tiles import (
-    QueryParams,
-    TileParams,
-    TilePass,
-    TileTable,
-    choose_tiles,
-    decode_tile,
-    load_tile,
-    plan_tiles,
-    unit_stride,
-)
+from nsa.ops.triton import launch, selected_backward
+from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, launch_on
+from nsa.ops.triton.selected_lists import count_blocks, number_blocks
+from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, decode_tile, list_bytes, plan_tiles, unit_stride
 
 MAX_TOKENS = 1 << 30
 
-_TILES: TileTable = {
-    (90, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
-    (90, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 3), 2.0),
-    (90, 256, 16): (TileParams(16, 2, 2, 32), TileParams(64, 8, 2), 2.0),
-    (80, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
-    (80, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 3), 2.0),
-    (80, 256, 16): (TileParams(16, 2, 2, 32), TileParams(64, 8, 2), 2.0),
-    (80, 64, 32): (TileParams(16, 4, 1, 32), TileParams(32, 4, 1, 32), 2.0),
-    (80, 128, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
-    (80, 256, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
-}
+LAUNCHES = LaunchTable(
+    {
+        ("small", "sm80", 64): Launch(16, 64, 1, 3),
+        ("small", "sm80", 128): Launch(16, 32, 1, 3),
+        ("small", "sm80", 256): Launch(16, 32, 2, 2),
+        ("small", "fp32", 256): Launch(16, 32, 4, 1),
+        ("large", "sm80", 128): Launch(64, 64, 4, 3),
+        ("large", "sm80", 256): Launch(64, 64, 8, 2),
+        ("large", "fp32", 64): Launch(32, 32, 4, 1),
+        ("large", "fp32", 256): Launch(16, 32, 4, 1),
+    }
+)
+
+backward = selected_backward.backward
+backward_workspace = selected_backward.backward_workspace
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run on such tensors; None when they can."""
     if q.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
-    return common.refusal(q, v)
+    return launch.refusal(q, v)
 
 
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> QueryParams:
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> TilePlan:
     """The checked-in launch parameters for such tensors."""
-    return choose_tiles(q, k, v, spec, _TILES)
+    return choose_tiles(q, k, v, spec, LAUNCHES, card)
 
 
 def forward(
@@ -66,8 +60,7 @@ def forward(
     indices: Tensor,
     spec: NSASpec,
     cu_seqlens: Tensor | None,
-    *,
-    params: QueryParams | None = None,
+    params: TilePlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv], indices [B,S,G,n] -> o [B,S,H,Dv], lse [B,S,H] (natural log)."""
     o = q.new_empty(*q.shape[:3], v.shape[3])
@@ -75,113 +68,36 @@ def forward(
     if o.numel() == 0:
         return o, lse
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    scale = q.shape[3] ** -0.5 * math.log2(math.e)
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
         blocks = number_blocks(q.shape[1], spec, cu_seqlens, q.device)
         for tile_pass in plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params):
-            _launch(tile_pass, q, k, v, o, lse, spec)
+            tile_pass.launch(_attend_kernel, (q, k, v, o, lse), (), scale, spec)
     return o, lse
 
 
-def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-    *,
-    params: BackwardParams | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for the gradient `do` of `forward`'s output."""
-    return selected_backward.backward(do, q, k, v, indices, o, lse, spec, cu_seqlens, params=params)
-
-
-def _launch(tile_pass: TilePass, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec) -> None:
-    lists, params, take = tile_pass.lists, tile_pass.params, tile_pass.take
-    keys = min(params.keys, max(16, power_of_2(spec.sel_block)))
-    _attend_kernel[(tile_pass.programs,)](
-        q,
-        k,
-        v,
-        o,
-        lse,
-        lists.entries,
-        lists.counts,
-        lists.counts if take is None else take,
-        *q.stride()[:3],
-        k.stride(0),
-        k.stride(2),
-        v.stride(0),
-        v.stride(2),
-        q.shape[1],
-        k.shape[2],
-        lists.tiles,
-        lists.capacity,
-        0 if take is None else take.shape[1],
-        q.shape[3] ** -0.5 * math.log2(math.e),
-        PER_GROUP=q.shape[2] // k.shape[2],
-        QUERIES=lists.queries,
-        HEADS=tile_pass.heads,
-        HEAD_TILES=tile_pass.head_tiles,
-        ROWS=tile_pass.rows,
-        KEYS=keys,
-        SEL=spec.sel_block,
-        STRIDE_KS=k.stride(1),
-        STRIDE_VS=v.stride(1),
-        DK=q.shape[3],
-        DV=v.shape[3],
-        BLOCK_DK=power_of_2(q.shape[3]),
-        BLOCK_DV=power_of_2(v.shape[3]),
-        WANTED=-1 if take is None else tile_pass.wanted,
-        SUB=tile_pass.sub,
-        num_warps=params.warps,
-        num_stages=params.stages,
-    )
+def forward_workspace(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
+) -> int:
+    """Bytes that `forward` holds on top of arguments and results: the blocks that each tile of queries reads."""
+    plan = default_params(q, k, v, spec, H200)
+    return sum(list_bytes(indices, count_blocks(q.shape[1], spec, cu_seqlens), q.shape[2] // k.shape[2], plan))
 
 
 @triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
 def _attend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,  # [B, S, H, DV] contiguous
-    lse_ptr,  # [B, S, H]
-    entries_ptr,  # [P, tiles, capacity]
-    counts_ptr,  # [P, tiles, 2]
-    take_ptr,  # [P, large_tiles]
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kg,
-    stride_vb,
-    stride_vg,
-    tokens,
-    groups,
-    tiles,
-    capacity,
-    large_tiles,
+    q_ptr, k_ptr, v_ptr,
+    o_ptr, lse_ptr, entries_ptr,  # [B, S, H, DV] contiguous; [B, S, H]; [P, tiles, capacity]
+    counts_ptr, take_ptr,  # [P, tiles, 2]; [P, large_tiles]
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, tokens, groups, tiles,
+    capacity, large_tiles,
     scale,  # Dk ** -0.5 * log2(e)
-    PER_GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SEL: tl.constexpr,
-    STRIDE_KS: tl.constexpr,
-    STRIDE_VS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    WANTED: tl.constexpr,
-    SUB: tl.constexpr,
-):
+    PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SEL: tl.constexpr, STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WANTED: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
     elsewhere = False
     if WANTED >= 0:
@@ -233,30 +149,11 @@ def _attend_kernel(
 
 @triton.jit
 def _attend_entries(
-    acc,  # [ROWS, BLOCK_DV]
-    top,  # [ROWS]
-    total,  # [ROWS]
-    q,  # [ROWS, BLOCK_DK]
-    t,
-    slot,
-    entries,
-    begin,
-    end,
-    k_base,
-    v_base,
-    tokens,
-    scale,
-    STRIDE_KS: tl.constexpr,
-    STRIDE_VS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SEL: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
+    acc, top, total, q,  # [ROWS, BLOCK_DV]; [ROWS]; [ROWS]; [ROWS, BLOCK_DK]
+    t, slot, entries, begin, end, k_base, v_base, tokens, scale, STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
     """Online softmax over entries [begin, end). Without MASKED every row reads all of every block, without
     CHECKED all keys loaded lie inside the sequence."""
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS

@@ -17,64 +17,67 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import cdiv, launch_on, power_of_2
-from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_lists, number_blocks, table_bytes
-from nsa.ops.triton.selected_query_grads import query_grads
-from nsa.ops.triton.selected_tiles import (
-    LaunchKey,
-    QueryParams,
-    TileParams,
-    TileTable,
-    choose_tiles,
-    launch_key,
-    load_tile,
-    plan_tiles,
-    unit_stride,
-)
+from nsa.ops.triton import selected_lists, selected_tiles
+from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2
+from nsa.ops.triton.selected_lists import BlockLists, Blocks, count_blocks, number_blocks
+from nsa.ops.triton.selected_query_grads import query_grads_kernel
+from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, unit_stride
 
-MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g) are done in turns
 ITEMS_WANTED = 1536  # work items that keep every card busy to the end
+FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
+
+# "block" with dQ separate, "block_fused" with it: the gathered rows of a step x keys. "query_": of a separate dQ.
+LAUNCHES = LaunchTable(
+    {
+        ("block_fused", "sm90", 64): Launch(128, 64, 4, 2),
+        ("block_fused", "sm90", 128): Launch(32, 64, 4, 3),
+        ("block_fused", "sm90", 256): Launch(32, 64, 8, 2),
+        ("block_fused", "sm80", 64): Launch(32, 64, 4, 3),
+        ("block_fused", "sm80", 128): Launch(32, 64, 8, 2),
+        ("block_fused", "sm80", 256): Launch(32, 32, 8, 2),
+        ("block_fused", "fp32", 64): Launch(16, 32, 4, 1),
+        ("block_fused", "fp32", 128): Launch(16, 16, 4, 1),
+        ("block_fused", "fp32", 256): Launch(16, 16, 8, 1),
+        ("block", "sm90", 64): Launch(128, 64, 4, 2),
+        ("block", "sm90", 128): Launch(32, 64, 4, 3),
+        ("block", "sm90", 256): Launch(32, 64, 8, 2),
+        ("block", "sm80", 64): Launch(64, 64, 4, 2),
+        ("block", "sm80", 128): Launch(64, 64, 8, 2),
+        ("block", "sm80", 256): Launch(32, 64, 8, 2),
+        ("block", "sm86", 256): Launch(32, 32, 8, 1),
+        ("block", "fp32", 128): Launch(16, 32, 4, 1),
+        ("block", "fp32", 256): Launch(16, 16, 8, 1),
+        ("query_small", "sm80", 64): Launch(16, 64, 1, 3),
+        ("query_small", "sm80", 128): Launch(16, 32, 1, 3),
+        ("query_small", "sm80", 256): Launch(16, 32, 4, 2),
+        ("query_small", "fp32", 128): Launch(16, 32, 4, 1),
+        ("query_small", "fp32", 256): Launch(16, 16, 8, 1),
+        ("query_large", "sm90", 64): Launch(64, 64, 4, 3),
+        ("query_large", "sm90", 128): Launch(64, 64, 4, 2),
+        ("query_large", "sm90", 256): Launch(64, 64, 8, 2),
+        ("query_large", "sm80", 128): Launch(64, 64, 4, 2),
+        ("query_large", "sm80", 256): Launch(64, 64, 8, 1),
+        ("query_large", "sm86", 192): Launch(32, 32, 8, 1),
+        ("query_large", "sm86", 256): Launch(32, 32, 8, 1),
+        ("query_large", "fp32", 128): Launch(16, 32, 4, 1),
+        ("query_large", "fp32", 256): Launch(16, 16, 8, 1),
+    }
+)
 
 
 @dataclass(frozen=True)
-class BackwardParams:
+class BackwardPlan:
     """dq "fused" or "separate"; `block` is the block-major launch (rows = gathered rows a step), its lists cut
     into items of `chunk` queries; `query` the query-major launches of a separate dQ."""
 
     dq: str
-    block: TileParams
+    block: Launch
     chunk: int
-    query: QueryParams
+    query: TilePlan
 
 
-# -> the block-major launch with dQ fused, and without.
-_BLOCK: dict[LaunchKey, tuple[TileParams, TileParams]] = {
-    (90, 64, 16): (TileParams(128, 4, 2), TileParams(128, 4, 2)),
-    (90, 128, 16): (TileParams(32, 4, 3), TileParams(32, 4, 3)),
-    (90, 256, 16): (TileParams(32, 8, 2), TileParams(32, 8, 2)),
-    (80, 64, 16): (TileParams(32, 4, 3), TileParams(64, 4, 2)),
-    (80, 128, 16): (TileParams(32, 8, 2), TileParams(64, 8, 2)),
-    (80, 256, 16): (TileParams(32, 8, 2, 32), TileParams(32, 8, 2)),
-    (80, 64, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32)),
-    (80, 128, 32): (TileParams(16, 4, 1, 16), TileParams(16, 4, 1, 32)),
-    (80, 256, 32): (TileParams(16, 8, 1, 16), TileParams(16, 8, 1, 16)),
-}
-# Of the query-major launches of a separate dQ.
-_QUERY: TileTable = {
-    (90, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 3), 2.6),
-    (90, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 2), 2.0),
-    (90, 256, 16): (TileParams(16, 4, 2, 32), TileParams(64, 8, 2), 2.0),
-    (80, 64, 16): (TileParams(16, 1, 3), TileParams(64, 4, 2), 2.6),
-    (80, 128, 16): (TileParams(16, 1, 3, 32), TileParams(64, 4, 2), 2.0),
-    (80, 256, 16): (TileParams(16, 4, 2, 32), TileParams(64, 8, 1), 2.0),
-    (80, 64, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
-    (80, 128, 32): (TileParams(16, 4, 1, 32), TileParams(16, 4, 1, 32), 2.0),
-    (80, 256, 32): (TileParams(16, 8, 1, 16), TileParams(16, 8, 1, 16), 2.0),
-}
-FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
-
-
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardParams:
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> BackwardPlan:
     """The checked-in launch parameters for such tensors."""
     batch, tokens, heads, _ = q.shape
     groups, per_group = k.shape[2], heads // k.shape[2]
@@ -83,13 +86,13 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardPa
         and max(q.shape[3], v.shape[3]) <= FUSED_MAX_HEAD
         and not torch.are_deterministic_algorithms_enabled()
     )
-    block = _BLOCK[launch_key(q, v)][0 if fused else 1]
+    block = LAUNCHES.find("block_fused" if fused else "block", q, v, card)
     # A block is chosen by num_selected * sel_block queries on average: lists up to twice that stay whole, and
     # their results are written once. Short sequences need shorter items to occupy the card.
     items = batch * groups * tokens * spec.num_selected // ITEMS_WANTED
     chunk = min(max(256, power_of_2(items)), max(256, 2 * spec.num_selected * spec.sel_block))
-    query = choose_tiles(q, k, v, spec, _QUERY)
-    return BackwardParams("fused" if fused else "separate", block, chunk, query)
+    query = choose_tiles(q, k, v, spec, LAUNCHES, card, "query_")
+    return BackwardPlan("fused" if fused else "separate", block, chunk, query)
 
 
 def backward(
@@ -102,8 +105,7 @@ def backward(
     lse: Tensor,
     spec: NSASpec,
     cu_seqlens: Tensor | None,
-    *,
-    params: BackwardParams | None = None,
+    params: BackwardPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -115,40 +117,59 @@ def backward(
     lse = lse.contiguous()
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
-        fused = params.dq == "fused"
         blocks = number_blocks(q.shape[1], spec, cu_seqlens, q.device)
         delta = torch.empty_like(lse)
-        if fused:
+        if params.dq == "fused":
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             _launch_delta(do, o, delta)
         else:
             dq = q.new_empty(q.shape)
-            for tile_pass in plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params.query):
-                query_grads(tile_pass, do, q, k, v, o, lse, delta, dq, spec)
+            tensors, strides = (q, k, v, o, do, lse, delta, dq), (*o.stride()[:3], *do.stride()[:3])
+            for tile_pass in selected_tiles.plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params.query):
+                tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, spec)
         pairs = k.shape[0] * k.shape[2]
-        at_once = max(1, MAX_TABLE_BYTES // max(1, table_bytes(q.shape[1], blocks)))
+        at_once = selected_lists.pairs_at_once(q.shape[1], blocks.count)
         for first in range(0, pairs, at_once):
-            lists = block_lists(indices, spec, blocks, params.chunk, first, min(at_once, pairs - first))
-            _launch_block(lists, blocks, params, do, q, k, v, lse, delta, dq, dk, dv, spec)
+            lists = selected_lists.block_lists(indices, spec, blocks, params.chunk, first, min(at_once, pairs - first))
+            _launch_block(lists, blocks, params, spec, (q, k, v, do, lse, delta, dq, dk, dv))
     return dq.to(q.dtype), dk, dv
+
+
+def backward_workspace(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+) -> int:
+    """Bytes that `backward` holds on top of arguments and results: delta, the lists of every block, and the bits that
+    invert the selection or, after them, dK and dV in parts. A fused dQ is summed in float32; a separate one needs the
+    lists of its tiles first."""
+    params = default_params(q, k, v, spec, H200)
+    tokens, blocks = q.shape[1], count_blocks(q.shape[1], spec, cu_seqlens)
+    all_pairs, at_once = k.shape[0] * k.shape[2], selected_lists.pairs_at_once(tokens, blocks)
+    pairs = min(all_pairs, at_once)
+    size = selected_lists.list_sizes(tokens, indices.shape[3], blocks, pairs, params.chunk)
+    lists = size.bytes * (2 if all_pairs > at_once else 1)  # those of one turn live until the next has its own
+    parts = 4 * size.slots * spec.sel_block * (q.shape[3] + v.shape[3])
+    delta, scratch = 4 * lse.numel(), max(pairs * selected_lists.table_bytes(tokens, blocks), parts)
+    if params.dq == "fused":
+        # The result is made at the end, when the scratch is free again.
+        return 4 * q.numel() + delta + lists + max(0, scratch - q.numel() * q.element_size())
+    tiles = selected_tiles.list_bytes(indices, blocks, q.shape[2] // k.shape[2], params.query)
+    return delta + max(sum(tiles), tiles[-1] + lists + scratch)
 
 
 def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
     rows = delta.numel()
     _delta_kernel[(cdiv(rows, 32),)](
-        do,
-        o,
-        delta,
-        *do.stride()[:3],
-        *o.stride()[:3],
-        do.shape[1],
-        do.shape[2],
-        rows,
-        D=do.shape[3],
-        BLOCK_D=power_of_2(do.shape[3]),
-        ROWS=32,
-        num_warps=4,
-    )
+        do, o, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
+        D=do.shape[3], BLOCK_D=power_of_2(do.shape[3]), ROWS=32, num_warps=4,
+    )  # fmt: skip
 
 
 def _extent(x: Tensor) -> int:
@@ -157,69 +178,27 @@ def _extent(x: Tensor) -> int:
 
 
 def _launch_block(
-    lists: BlockLists,
-    blocks: Blocks,
-    params: BackwardParams,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    spec: NSASpec,
+    lists: BlockLists, blocks: Blocks, params: BackwardPlan, spec: NSASpec, tensors: tuple[Tensor, ...]
 ) -> None:
-    tile = params.block
-    keys = min(tile.keys, max(16, power_of_2(spec.sel_block)))
+    q, k, v, do, *_, dk, dv = tensors
+    keys = keys_at_once(params.block, spec)
     shape = {
-        "SEL": spec.sel_block,
-        "DK": q.shape[3],
-        "DV": v.shape[3],
-        "BLOCK_DK": power_of_2(q.shape[3]),
-        "BLOCK_DV": power_of_2(v.shape[3]),
-        "PACKED": blocks.packed,
-    }
+        "SEL": spec.sel_block, "DK": q.shape[3], "DV": v.shape[3],
+        "BLOCK_DK": power_of_2(q.shape[3]), "BLOCK_DV": power_of_2(v.shape[3]), "PACKED": blocks.packed,
+    }  # fmt: skip
     dk_parts = torch.empty(lists.max_slots, spec.sel_block, q.shape[3], dtype=torch.float32, device=q.device)
     dv_parts = torch.empty(lists.max_slots, spec.sel_block, v.shape[3], dtype=torch.float32, device=q.device)
     places = (lists.counts, lists.item_first, lists.slot_first, blocks.starts)
     sizes = (lists.first_pair, lists.chunk, q.shape[1], k.shape[2], blocks.count)
     _block_grads_kernel[(lists.max_items * cdiv(spec.sel_block, keys),)](
-        q,
-        k,
-        v,
-        do,
-        lse,
-        delta,
-        dq,
-        dk,
-        dv,
-        dk_parts,
-        dv_parts,
-        lists.queries,
-        lists.offsets,
-        lists.item_block,
-        lists.totals,
-        *places,
-        q.stride(0),
-        *k.stride()[:3],
-        *v.stride()[:3],
-        do.stride(0),
-        *sizes,
-        q.shape[3] ** -0.5,
-        STRIDE_Q=q.stride(1),
-        STRIDE_DO=do.stride(1),
-        HEADS=q.shape[2],
-        PER_GROUP=q.shape[2] // k.shape[2],
-        ROWS=tile.rows,
-        KEYS=keys,
-        FUSED=params.dq == "fused",
+        *tensors, dk_parts, dv_parts,
+        lists.queries, lists.offsets, lists.item_block, lists.totals, *places,
+        q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, q.shape[3] ** -0.5,
+        STRIDE_Q=q.stride(1), STRIDE_DO=do.stride(1), HEADS=q.shape[2], PER_GROUP=q.shape[2] // k.shape[2],
+        ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused",
         WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
-        **shape,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        **shape, num_warps=params.block.num_warps, num_stages=params.block.num_stages,
+    )  # fmt: skip
     _sum_parts_kernel[(lists.pairs * blocks.count * cdiv(spec.sel_block, 16),)](
         dk, dv, dk_parts, dv_parts, *places, *sizes, KEYS=16, **shape, num_warps=4
     )
@@ -227,22 +206,11 @@ def _launch_block(
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _delta_kernel(
-    do_ptr,
-    o_ptr,
+    do_ptr, o_ptr,
     delta_ptr,  # [B, S, H]
-    stride_db,
-    stride_ds,
-    stride_dh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    tokens,
-    heads,
-    rows,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh, tokens, heads, rows, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(do * o)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = row < rows
@@ -257,54 +225,17 @@ def _delta_kernel(
 
 @triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
 def _block_grads_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    lse_ptr,  # [B, S, H]
-    delta_ptr,  # [B, S, H]
-    dq_ptr,  # [B, S, H, DK] float32, when FUSED
-    dk_ptr,  # [B, S, G, DK] contiguous
-    dv_ptr,  # [B, S, G, DV] contiguous
-    dk_parts_ptr,  # [slots, SEL, DK] float32
+    q_ptr, k_ptr, v_ptr, do_ptr,
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H]; [B, S, H, DK] float32, when FUSED
+    dk_ptr, dv_ptr, dk_parts_ptr,  # [B, S, G, DK] contiguous; [B, S, G, DV] contiguous; [slots, SEL, DK] float32
     dv_parts_ptr,  # [slots, SEL, DV] float32
-    queries_ptr,
-    offsets_ptr,
-    item_block_ptr,
-    totals_ptr,
-    counts_ptr,
-    item_first_ptr,
-    slot_first_ptr,
-    starts_ptr,
-    stride_qb,
-    stride_kb,
-    stride_ks,
-    stride_kg,
-    stride_vb,
-    stride_vs,
-    stride_vg,
-    stride_db,
-    first_pair,
-    chunk,
-    tokens,
-    groups,
-    blocks,
-    scale,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_DO: tl.constexpr,
-    HEADS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FUSED: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEL: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, slot_first_ptr,
+    starts_ptr, stride_qb, stride_kb, stride_ks, stride_kg, stride_vb, stride_vs, stride_vg, stride_db,
+    first_pair, chunk, tokens, groups, blocks, scale, STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr,
+    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FUSED: tl.constexpr,
+    WIDE: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     item = tl.program_id(0) // PIECES
     shift = (tl.program_id(0) % PIECES) * KEYS
@@ -377,37 +308,13 @@ def _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL: tl.constexpr
 
 @triton.jit
 def _block_grads_rows(
-    acc_dk,  # [KEYS, BLOCK_DK]
-    acc_dv,  # [KEYS, BLOCK_DV]
-    k,
-    v,
-    key,
-    key_ok,
-    queries,
-    begin,
-    end,
-    num_rows,
-    q_base,
-    do_base,
-    lse_base,
-    delta_base,
-    dq_base,
-    scale,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_DO: tl.constexpr,
-    HEADS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    FUSED: tl.constexpr,
-    WIDE: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PADDED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Steps [begin, end) of ROWS rows each. Scores stand transposed, [keys, rows], so that they feed the two
+    acc_dk, acc_dv,  # [KEYS, BLOCK_DK]; [KEYS, BLOCK_DV]
+    k, v, key, key_ok, queries, begin, end, num_rows, q_base, do_base, lse_base, delta_base, dq_base, scale,
+    STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, FUSED: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Steps [begin, end) of ROWS rows each. Scores are transposed, [keys, rows], so that they feed the two
     accumulators as first operands without a detour."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     place = tl.arange(0, ROWS)
@@ -454,27 +361,10 @@ def _block_grads_rows(
 
 @triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
 def _sum_parts_kernel(
-    dk_ptr,
-    dv_ptr,
-    dk_parts_ptr,
-    dv_parts_ptr,
-    counts_ptr,
-    item_first_ptr,
-    slot_first_ptr,
-    starts_ptr,
-    first_pair,
-    chunk,
-    tokens,
-    groups,
-    blocks,
-    KEYS: tl.constexpr,
-    SEL: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, counts_ptr, item_first_ptr, slot_first_ptr, starts_ptr,
+    first_pair, chunk, tokens, groups, blocks, KEYS: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Adds, in order, the partial results of the blocks whose lists were cut."""
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     cell = tl.program_id(0) // PIECES

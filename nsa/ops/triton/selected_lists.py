@@ -11,16 +11,18 @@ Legend: B batch, S tokens, G key/value heads, n indices per query, pair = one (b
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.layout import keep_with, token_layout
+from nsa.ops.layout import cached_with, num_blocks, token_layout
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import cdiv, power_of_2
+from nsa.ops.triton.launch import cdiv, power_of_2
 
+MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g) are done in turns
 SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
 
 
@@ -42,18 +44,24 @@ class Blocks:
     starts: Tensor
 
 
+def count_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
+    """Blocks of a sequence; packed, an upper bound that depends on shapes alone."""
+    if cu_seqlens is None:
+        return num_blocks(tokens, spec)
+    return min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)  # a document adds at most one short block
+
+
 def number_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device) -> Blocks:
     if cu_seqlens is None:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return Blocks(-(-tokens // spec.sel_block), False, nothing, nothing, nothing)
-    return keep_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
+        return Blocks(count_blocks(tokens, spec, None), False, nothing, nothing, nothing)
+    return cached_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
 
 
 def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:
     device = cu_seqlens.device
     layout = token_layout(tokens, spec, cu_seqlens, device)
-    # Every document adds at most one block that is cut short.
-    count = min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)
+    count = count_blocks(tokens, spec, cu_seqlens)
     opens = layout.position % spec.sel_block == 0
     number = opens.cumsum(0) - 1
     starts = torch.full((count + 2,), tokens, dtype=torch.int32, device=device)
@@ -91,36 +99,60 @@ class BlockLists:
     max_slots: int
 
 
-def table_bytes(tokens: int, blocks: Blocks) -> int:
+def table_bytes(tokens: int, blocks: int) -> int:
     """Workspace of `block_lists` for one pair: a bit per (query, block) and a number per span of queries."""
-    return -(-tokens // SPAN) * blocks.count * (SPAN // 8 + 4)
+    return cdiv(tokens, SPAN) * blocks * (SPAN // 8 + 4)
+
+
+def pairs_at_once(tokens: int, blocks: int) -> int:
+    return max(1, MAX_TABLE_BYTES // max(1, table_bytes(tokens, blocks)))
+
+
+class ListSizes(NamedTuple):
+    """Lengths of what `block_lists` builds, from shapes alone."""
+
+    queries: int
+    cells: int
+    items: int
+    slots: int
+
+    @property
+    def bytes(self) -> int:
+        return 4 * (self.queries + 5 * self.cells + self.items)
+
+
+def list_sizes(tokens: int, chosen: int, blocks: int, pairs: int, chunk: int) -> ListSizes:
+    queries, cells = pairs * tokens * chosen, pairs * blocks
+    items = cells + queries // chunk
+    # A block gets slots when its list is longer than a chunk: at most 2 * length / chunk of them.
+    return ListSizes(queries, cells, items, min(items, 2 * queries // chunk + 1))
 
 
 def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, first_pair: int, pairs: int) -> BlockLists:
     """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
     atomics set bits, so the order is fixed."""
     _, tokens, groups, chosen = indices.shape
-    device, count = indices.device, blocks.count
-    spans = cdiv(tokens, SPAN)
-    bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=device)
-    before = torch.empty(pairs, spans, count, dtype=torch.int32, device=device)
-    most = pairs * tokens * chosen
-    max_items = pairs * count + most // chunk
-    # A block gets slots when its list is longer than a chunk: at most 2 * length / chunk of them.
-    max_slots = min(max_items, 2 * most // chunk + 1)
+    count, spans = blocks.count, cdiv(tokens, SPAN)
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=indices.device)
+
+    bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=indices.device)
+    before = ints(pairs, spans, count)
+    size = list_sizes(tokens, chosen, count, pairs, chunk)
     lists = BlockLists(
         first_pair,
         pairs,
         chunk,
-        queries=torch.empty(most, dtype=torch.int32, device=device),
-        offsets=torch.empty(pairs * count, dtype=torch.int64, device=device),
-        counts=torch.empty(pairs * count, dtype=torch.int32, device=device),
-        item_first=torch.empty(pairs * count, dtype=torch.int32, device=device),
-        slot_first=torch.empty(pairs * count, dtype=torch.int32, device=device),
-        item_block=torch.empty(max_items, dtype=torch.int32, device=device),
-        totals=torch.empty(2, dtype=torch.int32, device=device),
-        max_items=max_items,
-        max_slots=max_slots,
+        queries=ints(size.queries),
+        offsets=ints(size.cells, dtype=torch.int64),
+        counts=ints(size.cells),
+        item_first=ints(size.cells),
+        slot_first=ints(size.cells),
+        item_block=ints(size.items),
+        totals=ints(2),
+        max_items=size.items,
+        max_slots=size.slots,
     )
     padded = power_of_2(chosen)
     at_once = max(1, min(64, 1024 // padded))
@@ -128,30 +160,19 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
     source = (indices, *indices.stride(), blocks.doc_start, blocks.number, bits)
     sizes = (first_pair, tokens, groups, spans, count)
     shape = {
-        "CHOSEN": chosen,
-        "PADDED": padded,
-        "TOKENS": at_once,
-        "SEL": spec.sel_block,
-        "SPAN": SPAN,
-        "PACKED": blocks.packed,
-    }
+        "CHOSEN": chosen, "PADDED": padded, "TOKENS": at_once,
+        "SEL": spec.sel_block, "SPAN": SPAN, "PACKED": blocks.packed,
+    }  # fmt: skip
     _mark_kernel[grid](*source, *sizes, **shape)
     _count_kernel[(pairs * cdiv(count, 32),)](
         bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
     )
     _plan_kernel[(1,)](
-        lists.counts,
-        lists.offsets,
-        lists.item_first,
-        lists.slot_first,
-        lists.totals,
-        pairs * count,
-        chunk,
-        WIDTH=2048,
-        num_warps=8,
-    )
-    _fill_kernel[(cdiv(pairs * count, 32),)](
-        lists.counts, lists.item_first, lists.item_block, pairs * count, chunk, WIDTH=32, num_warps=1
+        lists.counts, lists.offsets, lists.item_first, lists.slot_first, lists.totals, size.cells, chunk,
+        WIDTH=2048, num_warps=8,
+    )  # fmt: skip
+    _fill_kernel[(cdiv(size.cells, 32),)](
+        lists.counts, lists.item_first, lists.item_block, size.cells, chunk, WIDTH=32, num_warps=1
     )
     _scatter_kernel[grid](*source, before, lists.offsets, lists.queries, *sizes, **shape)
     return lists
@@ -170,22 +191,9 @@ def block_start(index, t, there, doc_start_ptr, SEL: tl.constexpr, PACKED: tl.co
 
 @triton.jit
 def _chosen_numbers(
-    idx_ptr,
-    stride_b,
-    stride_s,
-    stride_g,
-    stride_n,
-    doc_start_ptr,
-    number_ptr,
-    first_pair,
-    tokens,
-    groups,
-    CHOSEN: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SEL: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
+    CHOSEN: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """(pair counted from first_pair, queries [TOKENS, 1], block numbers [TOKENS, PADDED] or -1) of a program."""
     per_pair = tl.cdiv(tokens, TOKENS)
     local = tl.program_id(0) // per_pair
@@ -205,26 +213,11 @@ def _chosen_numbers(
 
 @triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
 def _mark_kernel(
-    idx_ptr,
-    stride_b,
-    stride_s,
-    stride_g,
-    stride_n,
-    doc_start_ptr,
-    number_ptr,
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
     bits_ptr,  # [pairs, spans, J, SPAN / 32]
-    first_pair,
-    tokens,
-    groups,
-    spans,
-    blocks,
-    CHOSEN: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SEL: tl.constexpr,
-    SPAN: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    first_pair, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     local, t, number = _chosen_numbers(
         idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
         CHOSEN, PADDED, TOKENS, SEL, PACKED,
@@ -247,15 +240,9 @@ def _popcount(x):
 
 @triton.jit(do_not_specialize=["spans", "blocks"])
 def _count_kernel(
-    bits_ptr,  # [pairs, spans, J, WORDS]
-    before_ptr,  # [pairs, spans, J]
-    counts_ptr,  # [pairs, J]
-    spans,
-    blocks,
-    BLOCKS: tl.constexpr,
-    SPANS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+    bits_ptr, before_ptr, counts_ptr,  # [pairs, spans, J, WORDS]; [pairs, spans, J]; [pairs, J]
+    spans, blocks, BLOCKS: tl.constexpr, SPANS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """For every block: how many queries of earlier spans chose it, for each span, and how many in all."""
     per_pair = tl.cdiv(blocks, BLOCKS)
     pair = (tl.program_id(0) // per_pair).to(tl.int64)
@@ -275,15 +262,8 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["cells", "chunk"])
 def _plan_kernel(
-    counts_ptr,
-    offsets_ptr,
-    item_first_ptr,
-    slot_first_ptr,
-    totals_ptr,
-    cells,
-    chunk,
-    WIDTH: tl.constexpr,
-):
+    counts_ptr, offsets_ptr, item_first_ptr, slot_first_ptr, totals_ptr, cells, chunk, WIDTH: tl.constexpr,
+):  # fmt: skip
     """One program: running sums over all blocks of list lengths, work items and partial results."""
     queries = tl.zeros([], dtype=tl.int64)
     items = tl.zeros([], dtype=tl.int32)
@@ -318,29 +298,11 @@ def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH
 
 @triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
 def _scatter_kernel(
-    idx_ptr,
-    stride_b,
-    stride_s,
-    stride_g,
-    stride_n,
-    doc_start_ptr,
-    number_ptr,
-    bits_ptr,  # [pairs, spans, J, SPAN / 32]
-    before_ptr,  # [pairs, spans, J]
-    offsets_ptr,  # [pairs, J]
-    queries_ptr,
-    first_pair,
-    tokens,
-    groups,
-    spans,
-    blocks,
-    CHOSEN: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SEL: tl.constexpr,
-    SPAN: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
+    bits_ptr, before_ptr, offsets_ptr,  # [pairs, spans, J, SPAN / 32]; [pairs, spans, J]; [pairs, J]
+    queries_ptr, first_pair, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Every query to its place: the queries before it are those of earlier spans and the lower bits of its own.
     A repeated index goes to the same place, with the same value."""
     local, t, number = _chosen_numbers(

@@ -5,119 +5,23 @@ Also leaves delta = rowsum(do * o), which it needs first and the block-major ker
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import power_of_2
-from nsa.ops.triton.selected_tiles import TilePass, decode_tile, load_tile
-
-
-def query_grads(
-    tile_pass: TilePass,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    spec: NSASpec,
-) -> None:
-    lists, params, take = tile_pass.lists, tile_pass.params, tile_pass.take
-    _query_grads_kernel[(tile_pass.programs,)](
-        q,
-        k,
-        v,
-        o,
-        do,
-        lse,
-        delta,
-        dq,
-        lists.entries,
-        lists.counts,
-        lists.counts if take is None else take,
-        *q.stride()[:3],
-        k.stride(0),
-        k.stride(2),
-        v.stride(0),
-        v.stride(2),
-        *o.stride()[:3],
-        *do.stride()[:3],
-        q.shape[1],
-        k.shape[2],
-        lists.tiles,
-        lists.capacity,
-        0 if take is None else take.shape[1],
-        q.shape[3] ** -0.5,
-        PER_GROUP=q.shape[2] // k.shape[2],
-        QUERIES=lists.queries,
-        HEADS=tile_pass.heads,
-        HEAD_TILES=tile_pass.head_tiles,
-        ROWS=tile_pass.rows,
-        KEYS=min(params.keys, max(16, power_of_2(spec.sel_block))),
-        SEL=spec.sel_block,
-        STRIDE_KS=k.stride(1),
-        STRIDE_VS=v.stride(1),
-        DK=q.shape[3],
-        DV=v.shape[3],
-        BLOCK_DK=power_of_2(q.shape[3]),
-        BLOCK_DV=power_of_2(v.shape[3]),
-        WANTED=-1 if take is None else tile_pass.wanted,
-        SUB=tile_pass.sub,
-        num_warps=params.warps,
-        num_stages=params.stages,
-    )
+from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.selected_tiles import decode_tile
 
 
 @triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
-def _query_grads_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    do_ptr,
-    lse_ptr,  # [B, S, H]
-    delta_ptr,  # [B, S, H], written here
-    dq_ptr,  # [B, S, H, DK] contiguous
-    entries_ptr,  # [P, tiles, capacity]
-    counts_ptr,  # [P, tiles, 2]
-    take_ptr,  # [P, large_tiles]
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_kg,
-    stride_vb,
-    stride_vg,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_db,
-    stride_ds,
-    stride_dh,
-    tokens,
-    groups,
-    tiles,
-    capacity,
-    large_tiles,
-    scale,
-    PER_GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SEL: tl.constexpr,
-    STRIDE_KS: tl.constexpr,
-    STRIDE_VS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    WANTED: tl.constexpr,
-    SUB: tl.constexpr,
-):
+def query_grads_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H], written here; [B, S, H, DK] contiguous
+    entries_ptr, counts_ptr, take_ptr,  # [P, tiles, capacity]; [P, tiles, 2]; [P, large_tiles]
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, stride_ob, stride_os,
+    stride_oh, stride_db, stride_ds, stride_dh, tokens, groups, tiles, capacity, large_tiles, scale,
+    PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SEL: tl.constexpr, STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WANTED: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
     """dQ over the same tiles and lists as the forward kernel, and delta on the way."""
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
     elsewhere = False
@@ -168,30 +72,12 @@ def _query_grads_kernel(
 @triton.jit
 def _query_grads_entries(
     dq,  # [ROWS, BLOCK_DK]
-    q,
-    do,
-    lse,  # [ROWS], base 2
-    delta,  # [ROWS]
-    t,
-    slot,
-    entries,
-    begin,
-    end,
-    k_base,
-    v_base,
-    tokens,
-    scale,
-    STRIDE_KS: tl.constexpr,
-    STRIDE_VS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SEL: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
+    q, do,
+    lse, delta,  # [ROWS], base 2; [ROWS]
+    t, slot, entries, begin, end, k_base, v_base, tokens, scale, STRIDE_KS: tl.constexpr,
+    STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
     """dQ over entries [begin, end); MASKED and CHECKED as in the forward kernel."""
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     PADDED: tl.constexpr = SEL % KEYS != 0

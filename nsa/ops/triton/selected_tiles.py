@@ -8,6 +8,7 @@ Legend: B batch, S tokens, G key/value heads, h query heads per group, n indices
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import arch_of, cdiv, power_of_2
+from nsa.ops.triton.launch import Card, Launch, LaunchTable, cdiv, head_class, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
@@ -23,20 +24,8 @@ MAX_CANDIDATES = 2048  # indices of one tile, all compared with one another
 
 
 @dataclass(frozen=True)
-class TileParams:
-    """One launch: `rows` rows (queries x heads) against `keys` keys at a time. A query-major tile holds as many
-    queries as fit, or at most `queries`."""
-
-    rows: int
-    warps: int
-    stages: int
-    keys: int = 64
-    queries: int = MAX_TILE_QUERIES
-
-
-@dataclass(frozen=True)
-class QueryParams:
-    """How queries are cut into tiles.
+class TilePlan:
+    """How queries are cut into tiles. A launch has queries x heads as rows and keys as columns.
 
     method  "query": small tiles, least wasted work; "tile": large ones, least traffic and full tensor cores;
             "adaptive": each large tile of queries is done whichever way its own lists make cheaper
@@ -44,182 +33,164 @@ class QueryParams:
     """
 
     method: str
-    small: TileParams
-    large: TileParams
+    small: Launch
+    large: Launch
     ratio: float = 2.0
 
 
 @dataclass(frozen=True)
 class TileLists:
-    """entries [P, tiles, capacity] int64; counts [P, tiles, 2] int32: entries read whole by all, and all entries."""
+    """entries [P, tiles, capacity] int64; counts [P, tiles, 2] int32: entries read whole by all, and all entries;
+    take [P, large tiles] int32: whether a large tile is used, 1, or the small ones that it covers, 0."""
 
     queries: int
     tiles: int
     capacity: int
     entries: Tensor
     counts: Tensor
+    take: Tensor | None = None
+
+
+class TileShape(NamedTuple):
+    """Row r of a tile is query r // heads, head r % heads."""
+
+    rows: int
+    heads: int
+    queries: int
 
 
 @dataclass(frozen=True)
 class TilePass:
-    """One launch: row r of a tile is query r // heads, head r % heads; `head_tiles` tiles make up all heads.
-    With `take`, a tile runs where the entry of its large tile (of `sub` tiles) equals `wanted`."""
+    """One launch over all tiles. Where the lists have `take`, a tile runs if the entry of its large tile (of `sub`
+    tiles) equals `wanted`."""
 
-    params: TileParams
-    rows: int
-    heads: int
-    head_tiles: int
+    params: Launch
+    shape: TileShape
     lists: TileLists
-    take: Tensor | None
-    wanted: int
-    sub: int
+    wanted: int = 0
+    sub: int = 1
 
-    @property
-    def programs(self) -> int:
-        return self.lists.entries.shape[0] * self.lists.tiles * self.head_tiles
+    def launch(
+        self, kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], scale: float, spec: NSASpec
+    ) -> None:
+        """Starts a kernel on `tensors`, which begin with q, k and v, on the lists and with `strides` of its own."""
+        q, k, v, *_ = tensors
+        lists, take, per_group = self.lists, self.lists.take, q.shape[2] // k.shape[2]
+        head_tiles = cdiv(per_group, self.shape.heads)
+        kernel[(lists.entries.shape[0] * lists.tiles * head_tiles,)](
+            *tensors, lists.entries, lists.counts, lists.counts if take is None else take,
+            *q.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2), *strides,
+            q.shape[1], k.shape[2], lists.tiles, lists.capacity, 0 if take is None else take.shape[1], scale,
+            PER_GROUP=per_group, QUERIES=lists.queries, HEADS=self.shape.heads, HEAD_TILES=head_tiles,
+            ROWS=self.shape.rows, KEYS=keys_at_once(self.params, spec), SEL=spec.sel_block,
+            STRIDE_KS=k.stride(1), STRIDE_VS=v.stride(1), DK=q.shape[3], DV=v.shape[3],
+            BLOCK_DK=power_of_2(q.shape[3]), BLOCK_DV=power_of_2(v.shape[3]),
+            WANTED=-1 if take is None else self.wanted, SUB=self.sub,
+            num_warps=self.params.num_warps, num_stages=self.params.num_stages,
+        )  # fmt: skip
 
 
-LaunchKey = tuple[int, int, int]  # architecture, head class, bits per element
-TileTable = dict[LaunchKey, tuple[TileParams, TileParams, float]]  # -> small tile, large tile, ratio
+def keys_at_once(params: Launch, spec: NSASpec) -> int:
+    """A launch's keys, at most a block."""
+    return min(params.columns, max(16, power_of_2(spec.sel_block)))
 
 
-def launch_key(q: Tensor, v: Tensor) -> LaunchKey:
-    """Float32 runs on the ordinary cores and has one set of parameters, filed under 80."""
-    head_class = max(64, power_of_2(max(q.shape[3], v.shape[3])))
-    bits = q.element_size() * 8
-    arch = 90 if arch_of(q) >= 90 and bits == 16 else 80
-    return arch, head_class, bits
-
-
-def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: TileTable) -> QueryParams:
-    """The launch parameters that a table has for such tensors."""
+def choose_tiles(
+    q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, card: Card | None, prefix: str = ""
+) -> TilePlan:
+    """The plan for such tensors, with the launches "small" and "large" of a table."""
     per_group = q.shape[2] // k.shape[2]
-    small, large, ratio = table[launch_key(q, v)]
+    small, large = (table.find(prefix + name, q, v, card) for name in ("small", "large"))
+    ratio = 2.6 if head_class(q.shape[3], v.shape[3]) == 64 and q.dtype != torch.float32 else 2.0
     # A group of many heads fills a tile with one query; four warps carry 64 rows.
     rows = min(large.rows, max(small.rows, power_of_2(per_group)))
-    small = large if rows == large.rows else replace(small, rows=rows, warps=max(small.warps, rows // 16))
+    if rows == large.rows:
+        small = large
+    else:
+        small = replace(small, rows=rows, num_warps=max(small.num_warps, rows // 16))
     if per_group >= 16:
         ratio = min(ratio, 1.5)  # small tiles have no idle rows then
-    visible = -(-q.shape[1] // spec.sel_block)
+    visible = cdiv(q.shape[1], spec.sel_block)
     # When a query reads most of what it may see, so do its neighbours: nearly dense, whatever was selected.
-    return QueryParams("tile" if visible <= 2 * spec.num_selected else "adaptive", small, large, ratio)
+    return TilePlan("tile" if visible <= 2 * spec.num_selected else "adaptive", small, large, ratio)
 
 
-def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, params: QueryParams) -> list[TilePass]:
-    """The launches that together cover every query once."""
-    small, large = (_tile_shape(per_group, indices.shape[3], tile) for tile in (params.small, params.large))
-    many = large[2] // small[2] * small[2]  # large tiles consist of whole small ones
-    if params.method == "adaptive" and many > small[2]:
-        lists = tile_lists(indices, spec, blocks, small[2])
-        wide, take = tile_lists_where_cheaper(indices, spec, blocks, many, lists, params.ratio)
-        return [
-            TilePass(params.large, large[0], large[1], -(-per_group // large[1]), wide, take, 1, 1),
-            TilePass(params.small, small[0], small[1], -(-per_group // small[1]), lists, take, 0, many // small[2]),
-        ]
-    tile, (rows, heads, queries) = (params.large, large) if params.method == "tile" else (params.small, small)
-    lists = tile_lists(indices, spec, blocks, queries)
-    return [TilePass(tile, rows, heads, -(-per_group // heads), lists, None, 0, 1)]
+def _tile_shapes(per_group: int, chosen: int, plan: TilePlan) -> list[tuple[Launch, TileShape]]:
+    """The tiles of each pass: large, then small ones where it is decided for each large tile; else one kind."""
+    small, large = (_tile_shape(per_group, chosen, params) for params in (plan.small, plan.large))
+    many = large.queries // small.queries * small.queries  # large tiles consist of whole small ones
+    if plan.method == "adaptive" and many > small.queries:
+        return [(plan.large, large._replace(queries=many)), (plan.small, small)]
+    return [(plan.large, large) if plan.method == "tile" else (plan.small, small)]
 
 
-def _tile_shape(per_group: int, chosen: int, tile: TileParams) -> tuple[int, int, int]:
-    """(rows, heads, queries) of a tile: `rows` cut to what the mask bits can tell apart."""
-    rows = tile.rows
+def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
+    """The rows of a launch, reduced to what the mask bits can tell apart."""
+    rows = params.rows
     while rows > MAX_TILE_QUERIES * per_group:
         rows //= 2
     heads = min(per_group, rows)
-    return rows, heads, max(1, min(rows // heads, tile.queries, MAX_CANDIDATES // chosen))
+    return TileShape(rows, heads, max(1, min(rows // heads, MAX_TILE_QUERIES, MAX_CANDIDATES // chosen)))
 
 
-def tile_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, queries: int) -> TileLists:
-    """The union of the blocks of each `queries` neighbouring queries."""
-    return _tile_lists(indices, spec, blocks, queries, None, 0.0, None)
+def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
+    """The launches that together cover every query once."""
+    *larger, (params, shape) = _tile_shapes(per_group, indices.shape[3], plan)
+    lists = tile_lists(indices, spec, blocks, shape.queries)
+    if not larger:
+        return [TilePass(params, shape, lists)]
+    ((large_params, large),) = larger
+    wide = tile_lists(indices, spec, blocks, large.queries, lists, plan.ratio)
+    lists = replace(lists, take=wide.take)
+    return [TilePass(large_params, large, wide, 1), TilePass(params, shape, lists, 0, large.queries // shape.queries)]
 
 
-def tile_lists_where_cheaper(
-    indices: Tensor, spec: NSASpec, blocks: Blocks, queries: int, small: TileLists, ratio: float
-) -> tuple[TileLists, Tensor]:
-    """The same for large tiles, and for each [P, tiles] int32 whether it should be used: 1 where its union,
-    at `ratio` times the cost per entry, costs no more than those of the small tiles that it covers."""
-    assert queries % small.queries == 0
-    batch, tokens, groups, _ = indices.shape
-    take = torch.empty(batch * groups, -(-tokens // queries), dtype=torch.int32, device=indices.device)
-    return _tile_lists(indices, spec, blocks, queries, small, ratio, take), take
+def list_bytes(indices: Tensor, blocks: int, per_group: int, plan: TilePlan) -> list[int]:
+    """Bytes of the lists of each pass, counts included."""
+    batch, tokens, groups, chosen = indices.shape
+    return [
+        batch * groups * cdiv(tokens, shape.queries) * 8 * (min(shape.queries * chosen, blocks) + 1)
+        for _, shape in _tile_shapes(per_group, chosen, plan)
+    ]
 
 
-def _tile_lists(
-    indices: Tensor,
-    spec: NSASpec,
-    blocks: Blocks,
-    queries: int,
-    small: TileLists | None,
-    ratio: float,
-    take: Tensor | None,
+def tile_lists(
+    indices: Tensor, spec: NSASpec, blocks: Blocks, queries: int, small: TileLists | None = None, ratio: float = 0.0
 ) -> TileLists:
+    """The union of the blocks of each `queries` neighbouring queries. With the lists of `small` tiles also `take`: 1
+    where a tile's union, at `ratio` times the cost per entry, costs no more than those of the small tiles it covers."""
+    assert small is None or queries % small.queries == 0
     assert 1 <= queries <= MAX_TILE_QUERIES
     batch, tokens, groups, chosen = indices.shape
-    tiles = -(-tokens // queries)
+    tiles = cdiv(tokens, queries)
     capacity = min(queries * chosen, blocks.count)
     pairs = batch * groups
     entries = torch.empty(pairs, tiles, capacity, dtype=torch.int64, device=indices.device)
     counts = torch.empty(pairs, tiles, 2, dtype=torch.int32, device=indices.device)
+    take = None if small is None else torch.empty(pairs, tiles, dtype=torch.int32, device=indices.device)
     width = power_of_2(queries * chosen)
     at_once = max(1, 512 // width)
     _tile_lists_kernel[(pairs * cdiv(tiles, at_once),)](
-        indices,
-        *indices.stride(),
-        blocks.doc_start,
-        entries,
-        counts,
-        counts if small is None else small.counts,
-        counts if take is None else take,
-        ratio,
-        tokens,
-        groups,
-        tiles,
-        0 if small is None else small.tiles,
-        capacity,
-        CHOSEN=chosen,
-        QUERIES=queries,
-        WIDTH=width,
-        TILES=at_once,
-        SEL=spec.sel_block,
-        PACKED=blocks.packed,
+        indices, *indices.stride(), blocks.doc_start, entries, counts,
+        counts if small is None else small.counts, counts if take is None else take,
+        ratio, tokens, groups, tiles, 0 if small is None else small.tiles, capacity,
+        CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=spec.sel_block, PACKED=blocks.packed,
         SUB=0 if small is None else queries // small.queries,
         SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries),
-        UNROLL=chosen <= 32,
-        num_warps=4 if width <= 1024 else 8,
-    )
-    return TileLists(queries, tiles, capacity, entries, counts)
+        UNROLL=chosen <= 32, num_warps=4 if width <= 1024 else 8,
+    )  # fmt: skip
+    return TileLists(queries, tiles, capacity, entries, counts, take)
 
 
 @triton.jit(do_not_specialize=["tokens", "groups", "tiles", "small_tiles", "capacity"])
 def _tile_lists_kernel(
-    idx_ptr,
-    stride_b,
-    stride_s,
-    stride_g,
-    stride_n,
-    doc_start_ptr,  # [S]
-    entries_ptr,  # [P, tiles, capacity]
-    counts_ptr,  # [P, tiles, 2]
-    small_counts_ptr,  # [P, small_tiles, 2]
-    take_ptr,  # [P, tiles]
-    ratio,
-    tokens,
-    groups,
-    tiles,
-    small_tiles,
-    capacity,
-    CHOSEN: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
-    SEL: tl.constexpr,
-    PACKED: tl.constexpr,
-    SUB: tl.constexpr,
-    SUB_WIDTH: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    idx_ptr, stride_b, stride_s, stride_g, stride_n,
+    doc_start_ptr, entries_ptr, counts_ptr,  # [S]; [P, tiles, capacity]; [P, tiles, 2]
+    small_counts_ptr, take_ptr,  # [P, small_tiles, 2]; [P, tiles]
+    ratio, tokens, groups, tiles, small_tiles, capacity, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, SUB: tl.constexpr,
+    SUB_WIDTH: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Every candidate (query of the tile, place) is compared with all of its tile: who else chose it, and is
     it the first to name its block. Quadratic in a few hundred candidates, which beats sorting them."""
     per_pair = tl.cdiv(tiles, TILES)
@@ -292,14 +263,9 @@ def unit_stride(x: Tensor) -> Tensor:
 
 @triton.jit
 def decode_tile(
-    tokens,
-    tiles,
-    PER_GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    tokens, tiles, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_TILES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """(pair int64, tile, and per row: slot, query, head of the group, whether it exists) of this program.
     Neighbouring programs read neighbouring queries of one pair, whose keys then stay in L2; late ones first,
     since they have most to read."""
@@ -312,18 +278,3 @@ def decode_tile(
     head = head_tile * HEADS + row % HEADS
     t = tile * QUERIES + slot
     return pair.to(tl.int64), tile, slot, t, head, (slot < QUERIES) & (head < PER_GROUP) & (t < tokens)
-
-
-@triton.jit
-def load_tile(ptrs, row_ok, d, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr):
-    """ptrs [rows, BLOCK_D] -> values, 0 where a row or a channel does not exist."""
-    if CHECK_ROWS:
-        if D == BLOCK_D:
-            return tl.load(ptrs, mask=row_ok[:, None], other=0.0)
-        else:
-            return tl.load(ptrs, mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
-    else:
-        if D == BLOCK_D:
-            return tl.load(ptrs)
-        else:
-            return tl.load(ptrs, mask=(d < D)[None, :], other=0.0)

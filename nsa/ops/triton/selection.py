@@ -1,85 +1,54 @@
-"""Which blocks each query reads: block scores on tensor cores, then an exact top-k, in two kernels.
+"""Which blocks each query reads: block scores, then an exact top-k, in two kernels (`selection_kernels.py`).
 
-Promises the results of the reference twin: ascending indices padded with -1, forced blocks always in, equal
-scores to the lower index. Block scores exist for a chunk of queries at a time (`Params.workspace_bytes`).
-
-Scores. A second pass over q.k with the log-sum-exp known. Tiles are transposed, compressed tokens as rows and
-(head, query) as columns with the head slow, because then the sum over a group's heads stays inside a thread
-and costs no shuffles. Visibility depends on the query alone: it is applied after that sum, h times cheaper.
-Compressed token c of block j gives to block j and, where it sticks out, to block j+1 (cmp_block never exceeds
-sel_block): the two shares are stored as two planes, own[j] and next[j], and score j is own[j] + next[j-1]. No
-token is computed twice, nothing is carried between tiles, and every block's terms are added in one order, so
-that equal inputs give equal scores to the last bit.
-
-Top-k. Scores are not negative: their bits order like integers. One program per row keeps them in registers,
-finds the k-th largest by bisection on the bits, and compacts what lies above it by a prefix sum: the order is
-ascending by construction, and ties are cut off by their rank.
+Promises the results of the reference: ascending indices padded with -1, forced blocks always in, equal scores to the
+lower index. Block scores exist for a chunk of queries at a time (`SCORE_BYTES`). A launch of the scores has compressed
+tokens as rows and heads x queries as columns; one of the top-k has, as columns, the blocks that its warps keep in
+registers.
 
 Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.layout import num_blocks, token_layout
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import common
-from nsa.ops.triton.common import arch_of, cdiv, launch_on, power_of_2
+from nsa.ops.triton import launch
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
+SCORE_BYTES = 256 << 20  # of one chunk of queries
 
-
-@dataclass(frozen=True)
-class Params:
-    """Launch parameters. `columns` (heads x queries) by `tokens` (compressed) is one tile of scores; a row's
-    top-k keeps at most `pick_per_thread` blocks in each thread of at most `pick_warps` warps."""
-
-    columns: int = 128
-    tokens: int = 128
-    num_warps: int = 8
-    num_stages: int = 2
-    pick_per_thread: int = 32
-    pick_warps: int = 16
-    workspace_bytes: int = 256 << 20
-
-
-# (architecture, head size class, bytes of an element) -> parameters; found by counting registers and
-# shared memory, see the benchmark for re-tuning. Head size classes are powers of two.
-_TABLE: dict[tuple[int, int, int], Params] = {
-    (90, 64, 2): Params(128, 64, 4, 3),
-    (90, 128, 2): Params(128, 64, 4, 2),
-    (90, 256, 2): Params(128, 64, 4, 2),
-    (80, 64, 2): Params(64, 64, 4, 3),
-    (80, 128, 2): Params(64, 64, 4, 3),
-    (80, 256, 2): Params(64, 64, 4, 2),
-    (90, 64, 4): Params(64, 32, 8, 1),
-    (90, 128, 4): Params(64, 32, 8, 1),
-    (90, 256, 4): Params(32, 32, 4, 1),
-    (80, 64, 4): Params(64, 32, 8, 1),
-    (80, 128, 4): Params(64, 32, 8, 1),
-    (80, 256, 4): Params(32, 32, 4, 1),
-}
-
-
-def default_params(arch: int, dim: int, itemsize: int) -> Params:
-    """The table's entry for a compute capability (80, 90; newer ones count as 90)."""
-    size = 64 if dim <= 64 else 128 if dim <= 128 else 256
-    return _TABLE[80 if arch < 90 else 90, size, itemsize]
+# Found by counting registers and shared memory.
+LAUNCHES = LaunchTable(
+    {
+        ("score", "sm90", 64): Launch(64, 128, 4, 3),
+        ("score", "sm90", 256): Launch(64, 128, 4, 2),
+        ("score", "sm80", 128): Launch(64, 64, 4, 3),
+        ("score", "sm80", 256): Launch(64, 64, 4, 2),
+        ("score", "fp32", 128): Launch(32, 64, 8, 1),
+        ("score", "fp32", 256): Launch(32, 32, 4, 1),
+        ("pick", "sm80", 256): Launch(1, 16384, 16),
+    }
+)
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run queries like q with key/value heads like v's, or None."""
     if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
         return f"block selection takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    return common.refusal(q, v)
+    return launch.refusal(q, v)
+
+
+def default_params(q: Tensor, k: Tensor, card: Card | None = None) -> tuple[Launch, Launch]:
+    """The launches of scores and top-k."""
+    return LAUNCHES.find("score", q, k, card), LAUNCHES.find("pick", q, k, card)
 
 
 def forward(
@@ -88,109 +57,98 @@ def forward(
     lse: Tensor,
     spec: NSASpec,
     cu_seqlens: Tensor | None,
-    params: Params | None = None,
+    params: tuple[Launch, Launch] | None = None,
 ) -> Tensor:
     """q [B,S,H,D], k [B,N,G,D], lse [B,S,H] -> indices [B,S,G,num_selected] int32."""
     batch, tokens, heads, dim = q.shape
     groups = k.shape[2]
-    if params is None:
-        params = default_params(arch_of(q), dim, q.element_size())
+    score, pick = params or default_params(q, k)
     indices = torch.empty(batch, tokens, groups, spec.num_selected, dtype=torch.int32, device=q.device)
     if indices.numel() == 0:
         return indices
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = unit_last(q), unit_last(k)
 
     wide = k.shape[1] * k.stride(1) >= 1 << 31  # else 32-bit offsets inside a head: a tenth of the loop
-    constants = score_constants(spec, heads // groups, dim, wide, params)
+    constants = score_constants(spec, heads // groups, dim, wide, score)
     packed = cu_seqlens is not None
     layout = token_layout(tokens, spec, cu_seqlens, q.device) if packed else None
     doc_start, cmp_start = (layout.doc_start, layout.cmp_start) if layout else (indices, indices)
-    # Without documents the first rows see too few blocks to need scores; packed, any row may be such a one.
-    scored_from = 0 if packed else spec.num_selected * spec.sel_block
-    no_scores = scored_from >= tokens or spec.num_selected == spec.num_init + spec.num_local
-
-    planes = constants["PLANES"]
-    query_tile = constants["QT"]
-    chunks = [(0, batch, 0, tokens)]
-    if not no_scores:
-        chunks = plan_chunks(batch, tokens, groups * planes, scored_from, query_tile, spec, params)
-    workspace = _workspace(chunks, groups * planes, scored_from, spec, q.device, no_scores)
+    planes, query_tile = constants["PLANES"], constants["QT"]
+    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, SCORE_BYTES)
+    size = score_elements(chunks, groups * planes, scored_from, spec)
+    workspace = torch.empty(max(1, size), dtype=torch.float32, device=q.device)
 
     with launch_on(q):
         for b0, b1, first, stop in chunks:
             score_first = max(first, scored_from)
             width = block_width(stop, spec)
-            if not no_scores and stop > score_first:
+            if size and stop > score_first:
                 tiles = cdiv(stop - score_first, query_tile)
-                _score_kernel[(tiles * (b1 - b0) * groups,)](
+                score_kernel[(tiles * (b1 - b0) * groups,)](
                     q, k, lse, workspace, doc_start, cmp_start,
                     b0, b1 - b0, score_first, stop, k.shape[1], width, groups,
                     *q.stride()[:3], *k.stride()[:3], *lse.stride(),
                     dim**-0.5 * LOG2E,
-                    **constants, PACKED=packed, num_warps=params.num_warps, num_stages=params.num_stages,
+                    **constants, PACKED=packed, num_warps=score.num_warps, num_stages=score.num_stages,
                 )  # fmt: skip
-            pick, warps = pick_constants(spec, width, params)
-            _pick_kernel[((stop - first) * (b1 - b0) * groups,)](
+            pick_args, warps = pick_constants(spec, width, pick)
+            pick_kernel[((stop - first) * (b1 - b0) * groups,)](
                 workspace, indices, doc_start,
                 b0, first, stop, score_first, tokens, width, groups,
-                **pick, PLANES=planes, PACKED=packed, num_warps=warps,
+                **pick_args, PLANES=planes, PACKED=packed, num_warps=warps,
             )  # fmt: skip
     return indices
 
 
-# What follows from shapes alone is worked out once for each; whoever gets it only reads it.
+def forward_workspace(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
+    """Bytes that `forward` holds on top of arguments and results: the block scores of its largest chunk."""
+    batch, tokens, heads, dim = q.shape
+    groups = k.shape[2]
+    constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
+    planes = groups * constants["PLANES"]
+    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, cu_seqlens is not None, SCORE_BYTES)
+    return 4 * score_elements(chunks, planes, scored_from, spec)
+
+
+# What follows from shapes alone is computed once for each; callers only read it.
 
 
 @lru_cache(maxsize=256)
-def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params: Params) -> dict[str, Any]:
+def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params: Launch) -> dict[str, Any]:
     """The compile-time constants of the score kernel."""
     heads = power_of_2(per_group)
     columns = max(heads, min(params.columns, heads * 64))  # more queries than 64 cost registers
     chunks = spec.sel_block // spec.cmp_stride
     padded = power_of_2(chunks)
-    per_tile = min(padded, params.tokens)
+    per_tile = min(padded, params.rows)
     # A head size such as 192 is two products, 128 + 64, rather than one padded to 256.
     low = 1 << (dim.bit_length() - 1)
     return {
-        "D": dim,
-        "D0": low,
-        "D1": max(16, power_of_2(dim - low)) if dim > low else 0,
-        "HEADS": per_group,
-        "HP": heads,
-        "QT": columns // heads,
-        "BJ": params.tokens // per_tile,
-        "BC": per_tile,
-        "PARTS": padded // per_tile,
-        "R": chunks,
-        "CHUNKS": spec.cmp_block // spec.cmp_stride,
+        "D": dim, "D0": low, "D1": max(16, power_of_2(dim - low)) if dim > low else 0,
+        "HEADS": per_group, "HP": heads, "QT": columns // heads,
+        "BJ": params.rows // per_tile, "BC": per_tile, "PARTS": padded // per_tile,
+        "R": chunks, "CHUNKS": spec.cmp_block // spec.cmp_stride,
         "PLANES": 1 if spec.cmp_block == spec.cmp_stride else 2,
-        "CMP_BLOCK": spec.cmp_block,
-        "CMP_STRIDE": spec.cmp_stride,
-        "SEL_BLOCK": spec.sel_block,
-        "NUM_SELECTED": spec.num_selected,
-        "NUM_INIT": spec.num_init,
-        "NUM_LOCAL": spec.num_local,
+        "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
+        "NUM_SELECTED": spec.num_selected, "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
         "WIDE": wide,
-    }
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def pick_constants(spec: NSASpec, width: int, params: Params) -> tuple[dict[str, Any], int]:
+def pick_constants(spec: NSASpec, width: int, params: Launch) -> tuple[dict[str, Any], int]:
     """The compile-time constants of the top-k kernel for rows of at most `width` blocks, and its warps."""
     block = max(32, power_of_2(width))
-    warps = min(params.pick_warps, power_of_2(cdiv(block, 32 * params.pick_per_thread)))
-    block = min(block, 32 * params.pick_per_thread * warps)
+    per_warp = params.columns // params.num_warps
+    warps = min(params.num_warps, power_of_2(cdiv(block, per_warp)))
+    block = min(block, per_warp * warps)
     tiled = width > block
     constants = {
         "BLOCK": max(32, block // 4) if tiled else block,  # the loop over tiles needs registers of its own
-        "SMALL": max(32, block // 8),
-        "TILED": tiled,
-        "SEL_BLOCK": spec.sel_block,
-        "NUM_SELECTED": spec.num_selected,
-        "NUM_PADDED": power_of_2(spec.num_selected),
-        "NUM_INIT": spec.num_init,
-        "NUM_LOCAL": spec.num_local,
-    }
+        "SMALL": max(32, block // 8), "TILED": tiled, "SEL_BLOCK": spec.sel_block,
+        "NUM_SELECTED": spec.num_selected, "NUM_PADDED": power_of_2(spec.num_selected),
+        "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
+    }  # fmt: skip
     return constants, warps
 
 
@@ -201,16 +159,19 @@ def block_width(stop: int, spec: NSASpec) -> int:
 
 @lru_cache(maxsize=256)
 def plan_chunks(
-    batch: int, tokens: int, planes: int, scored_from: int, query_tile: int, spec: NSASpec, params: Params
-) -> list[tuple[int, int, int, int]]:
-    """Cuts the work into (batch from, to, query from, to) so that each piece's scores fit the workspace,
-    as far as single tiles of queries allow."""
+    batch: int, tokens: int, planes: int, query_tile: int, spec: NSASpec, packed: bool, limit: int
+) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """The first query that needs scores, and the work cut into (batch from, to, query from, to) so that the scores of
+    each chunk fit `limit` bytes, as far as single tiles of queries allow."""
+    # Without documents the first queries see too few blocks to need scores; packed, any query may be such a one.
+    scored_from = 0 if packed else spec.num_selected * spec.sel_block
+    if scored_from >= tokens or _all_forced(spec):
+        return scored_from, [(0, batch, 0, tokens)]
 
     def row_bytes(stop: int) -> int:
         return 4 * planes * block_width(stop, spec)
 
-    budget = params.workspace_bytes
-    batch_step = min(batch, max(1, budget // (row_bytes(tokens) * min(query_tile, tokens))))
+    batch_step = min(batch, max(1, limit // (row_bytes(tokens) * min(query_tile, tokens))))
     pieces = []
     first = 0
     while first < tokens:
@@ -221,276 +182,23 @@ def plan_chunks(
             stop = min(tokens, start + tiles * query_tile)
             return batch_step * (stop - start) * row_bytes(stop)
 
-        tiles = max(1, bisect_right(range(1, most + 1), budget, key=cost))
+        tiles = max(1, bisect_right(range(1, most + 1), limit, key=cost))
         stop = min(tokens, start + tiles * query_tile)
         pieces.append((first, stop))
         first = stop
-    return [(b, min(b + batch_step, batch), first, stop) for b in range(0, batch, batch_step) for first, stop in pieces]
+    chunks = [(b, min(b + batch_step, batch), *piece) for b in range(0, batch, batch_step) for piece in pieces]
+    return scored_from, chunks
 
 
-def _workspace(
-    chunks: list[tuple[int, int, int, int]],
-    planes: int,
-    scored_from: int,
-    spec: NSASpec,
-    device: torch.device,
-    no_scores: bool,
-) -> Tensor:
-    """One buffer for the scores of the largest chunk: [B, S, G, planes, width] of that chunk."""
-    size = 1
-    if not no_scores:
-        size = max(
-            (b1 - b0) * max(0, stop - max(first, scored_from)) * planes * block_width(stop, spec)
-            for b0, b1, first, stop in chunks
-        )
-    return torch.empty(size, dtype=torch.float32, device=device)
+def score_elements(chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: NSASpec) -> int:
+    """Scores of the largest chunk, [B, S, G, planes, width] of that chunk; 0 where none are needed."""
+    if _all_forced(spec):
+        return 0
+    return max(
+        (b1 - b0) * max(0, stop - max(first, scored_from)) * planes * block_width(stop, spec)
+        for b0, b1, first, stop in chunks
+    )
 
 
-@triton.jit
-def _score_tiles(
-    q0, q1, shift, k_base, stride_kn, out, out_row, position, wanted, base, slots, width, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    HP: tl.constexpr, QT: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
-    R: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr,
-    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The scores of those queries that are `wanted`, all of one document whose slots start at `base`."""
-    BN: tl.constexpr = BJ * BC
-    visible = tl.where(position + 1 >= CMP_BLOCK, (position + 1 - CMP_BLOCK) // CMP_STRIDE + 1, 0)  # [QT]
-    newest = tl.max(tl.where(wanted, position, 0), axis=0) // SEL_BLOCK
-    # Forced blocks need no score, but the first unforced one takes a share from the block before it.
-    first: tl.constexpr = NUM_INIT - 1 if NUM_INIT > 0 else 0
-    stop = newest - NUM_LOCAL + 1
-
-    row = tl.arange(0, BN)
-    d0 = tl.arange(0, D0)
-    chunk = tl.arange(0, BC)
-    for j0 in range(first, stop, BJ):
-        own = tl.zeros([BJ, QT], dtype=tl.float32)
-        nxt = tl.zeros([BJ, QT], dtype=tl.float32)
-        for part in tl.static_range(PARTS):
-            place = part * BC + row % BC  # within the block; R of a power of two are real
-            token = (j0 + row // BC) * R + place  # within the document, [BN]
-            # Clamped rather than masked: what lies behind the end is not visible, and a mask costs more.
-            slot = tl.minimum(base + token, slots - 1)
-            k_row = k_base + (slot.to(tl.int64) if WIDE else slot) * stride_kn
-            k0 = tl.load(k_row[:, None] + d0[None, :])
-            s = tl.dot(k0, q0, input_precision="ieee")  # [BN, HP*QT]
-            if D1 > 0:
-                d1 = D0 + tl.arange(0, D1)
-                k1 = tl.load(k_row[:, None] + d1[None, :], mask=(d1 < D)[None, :], other=0.0)
-                s = tl.dot(k1, q1, acc=s, input_precision="ieee")
-            p = tl.exp2(s * scale + shift[None, :])
-            p = tl.sum(tl.reshape(p, [BN, HP, QT]), axis=1)
-            p = tl.where((place < R)[:, None] & (token[:, None] < visible[None, :]), p, 0.0)
-            p = tl.reshape(p, [BJ, BC, QT])
-            left = R - (part * BC + chunk)  # chunks from this compressed token's start to the block's end
-            own_weight = tl.minimum(left, CHUNKS).to(tl.float32)
-            own += tl.sum(p * own_weight[None, :, None], axis=1)
-            if PLANES == 2:
-                next_weight = tl.maximum(CHUNKS - left, 0).to(tl.float32)
-                nxt += tl.sum(p * next_weight[None, :, None], axis=1)
-        block = j0 + tl.arange(0, BJ)
-        place = out + out_row[None, :] + block[:, None]
-        if PLANES == 2:
-            # next[j] lies where own[j+1] does, one plane on, so that the reader needs no shift.
-            plane = tl.arange(0, 2)[None, None, :]
-            ok = wanted[None, :, None] & (block[:, None, None] + plane < width)
-            tl.store(place[:, :, None] + plane * (width + 1), tl.join(own, nxt), mask=ok)
-        else:
-            tl.store(place, own, mask=wanted[None, :] & (block < width)[:, None])
-
-
-@triton.jit(do_not_specialize=["b0", "batch", "row_first", "row_stop", "slots"])
-def _score_kernel(
-    q, k, lse, out, doc_start, cmp_start,
-    b0, batch, row_first, row_stop, slots, width, groups,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_ls, stride_lh,
-    scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEADS: tl.constexpr,
-    HP: tl.constexpr, QT: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
-    R: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr,
-    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    WIDE: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """One program: QT neighbouring queries, all heads of one group. out [batch, rows, G, PLANES, width]."""
-    pid = tl.program_id(0)
-    g = pid % groups
-    b = pid // groups % batch
-    # The last queries see most: they start first, so that no long program starts at the end.
-    tile = tl.cdiv(row_stop - row_first, QT) - 1 - pid // (groups * batch)
-    s_first = row_first + tile * QT
-
-    column = tl.arange(0, HP * QT)  # head slow, query fast
-    head = column // QT
-    s_column = s_first + column % QT
-    real = (head < HEADS) & (s_column < row_stop)
-    b64 = (b0 + b).to(tl.int64)
-    s64 = s_column.to(tl.int64)
-    h64 = (g * HEADS + head).to(tl.int64)
-    q_row = q + b64 * stride_qb + s64 * stride_qs + h64 * stride_qh
-    d0 = tl.arange(0, D0)
-    q0 = tl.trans(tl.load(q_row[:, None] + d0[None, :], mask=real[:, None], other=0.0))  # [D0, HP*QT]
-    q1 = q0
-    if D1 > 0:
-        d1 = D0 + tl.arange(0, D1)
-        mask = real[:, None] & (d1 < D)[None, :]
-        q1 = tl.trans(tl.load(q_row[:, None] + d1[None, :], mask=mask, other=0.0))
-    row_lse = tl.load(lse + b64 * stride_lb + s64 * stride_ls + h64 * stride_lh, mask=real, other=0.0)
-    # exp2(x - inf) = 0 takes the padding out of the sum over heads.
-    shift = tl.where(row_lse == -float("inf"), 0.0, row_lse * -1.4426950408889634)
-    shift = tl.where(real, shift, -float("inf"))
-
-    rows = s_first + tl.arange(0, QT)
-    exists = rows < row_stop
-    k_base = k + b64 * stride_kb + g.to(tl.int64) * stride_kg
-    out_row = ((b.to(tl.int64) * (row_stop - row_first) + (rows - row_first)) * groups + g) * (PLANES * width)
-    if PACKED:
-        starts = tl.load(doc_start + rows, mask=exists, other=0).to(tl.int32)
-        bases = tl.load(cmp_start + rows, mask=exists, other=0).to(tl.int32)
-        position = tl.where(exists, rows - starts, 0)
-        enough = exists & (position // SEL_BLOCK >= NUM_SELECTED)
-        # A tile may touch several documents; each has slots of its own, so they take turns.
-        at = s_first
-        end = tl.minimum(s_first + QT, row_stop)
-        while at < end:
-            start = tl.max(tl.where(rows == at, starts, 0), axis=0)
-            base = tl.max(tl.where(rows == at, bases, 0), axis=0)
-            same = exists & (starts == start)
-            wanted = enough & same
-            if tl.max(wanted.to(tl.int32), axis=0) > 0:
-                _score_tiles(
-                    q0, q1, shift, k_base, stride_kn, out, out_row, position, wanted,
-                    base, slots, width, scale,
-                    D, D0, D1, HP, QT, BJ, BC, PARTS, R, CHUNKS, PLANES,
-                    CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_INIT, NUM_LOCAL, WIDE,
-                )  # fmt: skip
-            at += tl.maximum(tl.sum(same.to(tl.int32), axis=0), 1)
-    else:
-        _score_tiles(
-            q0, q1, shift, k_base, stride_kn, out, out_row, tl.where(exists, rows, 0), exists,
-            0, slots, width, scale,
-            D, D0, D1, HP, QT, BJ, BC, PARTS, R, CHUNKS, PLANES,
-            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_INIT, NUM_LOCAL, WIDE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.constexpr):
-    """Blocks start .. start+BLOCK of a row as integer keys: score bits, or -1 outside [first, stop)."""
-    block = start + tl.arange(0, BLOCK)
-    # Whole vectors are read, inside the row since its length is a multiple of 16; the rest is dropped below.
-    readable = block < tl.cdiv(stop, 16) * 16
-    score = tl.load(row + block, mask=readable, other=0.0)
-    if PLANES == 2:
-        before = tl.load(row + width + block, mask=readable, other=0.0)
-        score += tl.where(block > 0, before, 0.0)
-    # Whatever is not a number counts as 0, so that the keys have one order.
-    score = tl.where(score > 0.0, score, 0.0)
-    inside = (block >= first) & (block < stop)
-    return block, tl.where(inside, score.to(tl.int32, bitcast=True), -1)
-
-
-@triton.jit
-def _pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
-    """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
-    block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES)
-    # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
-    high = tl.max(keys, axis=0) + 1
-    low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
-    count = stop - first
-    while (high - low > 1) & (count != FREE):
-        middle = low + ((high - low) >> 1)
-        reach = tl.sum((keys >= middle).to(tl.int32), axis=0)
-        enough = reach >= FREE
-        low = tl.where(enough, middle, low)
-        count = tl.where(enough, reach, count)
-        high = tl.where(enough, high, middle)
-    # Too many only when several keys equal `low`: of those the blocks before `cut` are taken.
-    cut = stop
-    if count > FREE:
-        ties = FREE - tl.sum((keys > low).to(tl.int32), axis=0)  # 1 or more
-        early = first
-        while cut - early > 1:  # fewer than `ties` lie before `early`, enough before `cut`
-            middle = early + ((cut - early) >> 1)
-            enough = tl.sum(((keys == low) & (block < middle)).to(tl.int32), axis=0) >= ties
-            cut = tl.where(enough, middle, cut)
-            early = tl.where(enough, early, middle)
-    chosen = (keys > low) | ((keys == low) & (block < cut))
-    # A prefix sum in two steps, within lines of 32 and over the lines, takes far fewer shuffles than one.
-    line = tl.reshape(chosen.to(tl.int32), [BLOCK // 32, 32])
-    in_line = tl.sum(line, axis=1)
-    place = tl.cumsum(line, axis=1) + (tl.cumsum(in_line, axis=0) - in_line)[:, None] - 1
-    tl.store(out + place, tl.reshape(block, [BLOCK // 32, 32]), mask=line > 0)
-
-
-@triton.jit
-def _pick_tiled(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
-    """As _pick_row for rows longer than the registers hold: every pass reads the scores again."""
-    low = 0
-    high = 0x7FFFFFFF
-    count = stop - first
-    while (high - low > 1) & (count != FREE):
-        middle = low + ((high - low) >> 1)
-        reach = 0
-        for start in range(0, stop, BLOCK):
-            block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
-            reach += tl.sum((keys >= middle).to(tl.int32), axis=0)
-        enough = reach >= FREE
-        low = tl.where(enough, middle, low)
-        count = tl.where(enough, reach, count)
-        high = tl.where(enough, high, middle)
-    ties = FREE
-    for start in range(0, stop, BLOCK):
-        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
-        ties -= tl.sum((keys > low).to(tl.int32), axis=0)
-    put = 0
-    for start in range(0, stop, BLOCK):
-        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
-        equal = (keys == low).to(tl.int32)
-        chosen = (keys > low) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= ties))
-        place = put + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(out + place, block, mask=chosen)
-        ties = tl.maximum(ties - tl.sum(equal, axis=0), 0)
-        put += tl.sum(chosen.to(tl.int32), axis=0)
-
-
-@triton.jit(do_not_specialize=["b0", "row_first", "row_stop", "score_first", "tokens"])
-def _pick_kernel(
-    scores, indices, doc_start,
-    b0, row_first, row_stop, score_first, tokens, width, groups,
-    BLOCK: tl.constexpr, SMALL: tl.constexpr, TILED: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    PLANES: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """One program: one query and group. indices [B, S, G, NUM_SELECTED]."""
-    FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
-    pid = tl.program_id(0)
-    g = pid % groups
-    s = row_first + pid // groups % (row_stop - row_first)
-    b = pid // (groups * (row_stop - row_first))
-    position = s
-    if PACKED:
-        position = s - tl.load(doc_start + s).to(tl.int32)
-    own = position // SEL_BLOCK
-    out = indices + (((b0 + b).to(tl.int64) * tokens + s) * groups + g) * NUM_SELECTED
-    place = tl.arange(0, NUM_PADDED)
-    if own < NUM_SELECTED:
-        tl.store(out + place, tl.where(place <= own, place, -1), mask=place < NUM_SELECTED)
-    else:
-        # More blocks than places, so the forced ones are apart: the first, then the free, then the newest.
-        forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
-        newest = own - (NUM_SELECTED - 1 - place)
-        tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
-        if FREE > 0:
-            scored = b.to(tl.int64) * (row_stop - score_first) + (s - score_first)
-            row = scores + (scored * groups + g) * (PLANES * width)
-            stop = own - NUM_LOCAL + 1
-            if TILED:
-                _pick_tiled(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
-            elif stop <= SMALL:
-                _pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, SMALL, PLANES, FREE)
-            else:
-                _pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
+def _all_forced(spec: NSASpec) -> bool:
+    return spec.num_selected == spec.num_init + spec.num_local

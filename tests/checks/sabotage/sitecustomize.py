@@ -29,11 +29,11 @@ def recompute_raises(recompute):
     recompute.checkpoint = checkpoint
 
 
-def win_raises(operators):
+def win_raises(library):
     def window_attention(*args, **options):
         raise RuntimeError("sabotage: window attention")
 
-    operators.window_attention = window_attention
+    library.window_attention = window_attention
 
 
 def fsdp_hangs(fsdp):
@@ -67,14 +67,14 @@ def _hang_in_backward(module, inputs, output):
 # By name: the module, and what is done to it once it is there.
 SABOTAGES = {
     "recompute_raises": ("nsa.parallel.recompute", recompute_raises),
-    "win_raises": ("nsa.ops.operators", win_raises),
+    "win_raises": ("nsa.ops.library", win_raises),
     "fsdp_hangs": ("nsa.parallel.fsdp", fsdp_hangs),
     "sel_gradient_wrong": ("nsa.ops.triton.selected", sel_gradient_wrong),
 }
 
 
 class Saboteur:
-    """Finds the modules that are to be patched, by asking everybody else."""
+    """Finds the modules to patch through the other finders."""
 
     def __init__(self, names):
         self.patches = {}
@@ -83,7 +83,7 @@ class Saboteur:
             self.patches.setdefault(module, []).append(patch)
 
     def find_spec(self, name, path=None, target=None):
-        patches = self.patches.pop(name, None)  # and not again: the search below comes by here
+        patches = self.patches.pop(name, None)  # only once: the search below calls this finder again
         if patches is None:
             return None
         spec = importlib.util.find_spec(name)

@@ -1,38 +1,30 @@
-"""What the tests of the compressed and the window kernels share: inputs, comparison, compilation.
+"""What the tests of the compressed and the window kernels share: inputs and comparison."""
 
-Run as a script, it compiles the kernels of one branch for one architecture with the checked-in launch
-parameters and prints what they take, one JSON object a line. That needs a process of its own, since the
-interpreter that the other tests use is switched on for a whole process.
-"""
-
+from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from nsa.ops.layout import num_slots
-from nsa.ops.reference import compressed as cmp_reference
-from nsa.ops.reference import window as win_reference
+from nsa.ops.reference import attention as reference
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import compressed as cmp_triton
-from nsa.ops.triton import window as win_triton
-from nsa.ops.triton.common import Launch
+from nsa.ops.triton import flash
+from nsa.ops.triton.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 SPEC = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, window=20)
-SMALL = Launch(block_m=32, block_n=16, num_warps=4, num_stages=1)
-BRANCHES: dict[str, tuple[ModuleType, ModuleType]] = {
-    "cmp": (cmp_triton, cmp_reference),
-    "win": (win_triton, win_reference),
-}
+SMALL = Launch(rows=32, columns=16, num_warps=4, num_stages=1)
+BRANCHES = {"cmp": (flash.compressed, reference.compressed), "win": (flash.window, reference.window)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of a kernel with its twin. `borders` packs documents."""
+    """One comparison of a kernel with the reference. `borders` packs documents, `splits` is the number of parts of dK
+    and dV where it is not chosen by the card."""
 
     tokens: int = 40
     heads: int = 4
@@ -43,6 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     spec: NSASpec = SPEC
     launch: Launch | None = SMALL
+    splits: int = 0
     borders: tuple[int, ...] | None = None
 
     def cu_seqlens(self) -> Tensor | None:
@@ -72,7 +65,9 @@ def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...]) -> dict[st
     q, k, v, do = tensors
     borders = case.cu_seqlens()
     o, lse = module.forward(q, k, v, case.spec, borders, case.launch)
-    grads = module.backward(do, q, k, v, o, lse, case.spec, borders, case.launch, case.launch)
+    splits = mock.patch.object(flash, "num_splits", return_value=case.splits) if case.splits else nullcontext()
+    with splits:
+        grads = module.backward(do, q, k, v, o, lse, case.spec, borders, case.launch, case.launch)
     return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
 
 

@@ -11,11 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -23,13 +25,22 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nsa.ops import dispatch
 from nsa.ops.layout import num_slots
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton import launch
 
 FILES = (
-    "common", "compress", "compressed", "flash", "mix", "selected", "selected_backward", "selected_lists",
-    "selected_query_grads", "selected_tiles", "selection", "window",
-)  # fmt: skip
+    "launch",
+    "compress",
+    "flash",
+    "mix",
+    "selected",
+    "selected_backward",
+    "selected_lists",
+    "selected_tiles",
+    "selection",
+)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -38,7 +49,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-MULTIPROCESSORS = {80: 108, 90: 132}
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 120: 170}
 SPEC = NSASpec()
 
 
@@ -79,32 +90,24 @@ class Recorder:
         return lambda *args, **options: self.launches.append((self.kernel, args, options))
 
 
-def recorded(arch: int, plan: Plan) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The launches of all operators, forward and backward."""
+@contextmanager
+def recording(arch: int) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Inside, kernels only note their launches, as if on a card of that architecture: (kernel, arguments, options)."""
     launches: list[Any] = []
-    modules = {name: import_module(f"nsa.ops.triton.{name}") for name in FILES}
-    kept = []
-    for module in modules.values():
-        for name, value in list(vars(module).items()):
-            stand_in: Any = None
-            if name.endswith("_kernel"):
-                stand_in = Recorder(value, launches)
-            elif name == "arch_of":
-                stand_in = lambda x: arch  # noqa: E731
-            elif name == "multiprocessors":
-                stand_in = lambda x: MULTIPROCESSORS[arch]  # noqa: E731
-            if stand_in is not None:
-                kept.append((module, name, value))
-                setattr(module, name, stand_in)
-    try:
-        attend(plan, modules)
-    finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
-    return launches
+    card = launch.Card(launch.card_class(arch), MULTIPROCESSORS[arch])
+    with ExitStack() as patches:
+        for module in (import_module(f"nsa.ops.triton.{name}") for name in FILES):
+            for name, value in list(vars(module).items()):
+                if name.endswith("_kernel"):
+                    patches.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
+                elif name == "card_of":
+                    patches.enter_context(mock.patch.object(module, name, return_value=card))
+        yield launches
 
 
-def attend(plan: Plan, m: dict[str, ModuleType]) -> None:
+def attend(plan: Plan) -> None:
+    """All operators, forward and backward."""
+    phi, cmp, select, sel, win, mix = (dispatch.kernels_for(operator) for operator in dispatch.OPERATORS)
     dtype = getattr(torch, plan.dtype)
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -121,22 +124,22 @@ def attend(plan: Plan, m: dict[str, ModuleType]) -> None:
         tokens(plan.heads, plan.dv),
     )
     slots = num_slots(plan.tokens, SPEC, packed=plan.packed)
-    k_cmp = m["compress"].mean(k, SPEC, borders)
+    k_cmp = phi.mean(k, SPEC, borders)
     assert k_cmp.shape[1] == slots
-    m["compress"].mean_backward(k_cmp, plan.tokens, SPEC, borders)
+    phi.mean_backward(k_cmp, plan.tokens, SPEC, borders)
     weight = tensor(SPEC.cmp_block, plan.dv, plan.dv)
-    v_cmp = m["compress"].contract(v, weight, SPEC, borders)
-    m["compress"].contract_backward(v_cmp, v, weight, SPEC, borders)
-    o, lse = m["compressed"].forward(q, k_cmp, v_cmp, SPEC, borders)
-    m["compressed"].backward(do, q, k_cmp, v_cmp, o, lse, SPEC, borders)
-    indices = m["selection"].forward(q, k_cmp, lse, SPEC, borders)
-    o, lse = m["selected"].forward(q, k, v, indices, SPEC, borders)
-    m["selected"].backward(do, q, k, v, indices, o, lse, SPEC, borders)
-    o, lse = m["window"].forward(q, k, v, SPEC, borders)
-    m["window"].backward(do, q, k, v, o, lse, SPEC, borders)
+    v_cmp = phi.contract(v, weight, SPEC, borders)
+    phi.contract_backward(v_cmp, v, weight, SPEC, borders)
+    o, lse = cmp.forward(q, k_cmp, v_cmp, SPEC, borders)
+    cmp.backward(do, q, k_cmp, v_cmp, o, lse, SPEC, borders)
+    indices = select.forward(q, k_cmp, lse, SPEC, borders)
+    o, lse = sel.forward(q, k, v, indices, SPEC, borders)
+    sel.backward(do, q, k, v, indices, o, lse, SPEC, borders)
+    o, lse = win.forward(q, k, v, SPEC, borders)
+    win.backward(do, q, k, v, o, lse, SPEC, borders)
     gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
-    m["mix"].forward(o, o, o, gates)
-    m["mix"].backward(do, o, o, o, gates)
+    mix.forward(o, o, o, gates)
+    mix.backward(do, o, o, o, gates)
 
 
 def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -179,7 +182,9 @@ def assembler_report(ptx: str) -> str:
 def taken(arch: int, plan: Plan) -> list[Taken]:
     """What each different launch takes."""
     found: dict[tuple[str, str], Taken] = {}
-    for kernel, args, options in recorded(arch, plan):
+    with recording(arch) as launches:
+        attend(plan)
+    for kernel, args, options in launches:
         key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor)}))
         if key in found:
             continue

@@ -19,7 +19,7 @@ CASES = {
     "h16-packed": (777, 16, 1, 128, 128, torch.bfloat16, NSASpec(), [0, 5, 5, 300, 777]),
     "wide-keys-packed": (333, 12, 2, 192, 128, torch.float16, SMALL, [0, 100, 333]),
     "h1-fp32": (130, 4, 4, 32, 48, torch.float32, SMALL, None),
-    "borders-without-sense": (333, 4, 2, 64, 64, torch.bfloat16, SMALL, [9, -5, 10**6, 40, 7]),
+    "invalid-borders": (333, 4, 2, 64, 64, torch.bfloat16, SMALL, [9, -5, 10**6, 40, 7]),
 }
 
 
@@ -41,7 +41,7 @@ def attention(tokens, heads, groups, dk, dv, dtype, spec, borders):
     torch.autograd.grad(o.float().sum() + contracted.float().sum(), [q, *keys, *values, gates, weights])
 
 
-def indices_without_sense():
+def invalid_indices():
     q, k, v = (torch.randn(1, 500, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2))
     wild = torch.randint(-(2**31), 2**31 - 1, (1, 500, 2, 16), device="cuda", dtype=torch.int32)
     o = selected_attention(q, k, v, wild, NSASpec(), backend="triton")
@@ -51,7 +51,7 @@ def indices_without_sense():
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*CASES, "indices-without-sense"]:
-        indices_without_sense() if name not in CASES else attention(*CASES[name])
+    for name in sys.argv[1:] or [*CASES, "invalid-indices"]:
+        invalid_indices() if name not in CASES else attention(*CASES[name])
         torch.cuda.synchronize()
         print(f"{name}: ran", flush=True)

@@ -1,13 +1,13 @@
-"""Every kernel compiles for the A100 and the H100 within what the cards have, without a GPU at hand."""
+"""Every kernel compiles for the A100, the H100 and the RTX 4090 within what the cards have, without a GPU."""
 
 import pytest
 
-from tests.ops.triton.compiling import Plan, taken_elsewhere
+from tests.ops.triton.compiling import Plan, attend, recording, taken_elsewhere
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 KERNELS = {
     "_mean_kernel", "_mean_backward_kernel", "_contract_kernel", "_contract_dx_kernel", "_contract_dweight_kernel",
-    "forward_kernel", "dq_kernel", "dkv_kernel", "_score_kernel", "_pick_kernel", "_tile_lists_kernel",
+    "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
 }  # fmt: skip
@@ -37,7 +37,39 @@ def test_production_kernels_fit_the_card(arch, plan):
     check(arch, plan, spilled=128)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("plan", UNUSUAL, ids=str)
 def test_kernels_of_other_shapes_fit_the_card(arch, plan):
     check(arch, plan, spilled=1024)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PRODUCTION + UNUSUAL, ids=str)
+def test_kernels_fit_a_card_with_little_shared_memory(plan):
+    check(89, plan, spilled=1024)
+
+
+def test_every_kernel_file_classifies_a_card_alike():
+    """sm_120 is newer than sm_90 and has less shared memory than sm_80: no kernel may take Hopper's tiles there."""
+    plan = UNUSUAL[0]
+    launches = {}
+    for arch in (80, 86, 89, 90, 120):
+        with recording(arch) as recorded:
+            attend(plan)
+        launches[arch] = [
+            (
+                kernel.__name__,
+                options["num_warps"],
+                options.get("num_stages"),
+                options.get("BLOCK_M"),
+                options.get("ROWS"),
+            )
+            for kernel, _, options in recorded
+            if "num_warps" in options
+        ]
+    assert launches[86] == launches[89] == launches[120]
+    assert launches[86] != launches[80] != launches[90]
+    for small, large in zip(launches[86], launches[80], strict=True):
+        assert small[:2] == large[:2]
+        assert small[2] is None or small[2] <= large[2]

@@ -1,8 +1,6 @@
 """The mean and the contraction of blocks on Triton, forward and backward, against the float64 reference.
 
-Runs in the interpreter on a machine without a GPU, on the GPU otherwise. As a script it compiles the kernels
-for both architectures and prints what they need; the last test starts that in a process of its own, because
-the interpreter is a property of a process.
+Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
 """
 
 import pytest
@@ -12,7 +10,7 @@ from nsa.ops.layout import slot_layout
 from nsa.ops.reference import compress as reference
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import compress
-from nsa.ops.triton.compress import Params
+from nsa.ops.triton.launch import Launch
 
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -108,11 +106,11 @@ def test_every_geometry(sizes, cu):
 def test_head_sizes_and_widths(dim, width):
     x = tokens_of(30, None, dim=dim, batch=1)
     check_mean(x, SMALL, None)
-    check_contract(x, SMALL, None, width, Params(32, 32, 32))
+    check_contract(x, SMALL, None, width, Launch(32, 32, depth=32))
 
 
 def test_long_sums_are_cut_into_parts():
-    check_contract(tokens_of(300, None), SMALL, None, 16, Params(16, 16, 16))
+    check_contract(tokens_of(300, None), SMALL, None, 16, Launch(16, 16, depth=16))
 
 
 def test_strides_do_not_matter():
@@ -133,7 +131,7 @@ def test_strides_do_not_matter():
         assert torch.equal(got, want)
 
 
-def test_bad_borders_are_bent_never_followed():
+def test_invalid_borders_are_clamped():
     x = tokens_of(0, [0, 90])
     bad = borders([7, 900, -3, 50, 1 << 30])
     used = slot_layout(90, SMALL, bad, DEVICE).used

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.common import Launch
-from nsa.ops.triton.flash import LONGEST_SUM, Sight, num_splits
+from nsa.ops.triton.flash import LONGEST_SUM, KeyRange, num_splits
+from nsa.ops.triton.launch import INTERPRETER, Launch
 from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, poison, run_kernels
 
 BRANCH = "cmp"
@@ -58,5 +58,5 @@ def test_no_sum_over_queries_runs_over_too_many_rows(groups):
     tokens, per_group = 300_000, 16
     q = torch.empty(1, tokens, groups * per_group, 16, device="meta")
     k = torch.empty(1, tokens // 16, groups, 16, device="meta")
-    splits = num_splits(q, k, Sight(span=32, stride=16, window=0), Launch(64, 64, 4, 1))
+    splits = num_splits(q, k, KeyRange(span=32, stride=16, window=0), Launch(64, 64, 4, 1), INTERPRETER)
     assert tokens * per_group / splits <= LONGEST_SUM

@@ -1,8 +1,6 @@
 """The gated mix on Triton, forward and backward, against plain float64 arithmetic.
 
-Runs in the interpreter on a machine without a GPU, on the GPU otherwise. As a script it compiles the kernels
-for both architectures and prints what they need; the last test starts that in a process of its own, because
-the interpreter is a property of a process.
+Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
 """
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from nsa.ops.reference import mix as reference
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import mix
+from nsa.ops.triton.launch import Launch
 
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -55,7 +54,7 @@ def test_types_of_branches_and_gates(dtype, gate_dtype):
 @pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 65, 3, 48), (1, 63, 12, 128), (3, 5, 2, 256)])
 def test_every_shape(shape):
     branches, gates, do = tensors(shape, torch.float32, torch.float32)
-    check(branches, gates, do, mix.Params(elements=512))
+    check(branches, gates, do, Launch(512, 1))
 
 
 def test_strides_do_not_matter():

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops.reference import selected as reference
+from nsa.ops.reference.attention import selected as reference
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected, selected_backward, selected_lists, selected_tiles
-from nsa.ops.triton.selected_tiles import TileParams
+from nsa.ops.triton.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = NSASpec(cmp_block=8, cmp_stride=8, sel_block=16, num_selected=4, window=32)
@@ -124,7 +124,7 @@ def check(
     return o, lse, *grads
 
 
-NARROW, WIDE = TileParams(16, 4, 1, 16), TileParams(64, 4, 1, 32)
+NARROW, WIDE = Launch(16, 16, 4, 1), Launch(64, 32, 4, 1)
 
 
 @pytest.mark.parametrize("dq", ["fused", "separate"])
@@ -138,15 +138,15 @@ def test_every_method_agrees_with_the_reference(method: str, dq: str) -> None:
 def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
     indices = rows_of_blocks(1, 72, 1, SMALL).to(DEVICE)
     blocks = selected_lists.number_blocks(72, SMALL, None, indices.device)
-    params = selected_tiles.QueryParams("adaptive", NARROW, WIDE, 1.5)
+    params = selected_tiles.TilePlan("adaptive", NARROW, WIDE, 1.5)
     large, small = selected_tiles.plan_tiles(indices, SMALL, blocks, 6, params)
     assert (large.lists.queries, small.lists.queries, small.sub) == (10, 2, 5)
-    assert large.take is not None
-    assert large.take is small.take
-    for tile, take in enumerate(large.take[0].tolist()):
+    assert large.lists.take is not None
+    assert large.lists.take is small.lists.take
+    for tile, take in enumerate(large.lists.take[0].tolist()):
         covered = small.lists.counts[0, tile * 5 : tile * 5 + 5, 1].sum()
         assert take == int(large.lists.counts[0, tile, 1] * 1.5 <= covered)
-    assert set(large.take[0].tolist()) == {0, 1}
+    assert set(large.lists.take[0].tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("per_group", [1, 2, 3, 4, 6, 8, 12, 16])
@@ -157,14 +157,13 @@ def test_every_group_size(per_group: int) -> None:
 
 def test_more_heads_than_rows_in_a_tile() -> None:
     tensors = inputs(1, 19, 40, 1, 16, 16, torch.float32)
-    tile = TileParams(16, 4, 1, 32)
+    tile = Launch(16, 32, 4, 1)
     check(*tensors, rows_of_blocks(1, 19, 1, SMALL), SMALL, method="query", small=tile, large=tile)
 
 
 def test_one_query_per_program() -> None:
-    tensors = inputs(1, 30, 4, 1, 16, 16, torch.float32)
-    tile = TileParams(16, 1, 1, 16, queries=1)
-    check(*tensors, rows_of_blocks(1, 30, 1, SMALL), SMALL, method="query", small=tile, dq="separate")
+    tensors = inputs(1, 30, 16, 1, 16, 16, torch.float32)
+    check(*tensors, rows_of_blocks(1, 30, 1, SMALL), SMALL, method="query", small=Launch(16, 16, 1, 1), dq="separate")
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 63, 65])
@@ -242,8 +241,8 @@ def strided(x: Tensor) -> Tensor:
 
 
 def test_inputs_of_any_stride() -> None:
-    q, k, v, do = inputs(2, 20, 4, 2, 16, 16, torch.float32)
-    indices = rows_of_blocks(2, 20, 2, SMALL)
+    q, k, v, do = inputs(2, 12, 4, 2, 16, 16, torch.float32)
+    indices = rows_of_blocks(2, 12, 2, SMALL)
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do)]
     last_apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v, do)]
     spread = indices.repeat_interleave(2, -1)[..., ::2]
@@ -256,8 +255,8 @@ def test_inputs_of_any_stride() -> None:
 
 def test_many_indices_per_query() -> None:
     spec = NSASpec(cmp_block=4, cmp_stride=4, sel_block=4, num_selected=40, window=8)
-    tensors = inputs(1, 50, 4, 1, 16, 16, torch.float32)
-    indices = torch.cat([rows_of_blocks(1, 50, 1, spec)[..., :20], wild_indices(1, 50, 1, spec)[..., 20:]], -1)
+    tensors = inputs(1, 24, 4, 1, 16, 16, torch.float32)
+    indices = torch.cat([rows_of_blocks(1, 24, 1, spec)[..., :20], wild_indices(1, 24, 1, spec)[..., 20:]], -1)
     check(*tensors, indices, spec, method="tile")
 
 
@@ -278,7 +277,7 @@ def test_gradients_are_the_same_every_time_when_asked_for() -> None:
 
 def test_long_sequences_in_turns_and_with_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only very long sequences use: pairs inverted one at a time, 64-bit offsets in the gathers."""
-    monkeypatch.setattr(selected_backward, "MAX_TABLE_BYTES", 1)
+    monkeypatch.setattr(selected_lists, "MAX_TABLE_BYTES", 1)
     monkeypatch.setattr(selected_backward, "_extent", lambda x: 1 << 31)
     tensors = inputs(2, 40, 4, 2, 16, 16, torch.float32)
     check(*tensors, rows_of_blocks(2, 40, 2, SPEC), SPEC, dq="fused", chunk=16)

@@ -1,8 +1,6 @@
 """Block selection on Triton chooses what the reference chooses: exactly, ties included.
 
-Runs in the interpreter on a machine without a GPU, on the GPU otherwise. As a script it compiles the kernels
-for both architectures and prints what they need; the last test starts that in a process of its own, because
-the interpreter is a property of a process.
+Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
 """
 
 from itertools import pairwise
@@ -11,11 +9,11 @@ import pytest
 import torch
 
 from nsa.ops.layout import num_blocks, num_slots, token_layout
-from nsa.ops.reference import compressed
 from nsa.ops.reference import selection as reference
+from nsa.ops.reference.attention import compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selection
-from nsa.ops.triton.selection import Params
+from nsa.ops.triton.launch import Launch
 
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -54,8 +52,13 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", filled)
 
 
-def check(q, k, lse, spec, cu, params=None):
-    got = selection.forward(q, k, lse, spec, cu, params)
+def params(columns, tokens, pick=Launch(1, 16384, 16)):  # noqa: B008
+    """Launches of scores and top-k."""
+    return Launch(tokens, columns, 8, 2), pick
+
+
+def check(q, k, lse, spec, cu, launches=None):
+    got = selection.forward(q, k, lse, spec, cu, launches)
     assert got.dtype == torch.int32
     torch.testing.assert_close(got, expected(q, k, spec, cu), rtol=0, atol=0)
     return got
@@ -69,18 +72,18 @@ def test_every_length(tokens):
 @pytest.mark.parametrize("per_group", [1, 2, 3, 6, 8, 12, 16])
 def test_every_group_size(per_group):
     q, k, lse, _ = tensors(SMALL, 97, per_group, 1, 16, batch=1)
-    check(q, k, lse, SMALL, None, Params(columns=64, tokens=32))
+    check(q, k, lse, SMALL, None, params(64, 32))
 
 
 def test_groups_wider_than_a_tile():
     q, k, lse, _ = tensors(SMALL, 97, 32, 1, 16)
-    check(q, k, lse, SMALL, None, Params(columns=16, tokens=16))
+    check(q, k, lse, SMALL, None, params(16, 16))
 
 
 @pytest.mark.parametrize("dim", [16, 48, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_head_sizes_and_types(dim, dtype):
-    check(*tensors(SMALL, 90, 4, 2, dim, dtype=dtype)[:3], SMALL, None, Params(64, 32))
+    check(*tensors(SMALL, 72, 4, 2, dim, dtype=dtype)[:3], SMALL, None, params(64, 32))
 
 
 @pytest.mark.parametrize(
@@ -98,12 +101,12 @@ def test_head_sizes_and_types(dim, dtype):
 )
 def test_every_geometry(sizes):
     spec = NSASpec(*sizes, 16)
-    check(*tensors(spec, 110, 2, 1, 16)[:3], spec, None, Params(32, 32))
+    check(*tensors(spec, 110, 2, 1, 16)[:3], spec, None, params(32, 32))
 
 
 def test_blocks_of_more_compressed_tokens_than_a_tile():
     spec = NSASpec(32, 1, 32, 3, 0, 1, 16)
-    check(*tensors(spec, 150, 2, 1, 16)[:3], spec, None, Params(16, 16))
+    check(*tensors(spec, 150, 2, 1, 16)[:3], spec, None, params(16, 16))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +116,11 @@ def test_blocks_of_more_compressed_tokens_than_a_tile():
 def test_packed_documents(cu):
     q, k, lse, borders = tensors(SMALL, cu[-1], 6, 2, 16, cu=cu)
     k[:, sum(max(0, (b - a - 8) // 4 + 1) for a, b in pairwise(cu)) :] = float("nan")
-    got = selection.forward(q, k, lse, SMALL, borders, Params(64, 32))
+    got = selection.forward(q, k, lse, SMALL, borders, params(64, 32))
     torch.testing.assert_close(got, expected(q, k.nan_to_num(), SMALL, borders), rtol=0, atol=0)
 
 
-def test_bad_borders_are_bent_never_followed():
+def test_invalid_borders_are_clamped():
     q, k, lse, _ = tensors(SMALL, 100, 2, 1, 16, cu=[0, 100])
     borders = torch.tensor([7, 900, -3, 50, 1 << 30], dtype=torch.int32, device=DEVICE)
     got = selection.forward(q, k, lse, SMALL, borders)
@@ -137,7 +140,7 @@ def test_ties_between_repeated_keys(cu):
     """Whole blocks repeated: scores equal to the last bit in different tiles, and cut off by their rank."""
     q, k, _, borders = tensors(SMALL, 160, 2, 1, 16, cu=cu)
     k[:] = k[:, :4].repeat(1, k.shape[1] // 4 + 1, 1, 1)[:, : k.shape[1]]
-    check(q, k, exact_lse(q, k, SMALL, borders), SMALL, borders, Params(32, 16))
+    check(q, k, exact_lse(q, k, SMALL, borders), SMALL, borders, params(32, 16))
 
 
 def test_ties_among_small_integers():
@@ -156,27 +159,28 @@ def test_rows_longer_than_the_registers(ties):
     if ties:
         q[:, ::2] = 0
         lse = exact_lse(q, k, spec, None)
-    check(q, k, lse, spec, None, Params(64, 64, pick_per_thread=1, pick_warps=1))
+    check(q, k, lse, spec, None, params(64, 64, pick=Launch(1, 32, 1)))
 
 
-def test_small_workspaces_change_nothing():
+def test_small_workspaces_change_nothing(monkeypatch):
     q, k, lse, _ = tensors(SMALL, 90, 2, 1, 16, batch=2)
-    whole = selection.forward(q, k, lse, SMALL, None, Params(32, 32))
+    whole = selection.forward(q, k, lse, SMALL, None, params(32, 32))
     for limit in (1, 5_000):
-        params = Params(32, 32, workspace_bytes=limit)
-        assert torch.equal(whole, selection.forward(q, k, lse, SMALL, None, params))
+        monkeypatch.setattr(selection, "SCORE_BYTES", limit)
+        assert torch.equal(whole, selection.forward(q, k, lse, SMALL, None, params(32, 32)))
 
 
 def test_chunks_cover_all_queries_within_the_limit():
-    spec, params = NSASpec(), Params()
+    spec = NSASpec()
     shapes = [(1, 65536, False), (16, 2048, False), (1, 1 << 20, True), (600, 70000, False)]
     for batch, tokens, packed in shapes:
         start = 0 if packed else spec.num_selected * spec.sel_block
-        chunks = selection.plan_chunks(batch, tokens, 4 * 2, start, 8, spec, params)
+        scored_from, chunks = selection.plan_chunks(batch, tokens, 4 * 2, 8, spec, packed, selection.SCORE_BYTES)
+        assert scored_from == start
         covered = 0
         for b0, b1, first, stop in chunks:
             size = (b1 - b0) * max(0, stop - max(first, start)) * 8 * 4 * selection.block_width(stop, spec)
-            assert size <= params.workspace_bytes
+            assert size <= selection.SCORE_BYTES
             covered += (b1 - b0) * (stop - first)
         assert covered == batch * tokens
 

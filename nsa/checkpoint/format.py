@@ -1,0 +1,154 @@
+"""What a checkpoint looks like on disk: every name in it, its manifest, and which checkpoints a run folder holds.
+
+checkpoints/step_00000500/   a committed checkpoint
+    __{rank}_*.distcp        tensors, written by torch's distributed checkpoint
+    .metadata                which shard holds which part of which tensor, pickled by torch
+    state.json               progress, loss scale, configuration, fingerprint of the data
+    random_rank{r}.json      random state of each rank
+    manifest.json            size and SHA-256 of every other file, written last
+checkpoints/latest, best     names of the newest and of the one with the lowest validation loss
+checkpoints/.writing-*       being written or deleted; removed when the next save starts
+
+The manifest has one valid serialization, so that a changed byte anywhere, in itself too, is found.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nsa.checkpoint.files import sha256_of, write_flushed
+from nsa.errors import CheckpointError
+from nsa.record.schema import CHECKPOINTS_FOLDER
+
+FOLDER = CHECKPOINTS_FOLDER
+LATEST, BEST = "latest", "best"
+MANIFEST_FILE = "manifest.json"
+METADATA_FILE = ".metadata"
+STATE_FILE = "state.json"
+WRITING = ".writing-"
+MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of the names of tensors
+MANIFEST_VERSION = 1
+STATE_VERSION = 1
+_STEP = re.compile(r"step_(\d{8,})")
+_LARGEST_MANIFEST = 64 * 2**20  # bytes
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    found = _STEP.fullmatch(checkpoint.name)
+    assert found is not None
+    return int(found[1])
+
+
+def random_file(rank: int) -> str:
+    return f"random_rank{rank}.json"
+
+
+def shards_of(folder: Path, rank: int) -> list[str]:
+    """The files of tensors that this rank wrote."""
+    return [path.name for path in folder.glob(f"__{rank}_*")]
+
+
+def optimizer_key(parameter: str, key: str = "") -> str:
+    return f"{OPTIMIZER}{parameter}/{key}"
+
+
+def committed(root: Path) -> list[Path]:
+    """Every checkpoint that was renamed into place, the newest first."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_verified(root: Path, on_damage: Callable[[CheckpointError], None]) -> Path | None:
+    """The newest checkpoint whose every byte is as written. Damaged ones are reported and skipped."""
+    for checkpoint in committed(root):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            on_damage(error)
+        else:
+            return checkpoint
+    return None
+
+
+def pointed(root: Path, pointer: str) -> str | None:
+    """The name in `latest` or `best`; None where there is none that could be a checkpoint's."""
+    try:
+        name = (root / pointer).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    return name if _STEP.fullmatch(name) else None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    bytes: int
+    sha256: str
+
+
+def entry_of(path: Path) -> FileEntry:
+    return FileEntry(path.stat().st_size, sha256_of(path))
+
+
+def write_manifest(folder: Path, files: dict[str, FileEntry]) -> None:
+    write_flushed(folder / MANIFEST_FILE, _serialize_manifest({name: vars(files[name]) for name in sorted(files)}))
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """The manifest of a checkpoint. Only plain names of files in this very folder are accepted."""
+    path = folder / MANIFEST_FILE
+    try:
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise CheckpointError(f"{path}: is too large to be a manifest")
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        version, files = content["version"], content["files"]
+        entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}; it is no whole checkpoint") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if version != MANIFEST_VERSION:
+        raise CheckpointError(f"{path}: has version {version!r}, this program reads version {MANIFEST_VERSION}")
+    for name in entries:
+        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or not name.isprintable():
+            raise CheckpointError(f"{path}: {name!r} is no name of a file in this folder")
+    if raw != _serialize_manifest(files):
+        raise CheckpointError(f"{path}: was changed after it was written")
+    return entries
+
+
+def verify(folder: Path) -> dict[str, FileEntry]:
+    """Reads every file and compares; returns the manifest, or raises with the first file that differs."""
+    entries = read_manifest(folder)
+    for name in (METADATA_FILE, STATE_FILE):
+        if name not in entries:
+            raise CheckpointError(f"{folder / MANIFEST_FILE}: does not list {name}; it is no whole checkpoint")
+    for name, entry in entries.items():
+        path = folder / name
+        try:
+            if path.is_symlink() or not path.is_file():
+                raise CheckpointError(f"{path}: is missing")
+            size = path.stat().st_size
+            if size != entry.bytes:
+                raise CheckpointError(f"{path}: has {size} bytes, the manifest says {entry.bytes}")
+            if sha256_of(path) != entry.sha256:
+                raise CheckpointError(f"{path}: its content differs from the manifest's SHA-256")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    return entries
+
+
+def _serialize_manifest(files: Any) -> bytes:
+    body = json.dumps(files, sort_keys=True, separators=(",", ":"))
+    content = {"version": MANIFEST_VERSION, "sha256": hashlib.sha256(body.encode()).hexdigest(), "files": files}
+    return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,64 @@
+"""Progress of `nsa ready` and `nsa doctor`: one live line on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from nsa.inspect.reading import RunView
+from nsa.record.numbers import exact, seconds, short
+
+PLAIN_EVERY_S = 30.0
+
+
+class Progress:
+    """Shows nothing without a console. `render` turns what has ended into what stays on the screen."""
+
+    def __init__(self, console: Console | None = None, render: Callable[[Any], RenderableType] = str):
+        self._console, self._render = console, render
+        on_terminal = console is not None and console.is_terminal
+        self._live = Live(console=console, auto_refresh=False, transient=True) if on_terminal else None
+        self._name, self._printed_at = "", time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def begin(self, name: str) -> None:
+        self._name = name
+        self._show(Text(f"{name} ..."), now=True)
+
+    def update(self, view: RunView | None, elapsed_s: float) -> None:
+        if self._console is not None:
+            self._show(Text(f"{self._name}: {_state(view)}, {seconds(elapsed_s)}"))
+
+    def end(self, result: Any) -> None:
+        self.note(self._render(result))
+
+    def note(self, message: RenderableType) -> None:
+        """A message that stays."""
+        if self._console is not None:
+            self._console.print(message)
+            self._printed_at = time.monotonic()
+
+    def _show(self, line: Text, *, now: bool = False) -> None:
+        if self._live:
+            self._live.update(line, refresh=True)
+        elif now or time.monotonic() - self._printed_at > PLAIN_EVERY_S:
+            self.note(line)
+
+
+def _state(view: RunView | None) -> str:
+    if view is None:
+        return "starting"
+    speed = f"{short(view.recent('toks_per_s'))} tokens/s, {exact(view.mem_gib, '.2f')} GiB"
+    left = f", {seconds(view.left_s)} left" if view.left_s is not None else ""
+    return f"step {view.step} of {view.steps}, loss {exact(view.loss)}, {speed}{left}"

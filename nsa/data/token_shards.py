@@ -1,0 +1,289 @@
+"""Token shards: documents tokenised once, read by mapping the files.
+
+FOLDER/manifest.json         format, tokenizer, totals, and of every shard its counts, sizes and SHA-256; written last
+FOLDER/shard-00000.tokens    tokens back to back, little-endian, each document behind a separator
+FOLDER/shard-00000.docs      two rows of 64-bit numbers: how many tokens each document has, and what its text hashes to
+FOLDER/shard-00000.json      this shard's entry of the manifest, from when it was done until all are
+
+A folder without a manifest is not finished. The hash decides a document's side of the split, so any
+data.validation_fraction works with the same shards.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from nsa import faults
+from nsa.data.corpus import Counts, Keys, Tokenised
+from nsa.data.sources.base import Skipped
+from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.errors import DataError
+
+MANIFEST = "manifest.json"
+FORMAT = "nsa-shards"
+VERSION = 1
+AGAIN = "prepare the data again"
+
+
+class ShardEntry(BaseModel):
+    """What one shard holds. `plan` names the preparation it belongs to."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    number: NonNegativeInt
+    plan: str
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    text_bytes: NonNegativeInt
+    tokens_sha256: str
+    docs_sha256: str
+    skipped: dict[str, int] = {}
+
+
+class TokenizerEntry(BaseModel):
+    """The tokenizer that a folder was prepared with."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    separator: int
+    dtype: Literal["uint8", "uint16", "uint32"]
+
+
+class Manifest(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    format: str = FORMAT
+    version: int = VERSION
+    plan: str
+    source: str
+    tokenizer: TokenizerEntry
+    documents: int
+    tokens: int
+    text_bytes: int
+    skipped: dict[str, int]
+    shards: list[ShardEntry]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Opened folders, their documents back to back."""
+
+    pieces: Sequence[TokenArray]
+    lengths: Counts
+    keys: Keys
+    fingerprint: str
+
+
+def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"]) -> Path:
+    return folder / f"shard-{number:05d}.{kind}"
+
+
+def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised], tokenizer: Tokenizer) -> ShardEntry:
+    """Writes a shard to temporary files, then renames them; its entry comes last, and marks it as complete."""
+    dtype = tokenizer.dtype.newbyteorder("<")
+    lengths: list[Counts] = []
+    keys: list[Keys] = []
+    skipped = Skipped()
+    text_bytes = 0
+    digest = hashlib.sha256()
+    tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
+    with _part(tokens_path).open("wb") as file:
+        for part in parts:
+            content = np.ascontiguousarray(part.tokens.astype(dtype, copy=False)).data
+            digest.update(content)
+            file.write(content)
+            lengths.append(part.lengths)
+            keys.append(part.keys)
+            text_bytes += part.text_bytes
+            skipped.update(part.skipped)
+        _flush(file)
+    faults.point("prepare.tokens")
+    documents = np.stack([_join(lengths, np.int64).view(np.uint64), _join(keys, np.uint64)]).astype("<u8")
+    _write_flushed(_part(docs_path), documents.tobytes())
+    entry = ShardEntry(
+        number=number,
+        plan=plan,
+        documents=documents.shape[1],
+        tokens=int(documents[0].sum()),
+        text_bytes=text_bytes,
+        tokens_sha256=digest.hexdigest(),
+        docs_sha256=hashlib.sha256(documents.tobytes()).hexdigest(),
+        skipped=dict(skipped),
+    )
+    faults.point("prepare.docs")
+    _part(tokens_path).rename(tokens_path)
+    _part(docs_path).rename(docs_path)
+    faults.point("prepare.renamed")
+    _write_json(shard_path(folder, number, "json"), entry)
+    faults.point("prepare.entry")
+    return entry
+
+
+def _join(parts: list[Any], dtype: Any) -> Any:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def read_entry(folder: Path, number: int, plan: str, itemsize: int) -> ShardEntry | None:
+    """The entry of a shard that is done and has its size; None where it still has to be written."""
+    try:
+        entry = ShardEntry.model_validate_json(shard_path(folder, number, "json").read_bytes())
+        sizes = [shard_path(folder, number, kind).stat().st_size for kind in ("tokens", "docs")]
+    except (OSError, ValueError):
+        return None
+    whole = sizes == [entry.tokens * itemsize, entry.documents * 16]
+    return entry if whole and entry.plan == plan and entry.number == number else None
+
+
+def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, entries: Sequence[ShardEntry]) -> None:
+    skipped = Skipped()
+    for entry in entries:
+        skipped.update(entry.skipped)
+    faults.point("prepare.manifest")
+    made_with = TokenizerEntry(
+        name=tokenizer.name,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        separator=tokenizer.separator,
+        dtype=tokenizer.dtype.name,  # type: ignore[arg-type]
+    )
+    manifest = Manifest(
+        plan=plan,
+        source=source,
+        tokenizer=made_with,
+        documents=sum(e.documents for e in entries),
+        tokens=sum(e.tokens for e in entries),
+        text_bytes=sum(e.text_bytes for e in entries),
+        skipped=dict(skipped),
+        shards=list(entries),
+    )
+    _write_json(folder / MANIFEST, manifest)
+    for entry in entries:
+        shard_path(folder, entry.number, "json").unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"data.paths: {folder} holds no finished shards (no {MANIFEST}); "
+            f"`nsa data prepare {folder} ...` writes them, and resumes where it was stopped"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; {AGAIN}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{path}: is not a manifest of token shards; give a folder that `nsa data prepare` wrote")
+    if content.get("version") != VERSION:
+        raise DataError(f"{path}: has format version {content.get('version')!r}, this program reads {VERSION}; {AGAIN}")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: is damaged: {field}: {first['msg']}; {AGAIN}") from None
+
+
+def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
+    """Maps every shard. Sizes and counts are checked; `verify` reads every byte."""
+    pieces: list[TokenArray] = []
+    lengths: list[Counts] = []
+    keys: list[Keys] = []
+    digest = hashlib.sha256()
+    for folder in folders:
+        manifest = read_manifest(folder)
+        made_with = manifest.tokenizer
+        if made_with.fingerprint != tokenizer.fingerprint:
+            raise DataError(
+                f"data.tokenizer: {folder} was prepared with {made_with.name!r} ({made_with.vocab_size:,} tokens), the "
+                f"run has {tokenizer.name!r} ({tokenizer.vocab_size:,}); set data.tokenizer to it, or prepare again"
+            )
+        for entry in manifest.shards:
+            shard_lengths, shard_keys = read_documents(folder, entry)
+            if entry.tokens:
+                pieces.append(map_tokens(folder, entry, tokenizer.dtype))
+            lengths.append(shard_lengths)
+            keys.append(shard_keys)
+            digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
+    return Shards(pieces, _join(lengths, np.int64), _join(keys, np.uint64), digest.hexdigest())
+
+
+def map_tokens(folder: Path, entry: ShardEntry, dtype: np.dtype[np.unsignedinteger]) -> TokenArray:
+    path = shard_path(folder, entry.number, "tokens")
+    _check_size(path, entry.tokens * dtype.itemsize)
+    return np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r")
+
+
+def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
+    path = shard_path(folder, entry.number, "docs")
+    _check_size(path, entry.documents * 16)
+    try:
+        table = np.fromfile(path, dtype="<u8").reshape(2, entry.documents)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; {AGAIN}") from None
+    lengths = table[0].view(np.int64)
+    if (lengths < 1).any() or int(lengths.sum()) != entry.tokens:
+        raise DataError(f"{path}: its documents do not add up to the shard's {entry.tokens} tokens; {AGAIN}")
+    return lengths, table[1]
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from None
+    if found != size:
+        raise DataError(f"{path}: has {found} bytes, the manifest says {size}; {AGAIN}")
+
+
+def verify(folder: Path) -> Manifest:
+    """Reads every byte of a prepared folder; its manifest, or a DataError that names the first damaged file."""
+    manifest = read_manifest(folder)
+    made_with = manifest.tokenizer
+    for entry in manifest.shards:
+        lengths, _ = read_documents(folder, entry)
+        tokens_path = shard_path(folder, entry.number, "tokens")
+        docs_path = shard_path(folder, entry.number, "docs")
+        for path, wanted in ((tokens_path, entry.tokens_sha256), (docs_path, entry.docs_sha256)):
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != wanted:
+                raise DataError(f"{path}: is damaged: its SHA-256 is {found}, the manifest says {wanted}")
+        if entry.tokens:
+            tokens = map_tokens(folder, entry, np.dtype(made_with.dtype))
+            if int(tokens.max()) >= made_with.vocab_size:
+                raise DataError(f"{tokens_path}: holds a token beyond the vocabulary")
+            if (tokens[np.cumsum(lengths) - lengths] != made_with.separator).any():
+                raise DataError(f"{tokens_path}: a document does not begin with the separator")
+    return manifest
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _write_json(path: Path, content: BaseModel) -> None:
+    """Writes a temporary file, flushes it, then renames it."""
+    _write_flushed(_part(path), json.dumps(content.model_dump(), indent=1).encode() + b"\n")
+    _part(path).rename(path)
+
+
+def _write_flushed(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        _flush(file)
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

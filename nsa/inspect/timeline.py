@@ -1,0 +1,66 @@
+"""What happened to a run, from the heartbeats of all ranks: starts, stalls, incidents, hangs, ends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nsa.inspect.run_files import HeartbeatFile, number
+from nsa.record.schema import Event
+
+BAD, NOTE = "bad", "note"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What several ranks report alike is one entry, with the time of the first of them."""
+
+    time: float
+    step: int
+    kind: str
+    message: str
+    weight: str  # BAD or NOTE
+    attempt: int
+    ranks: tuple[int, ...]
+
+
+def timeline(heartbeats: Mapping[int, HeartbeatFile]) -> list[Entry]:
+    """The newest first."""
+    found: dict[tuple[int, int, str, str], Entry] = {}
+    for rank, heartbeat in heartbeats.items():
+        for event in heartbeat.events:
+            described = _describe(event)
+            if described is None:
+                continue
+            kind, message, weight = described
+            key = (event["attempt"], event["step"], kind, message)
+            same = found.get(key)
+            ranks = tuple(dict.fromkeys([*(same.ranks if same else ()), rank]))
+            first = min(event["time"], same.time) if same else event["time"]
+            found[key] = Entry(first, event["step"], kind, message, weight, event["attempt"], ranks)
+    return sorted(found.values(), key=lambda entry: entry.time, reverse=True)
+
+
+def _describe(event: Event) -> tuple[str, str, str] | None:
+    """Kind, message and weight of an event that belongs to the timeline."""
+    kind = event["event"]
+    if kind == "incident":
+        return str(event.get("kind", "incident")), str(event.get("message", "")), BAD
+    if kind == "data_stall":
+        return "data stall", str(event.get("message", "")), BAD
+    if kind == "hang":
+        return "hang", describe_hang(event), BAD
+    if kind == "save_wait":
+        return "save wait", f"{number(event.get('seconds')):.1f} s for the save of step {event.get('writing')}", NOTE
+    if kind == "preempted":
+        return "preempted", "asked to stop; everything is saved", NOTE
+    if kind == "start":
+        checkpoint = event.get("from_checkpoint")
+        host = f" on {event['host']}" if event.get("host") else ""
+        return "start", f"resumes from {checkpoint}{host}" if checkpoint else f"from the beginning{host}", NOTE
+    return ("end", "all steps are done", NOTE) if kind == "end" else None
+
+
+def describe_hang(event: Event) -> str:
+    where = f" (phase {event['phase']})" if "phase" in event else ""
+    guard = ", reported by the guard process" if event.get("reported_by") == "guard" else ""
+    dump = f"; stacks in {event['file']}" if event.get("file") else ""
+    return f"no progress for {number(event.get('silent_s')):.0f} s in step {event['step']}{where}{guard}{dump}"

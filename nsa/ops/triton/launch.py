@@ -1,0 +1,141 @@
+"""What the Triton modules share on the host: cards, launch parameters, refusals.
+
+Launch parameters are fixed: each kernel file has one table, by kernel, class of card and class of head size. Nothing is
+tuned at run time.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_HERE: AbstractContextManager[None] = nullcontext()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is cut into programs and scheduled. Each kernel file says what its rows and columns are.
+
+    rows, columns  the tile that a program computes at a time
+    num_warps      warps of a program
+    num_stages     depth of the software pipeline over tiles
+    depth          terms of a sum that one step of a product adds, where that is a choice
+    mask           "split": separate loops for the masked edges and the unmasked inside; "branch": one loop, the
+                   mask computed only in tiles that need it; "always": one loop, always masked. Of flash.py.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int = 4
+    num_stages: int = 3
+    mask: str = "split"
+    depth: int = 64
+
+
+class Card(NamedTuple):
+    """What the launches depend on: the class of a card, and how many programs it runs side by side, at least."""
+
+    kind: str
+    multiprocessors: int
+
+
+H200 = Card("sm90", 132)  # for estimates: the card with most multiprocessors, which splits sums into most parts
+INTERPRETER = Card("sm80", 1)
+
+HEAD_CLASSES = (64, 128, 192, 256)
+_SMALL_CARDS = (86, 87, 89, 120, 121)
+
+
+def card_class(capability: int) -> str:
+    """The class of a card by its compute capability (90 for 9.0). A program may use 227 KiB of shared memory on a card
+    of class "sm90" (H100, B200), 163 on "sm80" (A100), 99 on "sm86" (RTX 3090, 4090, 5090, L40S)."""
+    if capability in _SMALL_CARDS:
+        return "sm86"
+    return "sm90" if capability >= 90 else "sm80"
+
+
+def card_of(x: Tensor) -> Card:
+    return _card(x.get_device()) if x.is_cuda else INTERPRETER
+
+
+@cache
+def _card(index: int) -> Card:
+    properties = torch.cuda.get_device_properties(index)
+    return Card(card_class(properties.major * 10 + properties.minor), int(properties.multi_processor_count))
+
+
+class LaunchTable:
+    """The launches of one kernel file, by kernel, class ("fp32" for float32 on any card, else the card's) and class of
+    head size. One that is not given is that of the next larger head size, or else that of "sm80". For a small card,
+    "sm86", it is that of "sm80" with one pipeline stage less."""
+
+    def __init__(self, given: dict[tuple[str, str, int], Launch]):
+        self._launches: dict[tuple[str, str, int], Launch] = {}
+        for kernel in {kernel for kernel, _, _ in given}:
+            for kind, head in product(("sm90", "sm80", "fp32"), HEAD_CLASSES):
+                keys = [(kernel, k, h) for k in (kind, "sm80") for h in HEAD_CLASSES if h >= head]
+                self._launches[kernel, kind, head] = next(given[key] for key in keys if key in given)
+            for head in HEAD_CLASSES:
+                launch = self._launches[kernel, "sm80", head]
+                small = replace(launch, num_stages=max(1, launch.num_stages - 1))
+                self._launches[kernel, "sm86", head] = given.get((kernel, "sm86", head), small)
+
+    def find(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
+        """The launch for queries like q and values like v, on a card other than theirs if one is given."""
+        kind = "fp32" if q.dtype == torch.float32 else (card or card_of(q)).kind
+        return self._launches[kernel, kind, head_class(q.shape[3], v.shape[3])]
+
+
+def head_class(dk: int, dv: int) -> int:
+    """Both head sizes up to 64; up to 128; keys over 128 beside values up to 128 (192); up to 256."""
+    size = max(dk, dv)
+    return 64 if size <= 64 else 128 if size <= 128 else 192 if dv <= 128 else 256
+
+
+# Triton's own two of these are for kernels: on the host each call costs as much as an allocation.
+
+
+def cdiv(size: int, part: int) -> int:
+    """How many parts hold `size`."""
+    return -(-size // part)
+
+
+def power_of_2(size: int) -> int:
+    """The smallest power of two that holds `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def padded(size: int) -> int:
+    """The power of two that holds a head size; products need at least 16."""
+    return max(16, power_of_2(size))
+
+
+def unit_last(x: Tensor) -> Tensor:
+    """x with its last dimension dense; the other strides stay as they are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can."""
+    if q.dtype not in DTYPES:
+        name = str(q.dtype).removeprefix("torch.")
+        return f"the Triton kernels compute float16, bfloat16 and float32, not {name}"
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if max(q.shape[3], v.shape[3]) > 256 or q.shape[3] % 16 or v.shape[3] % 16:
+        return f"head sizes must be multiples of 16 up to 256, got {q.shape[3]} and {v.shape[3]}"
+    if q.shape[1] * q.shape[2] >= 2**31:
+        return "more than 2^31 query rows in one sequence"
+    return None
+
+
+def launch_on(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels start on the current device: makes it the tensor's."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)

@@ -1,0 +1,269 @@
+"""The kernels of `selection.py`: block scores on tensor cores, then an exact top-k.
+
+Scores. A second pass over q.k with the log-sum-exp known. Tiles are transposed, compressed tokens as rows and
+(head, query) as columns with the head slow, because then the sum over a group's heads stays inside a thread
+and costs no shuffles. Visibility depends on the query alone: it is applied after that sum, h times cheaper.
+Compressed token c of block j gives to block j and, where it sticks out, to block j+1 (cmp_block never exceeds
+sel_block): the two shares are stored as two planes, own[j] and next[j], and score j is own[j] + next[j-1]. No
+token is computed twice, nothing is carried between tiles, and every block's terms are added in one order, so
+that equal inputs give equal scores to the last bit.
+
+Top-k. Scores are not negative: their bits order like integers. One program per row keeps them in registers,
+finds the k-th largest by bisection on the bits, and compacts what lies above it by a prefix sum: the order is
+ascending by construction, and ties are cut off by their rank.
+
+Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _score_tiles(
+    q0, q1, shift, k_base, stride_kn, out, out_row, position, wanted, base, slots, width, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    HP: tl.constexpr, QT: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr,
+    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The scores of those queries that are `wanted`, all of one document whose slots start at `base`."""
+    BN: tl.constexpr = BJ * BC
+    visible = tl.where(position + 1 >= CMP_BLOCK, (position + 1 - CMP_BLOCK) // CMP_STRIDE + 1, 0)  # [QT]
+    newest = tl.max(tl.where(wanted, position, 0), axis=0) // SEL_BLOCK
+    # Forced blocks need no score, but the first unforced one takes a share from the block before it.
+    first: tl.constexpr = NUM_INIT - 1 if NUM_INIT > 0 else 0
+    stop = newest - NUM_LOCAL + 1
+
+    row = tl.arange(0, BN)
+    d0 = tl.arange(0, D0)
+    chunk = tl.arange(0, BC)
+    for j0 in range(first, stop, BJ):
+        own = tl.zeros([BJ, QT], dtype=tl.float32)
+        nxt = tl.zeros([BJ, QT], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            place = part * BC + row % BC  # within the block; R of a power of two are real
+            token = (j0 + row // BC) * R + place  # within the document, [BN]
+            # Clamped rather than masked: what lies behind the end is not visible, and a mask costs more.
+            slot = tl.minimum(base + token, slots - 1)
+            k_row = k_base + (slot.to(tl.int64) if WIDE else slot) * stride_kn
+            k0 = tl.load(k_row[:, None] + d0[None, :])
+            s = tl.dot(k0, q0, input_precision="ieee")  # [BN, HP*QT]
+            if D1 > 0:
+                d1 = D0 + tl.arange(0, D1)
+                k1 = tl.load(k_row[:, None] + d1[None, :], mask=(d1 < D)[None, :], other=0.0)
+                s = tl.dot(k1, q1, acc=s, input_precision="ieee")
+            p = tl.exp2(s * scale + shift[None, :])
+            p = tl.sum(tl.reshape(p, [BN, HP, QT]), axis=1)
+            p = tl.where((place < R)[:, None] & (token[:, None] < visible[None, :]), p, 0.0)
+            p = tl.reshape(p, [BJ, BC, QT])
+            left = R - (part * BC + chunk)  # chunks from this compressed token's start to the block's end
+            own_weight = tl.minimum(left, CHUNKS).to(tl.float32)
+            own += tl.sum(p * own_weight[None, :, None], axis=1)
+            if PLANES == 2:
+                next_weight = tl.maximum(CHUNKS - left, 0).to(tl.float32)
+                nxt += tl.sum(p * next_weight[None, :, None], axis=1)
+        block = j0 + tl.arange(0, BJ)
+        place = out + out_row[None, :] + block[:, None]
+        if PLANES == 2:
+            # next[j] lies where own[j+1] does, one plane on, so that the reader needs no shift.
+            plane = tl.arange(0, 2)[None, None, :]
+            ok = wanted[None, :, None] & (block[:, None, None] + plane < width)
+            tl.store(place[:, :, None] + plane * (width + 1), tl.join(own, nxt), mask=ok)
+        else:
+            tl.store(place, own, mask=wanted[None, :] & (block < width)[:, None])
+
+
+@triton.jit(do_not_specialize=["b0", "batch", "row_first", "row_stop", "slots"])
+def score_kernel(
+    q, k, lse, out, doc_start, cmp_start,
+    b0, batch, row_first, row_stop, slots, width, groups,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_ls, stride_lh,
+    scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEADS: tl.constexpr,
+    HP: tl.constexpr, QT: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr,
+    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    WIDE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: QT neighbouring queries, all heads of one group. out [batch, rows, G, PLANES, width]."""
+    pid = tl.program_id(0)
+    g = pid % groups
+    b = pid // groups % batch
+    # The last queries see most: they start first, so that no long program starts at the end.
+    tile = tl.cdiv(row_stop - row_first, QT) - 1 - pid // (groups * batch)
+    s_first = row_first + tile * QT
+
+    column = tl.arange(0, HP * QT)  # head slow, query fast
+    head = column // QT
+    s_column = s_first + column % QT
+    real = (head < HEADS) & (s_column < row_stop)
+    b64 = (b0 + b).to(tl.int64)
+    s64 = s_column.to(tl.int64)
+    h64 = (g * HEADS + head).to(tl.int64)
+    q_row = q + b64 * stride_qb + s64 * stride_qs + h64 * stride_qh
+    d0 = tl.arange(0, D0)
+    q0 = tl.trans(tl.load(q_row[:, None] + d0[None, :], mask=real[:, None], other=0.0))  # [D0, HP*QT]
+    q1 = q0
+    if D1 > 0:
+        d1 = D0 + tl.arange(0, D1)
+        mask = real[:, None] & (d1 < D)[None, :]
+        q1 = tl.trans(tl.load(q_row[:, None] + d1[None, :], mask=mask, other=0.0))
+    row_lse = tl.load(lse + b64 * stride_lb + s64 * stride_ls + h64 * stride_lh, mask=real, other=0.0)
+    # exp2(x - inf) = 0 takes the padding out of the sum over heads.
+    shift = tl.where(row_lse == -float("inf"), 0.0, row_lse * -1.4426950408889634)
+    shift = tl.where(real, shift, -float("inf"))
+
+    rows = s_first + tl.arange(0, QT)
+    exists = rows < row_stop
+    k_base = k + b64 * stride_kb + g.to(tl.int64) * stride_kg
+    out_row = ((b.to(tl.int64) * (row_stop - row_first) + (rows - row_first)) * groups + g) * (PLANES * width)
+    if PACKED:
+        starts = tl.load(doc_start + rows, mask=exists, other=0).to(tl.int32)
+        bases = tl.load(cmp_start + rows, mask=exists, other=0).to(tl.int32)
+        position = tl.where(exists, rows - starts, 0)
+        enough = exists & (position // SEL_BLOCK >= NUM_SELECTED)
+        # A tile may touch several documents; each has slots of its own, so they take turns.
+        at = s_first
+        end = tl.minimum(s_first + QT, row_stop)
+        while at < end:
+            start = tl.max(tl.where(rows == at, starts, 0), axis=0)
+            base = tl.max(tl.where(rows == at, bases, 0), axis=0)
+            same = exists & (starts == start)
+            wanted = enough & same
+            if tl.max(wanted.to(tl.int32), axis=0) > 0:
+                _score_tiles(
+                    q0, q1, shift, k_base, stride_kn, out, out_row, position, wanted,
+                    base, slots, width, scale,
+                    D, D0, D1, HP, QT, BJ, BC, PARTS, R, CHUNKS, PLANES,
+                    CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_INIT, NUM_LOCAL, WIDE,
+                )  # fmt: skip
+            at += tl.maximum(tl.sum(same.to(tl.int32), axis=0), 1)
+    else:
+        _score_tiles(
+            q0, q1, shift, k_base, stride_kn, out, out_row, tl.where(exists, rows, 0), exists,
+            0, slots, width, scale,
+            D, D0, D1, HP, QT, BJ, BC, PARTS, R, CHUNKS, PLANES,
+            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_INIT, NUM_LOCAL, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.constexpr):
+    """Blocks start .. start+BLOCK of a row as integer keys: score bits, or -1 outside [first, stop)."""
+    block = start + tl.arange(0, BLOCK)
+    # Whole vectors are read, inside the row since its length is a multiple of 16; the rest is dropped below.
+    readable = block < tl.cdiv(stop, 16) * 16
+    score = tl.load(row + block, mask=readable, other=0.0)
+    if PLANES == 2:
+        before = tl.load(row + width + block, mask=readable, other=0.0)
+        score += tl.where(block > 0, before, 0.0)
+    # Whatever is not a number counts as 0, so that the keys have one order.
+    score = tl.where(score > 0.0, score, 0.0)
+    inside = (block >= first) & (block < stop)
+    return block, tl.where(inside, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
+    """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
+    block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES)
+    # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
+    high = tl.max(keys, axis=0) + 1
+    low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
+    count = stop - first
+    while (high - low > 1) & (count != FREE):
+        middle = low + ((high - low) >> 1)
+        reach = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        enough = reach >= FREE
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle)
+    # Too many only when several keys equal `low`: of those the blocks before `cut` are taken.
+    cut = stop
+    if count > FREE:
+        ties = FREE - tl.sum((keys > low).to(tl.int32), axis=0)  # 1 or more
+        early = first
+        while cut - early > 1:  # fewer than `ties` lie before `early`, enough before `cut`
+            middle = early + ((cut - early) >> 1)
+            enough = tl.sum(((keys == low) & (block < middle)).to(tl.int32), axis=0) >= ties
+            cut = tl.where(enough, middle, cut)
+            early = tl.where(enough, early, middle)
+    chosen = (keys > low) | ((keys == low) & (block < cut))
+    # A prefix sum in two steps, within lines of 32 and over the lines, takes far fewer shuffles than one.
+    line = tl.reshape(chosen.to(tl.int32), [BLOCK // 32, 32])
+    in_line = tl.sum(line, axis=1)
+    place = tl.cumsum(line, axis=1) + (tl.cumsum(in_line, axis=0) - in_line)[:, None] - 1
+    tl.store(out + place, tl.reshape(block, [BLOCK // 32, 32]), mask=line > 0)
+
+
+@triton.jit
+def _pick_tiled(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
+    """As _pick_row for rows longer than the registers hold: every pass reads the scores again."""
+    low = 0
+    high = 0x7FFFFFFF
+    count = stop - first
+    while (high - low > 1) & (count != FREE):
+        middle = low + ((high - low) >> 1)
+        reach = 0
+        for start in range(0, stop, BLOCK):
+            block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
+            reach += tl.sum((keys >= middle).to(tl.int32), axis=0)
+        enough = reach >= FREE
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle)
+    ties = FREE
+    for start in range(0, stop, BLOCK):
+        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
+        ties -= tl.sum((keys > low).to(tl.int32), axis=0)
+    put = 0
+    for start in range(0, stop, BLOCK):
+        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
+        equal = (keys == low).to(tl.int32)
+        chosen = (keys > low) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= ties))
+        place = put + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        tl.store(out + place, block, mask=chosen)
+        ties = tl.maximum(ties - tl.sum(equal, axis=0), 0)
+        put += tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=["b0", "row_first", "row_stop", "score_first", "tokens"])
+def pick_kernel(
+    scores, indices, doc_start,
+    b0, row_first, row_stop, score_first, tokens, width, groups,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr, TILED: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    PLANES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: one query and group. indices [B, S, G, NUM_SELECTED]."""
+    FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
+    pid = tl.program_id(0)
+    g = pid % groups
+    s = row_first + pid // groups % (row_stop - row_first)
+    b = pid // (groups * (row_stop - row_first))
+    position = s
+    if PACKED:
+        position = s - tl.load(doc_start + s).to(tl.int32)
+    own = position // SEL_BLOCK
+    out = indices + (((b0 + b).to(tl.int64) * tokens + s) * groups + g) * NUM_SELECTED
+    place = tl.arange(0, NUM_PADDED)
+    if own < NUM_SELECTED:
+        tl.store(out + place, tl.where(place <= own, place, -1), mask=place < NUM_SELECTED)
+    else:
+        # More blocks than places, so the forced ones are apart: the first, then the free, then the newest.
+        forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
+        newest = own - (NUM_SELECTED - 1 - place)
+        tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
+        if FREE > 0:
+            scored = b.to(tl.int64) * (row_stop - score_first) + (s - score_first)
+            row = scores + (scored * groups + g) * (PLANES * width)
+            stop = own - NUM_LOCAL + 1
+            if TILED:
+                _pick_tiled(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
+            elif stop <= SMALL:
+                _pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, SMALL, PLANES, FREE)
+            else:
+                _pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)

@@ -1,0 +1,284 @@
+"""Memory in use and who holds it: of the GPU where there is one, else the process's resident size.
+
+`mem_{label}.txt` and `.json` show it at chosen steps, `oom_rank{r}.json` when it ran out. Tensors are named "kind/name"
+as in `run_tensors`. Only sizes and addresses are read: nothing waits for the device.
+"""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nsa.config import Config
+from nsa.record.atomic_file import write_whole
+from nsa.record.schema import OUT_OF_MEMORY, memory_files
+
+KINDS = ("parameters", "gradients", "optimizer state", "buffers")
+UNACCOUNTED = "activations and others"
+LARGEST_TENSORS = 20
+LARGEST_OWNERS = 5
+
+NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+Held = dict[str, Any]  # kind, name, shape, dtype and bytes of a tensor; local_shape of a sharded one
+
+# Texts of errors that have no type of their own. "Out of resource" of a Triton kernel is about shared memory: not here.
+_HOST_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
+_GPU_TEXTS = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def memory_gib(device: torch.device) -> float:
+    """Highest GPU memory of this process so far, or its resident size now, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return float(psutil.Process().memory_info().rss) / 2**30
+
+
+def run_tensors(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """What a run keeps between steps: "parameters/NAME", "gradients/NAME", "optimizer state/NAME/SLOT", "buffers/NAME".
+
+    In the order of the model; state of parameters that have no name here comes after the rest.
+    """
+    yield from ((f"parameters/{name}", parameter) for name, parameter in parameters.items())
+    yield from ((f"gradients/{name}", p.grad) for name, p in parameters.items() if p.grad is not None)
+    named = {id(parameter) for parameter in parameters.values()}
+    unnamed = [p for p in optimizer.state if id(p) not in named]
+    for name, parameter in (*parameters.items(), *((f"unnamed{i}", p) for i, p in enumerate(unnamed))):
+        for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                yield f"optimizer state/{name}/{slot}", value
+    yield from ((f"buffers/{name}", buffer) for name, buffer in buffers.items())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, or its shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else a shard would become part of the graph
+        return tensor.to_local()
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes this rank holds of a tensor. An expanded or freed one is no larger than its storage."""
+    local = local_part(tensor)
+    return min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
+
+
+def held_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Held]:
+    """The tensors on this kind of device. One that has several names counts once, under the first."""
+    found: list[Held] = []
+    seen: set[int] = set()
+    for full_name, tensor in named:
+        local = local_part(tensor)
+        first = local.data_ptr()  # of its first element: gradients in one bucket of DDP share a storage
+        if local.device.type != device.type or first in seen:
+            continue
+        if first:  # an empty shard has no address
+            seen.add(first)
+        kind, _, name = full_name.partition("/")
+        dtype = str(local.dtype).removeprefix("torch.")
+        row = {"kind": kind, "name": name, "shape": tuple(tensor.shape), "dtype": dtype, "bytes": local_bytes(local)}
+        found.append(row | {"local_shape": tuple(local.shape)} if isinstance(tensor, DTensor) else row)
+    return found
+
+
+def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> bool:
+    """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`.
+
+    Never raises: False means that a file is missing, or an old one stayed.
+    """
+    try:
+        held = held_tensors(named_tensors(), device)
+        usage = memory_usage(device)
+        snapshot = {
+            "time": time.time(),
+            "rank": rank,
+            "label": label,
+            "device": str(device),
+            **usage,
+            "unaccounted_bytes": max(0, _in_use(usage) - sum(tensor["bytes"] for tensor in held)),
+            "owners": _owners(held),
+            "largest_tensors": _largest(held),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
+        write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
+    except Exception:  # no disk, no folder, a device that does not answer: training goes on
+        return False
+    return True
+
+
+def memory_usage(device: torch.device) -> dict[str, int]:
+    """Bytes now and at most: of PyTorch's allocator on a GPU, else of the whole process."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
+            "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
+            "peak_bytes": stats.get("allocated_bytes.all.peak", 0),
+            "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+        }
+    resident = psutil.Process().memory_info().rss
+    # Not getrusage, whose peak a process inherits from the one that started it.
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return {"resident_bytes": resident, "peak_bytes": max(resident, int(peak[1]) * 1024 if peak else 0)}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the host ran out of memory, also where another error was raised from that one."""
+    return _memory_error(error) is not None
+
+
+def oom_report(
+    folder: Path,
+    rank: int,
+    device: torch.device,
+    error: BaseException,
+    named_tensors: NamedTensors,
+    advice: Sequence[str] = (),
+) -> str:
+    """Writes `oom_rank{r}.json` and returns one line: how much is in use, who holds most of it, what to try.
+
+    Never raises. Called while the error is being handled: its traceback keeps alive what filled the memory.
+    """
+    cause = _memory_error(error) or error
+    on_host = isinstance(cause, MemoryError) or any(text in str(cause) for text in _HOST_TEXTS)
+    if on_host and device.type != "cpu":  # the GPU had room: batches and saves fill the host
+        device = torch.device("cpu")
+        advice = ("fewer data.workers", "a smaller data.prefetch", "checkpoint.background=false")
+    remedy = f"; try {', '.join(advice)}" if advice else ""
+    try:
+        report = _oom_state(rank, device, cause, named_tensors)
+    except Exception:  # a device that does not answer, or no memory for the report either
+        reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        return f"out of memory on rank {rank}: {reason}{remedy}"
+    with suppress(Exception):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(OUT_OF_MEMORY.path(folder, rank), json.dumps(report, indent=1) + "\n")
+    requested = report["requested_bytes"]
+    more = f" and {format_bytes(requested)} more asked for" if requested else ""
+    used = f"{format_bytes(report['in_use_bytes'])} of {format_bytes(report['total_bytes'])} in use{more}"
+    owners = Counter(report["kinds"]).most_common(LARGEST_OWNERS)
+    largest = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in owners if size)
+    return f"out of memory on rank {rank}: {used}; largest: {largest}{remedy}"
+
+
+def remedies(config: Config, micro_batch: int, world_size: int, strategy: str) -> list[str]:
+    """Settings that need less memory than this run's, as overrides, the ones that cost least first."""
+    one_pass = config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode
+    found = []
+    if micro_batch > 1 and not one_pass:
+        smaller = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
+        found.append(f"train.micro_batch={smaller}")
+    if config.runtime.gradient_checkpointing == "none":
+        found.append("runtime.gradient_checkpointing=block")
+    if world_size > 1 and strategy != "fsdp":
+        found.append("parallel.strategy=fsdp")
+    return found or ["a shorter train.seq_len", "a smaller model"]
+
+
+def format_bytes(count: float) -> str:
+    """Such as 38.9 GiB."""
+    power = 0
+    while count >= 1024 and power < len(_UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.1f} {_UNITS[power]}" if power else f"{count:.0f} bytes"
+
+
+def _in_use(usage: Mapping[str, int]) -> int:
+    return usage["allocated_bytes"] if "allocated_bytes" in usage else usage["resident_bytes"]
+
+
+def _largest(held: list[Held]) -> list[Held]:
+    return sorted(held, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))[:LARGEST_TENSORS]
+
+
+def _owners(held: list[Held]) -> dict[str, dict[str, Any]]:
+    """Per kind: bytes, number of tensors, and bytes of every top-level module, such as `blocks`."""
+    kinds: dict[str, dict[str, Any]] = {kind: {"bytes": 0, "tensors": 0, "modules": Counter()} for kind in KINDS}
+    for tensor in held:
+        entry = kinds[tensor["kind"]]
+        entry["bytes"] += tensor["bytes"]
+        entry["tensors"] += 1
+        entry["modules"][re.split("[./]", tensor["name"])[0]] += tensor["bytes"]
+    return kinds
+
+
+def _format_dump(snapshot: Mapping[str, Any], device: torch.device) -> Iterator[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot["time"]))
+    yield from (f"memory of rank {snapshot['rank']} at {snapshot['label']} on {device}, {when}", "")
+    for key, value in snapshot.items():
+        if key.endswith("_bytes"):
+            yield f"{key.removesuffix('_bytes').replace('_', ' '):<16} {format_bytes(value):>12}"
+    yield from ("", f"{'held by':<28} {'tensors':>8} {'size':>12}")
+    for kind, entry in snapshot["owners"].items():
+        yield f"{kind:<28} {entry['tensors']:>8} {format_bytes(entry['bytes']):>12}"
+        for name, size in entry["modules"].items():
+            yield f"  {name:<26} {'':>8} {format_bytes(size):>12}"
+    yield from ("", f"the {len(snapshot['largest_tensors'])} largest tensors")
+    for tensor in snapshot["largest_tensors"]:
+        shape = "x".join(map(str, tensor.get("local_shape", tensor["shape"]))) or "scalar"
+        size = format_bytes(tensor["bytes"])
+        yield f"{size:>12}  {tensor['dtype']:<9} {shape:<16} {tensor['kind']} {tensor['name']}"
+    if device.type == "cuda":
+        yield from ("", torch.cuda.memory_summary(device))
+
+
+def _memory_error(error: BaseException | None) -> BaseException | None:
+    """The error of an allocator among this one and those it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+            return error
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in (*_HOST_TEXTS, *_GPU_TEXTS)):
+            return error
+        seen.add(id(error))
+        error = error.__cause__
+    return None
+
+
+def _oom_state(rank: int, device: torch.device, error: BaseException, named_tensors: NamedTensors) -> dict[str, Any]:
+    held = held_tensors(named_tensors(), device)
+    usage = memory_usage(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        in_use = total - free  # with what other processes and CUDA itself hold
+    else:
+        in_use, total = usage["resident_bytes"], psutil.virtual_memory().total
+    owners = _owners(held)
+    kinds = {kind: entry["bytes"] for kind, entry in owners.items()}
+    # Some of it is free again by now; PyTorch's message has the amount at the time of the error.
+    kinds[UNACCOUNTED] = max(0, max(_in_use(usage), _bytes_in(error, "Of the allocated memory")) - sum(kinds.values()))
+    modules = [(size, kind, module) for kind, entry in owners.items() for module, size in entry["modules"].items()]
+    largest = sorted([*modules, (kinds[UNACCOUNTED], UNACCOUNTED, None)], key=lambda owner: -owner[0])[:LARGEST_OWNERS]
+    return {
+        "time": time.time(),
+        "rank": rank,
+        "device": str(device),
+        "error": str(error)[:2000] or type(error).__name__,
+        "requested_bytes": _bytes_in(error, "ried to allocate"),
+        "in_use_bytes": in_use,
+        "total_bytes": total,
+        **usage,
+        "kinds": kinds,
+        "largest_owners": [{"kind": kind, "module": module, "bytes": size} for size, kind, module in largest if size],
+        "largest_tensors": _largest(held),
+        "allocator": torch.cuda.memory_stats(device) if device.type == "cuda" else None,
+    }
+
+
+def _bytes_in(error: BaseException, before: str) -> int:
+    """The amount in an allocator's message after the given text, or 0."""
+    found = re.search(rf"{before} ([\d.]+) ({'|'.join(_UNITS)})", str(error))
+    return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0

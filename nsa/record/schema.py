@@ -1,0 +1,353 @@
+"""The contract of a run folder: the files a run writes, their columns and fields, how to write a row or an event and
+how to read one back. Writers, watchdog, viewers and checks take every name from here. No torch, no numpy.
+
+docs/telemetry.md explains the meaning of each file, column and field.
+"""
+
+import csv
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from nsa.record.numbers import plain
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "env.json"
+METRICS_FILE = "metrics.json"
+DTYPES_FILE = "dtypes_report.txt"
+OPTIMIZER_STATE_FILE = "opt_state_mb.txt"
+WEIGHTS_FILE = "model.safetensors"
+REPORT_FILE = "report.html"
+LOCK_FILE = ".lock"
+CHECKPOINTS_FOLDER = "checkpoints"
+TENSORBOARD_FOLDER = "tb"
+NONFINITE_FOLDER = "nonfinite"
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """A file per rank: `{stem}_rank{r}{suffix}`. `plain_first`: rank 0 has the name without a rank."""
+
+    stem: str
+    suffix: str
+    plain_first: bool = False
+
+    def name(self, rank: int) -> str:
+        return f"{self.stem}{'' if self.plain_first and rank == 0 else f'_rank{rank}'}{self.suffix}"
+
+    def path(self, folder: Path, rank: int) -> Path:
+        return folder / self.name(rank)
+
+    @property
+    def pattern(self) -> str:
+        """As a glob, of every rank."""
+        return f"{self.stem}{'*' if self.plain_first else '_rank*'}{self.suffix}"
+
+    def find(self, folder: Path) -> dict[int, Path]:
+        """The files that exist, by rank. A stem may hold a `*`: of several files of a rank the last by name counts."""
+        rank = r"(?:_rank(\d+))?" if self.plain_first else r"_rank(\d+)"
+        form = re.compile(re.escape(self.stem).replace(r"\*", ".*") + rank + re.escape(self.suffix))
+        matches = ((form.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+        return dict(sorted((int(match[1] or 0), path) for match, path in matches if match))
+
+
+HEARTBEAT = RankFiles("heartbeat", ".jsonl")
+RUN_LOG = RankFiles("run", ".log", plain_first=True)
+TRACE = RankFiles("trace", ".jsonl")
+OLDER_TRACE = RankFiles("trace", ".older.jsonl")
+OUT_OF_MEMORY = RankFiles("oom", ".json")
+NCCL_TRACE = RankFiles("nccl_trace", ".json")
+PROFILE_TRACE = RankFiles("profile", ".json")
+PROFILE_TABLE = RankFiles("profile", ".txt")
+MEMORY_PATTERN = "mem_*"
+
+
+def memory_files(label: str, suffix: Literal[".txt", ".json"]) -> RankFiles:
+    """A memory dump at `label`: boot or step{N}."""
+    return RankFiles(f"mem_{label}", suffix, plain_first=True)
+
+
+def stack_dumps(stamp: str = "*") -> RankFiles:
+    """The stack dumps of a time; of any time unless one is given."""
+    return RankFiles(f"stackdump_{stamp}", ".txt")
+
+
+# A new run in the same folder (--fresh) removes these; the others are appended to, replaced or begun again.
+REMOVED_BY_FRESH = (CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, OUT_OF_MEMORY.pattern, MEMORY_PATTERN)
+
+# ------------------------------------------------------------------------------------------------------ documents
+
+RunStatus = Literal["running", "done", "failed", "preempted"]  # `status` in metrics.json
+
+ENVIRONMENT_FIELDS = ("nsa", "command", "python", "packages", "world_size", "strategy", "variables", "config")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A document that holds a table of values. Raises OSError, or ValueError where it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError("holds no table of values")
+    return content
+
+
+# --------------------------------------------------------------------------------------------------------- events
+
+EventKind = Literal[
+    "boot", "first_batch", "start", "step", "gates", "selection", "fallbacks", "data_stall", "save_wait",
+    "incident", "hang", "preempted", "end",
+]  # fmt: skip
+Event = dict[str, Any]
+EVENT_VERSION = 1
+COMMON_FIELDS = ("v", "time", "rank", "step", "event")
+ROUTINE_EVENTS: tuple[EventKind, ...] = ("step", "gates", "selection", "fallbacks")  # their numbers are in the tables
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One optimizer step. The validation columns are empty where no validation was run."""
+
+    step: int
+    tokens: int
+    loss: float
+    lr: float
+    grad_norm: float
+    toks_per_s: float
+    step_s: float
+    data_wait_s: float
+    mem_gib: float
+    val_loss: float | None = None
+    val_bits_per_byte: float | None = None
+    save_wait_s: float = 0.0  # how long training stood still for a checkpoint before this step
+    skipped: int = 0  # 1: the optimizer did not move, because something was not finite
+
+
+# What differs between two runs that did the same: they depend on the machine, not on the numbers.
+MACHINE_COLUMNS = ("toks_per_s", "step_s", "data_wait_s", "mem_gib", "save_wait_s")
+BRANCHES = ("cmp", "sel", "win")
+ALL_LAYERS = "all"
+DISTANCE_BINS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127", "128-255", "256-511", "512-1023", "1024+")
+DISTANCE_COLUMNS = tuple(f"distance_{name}" for name in DISTANCE_BINS)
+
+
+@dataclass(frozen=True)
+class GateStats:
+    """Gates of one layer or of all: `rows` of them were seen, each divided by its sum."""
+
+    rows: int
+    mean_entropy: float
+    min_entropy: float
+    largest_share: float
+    collapsed: float
+    share_cmp: float
+    share_sel: float
+    share_win: float
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """In the order of BRANCHES."""
+        return self.share_cmp, self.share_sel, self.share_win
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """From a row of gate_stats.csv."""
+        return cls(int(row["rows"]), *(row[f.name] for f in fields(cls)[1:]))
+
+    @classmethod
+    def merge(cls, parts: Sequence[Self]) -> Self:
+        """As if one layer or rank had seen all rows."""
+        rows = [part.rows for part in parts]
+        mean = _means(parts, rows)
+        lowest, largest = min(part.min_entropy for part in parts), max(part.largest_share for part in parts)
+        shares = (mean(f"share_{branch}") for branch in BRANCHES)
+        return cls(sum(rows), mean("mean_entropy"), lowest, largest, mean("collapsed"), *shares)
+
+
+@dataclass(frozen=True)
+class SelectionStats:
+    """Selected blocks of one layer or of all; a row is what one token and key/value head reads."""
+
+    rows: int
+    mean_distinct: float
+    max_distinct: int
+    share_at_max: float
+    share_forced: float
+    agreement: float
+    distances: tuple[float, ...]  # the share of blocks in each of DISTANCE_BINS
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """From a row of k_stats.csv or k_stats_layers.csv."""
+        own = {f.name: row[f.name] for f in fields(cls)[:-1]}
+        own |= {name: int(own[name]) for name in ("rows", "max_distinct")}
+        return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
+
+    @classmethod
+    def merge(cls, parts: Sequence[Self], compared: Sequence[float] | None = None) -> Self:
+        """As if one layer or rank had seen all rows. `compared` are the blocks that each agreement is a share of;
+        the files do not hold them, and all blocks stand in for them."""
+        rows, blocks = [part.rows for part in parts], [part.rows * part.mean_distinct for part in parts]
+        by_row, by_block = _means(parts, rows), _means(parts, blocks)
+        bins = zip(*(part.distances for part in parts), strict=True)
+        return cls(
+            sum(rows),
+            by_row("mean_distinct"),
+            max(part.max_distinct for part in parts),
+            by_row("share_at_max"),
+            by_block("share_forced"),
+            _means(parts, compared or blocks)("agreement"),
+            tuple(_mean(shares, blocks) for shares in bins),
+        )
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]  # as it is, not rounded by a product
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / (sum(weights) or 1.0)
+
+
+def _means(parts: Sequence[Any], weights: Sequence[float]) -> Any:
+    return lambda name: _mean([getattr(part, name) for part in parts], weights)
+
+
+_TRAINING = tuple(f.name for f in fields(TrainingRow))
+_GATES = tuple(f.name for f in fields(GateStats))
+_SELECTION = tuple(f.name for f in fields(SelectionStats))
+
+# The fields of each event beside COMMON_FIELDS.
+EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
+    "boot": ("pid", "host"),
+    "first_batch": ("seconds", "data"),
+    "start": ("strategy", "world_size", "backend", "steps", "fresh", "from_checkpoint", "pid", "host"),
+    "step": (*_TRAINING[1:], "telemetry_failures"),
+    "gates": _GATES,  # and `layers`, a list of the same with `layer`, which the heartbeat leaves out
+    "selection": _SELECTION,  # the same
+    "fallbacks": ("counts",),  # lists of operator, reason, count
+    "data_stall": ("seconds", "message"),
+    "save_wait": ("seconds", "writing"),  # a step waits until the checkpoint of step `writing` is saved
+    "incident": ("kind", "message"),
+    # Always written before a hung process ends. `ranks` are tables of rank, step, event, age_s, pid, host, state and
+    # killed; `reported_by` is "thread", or "guard": the helper process that reports where Python cannot.
+    "hang": ("phase", "silent_s", "limit_s", "file", "ranks", "reported_by"),
+    "preempted": (),
+    "end": (),
+}
+assert set(EVENT_FIELDS) == set(get_args(EventKind))
+
+
+def make_event(event: EventKind, rank: int, step: int, **values: Any) -> Event:
+    return {"v": EVENT_VERSION, "time": time.time(), "rank": rank, "step": step, "event": event, **values}
+
+
+def format_event(event: Event) -> str:
+    """A line of a heartbeat. JSON has no NaN: numbers that are not finite are written as text."""
+    return json.dumps({key: plain(value) for key, value in event.items() if key != "layers"}) + "\n"
+
+
+def parse_event(line: str | bytes) -> Event:
+    """An event with a finite time, a step and a kind. Raises ValueError for any other line."""
+    try:
+        event = json.loads(line)
+        event["time"], event["step"], event["event"] = float(event["time"]), int(event["step"]), str(event["event"])
+    except (TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"is no event: {error}") from None
+    if not math.isfinite(event["time"]):
+        raise ValueError("has no time")
+    return dict(event)
+
+
+def parse_events(lines: Iterable[str | bytes]) -> list[Event]:
+    """The events among lines; damaged ones are left out."""
+    found = []
+    for line in lines:
+        with suppress(ValueError):
+            found.append(parse_event(line))
+    return found
+
+
+def read_events(folder: Path, rank: int = 0) -> list[Event]:
+    """All events of a rank, the oldest first. Raises OSError."""
+    return parse_events(HEARTBEAT.path(folder, rank).read_bytes().splitlines())
+
+
+# --------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """A CSV file that one kind of event fills: with a row, or with a row per layer, or both (`whole`)."""
+
+    stem: str
+    event: EventKind
+    columns: tuple[str, ...]
+    text: tuple[str, ...] = ()  # columns that hold text, all others hold numbers
+    whole: bool = True
+
+    @property
+    def files(self) -> RankFiles:
+        return RankFiles(self.stem, ".csv", plain_first=True)
+
+    @property
+    def file(self) -> str:
+        """The name of rank 0's."""
+        return self.files.name(0)
+
+    @property
+    def header(self) -> str:
+        return format_row(self.columns)
+
+    def format(self, event: Event) -> str:
+        """The lines that an event adds."""
+        rows = ([*map(row.__getitem__, self._own_columns), *row.get("distances", ())] for row in self._rows(event))
+        return "".join(format_row([event["step"], *row]) for row in rows)
+
+    @cached_property
+    def _own_columns(self) -> list[str]:
+        """Those that a row has under their name: without the step and the distances, which come last."""
+        return [name for name in self.columns[1:] if name not in DISTANCE_COLUMNS]
+
+    def _rows(self, event: Event) -> list[dict[str, Any]]:
+        if self.event == "fallbacks":
+            return [dict(zip(self.columns[1:], count, strict=True)) for count in event["counts"]]
+        if "layer" not in self.text:
+            return [event]
+        return [*event["layers"], {**event, "layer": ALL_LAYERS}] if self.whole else event["layers"]
+
+
+TRAINING = Table("training", "step", _TRAINING)
+GATES = Table("gate_stats", "gates", ("step", "layer", *_GATES), text=("layer",))
+SELECTION = Table("k_stats", "selection", ("step", *_SELECTION[:-1], *DISTANCE_COLUMNS))
+LAYER_SELECTION = Table(
+    "k_stats_layers", "selection", ("step", "layer", *SELECTION.columns[1:]), text=("layer",), whole=False
+)
+FALLBACKS = Table("fallback_counters", "fallbacks", ("step", "branch", "reason", "count"), text=("branch", "reason"))
+TABLES = (TRAINING, GATES, SELECTION, LAYER_SELECTION, FALLBACKS)
+
+
+def format_row(values: Iterable[Any]) -> str:
+    """A line of a table: numbers in full precision, an empty cell for None, quotes where a text needs them."""
+    return ",".join(map(_format_cell, values)) + "\n"
+
+
+def _format_cell(value: Any) -> str:
+    if not isinstance(value, str):
+        return "" if value is None else repr(value)
+    text = value.replace("\n", " ")
+    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"') else text
+
+
+def read_rows(folder: Path, table: Table, rank: int = 0) -> list[dict[str, str]]:
+    """The rows of a table as they are written. Raises OSError; a row of another length has None as a key or value."""
+    with table.files.path(folder, rank).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

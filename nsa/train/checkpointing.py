@@ -1,0 +1,251 @@
+"""When a run saves, what it saves of itself, and how it resumes from a checkpoint.
+
+A save runs while training does. All ranks learn of its end at the same step, through the step's own message. Every due
+checkpoint is written: where the save before is still under way, the run waits for it and reports the wait. A save that
+failed is an incident and is retried at the next step; three failures in a row end the run.
+"""
+
+import random
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa.checkpoint.format import FOLDER, MODEL, STATE_VERSION, newest_verified, optimizer_key
+from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
+from nsa.checkpoint.save import Saver, Snapshot
+from nsa.config import Config, differences
+from nsa.errors import CheckpointError, ConfigError
+from nsa.parallel.collectives import lost_rank, on_first_rank
+from nsa.parallel.strategy import host_mesh
+from nsa.train.monitor import Monitor
+from nsa.train.state import Progress, RunState
+
+ATTEMPTS = 3
+# Before each tensor of a save in the background. Writing the 522 tensors of a 125M run keeps the interpreter for about
+# half a second, which stops the training thread: spread over 13 s that is at most a twentieth of each step.
+PAUSE_S = 0.025
+
+
+class Checkpointing:
+    """The checkpoints of one run. All ranks call every method together."""
+
+    def __init__(self, config: Config, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
+        self.config, self.state, self.monitor = config, state, monitor
+        world = state.world
+        self.saver = Saver(
+            root,
+            config.checkpoint.keep,
+            rank=world.rank,
+            size=world.size,
+            group=world.cpu_group,
+            mesh=host_mesh(world),
+        )
+        self.saver.last_good = resumed
+        self._saved_step = state.progress.step if resumed else -1  # the newest that is committed
+        self._writing_step = 0
+        self._writing_best = False
+        self._failures = 0  # in a row; the failed save is retried at the next step
+
+    def vote(self) -> int:
+        """1 when this rank has written its part of the save that is under way."""
+        return int(self.saver.written)
+
+    def after_step(self, written: int, *, is_best: bool) -> None:
+        """Completes a save that all ranks have `written`, and starts one where it is due."""
+        if written == self.state.world.size:
+            self._complete()
+        every, step = self.config.checkpoint.every, self.state.progress.step
+        due = is_best or bool(every and step % every == 0)
+        if due and self.saver.busy:
+            self._wait_for_the_one_before()
+        if (due or self._failures) and not self.saver.busy:
+            background = self.config.checkpoint.background
+            self._begin(PAUSE_S if background else 0.0, is_best=is_best)
+            if not background:
+                self._complete()
+
+    def settle(self) -> None:
+        """Waits for a save that is under way."""
+        if self.saver.busy:
+            self._complete()
+
+    def save_now(self) -> None:
+        """Returns when the present step is committed."""
+        self.settle()
+        while self._saved_step != self.state.progress.step:
+            self._begin()
+            self._complete()
+
+    def _wait_for_the_one_before(self) -> None:
+        began, step = time.perf_counter(), self.state.progress.step
+        before = self._writing_step
+        self._complete()
+        seconds = time.perf_counter() - began
+        self.monitor.emit("save_wait", step, seconds=seconds, writing=before)
+        self.monitor.say(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
+
+    def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
+        self.monitor.flush()  # the rows that the checkpoint counts must be on the disk
+        self.saver.begin(snapshot(self.state, self.config, is_best=is_best), pause_s=pause_s)
+        self._writing_step, self._writing_best = self.state.progress.step, is_best
+
+    def _complete(self) -> None:
+        failure = self.saver.finish()
+        if failure is None:
+            self._saved_step, self._failures = self._writing_step, 0
+            return
+        self._failures += 1
+        lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
+        if lost is not None:
+            raise lost
+        # The retry saves the weights of a later step, which are not the best.
+        unmarked = "; it had the best validation loss" if self._writing_best else ""
+        message = f"step {self._writing_step} could not be saved: {failure}{unmarked}"
+        self.monitor.incident("save_failed", message, self.state.progress.step)
+        if self._failures == ATTEMPTS:
+            last = self.saver.last_good or "none of this process"
+            raise CheckpointError(
+                f"saving failed {ATTEMPTS} times in a row, the last time with: {failure}; "
+                f"the last good checkpoint: {last}"
+            )
+
+
+def resume(state: RunState, config: Config, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
+    """Restores the newest sound checkpoint of the run; its name, or None where there is none."""
+    root = folder / FOLDER
+    name, damage, changes = on_first_rank(state.world, lambda: _choose(root, config, accept_changes))
+    for message in damage:
+        monitor.incident("damaged_checkpoint", message, state.progress.step)
+    if name is None:
+        return None
+    restore(state, root / name)
+    for line in changes:
+        monitor.say(f"changed {line}")
+    return name
+
+
+def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | None, list[str], list[str]]:
+    """The checkpoint to resume from, why newer ones are not used, and the configuration keys that changed since."""
+    damage: list[str] = []
+    chosen = newest_verified(root, lambda error: damage.append(str(error)))
+    if chosen is None:
+        if damage:
+            raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")
+        return None, [], []
+    changes = differences(read_state(chosen).get("config"), config)
+    if changes and not accept_changes:
+        lines = "\n".join(f"  {line}" for line in changes)
+        raise ConfigError(
+            f"{chosen}: was saved with another configuration:\n{lines}\n"
+            "--accept-changes resumes with the new values, --fresh starts over, train.out_dir chooses another folder"
+        )
+    return chosen.name, damage, changes
+
+
+def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snapshot:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in state.parameters.items():
+        tensors[MODEL + name] = parameter
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            tensors[optimizer_key(name, key)] = value
+    saved = {
+        "version": STATE_VERSION,
+        "progress": asdict(state.progress),
+        "loss_scale": {"value": state.scale.value, "clean_steps": state.scale.clean_steps},
+        "strategy": state.world.strategy,
+        "world_size": state.world.size,
+        "config": config.to_dict(),
+        "data": state.data,
+    }
+    return Snapshot(state.progress.step, tensors, saved, read_generators(state.device), is_best)
+
+
+def restore(state: RunState, checkpoint: Path) -> None:
+    """Weights, optimizer, progress and random state as they were when `checkpoint` was saved."""
+    saved = read_state(checkpoint)
+    names = saved_shapes(checkpoint)
+    tensors: dict[str, Tensor] = {MODEL + name: p.detach() for name, p in state.parameters.items()}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in state.parameters.items():
+        prefix = optimizer_key(name)
+        keys = sorted(n.removeprefix(prefix) for n in names if n.startswith(prefix))
+        moments[name] = {
+            # The step counter is a float32 number; everything else is shaped and sharded like the parameter.
+            key: torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
+            for key in keys
+        }
+        tensors |= {prefix + key: value for key, value in moments[name].items()}
+    fill(tensors, checkpoint, state.world.cpu_group)
+    for name, parameter in state.parameters.items():
+        if moments[name]:
+            state.optimizer.state[parameter] = moments[name]
+    try:
+        state.progress = _read_progress(saved["progress"])
+        state.scale.value = float(saved["loss_scale"]["value"])
+        state.scale.clean_steps = int(saved["loss_scale"]["clean_steps"])
+        state.data = None if saved.get("data") is None else str(saved["data"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
+    generators = read_random(checkpoint, state.world.rank)
+    if generators is not None:
+        write_generators(generators, state.device)
+
+
+def _read_progress(saved: dict[str, Any]) -> Progress:
+    progress = Progress(**saved)
+    for name, value in asdict(progress).items():
+        is_count = isinstance(getattr(Progress, name), int)
+        sound = type(value) is int and value >= 0 if is_count else value is None or isinstance(value, (int, float))
+        if not sound:
+            raise ValueError(f"progress.{name} is {value!r}")
+    return progress
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Every generator from the run's seed, another stream on each rank."""
+    words = np.random.SeedSequence([seed, rank]).generate_state(4)
+    torch.manual_seed(int(words[0]) | int(words[1]) << 32)
+    random.seed(int(words[2]))
+    np.random.seed(int(words[3]))  # the global one, in case somebody draws from it
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that somebody may draw from, as JSON."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = numpy_state["state"]
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": _to_hex(torch.get_rng_state()),
+        "python": [version, list(words), gauss],
+        "numpy": {**numpy_state, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}},
+    }
+    if device.type == "cuda":
+        state["cuda"] = _to_hex(torch.cuda.get_rng_state(device))
+    return state
+
+
+def write_generators(state: dict[str, Any], device: torch.device) -> None:
+    try:
+        torch.set_rng_state(_from_hex(state["torch"]))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        inner = state["numpy"]["state"]
+        np.random.set_state({**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}})
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"the saved random state cannot be read: {error}") from None
+
+
+def _to_hex(state: Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

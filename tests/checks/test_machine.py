@@ -1,0 +1,89 @@
+"""The environment guard finds what does not fit the run, and utilisation is that of the least busy GPU."""
+
+import sys
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+
+from nsa.checks import machine
+from nsa.checks.machine import GpuUtilization, inspect_machine
+from nsa.config import parse_config
+from nsa.errors import ConfigError
+from tests.record.runs import TINY
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def found(tmp_path, nproc: int = 1, **sections: dict) -> dict[str, machine.Finding]:
+    config = parse_config({**TINY, **sections}, "test")
+    return {finding.what: finding for finding in inspect_machine(config, nproc, tmp_path / "not" / "yet", 300)}
+
+
+def test_a_machine_that_fits_the_run_has_no_bad_finding(tmp_path):
+    findings = found(tmp_path)
+    assert {"python", "torch", "triton", "device", "batch", "disk", "host memory", "open files"} <= set(findings)
+    assert [finding for finding in findings.values() if not finding.ok] == []
+    assert findings["batch"].found == "1 ranks x 1 passes x 4 sequences"
+    assert str(tmp_path) in findings["disk"].found, "the folder is created later: its parent counts"
+
+
+def test_too_little_of_anything_is_found_with_advice(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(100, 90, 10))
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (256, 256))
+    bad = {name: finding for name, finding in found(tmp_path).items() if not finding.ok}
+    assert set(bad) == {"torch", "disk", "host memory", "open files"}
+    assert "checkpoint.keep" in bad["disk"].advice
+    assert bad["open files"].advice == "raise it: ulimit -n 4096"
+
+
+def test_gpus_that_are_not_there_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
+    finding = found(tmp_path, nproc=2, runtime={"device": "cuda"})["GPUs"]
+    assert (finding.ok, finding.found) == (False, "0 visible")
+    assert "--nproc 0" in finding.advice
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.batch_size"):
+        found(tmp_path, nproc=3)
+
+
+def utilization(monkeypatch, samples: dict[str, list[float]], nproc: int) -> float | None:
+    """What is measured where NVML gives these values for the GPUs, one after the other."""
+    values = {name: iter(series) for name, series in samples.items()}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(samples),
+        nvmlDeviceGetHandleByIndex=str,
+        nvmlDeviceGetHandleByUUID=str,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=next(values[handle])),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(machine, "SAMPLE_EVERY_S", 0.0)
+    measured = GpuUtilization(nproc)
+    for _ in range(2):
+        measured.sample()
+    return measured.percent
+
+
+def test_utilization_is_the_mean_of_the_least_busy_gpu(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert utilization(monkeypatch, {"0": [90, 100], "1": [60, 80], "2": [0, 0]}, nproc=2) == 70.0
+
+
+def test_utilization_of_the_visible_gpus_only(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
+    assert utilization(monkeypatch, {"0": [0, 0], "2": [90, 100], "GPU-7": [80, 80]}, nproc=2) == 80.0
+
+
+def test_utilization_is_unknown_where_a_gpu_gives_no_value(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert utilization(monkeypatch, {"0": [90, 100], "1": []}, nproc=2) is None
+
+
+def test_utilization_is_unknown_without_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert GpuUtilization(1).percent is None

@@ -1,0 +1,58 @@
+"""What follows from document borders is computed once, and never outlives or misreads them."""
+
+import gc
+import weakref
+
+import torch
+
+from nsa.ops import NSASpec
+from nsa.ops.layout import cached_with, slot_layout, token_layout
+
+SPEC = NSASpec(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=4, window=8)
+
+
+def borders(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_the_same_borders_are_computed_once():
+    cu_seqlens = borders(0, 5, 12)
+    assert token_layout(12, SPEC, cu_seqlens, "cpu") is token_layout(12, SPEC, cu_seqlens, "cpu")
+    assert slot_layout(12, SPEC, cu_seqlens, "cpu") is slot_layout(12, SPEC, cu_seqlens, "cpu")
+
+
+def test_borders_that_are_written_to_are_computed_again():
+    cu_seqlens = borders(0, 5, 12)
+    assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()[5:] == list(range(7))
+    cu_seqlens[1] = 9
+    assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()[9:] == [0, 1, 2]
+
+
+def test_another_tensor_or_another_spec_has_its_own_layout():
+    first, second = borders(0, 5, 12), borders(0, 5, 12)
+    assert token_layout(12, SPEC, first, "cpu") is not token_layout(12, SPEC, second, "cpu")
+    wider = NSASpec(cmp_block=8, cmp_stride=2, sel_block=8, num_selected=4, window=8)
+    assert (
+        token_layout(12, wider, first, "cpu").cmp_start.tolist()
+        != token_layout(12, SPEC, first, "cpu").cmp_start.tolist()
+    )
+
+
+def test_the_cache_is_freed_with_its_borders():
+    class Table:
+        pass
+
+    cu_seqlens = borders(0, 5, 12)
+    table = weakref.ref(cached_with(cu_seqlens, "table", Table))
+    assert table() is not None
+    del cu_seqlens
+    gc.collect()
+    assert table() is None
+
+
+def test_nothing_is_cached_for_inference_tensors():
+    with torch.inference_mode():
+        cu_seqlens = borders(0, 5, 12)
+        before = token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()
+        cu_seqlens[1] = 9
+        assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist() != before

@@ -1,0 +1,82 @@
+"""`python -m bench.tune` times what it says: every candidate is really launched."""
+
+import pytest
+import torch
+
+from bench import tune
+from bench.shapes import Inputs
+from nsa.ops.triton import flash
+from tests.ops.triton.compiling import recording
+
+
+def meta_inputs(shape, *, correlated):
+    def tensor(heads, dim=shape.dim):
+        return torch.empty(shape.batch, shape.tokens, heads, dim, dtype=torch.bfloat16, device="meta")
+
+    return Inputs(tensor(shape.heads), *(tensor(shape.groups) for _ in range(6)), tensor(shape.heads, 3))
+
+
+def launched(launches, kernel):
+    """The options of the last launch of a kernel."""
+    return [options for recorded, _, options in launches if recorded.__name__.lstrip("_") == kernel][-1]
+
+
+def assert_launched(launches, kernel, launch, rows, columns):
+    options = launched(launches, kernel)
+    assert (options["num_warps"], options["num_stages"]) == (launch.num_warps, launch.num_stages)
+    assert (rows(options), columns(options)) == (launch.rows, launch.columns)
+
+
+def assert_tiles_launched(launches, kernel, plan):
+    launch = plan.large if plan.method == "tile" else plan.small
+    assert_launched(launches, kernel, launch, lambda o: o["ROWS"], lambda o: o["KEYS"])
+    if plan.method == "adaptive":
+        ratios = [args[10] for recorded, args, _ in launches if recorded.__name__ == "_tile_lists_kernel"]
+        assert ratios[-1] == plan.ratio
+
+
+@pytest.fixture(autouse=True)
+def _on_meta_tensors(monkeypatch):
+    monkeypatch.setattr(tune, "make_inputs", meta_inputs)
+
+
+@pytest.mark.parametrize("branch", ["cmp", "win"])
+def test_every_candidate_of_compressed_and_window_attention_is_launched(branch):
+    with recording(90) as launches:
+        for case in tune.cases([branch], ["64", "128"]):
+            kernel = case.name.split()[0].removeprefix(f"{branch}_")
+            for launch in (case.default, *case.candidates):
+                launches.clear()
+                case.run(launch)
+                options = launched(launches, f"{kernel}_kernel")
+                assert options["MASK"] == flash._MASKS[launch.mask]
+                assert_launched(launches, f"{kernel}_kernel", launch, lambda o: o["BLOCK_M"], lambda o: o["BLOCK_N"])
+
+
+def test_every_candidate_of_selection_is_launched():
+    with recording(90) as launches:
+        for case in tune.cases(["select"], ["64", "128"]):
+            for score, pick in (case.default, *case.candidates):
+                launches.clear()
+                case.run((score, pick))
+                assert launched(launches, "pick_kernel")["num_warps"] <= pick.num_warps
+                if any(recorded.__name__ == "score_kernel" for recorded, *_ in launches):
+                    assert_launched(
+                        launches, "score_kernel", score, lambda o: o["BJ"] * o["BC"], lambda o: o["HP"] * o["QT"]
+                    )
+
+
+def test_every_candidate_of_selected_attention_is_launched():
+    with recording(90) as launches:
+        for case in tune.cases(["sel"], ["64", "128"]):
+            for plan in (case.default, *case.candidates):
+                launches.clear()
+                case.run(plan)
+                if case.name.startswith("sel_forward"):
+                    assert_tiles_launched(launches, "attend_kernel", plan)
+                    continue
+                options = launched(launches, "block_grads_kernel")
+                assert options["FUSED"] == (plan.dq == "fused")
+                assert_launched(launches, "block_grads_kernel", plan.block, lambda o: o["ROWS"], lambda o: o["KEYS"])
+                if plan.dq == "separate":
+                    assert_tiles_launched(launches, "query_grads_kernel", plan.query)
