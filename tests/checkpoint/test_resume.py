@@ -105,6 +105,12 @@ VARIANTS = {
     "tied head": ["model.tied_head=true"],
     "one branch, the others frozen": ["nsa.force_branch=cmp"],
     "dense twin": ["model.attention=dense"],
+    "a pattern of layers with norms, recomputed": [
+        "model.n_layers=3",
+        "model.layer_pattern=[dense,nsa,window]",
+        "model.qk_norm=true",
+        "runtime.gradient_checkpointing=selective",
+    ],
     "bf16, recomputed, in small pieces": [
         "runtime.precision=bf16",
         "runtime.gradient_checkpointing=block",

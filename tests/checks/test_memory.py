@@ -219,6 +219,15 @@ def test_three_traced_blocks_stand_for_all(checkpointing, micro_batch, monkeypat
         assert short.parts[part] == whole.parts[part]
 
 
+def test_a_pattern_needs_what_its_layers_need():
+    def peak(pattern):
+        return estimate(config_of(BASE, *SMALL, "model.n_layers=6", f"model.layer_pattern={pattern}")).peak_gib
+
+    sparse, dense, mixed = peak("[nsa]"), peak("[dense]"), peak("[nsa,dense]")
+    assert dense < mixed < sparse
+    assert mixed == pytest.approx((sparse + dense) / 2, rel=0.03)
+
+
 def test_other_micro_batches_are_interpolated_from_two_traces():
     planner = Planner(config_of(PRODUCTION, "train.batch_size=32", "train.micro_batch=2"))
     for micro_batch in (1, 16):

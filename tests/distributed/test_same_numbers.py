@@ -29,6 +29,7 @@ DEEP = {
     "checkpoint": {"every": 0},
 }
 FEW = {"train": {"steps": 4}}  # the first steps of DEEP
+PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
 SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
 
 
@@ -63,6 +64,7 @@ ONE_RANK = {
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
     "short-cmp": tree(SHORT, {"nsa": {"force_branch": "cmp"}}),
+    "short-pattern": tree(SHORT, PATTERN),
     "ddp-alone": tree(SHORT, strategy("ddp")),
     "fsdp-alone": tree(SHORT, strategy("fsdp")),
     "constant": tree({"train": {"steps": 8, "schedule": "constant"}}),
@@ -76,6 +78,7 @@ TWO_RANKS = {
     "ddp-static": tree(SHORT, strategy("ddp", static_graph=True), recompute("block")),
     "fsdp-grad-op": tree(SHORT, strategy("fsdp", sharding="grad_op", forward_prefetch=False)),
     "fsdp-cmp": tree(SHORT, strategy("fsdp"), {"nsa": {"force_branch": "cmp"}}),
+    "fsdp-pattern": tree(SHORT, strategy("fsdp"), PATTERN),
     "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
 }
 # Trained on two ranks where a test of `make test-long` needs them.
@@ -84,6 +87,7 @@ LONG_RUNS = {
     **{f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in STRATEGIES for g in ("selective", "branch")},
     **{f"{s}-fp16": tree(SHORT, strategy(s), {"runtime": {"precision": "fp16"}}) for s in STRATEGIES},
     "ddp-cmp": tree(SHORT, strategy("ddp"), {"nsa": {"force_branch": "cmp"}}),
+    "ddp-pattern": tree(SHORT, strategy("ddp"), PATTERN),
     "ddp-unused": tree(SHORT, strategy("ddp", find_unused=True, bucket_view=False), recompute("block")),
     "ddp-buckets": tree(SHORT, strategy("ddp", bucket_mb=1, broadcast_buffers=True)),
     "fsdp-units": tree(SHORT, strategy("fsdp", blocks_per_unit=2), {"model": {"n_layers": 5}}),
@@ -171,6 +175,8 @@ def test_an_option_changes_how_and_not_what(runs, name):
     ("name", "other"),
     [
         ("fsdp-cmp", "short-cmp"),
+        ("fsdp-pattern", "short-pattern"),
+        long("ddp-pattern", "short-pattern"),
         long("ddp-cmp", "short-cmp"),
         long("fsdp-units", "units"),
         long("fsdp-tied", "ddp-tied"),
