@@ -26,7 +26,7 @@ from bench.attention import machine
 from nsa.config import load_config
 from nsa.ops.observe import Observer
 from nsa.record.schema import EventKind, TrainingRow
-from nsa.train import trainer
+from nsa.train import loop
 from nsa.train.monitor import Monitor
 
 ROOT = Path(__file__).parents[1]
@@ -75,8 +75,8 @@ class SwitchedMonitor(Monitor):
         if self.on:
             super().beat(step, phase)
 
-    def patient(self) -> AbstractContextManager[None]:
-        return super().patient() if self.on else nullcontext()
+    def extended_timeout(self) -> AbstractContextManager[None]:
+        return super().extended_timeout() if self.on else nullcontext()
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
         if self.on:
@@ -165,8 +165,8 @@ def main() -> None:
     overrides = [*OVERRIDES, *WAITING, *given.overrides]
     config = load_config(given.config, overrides)
     if given.worker:
-        trainer.Monitor = SwitchedMonitor  # type: ignore[attr-defined]
-        trainer.train(config, given.worker)
+        loop.Monitor = SwitchedMonitor  # type: ignore[attr-defined]
+        loop.train(config, given.worker)
         return
     every = config.telemetry.every
     file, steps = Path(given.config).resolve(), every * (2 * given.pairs + 4)

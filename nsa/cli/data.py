@@ -47,7 +47,7 @@ def prepare(
         raise ConfigError("data.mixture: prepare each source into a folder of its own, then mix the folders")
     from nsa import faults
     from nsa.data.prepare import prepare as write_shards
-    from nsa.data.sources import open_source
+    from nsa.data.sources.registry import open_source
     from nsa.data.tokenizers import tokenizer_for
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))

@@ -15,8 +15,8 @@ from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
 from nsa.data.sequences import BestFit, Concat, Mixture, PackedStream, Sequences, SyntheticStream
-from nsa.data.sources import open_source
 from nsa.data.sources.base import Progress, RemoteSource, Skipped, Source
+from nsa.data.sources.registry import open_source
 from nsa.data.token_shards import open_shards
 from nsa.data.tokenizers import Tokenizer
 from nsa.data.waiting import Activity, DaemonPool

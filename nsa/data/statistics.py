@@ -10,8 +10,8 @@ import numpy as np
 from nsa.config.schema import DataConfig
 from nsa.data.corpus import Counts, tokenise
 from nsa.data.sequences import random_order
-from nsa.data.sources import open_source
 from nsa.data.sources.base import Skipped
+from nsa.data.sources.registry import open_source
 from nsa.data.token_shards import map_tokens, read_documents, read_manifest
 from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
 from nsa.errors import DataError, NSAError

@@ -14,14 +14,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.config.schema import DataConfig
 from nsa.data.waiting import run_in_thread
 from nsa.errors import ConfigError, DataError, DataUnavailableError
+
+if TYPE_CHECKING:
+    from nsa.config.schema import DataConfig
 
 TokenArray = NDArray[np.unsignedinteger]
 
@@ -84,7 +86,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
 
-def tokenizer_for(data: DataConfig) -> Tokenizer:
+def tokenizer_for(data: "DataConfig") -> Tokenizer:
     return load_tokenizer(data.tokenizer, path=data.tokenizer_path, separator=data.separator)
 
 

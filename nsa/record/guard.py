@@ -297,7 +297,11 @@ class RankState:
 
 def read_ranks(folder: Path) -> list[tuple[RankState, list[str]]]:
     """Every rank that left events, and the last of them."""
-    return [_read_rank(rank, path) for rank, path in HEARTBEAT.find(folder).items()]
+    found = []
+    for rank, path in HEARTBEAT.find(folder).items():
+        with suppress(OSError, ValueError, TypeError):  # one damaged file hides no other rank
+            found.append(_read_rank(rank, path))
+    return found
 
 
 def format_ranks(found: list[tuple[RankState, list[str]]]) -> str:
@@ -321,7 +325,8 @@ def _read_rank(rank: int, path: Path) -> tuple[RankState, list[str]]:
     state = RankState(rank)
     for event in parse_events(last)[-1:]:
         state.step, state.event, state.age_s = event["step"], event["event"], time.time() - event["time"]
-    for start in parse_events(line for line in lines if '"pid"' in line)[-1:]:  # at boot, and again when the run starts
+    starts = [event for event in parse_events(line for line in lines if '"pid"' in line) if "pid" in event]
+    for start in starts[-1:]:  # the newest of `boot` and `start`
         state.pid, state.host = int(start["pid"]), start.get("host")
         if state.host == socket.gethostname():
             state.state = process_state(state.pid, start["time"])

@@ -149,7 +149,7 @@ def step(session: Session, save_wait_s: float) -> float:
     terminate, interrupt, written = result.votes
     began = time.perf_counter()
     monitor.beat(progress.step, "save")
-    with monitor.patient():
+    with monitor.extended_timeout():
         session.checkpointing.after_step(written, is_best=is_best)
     save_wait_s = time.perf_counter() - began
     # All ranks saw the same sums: if one of them got a signal, all save and stop here.
@@ -229,7 +229,7 @@ def _validate_if_due(session: Session) -> tuple[Validation | None, bool]:
     due = progress.step == train_config.steps or (every and progress.step % every == 0)
     if not due or session.feed.validation is None:
         return None, False
-    with monitor.patient():  # the first one compiles, and collects its documents where data is streamed
+    with monitor.extended_timeout():  # the first one compiles, and collects its documents where data is streamed
         validation = validate(
             session.state,
             session.feed.ready_validation(),
@@ -255,7 +255,7 @@ def _dump_if_due(session: Session) -> None:
 
 def _save_and_stop(session: Session, kind: type[Preempted]) -> NoReturn:
     """All ranks call this together."""
-    with session.monitor.patient():
+    with session.monitor.extended_timeout():
         session.checkpointing.save_now()
     session.monitor.emit("preempted", session.step)
     raise kind(

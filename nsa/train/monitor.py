@@ -87,7 +87,7 @@ class Monitor:
         """Progress: the watchdog's timeout starts again."""
         self.watchdog.beat(step, phase)
 
-    def patient(self) -> AbstractContextManager[None]:
+    def extended_timeout(self) -> AbstractContextManager[None]:
         """Inside, as much time as for the first step: for what may compile or write much."""
         return self.watchdog.allow(self.config.telemetry.watchdog_first_step_s)
 

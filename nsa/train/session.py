@@ -93,7 +93,7 @@ class Session:
     def finish(self, started: float) -> None:
         """The last checkpoint, the weights in one file, the summary. No rank returns before all of them are there."""
         self.monitor.beat(self.step, "end")
-        with self.monitor.patient():
+        with self.monitor.extended_timeout():
             self.checkpointing.save_now()
         self.monitor.beat(self.step, "end")
         weights = gather_weights(self.state.parameters, self.state.world)

@@ -38,6 +38,8 @@ def assert_found(ended, run, line_of_stuck, line_of_waiting):
     assert "hang: rank 0: no progress for" in ended[0].output
     assert line_of_stuck in dumps_of(run, 1), "the stuck rank's stacks name the line"
     assert line_of_waiting in dumps_of(run, 0), "the waiting rank's stacks name the line"
+    for rank in (0, 1):
+        assert all(f"\nrank {other}: step " in dumps_of(run, rank) for other in (0, 1)), "where each rank stood"
     metrics = metrics_of(run)
     assert metrics["status"] == "failed"
     assert metrics["exit_code"] == 6
@@ -61,7 +63,7 @@ def test_a_rank_that_calls_another_collective(tmp_path):
 
 def test_a_data_worker_that_never_answers(tmp_path):
     ended, run = run_stuck(tmp_path, "data.batch:sleep:hit=5:rank=1:seconds=1000")
-    assert_found(ended, run, "in _make", "in train_step")
+    assert_found(ended, run, "in _load", "in train_step")
     assert ended[1].code == 6, ended[1].output
     assert "phase data" in ended[1].output
 

@@ -162,6 +162,17 @@ def test_no_process_is_touched_that_only_has_a_dead_ranks_number(tmp_path):
         sleeper.wait()
 
 
+def test_every_rank_is_listed_also_after_it_found_a_hang_or_with_a_damaged_file(tmp_path):
+    host, now = os.uname().nodename, time.time()
+    boot = {"time": now, "step": 0, "event": "boot", "pid": os.getpid(), "host": host}
+    hang = {"time": now, "step": 4, "event": "hang", "phase": "step", "ranks": [{"rank": 0, "pid": 1, "host": host}]}
+    (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(boot) + "\n" + json.dumps(hang) + "\n")
+    (tmp_path / "heartbeat_rank1.jsonl").write_text(json.dumps({**boot, "pid": "none"}) + "\n")
+    (tmp_path / "heartbeat_rank2.jsonl").write_text(json.dumps({**boot, "host": "another"}) + "\n")
+    found = {rank.rank: (rank.event, rank.pid, rank.is_alive_here) for rank, _ in read_ranks(tmp_path)}
+    assert found == {0: ("hang", os.getpid(), True), 2: ("boot", os.getpid(), False)}
+
+
 def test_a_beat_costs_less_than_20_microseconds(tmp_path):
     with Watchdog(tmp_path, 0, floor_s=60.0, first_step_s=600.0) as dog:
         rounds = timeit.repeat(lambda: dog.beat(12, "backward"), number=2000, repeat=10)

@@ -44,7 +44,7 @@ class Card(NamedTuple):
     multiprocessors: int
 
 
-H200 = Card("sm90", 132)  # for estimates: the card with most multiprocessors, which splits sums into most parts
+H200 = Card("sm90", 132)  # what workspaces are stated for; cards with fewer multiprocessors need less
 INTERPRETER = Card("sm80", 1)
 
 HEAD_CLASSES = (64, 128, 192, 256)

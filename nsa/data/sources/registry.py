@@ -1,0 +1,19 @@
+"""Sources as a configuration names them."""
+
+from nsa.config.schema import SourceConfig
+from nsa.data.sources.base import Source
+from nsa.data.sources.text import PythonSource, TextSource
+from nsa.errors import ConfigError
+
+
+def open_source(source: SourceConfig, deadline_s: float) -> Source:
+    """The documents of a source that has any: not synthetic, not prepared."""
+    if source.source == "python":
+        return PythonSource()
+    if source.source == "text":
+        return TextSource(source.paths, source.text_field)
+    if source.source == "fineweb_edu":
+        from nsa.data.sources.fineweb import FineWebEdu
+
+        return FineWebEdu(source.subset, source.revision, source.paths, source.text_field, deadline_s)
+    raise ConfigError(f"data.source: {source.source!r} has no documents to read; choose python, text or fineweb_edu")
