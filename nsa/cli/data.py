@@ -82,7 +82,7 @@ def tokenizer(
     data = _resolve(config, overrides, override).data
     if data.mixture:
         raise ConfigError("data.mixture: learn a vocabulary from one source; name it with data.source")
-    from nsa.data.sources import open_source
+    from nsa.data.sources.registry import open_source
     from nsa.data.vocabulary import train_bpe
 
     source, skipped = open_source(data, data.timeout_s), Counter[str]()
