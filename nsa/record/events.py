@@ -27,6 +27,10 @@ class Sink:
     name = ""
     is_awaited = False
 
+    def wants(self, event: Event) -> bool:
+        """Whether `write` has something to do for this event: only then can the sink fail or recover."""
+        return True
+
     def write(self, event: Event) -> None:
         raise NotImplementedError
 
@@ -92,7 +96,7 @@ class _Writer:
         self.current = sinks[0].name  # the sink that is being written
         self._sinks, self._failed = list(sinks), failed
         self._errors: dict[str, int] = {}  # of each sink, in a row
-        self._tasks: queue.SimpleQueue[tuple[Task, threading.Event | None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, Event | threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -108,7 +112,7 @@ class _Writer:
         if self.queued >= MAX_QUEUED:
             self._failed(f"{self.current} does not answer: {MAX_QUEUED} events wait for it")
         else:
-            self._put((lambda sink: sink.write(event), None))
+            self._put((lambda sink: sink.write(event), event))
 
     def submit(self, task: Task) -> threading.Event:
         """Set when the task and everything queued before it is done."""
@@ -122,7 +126,7 @@ class _Writer:
             self._tasks.put(None)
             self._thread = None
 
-    def _put(self, item: tuple[Task, threading.Event | None]) -> None:
+    def _put(self, item: tuple[Task, Event | threading.Event]) -> None:
         with self._lock:
             self._tasks.put(item)
             if self._thread is None:
@@ -133,11 +137,12 @@ class _Writer:
 
     def _work(self) -> None:
         while (item := self._tasks.get()) is not None:
-            task, done = item
+            task, subject = item
             for sink in list(self._sinks):
-                self._try(sink, task)
-            if done is not None:
-                done.set()
+                if isinstance(subject, threading.Event) or sink.wants(subject):
+                    self._try(sink, task)
+            if isinstance(subject, threading.Event):
+                subject.set()
 
     def _try(self, sink: Sink, task: Task) -> None:
         self.current = sink.name

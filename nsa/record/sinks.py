@@ -42,10 +42,12 @@ class TableSink(Sink):
         except OSError as error:
             raise LaunchError(f"train.out_dir: {path} cannot be written: {error.strerror}") from None
 
+    def wants(self, event: Event) -> bool:
+        return bool(event["event"] == self.table.event)
+
     def write(self, event: Event) -> None:
-        if event["event"] == self.table.event:
-            self._file.write(self.table.format(event).encode())
-            self._file.flush()
+        self._file.write(self.table.format(event).encode())
+        self._file.flush()
 
     def flush(self) -> None:
         self._file.flush()
@@ -81,6 +83,9 @@ class TensorBoard(Sink):
 
         self._writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1)
 
+    def wants(self, event: Event) -> bool:
+        return bool(scalars_of(event))
+
     def write(self, event: Event) -> None:
         for name, value in scalars_of(event).items():
             self._writer.add_scalar(name, value, event["step"])
@@ -92,7 +97,7 @@ class TensorBoard(Sink):
 class Tracker(Sink):
     """W&B or trackio, as the configuration says: both have `init`, `log` and `finish`.
 
-    It starts with the first event: a server that does not answer blocks the thread of this sink, not the run.
+    It starts with the first curve: a server that does not answer blocks the thread of this sink, not the run.
     """
 
     def __init__(self, package: str, folder: Path, config: dict[str, Any]):
@@ -104,15 +109,16 @@ class Tracker(Sink):
             self._options["dir"] = str(folder)
         self._started = False
 
+    def wants(self, event: Event) -> bool:
+        return bool(scalars_of(event))
+
     def write(self, event: Event) -> None:
         if not self._started:
             self._module.init(**self._options)
             self._started = True
-        scalars = scalars_of(event)
-        if scalars:
-            # W&B drops values of an earlier step than the last, and samples may come a step late.
-            self._newest_step = max(self._newest_step, event["step"])
-            self._module.log(scalars, step=self._newest_step)
+        # W&B drops values of an earlier step than the last, and samples may come a step late.
+        self._newest_step = max(self._newest_step, event["step"])
+        self._module.log(scalars_of(event), step=self._newest_step)
 
     def close(self) -> None:
         if self._started:

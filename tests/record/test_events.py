@@ -9,12 +9,12 @@ from dataclasses import asdict
 import pytest
 
 from nsa.record import events
-from nsa.record.events import EventStream
+from nsa.record.events import EventStream, Sink
 from nsa.record.schema import GateStats, TrainingRow
 from nsa.record.sinks import Tracker
 
 
-class Kept:
+class Kept(Sink):
     """Keeps the steps it is given."""
 
     is_awaited = True

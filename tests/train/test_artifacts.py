@@ -134,8 +134,7 @@ def test_a_tracker_that_raises_is_removed_and_counted(tmp_path, monkeypatch):
     first = next(scalars for step, scalars in calls[1:-1] if step == 1 and "train/loss" in scalars)
     assert first["train/loss"] == float(losses[0][0])
     metrics = json.loads((tmp_path / "tracked" / "metrics.json").read_text())
-    # Three in a row; the incident that tells of the first one may come in between.
-    assert metrics["telemetry_failures"] in (3, 4, 5), "it is not asked again for the other steps"
+    assert metrics["telemetry_failures"] == 3, "it is not asked again for the other steps"
     assert metrics["incidents"] == 1
 
 

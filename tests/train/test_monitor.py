@@ -85,7 +85,7 @@ def test_a_run_that_is_started_fresh_does_not_show_the_incidents_of_the_one_befo
     told = {"status": "failed", "rank": 0, "incidents": 1, "telemetry_failures": 0}
     assert metrics_of(tmp_path).items() >= told.items()
     assert "non_finite" in [h.kind for h in read_run(tmp_path).timeline]
-    train(tiny(), tmp_path, fresh=True)
+    train(tiny("checkpoint.background=false"), tmp_path, fresh=True)
     view = read_run(tmp_path)
     assert [h.kind for h in view.timeline] == ["end", "start"]
     assert (view.attempts, unhealthy(view)) == (1, [])

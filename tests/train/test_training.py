@@ -227,7 +227,14 @@ def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    out = nsa("train", "tiny.yaml", "train.log_every=2", "--override", "train.steps=4 train.lr=3e-3")
+    out = nsa(
+        "train",
+        "tiny.yaml",
+        "train.log_every=2",
+        "checkpoint.background=false",
+        "--override",
+        "train.steps=4 train.lr=3e-3",
+    )
     lines = [line for line in out.splitlines() if line.startswith("step ") and "validation" not in line]
     assert [line.split(" | ")[0] for line in lines] == ["step 0001", "step 0002", "step 0004"]
     assert all(
