@@ -25,6 +25,8 @@ from nsa.record.schema import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
 
+_TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
+
 
 def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
     """Every rank calls this, with the step's own batches and the weights as they were before it."""
@@ -32,8 +34,8 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
     weights = gather_weights(state.parameters, state.world)  # before anything can fail on one rank alone
     tensors: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
-        for name, tensor in vars(batch).items():
-            if tensor is not None:
+        for name in _TENSORS:
+            if (tensor := getattr(batch, name)) is not None:
                 tensors[f"{number}/{name}"] = tensor.cpu().clone()  # inputs and targets of one row overlap
     dumped.mkdir(parents=True, exist_ok=True)
     write_atomically(dumped / f"batch_rank{state.world.rank}.safetensors", save(tensors))
@@ -67,6 +69,8 @@ def reproduce(dumped: Path) -> StepResult:
         batches = []
         for tensors in parts:
             for number in range(len({name.split("/")[0] for name in tensors})):
-                batch = Batch(*(tensors.get(f"{number}/{name}") for name in ("inputs", "targets", "cu_seqlens")))  # type: ignore[arg-type]
-                batches.append(batch.to(state.device))
+                inputs, targets, cu_seqlens = (tensors.get(f"{number}/{name}") for name in _TENSORS)
+                if inputs is None or targets is None:
+                    raise CheckpointError(f"{dumped}: has a batch without inputs or targets")
+                batches.append(Batch(inputs, targets, cu_seqlens, config.train.seq_len).to(state.device))
         return train_step(state, batches, sum(int((b.targets != IGNORED).sum()) for b in batches), lr=0.0)
