@@ -17,9 +17,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(stored: Any, config: Config) -> list[str]:
     """One line for every key whose value differs from `stored`, a configuration as plain data.
 
-    train.out_dir is ignored: the folder of a run may be moved.
+    train.out_dir is ignored: the folder of a run may be moved. A key that an earlier version did not know had the
+    effect of its default.
     """
-    then = flat(stored) if isinstance(stored, dict) else {}
+    then = flat(Config().to_dict()) | flat(stored) if isinstance(stored, dict) else {}
     lines = []
     for name, value in flat(config.to_dict()).items():
         if name == "train.out_dir":
