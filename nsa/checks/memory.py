@@ -183,7 +183,8 @@ class Planner:
     def _parts(self, traced: Trace, moment: Moment, accumulates: bool) -> dict[str, float]:
         """Bytes of a rank at a moment, of a model with P parameters of which T are trained, over N ranks.
 
-        single   weights 4P, AdamW moments 8T, gradients up to 4T as backward creates them
+        single   weights 4P, AdamW moments 8T (Muon: 4 of each parameter it moves), gradients up to 4T as backward
+                 creates them
         ddp      the same and buckets of 4T; gradients are views of them unless `bucket_view` is off. While a step
                  accumulates, gradients are kept outside the buckets
         fsdp     weights, moments and gradients divided by N, and what `_fsdp_bytes` adds. While a step accumulates,
@@ -201,7 +202,8 @@ class Planner:
             gradients = trained
         elif self.strategy == "ddp" and effective(self.config.parallel.ddp).bucket_view:
             gradients = 0.0
-        weights, optimizer = _FLOAT32 * traced.parameters / self._shards, 2 * trained / self._shards
+        moments = 2 * trained - (_FLOAT32 * traced.hidden if self.config.train.optimizer == "muon" else 0)
+        weights, optimizer = _FLOAT32 * traced.parameters / self._shards, moments / self._shards
         traced_kinds = {kind: max(0.0, size) for kind, size in vars(moment).items() if kind != "gradients"}
         traced_kinds["workspaces"] += BLAS_BYTES
         state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}

@@ -23,6 +23,7 @@ from nsa.config import Config
 from nsa.nn.loss import loss_sum
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.recompute import apply_recompute
+from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
 # Names of the traced blocks, by how many the model has: all of up to three, three of more.
@@ -68,6 +69,7 @@ class Trace:
     block_parameters: int
     parameters: int
     trainable: int
+    hidden: int  # of the trainable ones, those in matrices that Muon moves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -147,7 +149,9 @@ def trace(config: Config, param_dtype: torch.dtype, *, norms_in_float32: bool) -
     parameters = model.num_parameters() + untraced * in_block
     trained_in_block = sum(p.numel() for p in block.parameters() if p.requires_grad)
     trainable = model.num_parameters(trainable_only=True) + untraced * trained_in_block
-    return Trace(_all_blocks(live, untraced) if untraced else live.phases, in_block, parameters, trainable)
+    hidden = sum(matrix.numel() for matrix in hidden_matrices(model))
+    hidden += untraced * hidden // len(model.blocks)
+    return Trace(_all_blocks(live, untraced) if untraced else live.phases, in_block, parameters, trainable, hidden)
 
 
 def _all_blocks(live: LiveBytes, untraced: int) -> dict[str, Moment]:

@@ -171,6 +171,9 @@ class TrainConfig(Section):
     seq_len: Annotated[int, Field(ge=2)] = Field(2048, description="tokens in one sequence")
     batch_size: Positive = Field(16, description="sequences in one optimizer step, over all ranks")
     micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences one rank runs at once")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest; not with fsdp"
+    )
     lr: Annotated[float, Field(gt=0.0)] = Field(2e-4, description="highest learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.1, description="last learning rate over the highest"
@@ -342,6 +345,14 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     readiness: ReadinessConfig = ReadinessConfig()
+
+    @model_validator(mode="after")
+    def _can_run_together(self) -> Self:
+        if self.train.optimizer == "muon" and self.parallel.strategy == "fsdp":
+            raise field_error(
+                "train.optimizer", "muon needs whole matrices, which fsdp shards; use parallel.strategy=ddp or adamw"
+            )
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -138,6 +138,11 @@ def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | Non
             raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")
         return None, [], []
     changes = differences(read_state(chosen).get("config"), config)
+    if any(line.startswith("train.optimizer:") for line in changes):
+        raise ConfigError(
+            f"train.optimizer: {chosen} holds the state of another optimizer; --fresh starts over, or "
+            f"train.init_from={root.parent} starts a run in another folder from its weights"
+        )
     if changes and not accept_changes:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(

@@ -66,7 +66,7 @@ class RunState:
 
     model: Decoder
     module: nn.Module
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scale: LossScale
     tokenizer: Tokenizer
     world: World

@@ -105,6 +105,7 @@ VARIANTS = {
     "tied head": ["model.tied_head=true"],
     "one branch, the others frozen": ["nsa.force_branch=cmp"],
     "dense twin": ["model.attention=dense"],
+    "Muon": ["train.optimizer=muon"],
     "a pattern of layers with norms, recomputed": [
         "model.n_layers=3",
         "model.layer_pattern=[dense,nsa,window]",

@@ -1,0 +1,75 @@
+"""AdamW and Muon: which parameters each moves, and that a run cannot mix them up."""
+
+import pytest
+import torch
+
+from nsa.checks.memory import estimate
+from nsa.config import parse_config
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.errors import ConfigError
+from nsa.train import train
+from nsa.train.optimizer import hidden_matrices
+from nsa.train.state import build_state
+from tests.checkpoint.helpers import small, train_until
+
+
+def state_of(*overrides):
+    return build_state(small(*overrides), ByteTokenizer())
+
+
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
+    state = state_of("train.optimizer=muon", "nsa.phi=mlp", "model.qk_norm=true")
+    muon, adamw = state.optimizer._parts
+    names = {id(parameter): name for name, parameter in state.parameters.items()}
+    moved = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert moved | rest == set(names.values())
+    assert not moved & rest
+    assert {name for name in moved if not name.startswith("blocks.")} == set()
+    assert {"embedding.weight", "head.weight", "blocks.0.attention_norm.weight"} <= rest
+    assert all(state.parameters[name].dim() == 2 for name in moved)
+
+
+def test_a_step_is_that_of_the_two_optimizers_by_hand():
+    state, other = (state_of("train.optimizer=muon") for _ in range(2))
+    twins = [p for p in other.model.parameters() if not any(p is h for h in hidden_matrices(other.model))]
+    options = {"lr": 3e-3, "weight_decay": 0.01}
+    muon = torch.optim.Muon(hidden_matrices(other.model), adjust_lr_fn="match_rms_adamw", **options)
+    embeddings = {id(other.model.embedding.weight)}
+    decayed = [p for p in twins if p.dim() >= 2 and id(p) not in embeddings]
+    plain = [p for p in twins if p.dim() < 2 or id(p) in embeddings]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], lr=3e-3, betas=(0.9, 0.95)
+    )
+    for group in state.optimizer.param_groups:
+        group["lr"] = 3e-3  # as the schedule does
+    for step in range(3):
+        for one, two in zip(state.model.parameters(), other.model.parameters(), strict=True):
+            torch.manual_seed(step)
+            one.grad = torch.randn_like(one)
+            two.grad = one.grad.clone()
+        state.optimizer.step()
+        muon.step()
+        adamw.step()
+    for one, two in zip(state.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_muon_on_sharded_matrices_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.optimizer.*fsdp"):
+        small("train.optimizer=muon", "parallel.strategy=fsdp")
+
+
+def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
+    train_until(3, tmp_path)
+    with pytest.raises(ConfigError, match=r"train\.optimizer.*another optimizer"):
+        train(small("train.optimizer=muon"), tmp_path, accept_changes=True)
+
+
+def test_the_memory_estimate_knows_that_muon_keeps_one_moment():
+    adamw, muon = (
+        estimate(parse_config({}, "test", [f"train.optimizer={name}", "model.n_layers=4"])).parts["optimizer"]
+        for name in ("adamw", "muon")
+    )
+    state = build_state(parse_config({}, "test", ["model.n_layers=4", "runtime.device=cpu"]), ByteTokenizer())
+    assert adamw - muon == 4 * sum(matrix.numel() for matrix in hidden_matrices(state.model))
