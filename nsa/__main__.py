@@ -1,5 +1,5 @@
 """`python -m nsa` is the `nsa` command."""
 
-from nsa.cli.main import main
+from nsa.cli.start import main
 
 main()

@@ -7,7 +7,10 @@ import typer
 
 from nsa.config.load import split_overrides
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="YAML file of the run, or a name of `nsa config list`.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides such as train.steps=10.", show_default=False),

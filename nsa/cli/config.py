@@ -1,4 +1,4 @@
-"""`nsa config show` and `nsa config check`."""
+"""`nsa config list`, `nsa config show` and `nsa config check`."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,20 @@ import typer
 import yaml
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
-from nsa.config import load_config
+from nsa.config import load_config, shipped_names
+from nsa.config.load import SHIPPED
 from nsa.errors import ConfigError
 
 app = typer.Typer(help="Look at configurations without running them.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_shipped() -> None:
+    """Print the configurations that come with nsa. Their names stand for their files in every command."""
+    names = shipped_names()
+    for name in names:
+        about = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        print(f"{name:{max(map(len, names))}}  {about}")
 
 
 @app.command()

@@ -15,6 +15,7 @@ import typer
 
 from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, generate, memory, ready, report, trace, train, watch
+from nsa.cli.start import missing_module
 from nsa.errors import NSAError, Preempted
 
 THREADS_END_S = 1.0
@@ -76,8 +77,11 @@ def main(command: typer.Typer = app) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _leave(130)
-    except Exception:  # a bug, or a broken machine: show the whole traceback
-        traceback.print_exc()
+    except Exception as error:
+        if problem := missing_module(error):
+            print(f"error: {problem}", file=sys.stderr)
+        else:  # a bug, or a broken machine: show the whole traceback
+            traceback.print_exc()
         _leave(1)
 
 

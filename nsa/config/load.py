@@ -24,6 +24,9 @@ _repr = reprlib.Repr()  # a value may be as large as the file it came from
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
 
 
+SHIPPED = Path(__file__).parents[1] / "configs"  # in a checkout a link to the folder at its root
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the floats of YAML 1.2, which rejects duplicate keys."""
 
@@ -57,11 +60,13 @@ def load_config(
 ) -> Config:
     """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the result.
 
+    Where there is no such file, `path` may be one of `shipped_names()`.
     The old NSA_* variables in `environment` set keys that neither the file nor an override sets.
     """
     path = Path(path)
+    shipped = str(path) in shipped_names() and not path.is_file()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (SHIPPED / f"{path}.yaml" if shipped else path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_similar_file(path)}") from None
     except UnicodeDecodeError as error:
@@ -69,6 +74,11 @@ def load_config(
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
     return parse_config(_parse_yaml(text, str(path)), str(path), overrides, environment)
+
+
+def shipped_names() -> list[str]:
+    """The configurations that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def parse_config(
@@ -227,7 +237,10 @@ def _similar_file(path: Path) -> str:
     close = difflib.get_close_matches(path.name, names, n=1)
     if close:
         return f"; did you mean {folder / close[0]}?"
-    return "; give the path of a YAML file, for example configs/quickstart.yaml"
+    close = difflib.get_close_matches(path.stem, shipped_names(), n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return "; give the path of a YAML file or a name that `nsa config list` prints, for example quickstart"
 
 
 def _plain(message: str) -> str:

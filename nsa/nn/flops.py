@@ -4,12 +4,17 @@ A multiplication and an addition count as two operations; backward costs twice t
 averaged over the queries of one sequence, each of which reads the keys that the specification makes visible to it.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from nsa.config.schema import ModelConfig, NSAConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from nsa.nn.model import Decoder
 from nsa.ops.layout import num_compressed, visible_compressed
 from nsa.ops.spec import NSASpec
+
+if TYPE_CHECKING:
+    from nsa.config.schema import ModelConfig, NSAConfig
 
 FORWARD_AND_BACKWARD = 3
 

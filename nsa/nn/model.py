@@ -3,14 +3,20 @@
 Legend: B batch, S tokens, C channels, V vocabulary.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from nsa.config.schema import LayerKind, ModelConfig, NSAConfig
 from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.dense import DenseAttention
 from nsa.ops.operators import Backend
+
+if TYPE_CHECKING:  # the layers need torch alone; pydantic, behind the configuration, is of the extra `train`
+    from nsa.config.schema import LayerKind, ModelConfig, NSAConfig
 
 # Weights start at INIT_GAIN / sqrt(inputs): the usual 0.02 at a width of 768, and more where a model is narrower.
 INIT_GAIN = 0.55

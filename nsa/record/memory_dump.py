@@ -131,7 +131,8 @@ def memory_usage(device: torch.device) -> dict[str, int]:
         }
     resident = psutil.Process().memory_info().rss
     # Not getrusage, whose peak a process inherits from the one that started it.
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    status = Path("/proc/self/status")
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")  # Linux alone has it
     return {"resident_bytes": resident, "peak_bytes": max(resident, int(peak[1]) * 1024 if peak else 0)}
 
 

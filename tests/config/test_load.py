@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from nsa.cli.arguments import all_overrides
-from nsa.config import Config, load_config, parse_config
+from nsa.config import Config, load_config, parse_config, shipped_names
 from nsa.config.load import split_overrides
 from nsa.errors import ConfigError
 
@@ -84,6 +84,29 @@ def test_reading_a_configuration_loads_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_shipped_configuration_is_found_by_its_name_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shipped_names() == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    for name in shipped_names():
+        assert load_config(name) == load_config(ROOT / "configs" / f"{name}.yaml")
+    assert load_config("quickstart", ["train.steps=6"]).train.steps == 6
+
+
+def test_a_file_beats_the_shipped_configuration_of_its_name_and_a_folder_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").write_text("train: {steps: 5}")
+    Path("long_64k").mkdir()
+    assert load_config("quickstart").train.steps == 5
+    assert load_config("long_64k").train.seq_len == 65_536
+
+
+@pytest.mark.parametrize("given", ["m7c_125", "configs/m7c_125m.yaml", "m7c_125m.yaml"])
+def test_a_missing_file_that_looks_like_a_shipped_name_says_the_name(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no such file; did you mean m7c_125m\?$"):
+        load_config(given)
 
 
 # What wins

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from nsa.cli.main import app
-from nsa.config import load_config
+from nsa.config import load_config, shipped_names
 from nsa.train.schedule import learning_rate
 from tests import warm
 from tests.distributed.launching import environment, wait_all
@@ -74,13 +74,13 @@ def test_commands_in_code_marks_exist(page):
 @every_page
 def test_configurations_and_overrides_of_commands_are_valid(page):
     for words in page.commands:
-        files = [word for word in words if word.startswith("configs/") and "*" not in word]
+        files = [ROOT / word for word in words if word.startswith("configs/") and "*" not in word]
+        names = [word for word in words[1:2] if words[0] in ("train", "memory", "ready", "doctor") and word.islower()]
+        assert files or set(names) <= set(shipped_names()), words
         joined = [words[place + 1] for place, word in enumerate(words) if word == "--override"]
         overrides = [word for word in [*words, *" ".join(joined).split()] if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
-        for file in files:
-            load_config(ROOT / file, overrides)
-        if not files:
-            load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+        for file in [*files, *names] or ["quickstart"]:
+            load_config(file, overrides)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.blocks("python")], ids=str)

@@ -134,6 +134,12 @@ def test_the_peak_remembers_what_was_given_back():
     assert memory_usage(CPU)["peak_bytes"] > before + 60 * 2**20
 
 
+def test_without_proc_the_peak_is_what_is_resident_now(tmp_path, monkeypatch):
+    monkeypatch.setattr("nsa.record.memory_dump.Path", lambda _: tmp_path / "absent")
+    usage = memory_usage(CPU)
+    assert usage["peak_bytes"] == usage["resident_bytes"] > 0
+
+
 def test_nowhere_to_write_is_no_exception(tmp_path):
     model = nn.Linear(2, 2)
     tensors = named(model, torch.optim.SGD(model.parameters()))

@@ -1,0 +1,78 @@
+"""What is needed without the extras, and what a command says that needs more."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import packages_distributions
+
+import pytest
+
+from nsa.cli.main import main
+from nsa.cli.start import TRAIN_PACKAGES
+from tests.docs.pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LAYER_AND_OPERATORS = """
+import torch
+from nsa.nn import Decoder, NSAAttention
+from nsa.ops import NSASpec, window_attention
+
+spec = NSASpec(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, window=5)
+x = torch.randn(1, 20, 32, requires_grad=True)
+NSAAttention(dim=32, num_heads=4, num_kv_heads=2, head_dim_k=16, spec=spec)(x).sum().backward()
+q, k = torch.randn(1, 20, 4, 16), torch.randn(1, 20, 2, 16)
+print(x.grad.abs().sum() > 0, window_attention(q, k, k, spec).shape == q.shape, file=sys.stderr)
+"""
+
+
+def run_without(packages, program):
+    blocked = f"import sys\nsys.modules.update(dict.fromkeys({sorted(packages)}))\n"
+    return subprocess.run([sys.executable, "-c", blocked + program], cwd=ROOT, capture_output=True, text=True)
+
+
+def distributions(requirements):
+    return {requirement.partition(">")[0].lower().replace("_", "-") for requirement in requirements}
+
+
+def test_the_base_needs_torch_and_triton_alone():
+    assert distributions(PROJECT["dependencies"]) == {"torch", "triton"}
+    assert "nsa[train]" in PROJECT["optional-dependencies"]["dev"]
+
+
+def test_the_known_packages_are_those_of_the_extra():
+    names = packages_distributions()
+    known = {names[package][0].lower().replace("_", "-") for package in TRAIN_PACKAGES}
+    assert known == distributions(PROJECT["optional-dependencies"]["train"])
+
+
+def test_the_layer_and_the_operators_run_with_torch_alone():
+    done = run_without({*TRAIN_PACKAGES, "triton"}, LAYER_AND_OPERATORS)
+    assert done.stderr.splitlines()[-1] == "tensor(True) True", done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "pydantic", "yaml"])
+def test_a_command_names_the_extra_that_is_missing(package):
+    program = "import runpy; sys.argv = ['nsa', 'config', 'list']; runpy.run_module('nsa', run_name='__main__')"
+    done = run_without({package}, program)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: the package '{package}' is not installed; the nsa command needs it: pip install 'nsa[train]'"
+    ]
+
+
+def failure(monkeypatch, capsys, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as end:
+        main(lambda: import_module(module))
+    assert end.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_later_is_named_as_well(monkeypatch, capsys):
+    assert "pip install 'nsa[train]'" in failure(monkeypatch, capsys, "pyarrow")
+    assert "needs Linux" in failure(monkeypatch, capsys, "fcntl")
+
+
+def test_other_missing_modules_are_bugs_and_show_where(monkeypatch, capsys):
+    assert "Traceback" in failure(monkeypatch, capsys, "nsa.nowhere")
