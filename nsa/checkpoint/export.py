@@ -3,15 +3,16 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify
-from nsa.checkpoint.load import fill, saved_shapes
+from nsa.checkpoint.load import fill, read_state, read_step, saved_shapes
 from nsa.errors import CheckpointError
 from nsa.record.schema import WEIGHTS_FILE
 
@@ -41,35 +42,62 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def export_weights(checkpoint: Path, target: Path, step: int) -> int:
+def export_weights(checkpoint: Path, target: Path) -> int:
     """Writes the weights as safetensors; how many tensors there are."""
     weights = read_weights(checkpoint)
-    write_atomically(target, serialize_weights(weights, step=step))
+    try:
+        metadata = weights_metadata(read_step(checkpoint), read_state(checkpoint)["config"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint}: its saved configuration cannot be read: no {error}") from None
+    write_atomically(target, serialize_weights(weights, **metadata))
     return len(weights)
 
 
-def serialize_weights(tensors: Mapping[str, Tensor], **metadata: str | int | float) -> bytes:
+def weights_metadata(step: int, config: Any) -> dict[str, Any]:
+    """What a file of weights says of itself: its step, and the part of the configuration (plain data) that rebuilds
+    model and tokenizer. The rest stays with the run, so that equal weights are equal files."""
+    data = {key: config["data"][key] for key in ("tokenizer", "separator")}
+    return {"step": step, "config": {"model": config["model"], "nsa": config["nsa"], "data": data}}
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What `weights_metadata` made of a safetensors file; empty where another program wrote it."""
+    try:
+        with safe_open(path, "pt") as file:
+            content = json.loads((file.metadata() or {}).get("nsa", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is no whole safetensors file: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def serialize_weights(tensors: Mapping[str, Tensor], **metadata: Any) -> bytes:
     """The bytes of a safetensors file. A tensor that several names share is stored under the first."""
     stored: dict[int, str] = {}
     for name, tensor in tensors.items():
         stored.setdefault(id(tensor), name)
     whole = {name: tensors[name].detach().cpu().contiguous() for name in stored.values()}
-    return bytes(save(whole, metadata={"nsa": json.dumps(metadata)}))
+    return bytes(save(whole, metadata={"nsa": json.dumps(metadata, sort_keys=True)}))
+
+
+def find_weights(path: Path) -> Path:
+    """The safetensors file or the verified checkpoint that `path` names: itself, the weights of a finished run, or the
+    newest sound checkpoint of a run that has checkpoints only."""
+    is_checkpoint = (path / MANIFEST_FILE).exists()
+    if is_checkpoint or ((path / FOLDER).is_dir() and not (path / WEIGHTS_FILE).exists()):
+        return find_checkpoint(path)
+    return path / WEIGHTS_FILE if path.is_dir() else path
 
 
 def load_any_weights(model: nn.Module, path: Path) -> None:
-    """Fills `model` from a safetensors file, a finished run, a checkpoint, or a run that has checkpoints only."""
-    is_checkpoint = (path / MANIFEST_FILE).exists()
-    if is_checkpoint or ((path / FOLDER).is_dir() and not (path / WEIGHTS_FILE).exists()):
-        fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, find_checkpoint(path))
+    """Fills `model` from a path that `find_weights` returned."""
+    if path.is_dir():
+        fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
     else:
         load_weights(model, path)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Fills the model from `path`, a file or a run folder. A name or a shape that does not fit is an error."""
-    if path.is_dir():
-        path = path / WEIGHTS_FILE
+    """Fills the model from a safetensors file. A name or a shape that does not fit is an error."""
     try:
         tensors = load_file(path)
     except FileNotFoundError:

@@ -67,10 +67,9 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as one safetensors file."""
     from nsa.checkpoint.export import export_weights, find_checkpoint
-    from nsa.checkpoint.load import read_step
 
     checkpoint = find_checkpoint(source)
-    count = export_weights(checkpoint, target, read_step(checkpoint))
+    count = export_weights(checkpoint, target)
     print(f"{target}: {count} tensors of {checkpoint}")
 
 

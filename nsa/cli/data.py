@@ -48,7 +48,7 @@ def prepare(
     from nsa import faults
     from nsa.data.prepare import prepare as write_shards
     from nsa.data.sources.registry import open_source
-    from nsa.data.tokenizers import tokenizer_for
+    from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, tokenizer_for
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))
     with _progress() as progress:
@@ -63,7 +63,9 @@ def prepare(
         )
     print(f"{folder}: {_totals(manifest)} in {len(manifest.shards):,} shards")
     _print_skipped(manifest.skipped)
-    print(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={manifest.tokenizer.name}")
+    own = folder / TOKENIZER_FILE
+    name = manifest.tokenizer.name if manifest.tokenizer.name in BUILT_IN or not own.is_file() else own
+    print(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}")
 
 
 @app.command()

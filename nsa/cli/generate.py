@@ -5,14 +5,21 @@ from typing import Annotated
 
 import typer
 
-from nsa.config import load_config
-from nsa.errors import CheckpointError, ConfigError
+from nsa import load_run
+from nsa.errors import ConfigError
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run.", show_default=False)]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|CHECKPOINT|FILE",
+        help="A run (its weights, else its newest checkpoint), one checkpoint, or a .safetensors file of a run.",
+        show_default=False,
+    ),
+]
 
 
 def generate(
-    run_dir: RunFolder,
+    source: Source,
     prompt: Annotated[str, typer.Option(help="Text to go on from; empty starts a new document.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
@@ -24,27 +31,17 @@ def generate(
     ] = False,
 ) -> None:
     """Let a trained model write."""
-    from nsa.record.schema import CONFIG_FILE
-
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{run_dir}: is no run folder (no config.yaml in it); give the out_dir of a run")
-    config = load_config(run_dir / CONFIG_FILE)
 
-    from nsa.checkpoint.export import load_any_weights
-    from nsa.data.tokenizers import tokenizer_for
-    from nsa.nn.model import build_model
+    from nsa.nn.model import Decoder, build_model
     from nsa.nn.sampling import sample_tokens
-    from nsa.parallel.launch import pick_device
     from nsa.parallel.numerics import numerics
-    from nsa.train.state import vocabulary
 
-    tokenizer = tokenizer_for(config.data)
-    model = build_model(config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed)
-    model.to(pick_device(config.runtime.device)).eval()
+    run = load_run(source)
+    config, tokenizer = run.config, run.tokenizer
 
-    def write(title: str) -> None:
+    def write(model: Decoder, title: str) -> None:
         ids = [tokenizer.separator, *tokenizer.encode(prompt).tolist()]
         drawn = sample_tokens(
             model,
@@ -61,6 +58,6 @@ def generate(
 
     with numerics(config.runtime):
         if beside_untrained:
-            write("before training")
-        load_any_weights(model, run_dir)
-        write("after training")
+            untrained = build_model(config.model, config.nsa, run.model.vocab_size, config.train.seed)
+            write(untrained.to(run.model.head.weight.device).eval(), "before training")
+        write(run.model, "after training")

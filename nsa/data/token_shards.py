@@ -1,5 +1,6 @@
 """Token shards: documents tokenised once, read by mapping the files.
 
+FOLDER/tokenizer.json        of a tokenizer that is a file: the file, so that the folder needs nothing outside it
 FOLDER/manifest.json         format, tokenizer, totals, and of every shard its counts, sizes and SHA-256; written last
 FOLDER/shard-00000.tokens    tokens back to back, little-endian, each document behind a separator
 FOLDER/shard-00000.docs      two rows of 64-bit numbers: how many tokens each document has, and what its text hashes to
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from nsa import faults
 from nsa.data.corpus import Counts, Keys, Tokenised
 from nsa.data.sources.base import Skipped
-from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, TokenArray, Tokenizer
 from nsa.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -148,6 +149,8 @@ def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, e
     skipped = Skipped()
     for entry in entries:
         skipped.update(entry.skipped)
+    if isinstance(tokenizer, JsonTokenizer):
+        _replace(folder / TOKENIZER_FILE, tokenizer.text.encode())
     faults.point("prepare.manifest")
     made_with = TokenizerEntry(
         name=tokenizer.name,
@@ -273,8 +276,12 @@ def _part(path: Path) -> Path:
 
 
 def _write_json(path: Path, content: BaseModel) -> None:
+    _replace(path, json.dumps(content.model_dump(), indent=1).encode() + b"\n")
+
+
+def _replace(path: Path, content: bytes) -> None:
     """Writes a temporary file, flushes it, then renames it."""
-    _write_flushed(_part(path), json.dumps(content.model_dump(), indent=1).encode() + b"\n")
+    _write_flushed(_part(path), content)
     _part(path).rename(path)
 
 

@@ -32,6 +32,8 @@ GPT2_FILES: dict[str, tuple[str, str]] = {  # name: URL, and its sha256
     "vocab.bpe": (_GPT2_URL + "vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
     "encoder.json": (_GPT2_URL + "encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
 }
+BUILT_IN = ("bytes", "gpt2")  # any other name is the path of a tokenizer.json
+TOKENIZER_FILE = "tokenizer.json"  # in any folder
 DOWNLOAD_TIMEOUT_S = 60.0  # for one file of about 1 MB
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -98,7 +100,7 @@ def load_tokenizer(name: str, *, path: str | None = None, separator: str | None 
     """
     if path is not None and name != "gpt2":
         raise ConfigError(f"data.tokenizer_path: belongs to data.tokenizer=gpt2, not to {name!r}; leave it unset")
-    if separator is not None and name in ("bytes", "gpt2"):
+    if separator is not None and name in BUILT_IN:
         raise ConfigError(f"data.separator: {name} has its own separator; leave it unset")
     if name == "bytes":
         return ByteTokenizer()
@@ -216,7 +218,7 @@ class JsonTokenizer(_SubwordTokenizer):
         # Its own pool has as many threads as the machine has cores, in every process of a run. Callers bring their
         # threads themselves, so the pool stays off unless the user asks for it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.name, self._text = name, text
+        self.name, self.text = name, text
         spec = _parse(name, text)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -240,7 +242,7 @@ class JsonTokenizer(_SubwordTokenizer):
 
     def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, str, str]]:
         # The library's own pickle forgets encode_special_tokens.
-        return type(self), (self.name, self._text, self._separator_token)
+        return type(self), (self.name, self.text, self._separator_token)
 
     def _learn_tokens(self, spec: dict[str, Any], vocabulary: dict[str, int]) -> None:
         """Sets the length of every token, and the ordinary tokens for text that would be a special token."""
@@ -334,7 +336,7 @@ def _json_file(name: str) -> Path:
     try:
         file = Path(name).expanduser()
         if file.is_dir():
-            file /= "tokenizer.json"
+            file /= TOKENIZER_FILE
         elif not (name.endswith(".json") or file.is_file()):
             raise _unknown(name)
         if file.is_file():

@@ -41,6 +41,8 @@ class NSAAttention(nn.Module):
     qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
     backend        passed to nsa.ops: None takes the fastest that can run; a name, or names by operator
 
+    Projections and norms of keys and values are lists in the order cmp, sel, win: k.0 and v.0 are the compressed
+    branch's, k.1 and v.1 the selected branch's, k.2 and v.2 the window's. With shared_kv there is k.0 and v.0 alone.
     No call leaves anything behind in the layer.
     """
 

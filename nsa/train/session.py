@@ -15,9 +15,10 @@ from pathlib import Path
 from torch import Tensor
 
 from nsa import faults
-from nsa.checkpoint.export import serialize_weights
+from nsa.checkpoint.export import serialize_weights, weights_metadata
 from nsa.checkpoint.files import write_atomically
 from nsa.config import Config
+from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer
 from nsa.nn.flops import flops_per_token
 from nsa.parallel.collectives import on_first_rank
 from nsa.parallel.ddp import effective
@@ -107,6 +108,8 @@ class Session:
         write_metrics(self.folder, {"status": "running", "steps": self.step})  # first: what lies here is not done
         faults.point("start.running")
         write_config(self.folder, self.config)
+        if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder can be used where the original is not
+            write_atomically(self.folder / TOKENIZER_FILE, self.state.tokenizer.text.encode())
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
         write_json(self.folder / ENVIRONMENT_FILE, {**environment, "precision": self.state.precision})
         for line in self._describe(resumed):
@@ -115,7 +118,8 @@ class Session:
     def _write_results(self, weights: dict[str, Tensor], seconds: float) -> None:
         progress = self.state.progress
         faults.point("end.weights")
-        write_atomically(self.folder / WEIGHTS_FILE, serialize_weights(weights, step=progress.step))
+        metadata = weights_metadata(progress.step, self.config.to_dict())
+        write_atomically(self.folder / WEIGHTS_FILE, serialize_weights(weights, **metadata))
         faults.point("end.metrics")
         write_metrics(
             self.folder,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nsa.checkpoint.export import load_any_weights
+from nsa.checkpoint.export import find_weights, load_any_weights
 from nsa.config import Config
 from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
@@ -104,7 +104,7 @@ def build_state(
     )
     if config.train.init_from is not None:
         try:
-            load_any_weights(model, Path(config.train.init_from))
+            load_any_weights(model, find_weights(Path(config.train.init_from)))
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
     apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)

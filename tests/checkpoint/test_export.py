@@ -1,5 +1,6 @@
 """`nsa ckpt list`, `verify` and `export`, and starting a run from what they know."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -81,7 +83,10 @@ def test_an_older_checkpoint_can_be_exported_by_its_folder_whatever_that_is_call
         assert exported.keys() == weights.keys()
         assert all(torch.equal(exported[name], weights[name]) for name in weights)
         with safe_open(tmp_path / "out.safetensors", "pt") as file:
-            assert file.metadata() == {"nsa": '{"step": 3}'}
+            carried = json.loads(file.metadata()["nsa"])
+        saved = yaml.safe_load((whole_run / "config.yaml").read_text())
+        data = {"tokenizer": "bytes", "separator": None}
+        assert carried == {"step": 3, "config": {"model": saved["model"], "nsa": saved["nsa"], "data": data}}
     final = load_file(whole_run / "model.safetensors")
     assert not torch.equal(exported["embedding.weight"], final["embedding.weight"])
 

@@ -22,7 +22,8 @@ from nsa.data.prepare import make_plan, prepare
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import TextSource
 from nsa.data.token_shards import MANIFEST, open_shards, read_manifest, verify
-from nsa.data.tokenizers import ByteTokenizer
+from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
+from nsa.data.vocabulary import train_bpe
 from nsa.errors import DataError
 
 TOKENIZER = ByteTokenizer()
@@ -51,6 +52,19 @@ def run_cli(folder, source_folder, *more, faults="", check=True):
     if check:
         assert done.returncode == 0, done.stderr
     return done
+
+
+def test_shards_keep_the_tokenizer_file_they_were_made_with(source, tmp_path):
+    own, out = tmp_path / "own.json", tmp_path / "out"
+    train_bpe(["some words of a vocabulary"], own, vocab_size=262, max_bytes=1 << 10)
+    arguments = ["prepare", str(out), "data.source=text", f"data.paths=[{tmp_path / 'texts'}]", f"data.tokenizer={own}"]
+    done = CliRunner().invoke(app, [*arguments, "--workers", "1"], catch_exceptions=False)
+    fingerprint = load_tokenizer(str(own)).fingerprint
+    own.unlink()
+    (last,) = [line for line in done.output.splitlines() if line.startswith("train with ")]
+    kept = load_tokenizer(last.rpartition("data.tokenizer=")[2])
+    assert kept.fingerprint == fingerprint
+    assert len(open_shards([out], kept).lengths) == 240
 
 
 def test_shards_hold_the_source_document_for_document(source, tmp_path):

@@ -85,16 +85,22 @@ def test_configurations_and_overrides_of_commands_are_valid(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.blocks("python")], ids=str)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """In the order of the page, in a folder with the token shards that docs/data.md reads."""
+    """In the order of the page, in a folder with the run and the token shards that they read."""
     monkeypatch.chdir(tmp_path)
     if "shards" in "".join(page.blocks("python")):
         (tmp_path / "a.txt").write_text("some text " * 20)
-        arguments = ["data", "prepare", "shards", "data.source=text", "data.paths=[a.txt]", "--workers", "1"]
-        [ended] = wait_all([warm.start("nsa", *arguments, env=environment(), cwd=tmp_path)])
-        assert ended.code == 0, ended.output
+        run_nsa(tmp_path, "data", "prepare", "shards", "data.source=text", "data.paths=[a.txt]", "--workers", "1")
+    if "runs/quickstart" in "".join(page.blocks("python")):
+        small = ["train.steps=1", "train.batch_size=2", "train.eval_sequences=1", "data.source=synthetic"]
+        run_nsa(tmp_path, "train", str(ROOT / "configs" / "quickstart.yaml"), *small, "telemetry.tensorboard=false")
     names: dict[str, object] = {"__name__": "__main__"}
     for block in page.blocks("python"):
         exec(compile(block, str(page), "exec"), names)
+
+
+def run_nsa(folder, *arguments):
+    [ended] = wait_all([warm.start("nsa", *arguments, env=environment(), cwd=folder)])
+    assert ended.code == 0, ended.output
 
 
 def test_the_step_line_of_the_readme_can_occur():

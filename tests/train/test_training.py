@@ -205,15 +205,15 @@ def test_saved_weights_load_to_the_last_bit(tmp_path, tied):
     model = build_model(config.model, config.nsa, 256, seed=0)
     write_atomically(tmp_path / "model.safetensors", serialize_weights(model.state_dict(keep_vars=True), step=1))
     other = build_model(config.model, config.nsa, 256, seed=9)
-    load_weights(other, tmp_path)
+    load_weights(other, tmp_path / "model.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"], "nothing is left beside the file"
     wrong = tiny("model.n_layers=1")
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        load_weights(build_model(wrong.model, wrong.nsa, 256, seed=0), tmp_path)
+        load_weights(build_model(wrong.model, wrong.nsa, 256, seed=0), tmp_path / "model.safetensors")
     narrow = tiny("model.mlp_dim=64", f"model.tied_head={str(tied).lower()}")
     with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight is \[128, 32\] in the file"):
-        load_weights(build_model(narrow.model, narrow.nsa, 256, seed=0), tmp_path)
+        load_weights(build_model(narrow.model, narrow.nsa, 256, seed=0), tmp_path / "model.safetensors")
 
 
 def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path):

@@ -1,0 +1,76 @@
+"""What a run trained, ready to use: the model with its tokenizer and its configuration."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nsa.checkpoint import format as layout
+from nsa.checkpoint.export import find_checkpoint, find_weights, load_any_weights, read_metadata
+from nsa.checkpoint.load import read_state
+from nsa.config import Config, load_config, parse_config
+from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
+from nsa.errors import CheckpointError
+from nsa.nn.model import Decoder, build_model
+from nsa.parallel.launch import pick_device
+from nsa.record.schema import CONFIG_FILE
+from nsa.train.state import chosen_kernels, vocabulary
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """`model` is on its device and in eval mode; `weights` is the file or the checkpoint that it was read from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    config: Config
+    weights: Path
+
+
+def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iterable[str] = ()) -> TrainedRun:
+    """See `nsa.load_run`."""
+    path, overrides = Path(path), list(overrides)
+    weights = find_weights(path) if checkpoint is None else _named_checkpoint(path, checkpoint)
+    config = _saved_config(path, weights, overrides)
+    tokenizer = _saved_tokenizer(config, weights, overrides)
+    size = vocabulary(config, tokenizer)
+    model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
+    load_any_weights(model, weights)
+    return TrainedRun(model.to(pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
+
+
+def _named_checkpoint(path: Path, name: str) -> Path:
+    root = path / layout.FOLDER
+    if name == layout.LATEST:
+        return find_checkpoint(root)
+    names = [found.name for found in layout.committed(root)]
+    wanted = layout.pointed(root, layout.BEST) if name == layout.BEST else name
+    if wanted not in names:
+        raise CheckpointError(f"{path}: has no checkpoint {name!r}; it has {', '.join(names) or 'none'}")
+    return find_checkpoint(root / wanted)
+
+
+def _saved_config(path: Path, weights: Path, overrides: list[str]) -> Config:
+    """Of a run folder its config.yaml; of a checkpoint or a file of weights what they carry."""
+    if (path / CONFIG_FILE).is_file():
+        return load_config(path / CONFIG_FILE, overrides)
+    if not weights.exists():
+        raise CheckpointError(f"{path}: is no run folder (no {CONFIG_FILE} in it); give the out_dir of a run")
+    saved: Any = (read_state(weights) if weights.is_dir() else read_metadata(weights)).get("config")
+    if saved is None:
+        raise CheckpointError(f"{weights}: carries no configuration; give the folder of the run that wrote it")
+    return parse_config(saved, str(weights), overrides)
+
+
+def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tokenizer:
+    """The run's own copy of a tokenizer.json, unless an override names another."""
+    folder = weights.parent.parent if weights.is_dir() else weights.parent
+    kept = folder / TOKENIZER_FILE
+    is_run = kept.is_file() and (folder / CONFIG_FILE).is_file()
+    if config.data.tokenizer in BUILT_IN or not is_run or is_overridden("data.tokenizer", overrides):
+        return tokenizer_for(config.data)
+    return load_tokenizer(str(kept), separator=config.data.separator)
+
+
+def is_overridden(key: str, overrides: Iterable[str]) -> bool:
+    return key in (override.partition("=")[0].strip() for override in overrides)

@@ -1,0 +1,120 @@
+"""`nsa.load_run` and `nsa generate`: what a run trained can be used wherever its folder lies."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+import nsa
+from nsa.checkpoint.export import find_weights, read_weights
+from nsa.cli.main import app
+from nsa.data.vocabulary import train_bpe
+from nsa.errors import CheckpointError, DataError
+from nsa.train import train
+from tests.checkpoint.helpers import checkpoint_of, flip_byte, small, train_until
+
+TEXT = "the window reads the newest tokens, the compressed branch the whole past\n" * 30
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run with a tokenizer of its own, named relative to a folder, that is gone afterwards. Nobody writes into it."""
+    folder = tmp_path_factory.mktemp("own")
+    train_bpe([TEXT], folder / "mine.json", vocab_size=280, max_bytes=1 << 20)
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(TEXT + name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        data = ("data.source=text", "data.paths=[a.txt, b.txt]", "data.tokenizer=mine.json", "data.workers=0")
+        train(small(*data, "data.validation_fraction=0.5"), folder / "run")
+    (folder / "mine.json").unlink()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(original, tmp_path, monkeypatch):
+    """A copy of it, seen from another folder."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(original, tmp_path / "moved")
+
+
+def generate(*arguments):
+    return CliRunner().invoke(app, ["generate", *map(str, arguments), "--max-tokens", "8"], catch_exceptions=False)
+
+
+def same_weights(model, weights):
+    own = dict(model.named_parameters())
+    return own.keys() == weights.keys() and all(torch.equal(own[name].detach(), weights[name]) for name in own)
+
+
+def test_a_run_loads_with_model_tokenizer_and_configuration(run):
+    loaded = nsa.load_run(str(run))
+    assert loaded.weights == run / "model.safetensors"
+    assert same_weights(loaded.model, read_weights(checkpoint_of(run, 6)))
+    assert not loaded.model.training
+    assert loaded.config.model.dim == 16
+    assert loaded.config.data.tokenizer == "mine.json"
+    assert loaded.tokenizer.vocab_size == loaded.model.vocab_size == 280
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("the past").tolist()) == "the past"
+
+
+@pytest.mark.parametrize(("name", "step"), [("latest", 6), ("best", None), ("step_00000004", 4)])
+def test_a_checkpoint_is_loaded_by_its_name(name, step, run):
+    best = int((run / "checkpoints" / "best").read_text().removeprefix("step_"))
+    wanted = checkpoint_of(run, step or best)
+    loaded = nsa.load_run(run, checkpoint=name)
+    assert loaded.weights == wanted
+    assert same_weights(loaded.model, read_weights(wanted))
+    by_path = nsa.load_run(wanted)
+    assert same_weights(by_path.model, read_weights(wanted))
+    assert by_path.config == loaded.config
+    assert by_path.tokenizer.fingerprint == loaded.tokenizer.fingerprint
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(run):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'step_1'; it has step_00000006, step_00000004"):
+        nsa.load_run(run, checkpoint="step_1")
+    with pytest.raises(CheckpointError, match="no checkpoint 'best'; it has none"):
+        nsa.load_run(run / "checkpoints", checkpoint="best")
+
+
+def test_an_unfinished_run_loads_from_its_newest_sound_checkpoint(tmp_path):
+    train_until(5, tmp_path / "run")
+    assert nsa.load_run(tmp_path / "run").weights == checkpoint_of(tmp_path / "run", 4)
+    flip_byte(checkpoint_of(tmp_path / "run", 4) / "state.json", 0.5)
+    assert nsa.load_run(tmp_path / "run").weights == checkpoint_of(tmp_path / "run", 3)
+
+
+def test_weights_alone_carry_what_rebuilds_the_model(run, tmp_path):
+    file = (run / "model.safetensors").rename(tmp_path / "alone.safetensors")
+    with safe_open(file, "pt") as opened:
+        carried = json.loads(opened.metadata()["nsa"])
+    assert (carried["step"], carried["config"]["data"]["tokenizer"]) == (6, "mine.json")
+    with pytest.raises(DataError, match=r"data\.tokenizer: there is no file mine\.json"):
+        nsa.load_run(file)
+    loaded = nsa.load_run(file, overrides=[f"data.tokenizer={run}"])
+    assert same_weights(loaded.model, read_weights(find_weights(run)))
+    assert loaded.config.nsa == nsa.load_run(run).config.nsa
+
+
+def test_weights_of_another_program_are_refused(run, tmp_path):
+    (tmp_path / "other.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"other\.safetensors: carries no configuration; give the folder"):
+        nsa.load_run(tmp_path / "other.safetensors")
+
+
+def test_the_command_generates_from_any_folder_after_the_tokenizer_is_gone(run):
+    texts = [generate(source, "--prompt", "the ").output for source in (run, checkpoint_of(run, 6))]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the ")
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import nsa, sys; sys.exit(bool({'torch', 'yaml', 'pydantic', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
