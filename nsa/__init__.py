@@ -21,6 +21,9 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
                  of one checkpoint, or a .safetensors file that a run or `nsa ckpt export` wrote
     checkpoint   a checkpoint of the run folder instead: its name such as step_00000500, "latest" or "best"
     overrides    `section.key=value`, as on the command line, for example runtime.device=cpu
+
+    Where there is no GPU, a run that was trained on one is loaded onto the CPU, with a warning, unless an override asks
+    for the GPU. Needs the packages of the extra `train`.
     """
     from nsa.train.trained import load_run as load
 

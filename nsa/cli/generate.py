@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from nsa import load_run
+from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
 from nsa.errors import ConfigError
 
 Source = Annotated[
@@ -20,6 +21,8 @@ Source = Annotated[
 
 def generate(
     source: Source,
+    overrides: Overrides = None,
+    override: JoinedOverrides = None,
     prompt: Annotated[str, typer.Option(help="Text to go on from; empty starts a new document.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
@@ -38,7 +41,7 @@ def generate(
     from nsa.nn.sampling import sample_tokens
     from nsa.parallel.numerics import numerics
 
-    run = load_run(source)
+    run = load_run(source, overrides=all_overrides(overrides, override))
     config, tokenizer = run.config, run.tokenizer
 
     def write(model: Decoder, title: str) -> None:

@@ -1,14 +1,18 @@
 """What a run trained, ready to use: the model with its tokenizer and its configuration."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nsa.checkpoint import format as layout
 from nsa.checkpoint.export import find_checkpoint, find_weights, load_any_weights, read_metadata
 from nsa.checkpoint.load import read_state
 from nsa.config import Config, load_config, parse_config
+from nsa.config.schema import KernelsConfig
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
 from nsa.errors import CheckpointError
 from nsa.nn.model import Decoder, build_model
@@ -31,7 +35,7 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
     """See `nsa.load_run`."""
     path, overrides = Path(path), list(overrides)
     weights = find_weights(path) if checkpoint is None else _named_checkpoint(path, checkpoint)
-    config = _saved_config(path, weights, overrides)
+    config = _without_missing_gpu(_saved_config(path, weights, overrides), overrides)
     tokenizer = _saved_tokenizer(config, weights, overrides)
     size = vocabulary(config, tokenizer)
     model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
@@ -62,15 +66,32 @@ def _saved_config(path: Path, weights: Path, overrides: list[str]) -> Config:
     return parse_config(saved, str(weights), overrides)
 
 
+def _without_missing_gpu(config: Config, overrides: list[str]) -> Config:
+    """On a CPU, drops what needs one and was asked for by the saved configuration alone."""
+    if torch.cuda.is_available() and config.runtime.device != "cpu":
+        return config
+    device, kernels = config.runtime.device, config.runtime.kernels.model_dump()
+    if device == "cuda" and not _is_overridden("runtime.device", overrides):
+        warnings.warn("runtime.device: the run used a GPU and PyTorch sees none here; using the CPU", stacklevel=4)
+        device = "cpu"
+    for name, choice in kernels.items():
+        if choice == "triton" and not _is_overridden(f"runtime.kernels.{name}", overrides):
+            kernels[name] = "auto"
+    changed = {"device": device, "kernels": KernelsConfig(**kernels)}
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update=changed)})
+
+
 def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tokenizer:
     """The run's own copy of a tokenizer.json, unless an override names another."""
     folder = weights.parent.parent if weights.is_dir() else weights.parent
     kept = folder / TOKENIZER_FILE
     is_run = kept.is_file() and (folder / CONFIG_FILE).is_file()
-    if config.data.tokenizer in BUILT_IN or not is_run or is_overridden("data.tokenizer", overrides):
+    if config.data.tokenizer in BUILT_IN or not is_run or _is_overridden("data.tokenizer", overrides):
         return tokenizer_for(config.data)
     return load_tokenizer(str(kept), separator=config.data.separator)
 
 
-def is_overridden(key: str, overrides: Iterable[str]) -> bool:
-    return key in (override.partition("=")[0].strip() for override in overrides)
+def _is_overridden(key: str, overrides: list[str]) -> bool:
+    """Whether an override sets this key or a section around it."""
+    given = [override.partition("=")[0].strip() for override in overrides]
+    return any(key == name or key.startswith(f"{name}.") for name in given)

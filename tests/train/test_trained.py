@@ -15,7 +15,7 @@ import nsa
 from nsa.checkpoint.export import find_weights, read_weights
 from nsa.cli.main import app
 from nsa.data.vocabulary import train_bpe
-from nsa.errors import CheckpointError, DataError
+from nsa.errors import BackendError, CheckpointError, ConfigError, DataError, LaunchError
 from nsa.train import train
 from tests.checkpoint.helpers import checkpoint_of, flip_byte, small, train_until
 
@@ -113,6 +113,36 @@ def test_the_command_generates_from_any_folder_after_the_tokenizer_is_gone(run):
     texts = [generate(source, "--prompt", "the ").output for source in (run, checkpoint_of(run, 6))]
     assert texts[0] == texts[1]
     assert texts[0].startswith("the ")
+
+
+@pytest.fixture
+def trained_on_a_gpu(run, monkeypatch):
+    """The run, as if it had been trained on a GPU, on a machine without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    saved = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(saved.replace("device: cpu", "device: cuda").replace("sel: auto", "sel: triton"))
+    return run
+
+
+def test_a_run_of_a_gpu_generates_on_a_cpu_and_says_so(trained_on_a_gpu):
+    with pytest.warns(UserWarning, match=r"runtime\.device: .* PyTorch sees none here; using the CPU"):
+        loaded = nsa.load_run(trained_on_a_gpu)
+    assert loaded.model.head.weight.device.type == loaded.config.runtime.device == "cpu"
+    with pytest.warns(UserWarning, match="using the CPU"):
+        assert generate(trained_on_a_gpu, "--prompt", "the ").output.startswith("the ")
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_override_is_obeyed_by_generate(trained_on_a_gpu):
+    asked = generate(trained_on_a_gpu, "runtime.device=cpu", "--prompt", "the ")
+    assert (asked.exit_code, asked.output[:4]) == (0, "the ")
+    for wanted in (["runtime.device=cuda"], ["--override", "runtime.device=cuda"]):
+        with pytest.raises(LaunchError, match="'cuda' is configured and PyTorch sees no GPU"):
+            generate(trained_on_a_gpu, *wanted)
+    with pytest.raises(BackendError, match="sel"):
+        generate(trained_on_a_gpu, "runtime.device=cpu", "runtime.kernels.sel=triton")
+    with pytest.raises(ConfigError, match=r"did you mean 'runtime\.device'"):
+        generate(trained_on_a_gpu, "runtime.devise=cpu")
 
 
 def test_importing_the_package_imports_no_torch():
