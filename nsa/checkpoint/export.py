@@ -1,6 +1,7 @@
 """A model's weights in one place: loaded into a model from wherever they lie, or written as one safetensors file."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from nsa.record.schema import WEIGHTS_FILE
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` itself where it is a checkpoint, else the newest sound one of the run folder it is; verified."""
+    """`path` itself where it is a checkpoint, else the newest sound one of the run folder it is; verified.
+
+    Every damaged one that is newer gives a warning.
+    """
     if (path / MANIFEST_FILE).exists():
         verify(path)
         return path
@@ -28,6 +32,8 @@ def find_checkpoint(path: Path) -> Path:
     if found is None:
         why = f": {damaged[0]}" if damaged else ""
         raise CheckpointError(f"{path}: holds no whole checkpoint{why}")
+    for message in damaged:
+        warnings.warn(f"{message}; using {found.name} instead", stacklevel=2)
     return found
 
 

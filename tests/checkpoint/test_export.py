@@ -91,12 +91,18 @@ def test_an_older_checkpoint_can_be_exported_by_its_folder_whatever_that_is_call
     assert not torch.equal(exported["embedding.weight"], final["embedding.weight"])
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_is_exported_from_the_one_before(whole_run, tmp_path, nsa):
+def test_a_run_whose_newest_checkpoints_are_damaged_is_exported_from_the_one_before(whole_run, tmp_path, nsa):
     run = shutil.copytree(whole_run, tmp_path / "run")
     flip_byte(checkpoint_of(run, 6) / SHARD, 0.5)
-    exit_code, out, _ = nsa("ckpt", "export", run, tmp_path / "out.safetensors")
+    (checkpoint_of(run, 4) / SHARD).unlink()
+    exit_code, out, err = nsa("ckpt", "export", run, tmp_path / "out.safetensors")
     assert exit_code == 0
-    assert "step_00000004" in out
+    assert "step_00000003" in out
+    assert err.splitlines() == [
+        f"warning: {checkpoint_of(run, 6) / SHARD}: its content differs from the manifest's SHA-256; "
+        "using step_00000003 instead",
+        f"warning: {checkpoint_of(run, 4) / SHARD}: is missing; using step_00000003 instead",
+    ]
     exit_code, _, err = nsa("ckpt", "export", checkpoint_of(run, 6), tmp_path / "none.safetensors")
     assert exit_code == 4
     assert f"{checkpoint_of(run, 6) / SHARD}: its content differs" in err

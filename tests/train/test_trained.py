@@ -88,7 +88,8 @@ def test_an_unfinished_run_loads_from_its_newest_sound_checkpoint(tmp_path):
     train_until(5, tmp_path / "run")
     assert nsa.load_run(tmp_path / "run").weights == checkpoint_of(tmp_path / "run", 4)
     flip_byte(checkpoint_of(tmp_path / "run", 4) / "state.json", 0.5)
-    assert nsa.load_run(tmp_path / "run").weights == checkpoint_of(tmp_path / "run", 3)
+    with pytest.warns(UserWarning, match="step_00000004/state.json: .*; using step_00000003 instead"):
+        assert nsa.load_run(tmp_path / "run").weights == checkpoint_of(tmp_path / "run", 3)
 
 
 def test_weights_alone_carry_what_rebuilds_the_model(run, tmp_path):
