@@ -11,25 +11,41 @@ def watch(
     every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
-    """Show a live or finished run: progress, loss, speed, gates, selection, and what is unhealthy."""
+    """Show a live or finished run: progress, loss, speed, gates, selection, and what is unhealthy.
+
+    A folder that is not there yet is waited for, except with --once.
+    """
     import time
 
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
+    from nsa.errors import ConfigError
     from nsa.inspect.reading import RunView
     from nsa.inspect.view import frame, is_plain
+    from nsa.record.schema import LOCK_FILE
 
     console, reader = Console(highlight=False), RunView(run_dir)
     plain = is_plain(console)
     if once or not console.is_terminal:
         console.print(frame(reader.refresh(), console.width, max(24, console.height), plain=plain))
         return
+    waits = not run_dir.exists() or (run_dir / LOCK_FILE).exists()  # a run that starts has the lock first
+
+    def look() -> Text:
+        try:
+            # The last line stays free: a terminal scrolls when it is written to.
+            return frame(reader.refresh(), console.width, console.height - 1, plain=plain)
+        except ConfigError as error:
+            if not waits:
+                raise
+            return Text(f"waiting for a run; Ctrl-C ends\n{error}")
+
     try:
-        # The last line stays free: a terminal scrolls when it is written to.
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                live.update(frame(reader.refresh(), console.width, console.height - 1, plain=plain), refresh=True)
+                live.update(look(), refresh=True)
                 time.sleep(every)
     except KeyboardInterrupt:
-        console.print(frame(reader.refresh(), console.width, console.height - 1, plain=plain))
+        console.print(look())

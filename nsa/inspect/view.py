@@ -4,6 +4,8 @@ What does not fit is left out in this order: older incidents, layers whose gates
 from files is shown without control characters.
 """
 
+from textwrap import wrap
+
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -12,7 +14,7 @@ from nsa.inspect.chart import bars, curve, split_bar
 from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
 from nsa.inspect.timeline import BAD
-from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+from nsa.record.numbers import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
 _STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # any other is bold red
@@ -26,7 +28,8 @@ _MAX_WARNINGS = 5
 def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = False) -> Text:
     """At most `height` lines of at most `width` columns. `plain` draws with ASCII only."""
     width, height = max(20, min(width, _WIDEST)), max(4, height)
-    lines = [*_header(view, width, plain), *_warnings(view), *_numbers(view)]
+    head, numbers = _header(view, width, plain), _numbers(view)
+    lines = [*head, *_warnings(view, width, height - len(head) - len(numbers)), *numbers]
     selection = _selection(view, plain)
     incidents = _incidents(view)
     gates = _gates(view, width, plain)
@@ -72,7 +75,8 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     )
     done = min(1.0, view.step / view.steps) if view.steps > 0 else 0.0
     left = "" if view.left_s is None else f", {seconds(view.left_s)} left"
-    tail = f" step {view.step} of {view.steps} ({done:.0%})  elapsed {seconds(view.elapsed_s)}{left}"
+    progress = f"{view.step} of {view.steps} ({done:.0%})" if view.steps > 0 else f"{DASH} of {DASH}"
+    tail = f" step {progress}  elapsed {seconds(view.elapsed_s)}{left}"
     bar = max(0, min(40, width - len(tail) - 2))
     full = round(done * bar)
     on, off = ("#", "-") if plain else ("━", "─")
@@ -80,14 +84,18 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     return [first, second]
 
 
-def _warnings(view: RunView) -> list[Text]:
-    found = [Text(f"! {one_line(line)}", "bold red") for line in unhealthy(view)]
+def _warnings(view: RunView, width: int, height: int) -> list[Text]:
+    """Wrapped, so that the reason of a failure can be read to its end; at most `height` lines."""
+    found = [f"! {one_line(line)}" for line in unhealthy(view)]
     if len(found) > _MAX_WARNINGS:
-        found[_MAX_WARNINGS - 1 :] = [Text(f"! and {len(found) - _MAX_WARNINGS + 1} more", "bold red")]
+        found[_MAX_WARNINGS - 1 :] = [f"! and {len(found) - _MAX_WARNINGS + 1} more"]
+    lines = [Text(part, "bold red") for line in found for part in wrap(line, width, subsequent_indent="  ")]
     if view.problems:
         named = "; ".join(f"{name}: {problem}" for name, problem in view.problems.items())
-        found.append(Text(f"? {one_line(named)}", "yellow"))
-    return found
+        lines.append(Text(f"? {one_line(named)}", "yellow"))
+    if len(lines) > height:
+        lines[max(0, height - 1) :] = [Text("  ... run.log and nsa report have all of it", "bold red")][:height]
+    return lines
 
 
 def _numbers(view: RunView) -> list[Text]:
@@ -97,7 +105,7 @@ def _numbers(view: RunView) -> list[Text]:
     waited = view.training.column("save_wait_s")
     saves = float(waited[waited == waited].sum())
     pairs = [
-        [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", f"{view.now_of('lr'):.2e}"),
+        [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", exact(view.now_of("lr"), ".2e")),
          ("grad", exact(view.now_of("grad_norm"), ".3g"))],
         [("tokens/s", short(view.recent("toks_per_s"))), ("step", seconds(view.recent("step_s"))),
          ("data wait", percent(view.data_share)), ("save waits", seconds(saves)),

@@ -1,6 +1,7 @@
 """What a person sees of a run on a terminal: the numbers of its files, how it stands, and what is unhealthy."""
 
 import csv
+import io
 import json
 import os
 import pty
@@ -246,6 +247,34 @@ def test_a_failed_run_shows_its_exit_code_and_reason(copy):
     assert "non_finite: step 31: the loss is nan" in text
 
 
+@pytest.mark.parametrize("size", [(80, 24), (40, 40)])
+def test_the_reason_of_a_failure_is_wrapped_to_its_last_word(copy, size):
+    reason = "saving failed 3 times in a row: " + "the disk of node seventeen is full, " * 8 + "says the very last word"
+    (copy / "metrics.json").write_text(json.dumps({"status": "failed", "exit_code": 4, "reason": reason, "steps": 30}))
+    lines = text_of(read_run(copy), *size).split("\n")
+    assert f"failed with exit code 4: {reason}" in " ".join(line.strip() for line in lines)
+    assert max(map(len, lines)) <= size[0]
+    assert "loss " in "".join(lines)
+
+
+def test_a_reason_that_is_longer_than_the_terminal_leaves_the_numbers_and_says_where_it_is(copy):
+    (copy / "metrics.json").write_text(
+        json.dumps({"status": "failed", "exit_code": 4, "reason": "word " * 400, "steps": 30})
+    )
+    lines = text_of(read_run(copy), 40, 20).split("\n")
+    assert len(lines) == 20
+    assert "run.log and nsa report" in lines[-3]
+    assert lines[-1].startswith("tokens/s")
+
+
+def test_the_first_frame_shows_dashes_for_what_is_not_known(tmp_path):
+    (tmp_path / "heartbeat_rank0.jsonl").write_text(event("boot", 0, pid=1, host="node"))
+    text = text_of(read_run(tmp_path, BEGAN + 1))
+    assert "nan" not in text
+    assert "lr -  grad -" in text
+    assert "step - of -  elapsed" in text
+
+
 def test_a_preempted_run_and_one_that_was_started_again(copy):
     (copy / "metrics.json").write_text(
         json.dumps({"status": "preempted", "exit_code": 75, "reason": "asked", "steps": 30})
@@ -435,6 +464,35 @@ def test_watching_a_run_needs_no_torch(finished):
     code = f"import pathlib, sys; {look}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, "finished" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_folder_that_is_not_there_yet_is_waited_for(finished, starting, tmp_path, monkeypatch):
+    run, shown, looks = tmp_path / "later", io.StringIO(), []
+
+    def sleep(seconds):
+        looks.append(shown.getvalue())
+        shown.truncate(0)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        if len(looks) == 2:
+            shutil.copytree(finished, run, dirs_exist_ok=True)
+        elif not run.exists():
+            run.mkdir()
+
+    if starting:
+        run.mkdir()
+        (run / ".lock").touch()
+    terminal = Console(file=shown, force_terminal=True, width=80, height=24, highlight=False)
+    monkeypatch.setattr("rich.console.Console", lambda **kind: terminal)
+    monkeypatch.setattr(time, "sleep", sleep)
+    watch(run)
+    assert all("waiting for a run; Ctrl-C ends" in look for look in looks[:2])
+    assert "step 30 of 30" in looks[2]
+    with pytest.raises(ConfigError, match="No such file or directory; give the out_dir of a run"):
+        watch(tmp_path / "never", once=True)
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        watch(tmp_path)
 
 
 def test_ctrl_c_ends_the_live_view_with_zero(finished):
