@@ -13,7 +13,7 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE ...]", help="Overrides such as train.steps=10.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Overrides such as train.steps=10.", show_default=False),
 ]
 JoinedOverrides = Annotated[
     list[str] | None,

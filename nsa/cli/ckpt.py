@@ -63,7 +63,7 @@ def verify(source: Source) -> None:
 @app.command()
 def export(
     source: Source,
-    target: Annotated[Path, typer.Argument(metavar="FILE.safetensors", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="The file to write.", show_default=False)],
 ) -> None:
     """Write a checkpoint's weights as one safetensors file."""
     from nsa.checkpoint.export import export_weights, find_checkpoint

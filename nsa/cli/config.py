@@ -33,7 +33,7 @@ def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverri
 
 @app.command()
 def check(
-    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", show_default=False)],
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files of runs.", show_default=False)],
 ) -> None:
     """Validate every file given; all mistakes of all files are listed."""
     problems: list[str] = []

@@ -79,7 +79,7 @@ def tokenizer(
 ) -> None:
     """Train a byte-level BPE vocabulary on a source's documents.
 
-    For example: nsa data tokenizer tokenizer.json data.source=text data.paths=\\[books]
+    For example: nsa data tokenizer tokenizer.json data.source=text data.paths=[books]
     """
     data = _resolve(config, overrides, override).data
     if data.mixture:
@@ -101,7 +101,7 @@ def tokenizer(
 @app.command()
 def stats(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="Prepared shards; unset: the source.", show_default=False)
+        Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; unset: the source.", show_default=False)
     ] = None,
     overrides: Overrides = None,
     override: JoinedOverrides = None,

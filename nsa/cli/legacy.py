@@ -36,7 +36,7 @@ LONGEST_NAME = 120
 
 def main(*, fsdp: bool = False) -> None:
     """The body of a script."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     @app.command()
     def launch(

@@ -26,6 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # else [books] in a help text is markup, and disappears
+    context_settings={"max_content_width": 120},
 )
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
