@@ -1,6 +1,7 @@
 """`nsa config list`, `nsa config show` and `nsa config check`."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,8 @@ import yaml
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
 from nsa.config import load_config, shipped_names
-from nsa.config.load import SHIPPED
-from nsa.errors import ConfigError
+from nsa.config.load import SHIPPED, ConfigWarning, warn_if_unlikely
+from nsa.errors import ConfigError, DataError
 
 app = typer.Typer(help="Look at configurations without running them.", no_args_is_help=True)
 
@@ -35,14 +36,29 @@ def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverri
 def check(
     configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files of runs.", show_default=False)],
 ) -> None:
-    """Validate every file given; all mistakes of all files are listed."""
+    """Validate every file given, and the NSA_* variables; all mistakes of all files are listed."""
     problems: list[str] = []
     for path in configs:
         try:
-            load_config(path)
+            config = load_config(path, (), os.environ)
+            warn_if_unlikely(config, str(path))
+            _check_tokenizer(config.data.tokenizer, path)
         except ConfigError as error:
             problems += str(error).splitlines()
         else:
             print(f"{path}: ok")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_tokenizer(name: str, path: Path) -> None:
+    """A name that can be no tokenizer is an error; a file may still come, or lie on another machine."""
+    from nsa.data.tokenizers import BUILT_IN, json_file
+
+    try:
+        if name not in BUILT_IN:
+            json_file(name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except DataError as error:
+        warnings.warn(f"{path}: {error}", ConfigWarning, stacklevel=2)

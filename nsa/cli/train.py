@@ -8,6 +8,7 @@ import typer
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
 from nsa.config import load_config
+from nsa.config.load import warn_if_unlikely
 
 
 def train(
@@ -28,6 +29,7 @@ def train(
     if resolved.train.out_dir is None:
         given.append(f"train.out_dir={Path('runs') / config.stem}")
     resolved = load_config(config, given, os.environ)
+    warn_if_unlikely(resolved, str(config))
     from nsa.train import train as train_model
 
     train_model(

@@ -106,6 +106,18 @@ def parse_config(
         raise ConfigError("\n".join(_describe(error, origin, applied))) from None
 
 
+def warn_if_unlikely(config: Config, origin: str) -> None:
+    """Warns of what can run and is probably a mistake."""
+    warmup, steps = config.train.warmup_steps, config.train.steps
+    if warmup > steps:
+        warnings.warn(
+            f"{origin}: train.warmup_steps: {warmup} is more than the {steps} of train.steps: the learning rate never "
+            f"reaches train.lr={config.train.lr:g}; lower it unless this is a trial of a longer run",
+            ConfigWarning,
+            stacklevel=2,
+        )
+
+
 def split_overrides(joined: str) -> list[str]:
     """Splits `"train.steps=10 model.n_layers=2"` into overrides. Spaces inside brackets or quotes are kept."""
     parts = re.findall(r"""(?:[^\s\[\]"']|\[[^\]]*\]|"[^"]*"|'[^']*')+""", joined)

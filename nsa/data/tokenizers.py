@@ -106,7 +106,7 @@ def load_tokenizer(name: str, *, path: str | None = None, separator: str | None 
         return ByteTokenizer()
     if name == "gpt2":
         return _load_gpt2(path)
-    file = _json_file(name)
+    file = json_file(name)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -332,7 +332,8 @@ def _length_rule(spec: dict[str, Any]) -> Callable[[str], int]:
     return byte_length
 
 
-def _json_file(name: str) -> Path:
+def json_file(name: str) -> Path:
+    """The file of a tokenizer that is not built in. ConfigError: `name` can be none; DataError: it is not there."""
     try:
         file = Path(name).expanduser()
         if file.is_dir():

@@ -301,6 +301,38 @@ def test_checking_files_lists_the_mistakes_of_all_of_them(tmp_path, monkeypatch,
     assert "two.yaml: model.dims: unknown key; did you mean 'model.dim'?" in stderr
 
 
+def test_checking_a_file_finds_what_would_run_and_is_not_meant(tmp_path, monkeypatch, capsys):
+    (tmp_path / "short.yaml").write_text("train: {steps: 5, warmup_steps: 100}\n")
+    (tmp_path / "mine.yaml").write_text("data: {tokenizer: gone/tokenizer.json}\n")
+    (tmp_path / "fine.yaml").write_text("train: {steps: 5, warmup_steps: 5}\n")
+    monkeypatch.setenv("NSA_USE_FA3", "0")
+    exit_code, stderr = run_here(["config", "check", *map(str, sorted(tmp_path.glob("*.yaml")))], monkeypatch, capsys)
+    assert exit_code == 0, stderr
+    assert sorted(stderr.splitlines()) == [
+        f"warning: {tmp_path / 'mine.yaml'}: data.tokenizer: there is no file gone/tokenizer.json",
+        f"warning: {tmp_path / 'short.yaml'}: train.warmup_steps: 100 is more than the 5 of train.steps: the learning "
+        "rate never reaches train.lr=0.0002; lower it unless this is a trial of a longer run",
+        "warning: NSA_USE_FA3: unknown variable; did you mean NSA_USE_FA2?",
+    ]
+
+
+def test_checking_a_file_finds_a_misspelt_tokenizer(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.yaml").write_text("data: {tokenizer: gtp2}\n")
+    (tmp_path / "b.yaml").write_text("data: {tokenizer: gpt2}\n")
+    exit_code, stderr = run_here(["config", "check", *map(str, sorted(tmp_path.glob("*.yaml")))], monkeypatch, capsys)
+    assert exit_code == CONFIG
+    assert stderr.startswith(f"error: {tmp_path / 'a.yaml'}: data.tokenizer: 'gtp2' is neither a tokenizer nor a file")
+    assert "b.yaml" not in stderr
+
+
+def test_training_warns_of_a_warm_up_that_never_ends(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.yaml").write_text(BASE.replace("OUT_DIR", str(tmp_path / "out")))
+    monkeypatch.setattr("nsa.train.train", lambda *run, **options: None)
+    exit_code, stderr = run_here(["train", str(tmp_path / "run.yaml"), "train.warmup_steps=9"], monkeypatch, capsys)
+    assert exit_code == 0
+    assert "run.yaml: train.warmup_steps: 9 is more than the" in stderr
+
+
 @pytest.mark.parametrize(("arguments", "culprit"), MISTYPED, ids=[" ".join(words) for words, _ in MISTYPED])
 def test_a_mistyped_command_line_names_the_argument(arguments, culprit, monkeypatch, capsys):
     exit_code, stderr = run_here(arguments, monkeypatch, capsys)
