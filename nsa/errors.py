@@ -93,5 +93,17 @@ class ArgumentError(NSAError, ValueError):
         self.argument = argument
 
 
+class DerivativeError(NSAError, NotImplementedError):
+    """A second derivative was asked for. `operator` is the one whose backward would have been differentiated."""
+
+    def __init__(self, operator: str):
+        super().__init__(
+            f"{operator}: has a first derivative only; its backward cannot be differentiated. Use gradients made with "
+            "create_graph=True as constants (.detach()), or take a Hessian-vector product from the difference of two "
+            "gradients: (grad(x + h*v) - grad(x - h*v)) / 2h"
+        )
+        self.operator = operator
+
+
 class BackendError(NSAError, RuntimeError):
     """A backend was asked for by name and cannot run here; the message says why."""

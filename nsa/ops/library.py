@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.errors import ArgumentError
+from nsa.errors import ArgumentError, DerivativeError
 from nsa.ops.dispatch import choose
 from nsa.ops.layout import num_blocks, num_slots, slot_layout, token_layout
 from nsa.ops.observe import notify
@@ -96,6 +96,22 @@ def _node(operator: str, function: str, query: int = 0, value: int = 0, *, forwa
     return run
 
 
+class _Once(torch.autograd.Function):
+    """Runs a backward operator for a graph that is kept (`create_graph=True`); differentiating it is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Any, *args: Any) -> Any:
+        ctx.operator = backward.name().removesuffix("_backward")
+        return backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> None:
+        raise DerivativeError(ctx.operator)
+
+
+_once: Callable[..., Any] = _Once.apply
+
+
 def _differentiate(
     forward: Any, backward: Any, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda inputs, _: inputs
 ) -> None:
@@ -113,7 +129,7 @@ def _differentiate(
         kept = ctx.constants.copy()
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             kept[place] = tensor
-        grads = backward(do, *kept)
+        grads = _once(backward, do, *kept) if torch.is_grad_enabled() else backward(do, *kept)
         grads = grads if isinstance(grads, tuple) else (grads,)
         return grads + (None,) * (ctx.num_inputs - len(grads))
 

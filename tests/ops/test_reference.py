@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.errors import ArgumentError, BackendError
+from nsa.errors import ArgumentError, BackendError, DerivativeError
 from nsa.ops import (
     NSASpec,
+    compress_contract,
+    compress_mean,
     compressed_attention,
     dispatch,
+    library,
     nsa_attention,
     operators,
     select_blocks,
@@ -83,6 +86,34 @@ def test_gradients_of_every_operator_pass_gradcheck(per_group, cu_seqlens):
         lambda q, k, v: window_attention(q, k, v, spec, cu_seqlens=small.cu_seqlens),
         (small.q, small.k_win, small.v_win),
     )
+
+
+def differentiable_operators():
+    x = make_inputs(9, requires_grad=True)
+    _, indices = branch_outputs(x, SMALL)
+    weight = torch.randn(4, 16, 16, dtype=torch.float64, requires_grad=True)
+    outputs = [torch.randn_like(x.q, requires_grad=True) for _ in range(3)]
+    yield "mean_blocks", lambda k: compress_mean(k, SMALL), (x.k_sel,)
+    yield "contract_blocks", lambda k, w: compress_contract(k, w, SMALL), (x.k_sel, weight)
+    yield "compressed_attention", lambda *t: compressed_attention(*t, SMALL)[0], (x.q, x.k_cmp, x.v_cmp)
+    yield "selected_attention", lambda *t: selected_attention(*t, indices, SMALL), (x.q, x.k_sel, x.v_sel)
+    yield "window_attention", lambda *t: window_attention(*t, SMALL), (x.q, x.k_win, x.v_win)
+    yield "mix_branches", lambda *t: library.mix_branches(*t, None), (*outputs, x.gates)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("name", "function", "inputs"), [pytest.param(*case, id=case[0]) for case in differentiable_operators()]
+)
+def test_a_second_derivative_is_an_error_that_names_the_operator(name, function, inputs):
+    loss = function(*inputs).square().sum()
+    ordinary = torch.autograd.grad(loss, inputs, retain_graph=True)
+    grads = torch.autograd.grad(loss, inputs, create_graph=True)
+    assert all(torch.equal(kept, grad) for kept, grad in zip(grads, ordinary, strict=True))
+    for grad in grads:
+        with pytest.raises(DerivativeError, match=r"detach.*difference of two gradients") as error:
+            torch.autograd.grad(grad.sum(), inputs, allow_unused=True, retain_graph=True)
+        assert error.value.operator == f"nsa::{name}"
 
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
