@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 from nsa.nn.compressor import MeanCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
-from nsa.nn.projection import project
+from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
@@ -67,7 +67,7 @@ class NSAAttention(nn.Module):
         super().__init__()
         _check_layer_arguments(dim, num_heads, num_kv_heads, phi, gate, force_branch)
         self.spec = spec or NSASpec()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k = _head_size("head_dim_k", head_dim_k)
         self.head_dim_v = _head_size("head_dim_v", head_dim_v or head_dim_k)
         self.shared_kv, self.force_branch = shared_kv, force_branch
@@ -92,6 +92,7 @@ class NSAAttention(nn.Module):
         return MeanCompressor(self.spec, backend) if phi == "mean" else MLPCompressor(self.spec, head_dim, backend)
 
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
         spec, tokens = self.spec, x_BSC.shape[1]
         q_BSHK, pairs = self._projections(x_BSC)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.nn.projection import project
+from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops.operators import Backend, backend_of, check_borders, positions, window_attention
 from nsa.ops.spec import NSASpec
@@ -40,7 +40,7 @@ class DenseAttention(nn.Module):
         backend: Backend = None,
     ):
         super().__init__()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
         self.rope_base, self.window, self.backend = rope_base, window, backend
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False)
@@ -52,6 +52,7 @@ class DenseAttention(nn.Module):
 
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         """`max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row."""
+        check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
         tokens = x_BSC.shape[1]
         position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)

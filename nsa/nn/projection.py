@@ -11,6 +11,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from nsa.errors import ArgumentError
+
 
 def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """The output of each of `layers`. Plain linear layers are computed in one product; if any layer is adapted,
@@ -20,6 +22,26 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
         return [layer(x_BSC) for layer in layers]
     joined = nn.functional.linear(x_BSC, torch.cat([layer.weight for layer in plain]))
     return torch.split(joined, [layer.out_features for layer in plain], dim=-1)
+
+
+def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
+    """The input of an attention layer of this width, whose first projection is `layer`."""
+    if not isinstance(x_BSC, Tensor):
+        raise ArgumentError("x_BSC", f"must be a tensor, got {type(x_BSC).__name__}")
+    if x_BSC.dim() != 3 or x_BSC.shape[2] != dim:
+        raise ArgumentError("x_BSC", f"must be [batch, tokens, dim={dim}], got {list(x_BSC.shape)}")
+    if not x_BSC.is_floating_point():
+        raise ArgumentError("x_BSC", f"must be a float tensor, got {x_BSC.dtype}")
+    if _is_plain(layer) and layer.weight.dtype != x_BSC.dtype and not _casts(x_BSC, layer.weight):
+        wanted = f"must have the type of the layer's weights, {layer.weight.dtype}, got {x_BSC.dtype}"
+        raise ArgumentError("x_BSC", f"{wanted}; cast one of them, or run under torch.autocast")
+
+
+def _casts(*tensors: Tensor) -> bool:
+    """Whether autocast brings the tensors to one type. It leaves float64 as it is."""
+    device = tensors[0].device.type
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return is_on and all(x.dtype != torch.float64 for x in tensors)
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:

@@ -178,6 +178,9 @@ def check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
     """The shape and type of `cu_seqlens` for a sequence tensor x [B, S, ...]."""
     if cu_seqlens is None:
         return
+    if not isinstance(cu_seqlens, Tensor):
+        wanted = "an int32 tensor such as torch.tensor([0, 400, 1000], dtype=torch.int32)"
+        raise ArgumentError("cu_seqlens", f"must be {wanted}, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype != torch.int32:
         raise ArgumentError("cu_seqlens", f"must be int32, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:

@@ -1,0 +1,73 @@
+"""What a layer says of an input it cannot take, and the inputs it must still take."""
+
+import pytest
+import torch
+
+from nsa.errors import ArgumentError
+from nsa.nn import NSAAttention
+from nsa.nn.dense import DenseAttention
+from tests.ops.cases import SMALL
+
+LAYERS = {
+    "nsa": lambda: NSAAttention(24, 4, 2, 16, 32, SMALL),
+    "dense": lambda: DenseAttention(24, 4, 2, 16, 32),
+    "window": lambda: DenseAttention(24, 4, 2, 16, 32, window=5),
+}
+X = torch.randn(1, 9, 24, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    return LAYERS[request.param]()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (X[0], r"x_BSC: must be \[batch, tokens, dim=24\], got \[9, 24\]"),
+        (X[None], r"x_BSC: must be \[batch, tokens, dim=24\], got \[1, 1, 9, 24\]"),
+        (X[..., :20], r"x_BSC: must be \[batch, tokens, dim=24\], got \[1, 9, 20\]"),
+        (X.long(), r"x_BSC: must be a float tensor, got torch\.int64"),
+        (X.double(), r"x_BSC: .* torch\.float32, got torch\.float64; .*autocast"),
+        (X.bfloat16(), r"x_BSC: .* torch\.float32, got torch\.bfloat16; .*autocast"),
+        (X.tolist(), "x_BSC: must be a tensor, got list"),
+    ],
+    ids=["two dimensions", "four dimensions", "width", "integers", "float64", "bfloat16", "list"],
+)
+def test_a_wrong_input_is_named(layer, x, message):
+    with pytest.raises(ArgumentError, match=message) as error:
+        layer(x)
+    assert error.value.argument == "x_BSC"
+
+
+def test_float64_is_named_under_autocast_too(layer):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"x_BSC: .* got torch\.float64"):
+        layer(X.double())
+
+
+@pytest.mark.parametrize("borders", [[0, 4, 9], (0, 9)])
+def test_borders_that_are_no_tensor_are_named(layer, borders):
+    with pytest.raises(ArgumentError, match=r"cu_seqlens: must be an int32 tensor .*, got (list|tuple)"):
+        layer(X, cu_seqlens=borders)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_takes_either_type(layer, dtype, compiled):
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(X.to(dtype))
+    torch.testing.assert_close(y.float(), layer(X), rtol=0.1, atol=0.05)
+
+
+def test_meta_tensors_and_layers_of_another_type_pass(layer):
+    assert layer.to("meta")(X.to("meta")).shape == X.shape
+    half = type(layer)(24, 4, 2, 16, 32).bfloat16()
+    assert half(X.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_projection_that_casts_by_itself_decides_which_types_it_takes(layer):
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))
+    assert layer(X.bfloat16()).isfinite().all()
