@@ -33,12 +33,18 @@ class NSAAttention(nn.Module):
 
     dim            width of input and output; need not equal num_heads * head size
     num_heads      query heads, a multiple of num_kv_heads
-    head_dim_k/v   head sizes, multiples of 16 from 16 to 256; they may differ
+    num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads
+    head_dim_k     size of a query and key head, a multiple of 16 from 16 to 256
+    head_dim_v     size of a value head, likewise; None makes it head_dim_k
+    spec           the sizes of blocks, selection and window (`NSASpec`); None takes the paper's, NSASpec()
     phi            "mean" or "mlp": how a block becomes a compressed token
     gate           "sigmoid" or "softmax"
     shared_kv      one key/value pair for the three branches instead of three
     force_branch   the output is that branch alone; parameters that are then unused are frozen
+    rope_base      base of the rotary frequencies, which are base**(-2i / head_dim_k) for channel pair i; larger for
+                   longer sequences
     qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
+    norm_eps       epsilon of these norms
     backend        passed to nsa.ops: None takes the fastest that can run; a name, or names by operator
 
     Projections and norms of keys and values are lists in the order cmp, sel, win: k.0 and v.0 are the compressed
@@ -92,6 +98,17 @@ class NSAAttention(nn.Module):
         return MeanCompressor(self.spec, backend) if phi == "mean" else MLPCompressor(self.spec, head_dim, backend)
 
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """x_BSC [batch, tokens, dim], of the type of the weights unless autocast is on -> the same shape. Token t of
+        the output depends on tokens 0 to t of the input alone. Any number of tokens from 1 on is accepted.
+
+        cu_seqlens   borders of documents packed into one sequence, for a batch of 1: an int32 tensor on the device of
+                     x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
+                     a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
+                     start anew in each.
+
+        Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
+        inside `nsa.ops.checked_values()`.
+        """
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
         spec, tokens = self.spec, x_BSC.shape[1]
@@ -116,6 +133,13 @@ class NSAAttention(nn.Module):
             o_BSHV = self._one_branch(*arguments, cu_seqlens)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+    def extra_repr(self) -> str:
+        sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        sizes += f", head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, rope_base={self.rope_base:g}"
+        sizes += ", shared_kv=True" if self.shared_kv else ""
+        sizes += f", force_branch={self.force_branch!r}" if self.force_branch else ""
+        return f"{sizes}, spec={self.spec}"
 
     def _projections(self, x_BSC: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win."""

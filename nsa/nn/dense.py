@@ -20,9 +20,16 @@ from nsa.ops.spec import NSASpec
 class DenseAttention(nn.Module):
     """Causal softmax attention on [B, S, dim] through PyTorch's fused kernels.
 
-    window     tokens that a query reads, its own included; None reads the whole past
-    qk_norm    RMSNorm on the queries and keys of every head, before rotary positions
-    backend    as for NSAAttention; of interest where the window operator runs
+    dim            width of input and output
+    num_heads      query heads, a multiple of num_kv_heads
+    num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads
+    head_dim_k     size of a query and key head
+    head_dim_v     size of a value head
+    rope_base      base of the rotary frequencies, as for NSAAttention
+    window         tokens that a query reads, its own included; None reads the whole past
+    qk_norm        RMSNorm on the queries and keys of every head, before rotary positions
+    norm_eps       epsilon of these norms
+    backend        as for NSAAttention; of interest where the window operator runs
     """
 
     def __init__(
@@ -51,7 +58,8 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
 
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        """`max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row."""
+        """x_BSC [batch, tokens, dim] -> the same shape, and `cu_seqlens`, as for `NSAAttention.forward`. `max_seqlen`
+        bounds the length of a packed document; without it, kernels assume the whole row."""
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
         tokens = x_BSC.shape[1]
@@ -73,6 +81,11 @@ class DenseAttention(nn.Module):
             o_BSHV = window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+    def extra_repr(self) -> str:
+        sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        sizes += f", head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, rope_base={self.rope_base:g}"
+        return f"{sizes}, window={self.window}"
 
 
 def _fused(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor) -> Tensor:

@@ -1,5 +1,14 @@
 """The operators of Native Sparse Attention on tensors.
 
+Shapes: B batch, S tokens, H query heads, G key/value heads (H is a multiple of G), N compressed tokens, Dk and Dv head
+sizes, multiples of 16 from 16 to 256. Queries, keys and values of a call have one float type of 16, 32 or 64 bits, and
+all tensors one device. First derivatives only: a second one raises DerivativeError.
+
+spec         NSASpec, the sizes of blocks, selection and window
+cu_seqlens   None, or the borders of documents packed into one sequence, for B = 1: int32 [documents + 1] on the device
+             of the others, from 0 to S, never decreasing. No document reads another
+backend      None runs the fastest backend that can; "reference" or "triton" runs that one or raises BackendError
+
 Names are loaded on first use, so that `nsa.ops.spec` can be imported without torch.
 """
 

@@ -1,5 +1,6 @@
 """The public operators on tensors. Each checks shapes, types and devices of its arguments once, for every backend;
-the work is then a torch node of `library`. The checks read no values and cost no synchronization."""
+the work is then a torch node of `library`. The checks read no values and cost no synchronization.
+What shapes, `spec`, `cu_seqlens` and `backend` mean is said once, in `nsa.ops`."""
 
 from collections.abc import Mapping
 
@@ -26,7 +27,11 @@ def positions(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: tor
 
 
 def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, backend: str | None = None) -> Tensor:
-    """The mean of every compressed block: x [B,S,G,D] -> [B,N,G,D] (packed: N = S // cmp_stride)."""
+    """The mean of every compressed block: x [B,S,G,D] -> [B,N,G,D].
+
+    N is the number of whole blocks, (S - cmp_block) // cmp_stride + 1 and at least 0. Packed, N = S // cmp_stride for
+    any borders: the blocks of the documents come first, one document after the other; what is left over is 0.
+    """
     _check_sequence("x", x, cu_seqlens)
     y: Tensor = library.mean_blocks(x, spec.as_ints(), cu_seqlens, backend)
     return y
@@ -35,7 +40,10 @@ def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None,
 def compress_contract(
     x: Tensor, weight: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
-    """Every compressed block contracted: x [B,S,G,D], weight [cmp_block,D,E] -> [B,N,G,E]."""
+    """Every compressed block contracted: x [B,S,G,D], weight [cmp_block,D,E] -> [B,N,G,E], N as for `compress_mean`.
+
+    Compressed token n is the sum over tokens i of its block of x[n * cmp_stride + i] @ weight[i].
+    """
     _check_sequence("x", x, cu_seqlens)
     if weight.dim() != 3 or weight.shape[0] != spec.cmp_block or weight.shape[1] != x.shape[3]:
         raise ArgumentError(
@@ -75,7 +83,12 @@ def select_blocks(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The blocks each query reads: int32 [B,S,G,num_selected], ascending, padded with -1. No gradient."""
+    """The blocks each query reads: int32 [B,S,G,num_selected], ascending, padded with -1. No gradient.
+
+    q [B,S,H,Dk] and k_cmp [B,N,G,Dk] as given to `compressed_attention`, and the log-sum-exp lse [B,S,H] it returned.
+    Blocks count from the start of the document. The heads of a group choose together. The first `num_init` blocks and
+    the newest `num_local` are always among them.
+    """
     _check_sequence("q", q, cu_seqlens)
     _check_keys("k_cmp", k_cmp, q, _num_slots(q, spec, cu_seqlens))
     if lse.shape != q.shape[:3]:
@@ -111,7 +124,11 @@ def selected_attention(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention over the tokens of the selected blocks at positions up to the query's own: [B,S,H,Dv]."""
+    """Attention over the tokens of the selected blocks at positions up to the query's own: [B,S,H,Dv].
+
+    q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv]; indices int32 [B,S,G,num_selected] as `select_blocks` returns them: no
+    block twice in a row, -1 for none.
+    """
     _check_sequence("q", q, cu_seqlens)
     _check_pair("k", k, "v", v, q, q.shape[1])
     wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]
@@ -127,7 +144,10 @@ def selected_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
-    """Attention over the last `window` tokens, the query's own included: [B,S,H,Dv]."""
+    """Attention over the last `window` tokens, the query's own included: [B,S,H,Dv].
+
+    q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv].
+    """
     _check_sequence("q", q, cu_seqlens)
     _check_pair("k", k, "v", v, q, q.shape[1])
     o: Tensor = library.window_attention(q, k, v, spec.as_ints(), cu_seqlens, backend)[0]
@@ -148,7 +168,12 @@ def nsa_attention(
     cu_seqlens: Tensor | None = None,
     backend: Backend = None,
 ) -> Tensor:
-    """The three branches mixed by gates [B,S,H,3] in the order (cmp, sel, win): [B,S,H,Dv]."""
+    """The three branches mixed by gates [B,S,H,3] in the order (cmp, sel, win): [B,S,H,Dv].
+
+    q [B,S,H,Dk]; k_cmp [B,N,G,Dk] and v_cmp [B,N,G,Dv], compressed, N as for `compress_mean`; the keys [B,S,G,Dk] and
+    values [B,S,G,Dv] of selection and window. Rotary positions are applied by the caller, before. `backend` may be a
+    mapping from operators (`nsa.ops.dispatch.OPERATORS`) to names.
+    """
     _check_sequence("q", q, cu_seqlens)
     _check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, _num_slots(q, spec, cu_seqlens))
     _check_pair("k_sel", k_sel, "v_sel", v_sel, q, q.shape[1])

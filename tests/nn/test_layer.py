@@ -1,12 +1,15 @@
 """NSAAttention used directly, without the trainer."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 
+from nsa import ops
 from nsa.errors import ArgumentError
 from nsa.nn import NSAAttention, attention_layers
+from nsa.nn.dense import DenseAttention
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import NSASpec
 from tests.ops.cases import SMALL
@@ -186,3 +189,31 @@ def test_a_bad_option_is_named(options, argument):
 
 def test_the_default_spec_is_that_of_the_paper():
     assert NSAAttention(64, 4, 2, 16).spec == NSASpec()
+
+
+def test_a_printed_layer_shows_its_heads_and_its_spec():
+    shown = repr(build(rope_base=500_000.0, shared_kv=True, force_branch="sel")).splitlines()[1]
+    for part in ("dim=24", "num_heads=4", "num_kv_heads=2", "head_dim_k=16", "head_dim_v=32", "rope_base=500000"):
+        assert f"{part}, " in shown
+    assert f"shared_kv=True, force_branch='sel', spec={SMALL}" in shown
+    dense = repr(DenseAttention(24, 4, 2, 16, 32, window=9)).splitlines()[1]
+    assert "num_heads=4, num_kv_heads=2, head_dim_k=16, head_dim_v=32, rope_base=10000, window=9" in dense
+
+
+@pytest.mark.parametrize("layer", [NSAAttention, DenseAttention])
+def test_every_option_of_a_layer_is_documented(layer):
+    described = [line.split()[0] for line in layer.__doc__.splitlines() if line.strip()]
+    assert [name for name in inspect.signature(layer).parameters if name not in described] == []
+    for word in ("[batch, tokens, dim]", "cu_seqlens"):
+        assert word in layer.forward.__doc__
+
+
+@pytest.mark.parametrize("name", [name for name in ops.__all__ if name not in ("NSASpec", "checked_values")])
+def test_every_tensor_that_an_operator_takes_is_documented_with_its_shape(name):
+    operator = getattr(ops, name)
+    described = inspect.getdoc(operator) + ops.__doc__
+    tensors = [p.name for p in inspect.signature(operator).parameters.values() if p.annotation is torch.Tensor]
+    where = "keys [B,S,G,Dk] and values [B,S,G,Dv] of selection and window"
+    rest = ("k_sel", "v_sel", "k_win", "v_win") if where in " ".join(described.split()) else ()
+    assert [t for t in tensors if t not in rest and f"{t} [" not in described and f"{t} int32 [" not in described] == []
+    assert {"spec", "cu_seqlens", "backend"} <= set(described.split())
