@@ -19,6 +19,7 @@ WIDE, WIDE_HEIGHT = 1180, 340
 MAX_COLUMNS = 100  # of a heat map
 MAX_MARKS = 40
 MAX_ENTROPY = float(np.log(3.0))
+MIN_RANGE = 0.02  # of entropies, in nats
 
 
 def figure(
@@ -107,12 +108,14 @@ def speed_figures(view: RunView) -> list[str]:
 
 
 def smooth(values: Numbers, window: int) -> Numbers:
-    """Mean of the finite values in the `window` up to each."""
+    """Mean of the finite values in the `window` around each, which does not lag behind a loss that falls. It begins
+    narrow, where a loss falls fastest; at the end, where only the past is known, it reaches back alone."""
     good = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(good, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(good)])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(0, end - window)
+    at = np.arange(len(values))
+    reach = np.minimum(window // 2, at // 2)
+    start, end = at - reach, np.minimum(at + reach + 1, len(values))
     number = counts[end] - counts[start]
     return np.where(number > 0, (sums[end] - sums[start]) / np.maximum(1, number), np.nan)
 
@@ -134,10 +137,11 @@ _SHARES = "Rows are layers from the first above to the last below. Stronger colo
 _GATE_FIGURES: tuple[tuple[str, str, str, str, str, Callable[..., Numbers]], ...] = (
     *((f"gates-{b}", f"share of {b}", f"share_{b}", _SHARES, f"h{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
     ("entropy", "entropy", "mean_entropy",
-     "Mean over rows, in nats; three equal shares have 1.10. Faint: one branch has nearly all the weight.",
+     "Mean over rows, in nats; three equal shares have 1.10, one branch alone has 0. Faint: the lowest here.",
      "h4", np.nanmin),
     ("lowest-entropy", "lowest entropy", "min_entropy",
-     "Of the row that mixes least, in nats. Faint: there is a row that reads one branch alone.", "h4", np.nanmin),
+     "Of the row that mixes least, in nats; 0 is a row that reads one branch alone. Faint: the lowest here.",
+     "h4", np.nanmin),
     ("collapsed", "collapsed rows", "collapsed",
      "Part of the rows in which one branch has more than 95 % of the weight.", "h5", np.nanmax),
 )  # fmt: skip
@@ -157,13 +161,24 @@ def gate_figures(view: RunView) -> list[str]:
 
     grids = {column: grid(column) for _, _, column, *_ in _GATE_FIGURES}
     largest = max(np.nanmax(grids[f"share_{branch}"], initial=0.0) for branch in BRANCHES)
-    tops = {"collapsed": 1.0, "mean_entropy": MAX_ENTROPY, "min_entropy": MAX_ENTROPY}
-    share_top = float(np.ceil(largest * 10) / 10) or 1.0
+    scales = {"collapsed": (0.0, 1.0)}
+    scales |= {column: _range(grids[column]) for column in ("mean_entropy", "min_entropy")}
+    shares = (0.0, float(np.ceil(largest * 10) / 10) or 1.0)
     return [
         _heat(f"plot-{end}", f"Gates: {title}", about, list(samples), labels, grids[column],
-              tops.get(column, share_top), style, how)
+              scales.get(column, shares), style, how)
         for end, title, column, about, style, how in _GATE_FIGURES
     ]  # fmt: skip
+
+
+def _range(values: Numbers) -> tuple[float, float]:
+    """From the lowest to the highest value: entropies lie close together, near the top of what is possible. Never so
+    narrow that rounding would look like a change."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return 0.0, MAX_ENTROPY
+    low = max(0.0, min(float(known.min()), float(known.max()) - MIN_RANGE))
+    return low, max(float(known.max()), low + MIN_RANGE)
 
 
 def _heat(
@@ -173,14 +188,15 @@ def _heat(
     steps: Sequence[int],
     rows: Sequence[str],
     values: Numbers,
-    top: float,
+    scale: tuple[float, float],
     style: str,
     how: Callable[..., Numbers] = np.nanmean,
 ) -> str:
     at, squeezed = _squeeze(np.array(steps, dtype=float), values, how)
-    inside = heat_map(at, rows, squeezed, top, WIDTH, style)
-    scale = f'<span class="scale" aria-hidden="true">0<i class="ramp {style}"></i>{short(top)}</span>'
-    return figure(identity, title, about, [("", WIDTH, heat_height(len(rows)), inside)], scale)
+    inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
+    low, high = map(short, scale)
+    key = f'<span class="scale" aria-hidden="true">{low}<i class="ramp {style}"></i>{high}</span>'
+    return figure(identity, title, about, [("", WIDTH, heat_height(len(rows)), inside)], key)
 
 
 def short_layer(layer: str) -> str:
@@ -220,7 +236,7 @@ def selection_figures(view: RunView) -> list[str]:
     distance, *others = zip(titles, titles.values(), abouts, strict=True)
     plots = (Plot(agreement, "%", from_zero=True), Plot(distinct, "blocks", from_zero=True))
     return [
-        _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], top, "h2"),
+        _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "h2"),
         *(_lines(view, *other, plot, SELECTION.file) for other, plot in zip(others, plots, strict=True)),
     ]
 

@@ -193,9 +193,13 @@ def _range_text(curve: Curve, start: float, end: float) -> str:
     return f"{curve.name}: {low}" if low == high else f"{curve.name}: {low} to {high}"
 
 
-def heat_map(steps: Numbers, names: Sequence[str], values: Numbers, top: float, width: int, style: str = "h1") -> str:
-    """Rows of cells, `values` [row, step] from 0 to `top` as depth of colour. The height is `heat_height(rows)`."""
+def heat_map(
+    steps: Numbers, names: Sequence[str], values: Numbers, scale: tuple[float, float], width: int, style: str = "h1"
+) -> str:
+    """Rows of cells, `values` [row, step] over the range `scale` as depth of colour. The height is
+    `heat_height(rows)`."""
     rows, columns = values.shape
+    low, high = scale
     frame = Frame(width, heat_height(rows), (0.0, float(columns)), (0.0, 1.0))
     tall = (frame.height - TOP - BOTTOM) / rows
     levels: dict[int, list[str]] = {}
@@ -204,7 +208,7 @@ def heat_map(steps: Numbers, names: Sequence[str], values: Numbers, top: float, 
         for column in range(columns):
             value = values[row, column]
             if math.isfinite(value):
-                level = round(_LEVELS * min(1.0, max(0.0, value / (top or 1.0))))
+                level = round(_LEVELS * min(1.0, max(0.0, (value - low) / ((high - low) or 1.0))))
                 corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
                 levels.setdefault(level, []).append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
     parts = [

@@ -16,6 +16,8 @@ from nsa.config import parse_config
 from nsa.config.schema import ReadinessConfig
 from nsa.inspect.reading import read_run
 from nsa.train import train
+from tests.docs.pages import ROOT
+from tests.inspect.test_report import browse
 from tests.record.runs import HEADER, TINY, training_row
 
 CONFIG = parse_config(
@@ -285,3 +287,22 @@ def test_text_from_files_does_nothing_in_the_pages():
     assert "&lt;b&gt;why" in page
     assert "from /data/&lt;i&gt;mirror" in page  # and the page names what was read
     assert "a \\| b" in markdown(result(step=1.0))
+
+
+@pytest.mark.parametrize("page", ["written", "documented"])
+def test_a_long_launch_line_wraps(tmp_path, page):
+    launch = ["nsa train configs/m7c_125m.yaml " + "data.paths=[/data/mirror] train.batch_size=32 " * 9]
+    if page == "written":
+        text = html({**result(step=1.0), "outcome": "GO", "reasons": [], "launch": launch})
+    else:
+        text = (ROOT / "docs/readiness-h200/readiness.html").read_text()
+    (tmp_path / "readiness.html").write_text(text)
+    (tmp_path / "phone.html").write_text(
+        '<iframe src="readiness.html" width="375" height="900"></iframe><p id="room"></p><script>onload = () => {'
+        "const pre = frames[0].document.querySelector('#verdict pre');"
+        "room.textContent = pre.scrollWidth <= pre.clientWidth ? 'fits' : 'overflows' }</script>"
+    )
+    flags = ("--allow-file-access-from-files", "--virtual-time-budget=1000")
+    shown, complaints = browse(tmp_path / "phone.html", tmp_path / "profile", *flags)
+    assert complaints == []
+    assert 'id="room">fits<' in shown

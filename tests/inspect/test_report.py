@@ -19,6 +19,7 @@ from nsa.cli.report import report
 from nsa.errors import ConfigError, LaunchError
 from nsa.inspect.reading import read_run
 from nsa.inspect.report import render, write_report
+from nsa.inspect.report_plots import smooth
 from nsa.inspect.svg import log_ticks, thin, ticks
 from tests.inspect.test_recorded import RECORDED
 from tests.record.runs import BEGAN, event, long_run
@@ -213,6 +214,37 @@ def test_thinning_keeps_both_ends_extremes_and_gaps():
     assert (kept_x[0], kept_x[-1]) == (0.0, 9999.0)
     assert {1234.0, 4321.0, 7000.0} <= set(kept_x)
     assert (np.nanmax(kept_y), np.nanmin(kept_y)) == (50.0, -40.0)
+
+
+def test_the_smoothed_loss_does_not_lag_behind_the_raw_one():
+    step = np.arange(400.0)
+    falling = 2.0 + 8.0 * np.exp(-step / 30)
+    assert np.abs(smooth(falling, 50) - falling)[:100].max() < 0.2  # of 8; a mean of the past is off by 2.4
+    np.testing.assert_allclose(smooth(10.0 - step, 50)[:-25], 10.0 - step[:-25])
+    noise = np.random.default_rng(0).normal(size=400)
+    assert smooth(falling + noise, 50)[100:].std() < 0.3
+    gap = np.where(step == 200, np.nan, falling)
+    assert np.isfinite(smooth(gap, 50)).all()
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(1.02, 1.0986), (0.3, 0.9), (1.0985, 1.0986)])
+def test_the_scale_of_an_entropy_map_is_the_range_of_its_values(tmp_path, lowest, highest):
+    folder = long_run(tmp_path / "run", 40, 2, 10)
+    with (folder / "gate_stats.csv").open() as file:
+        header, *rows = (row for row in csv.reader(file) if row[1] != "all")
+    at = header.index("mean_entropy")
+    for row, value in zip(rows, np.linspace(highest, lowest, len(rows)), strict=True):
+        row[at] = str(value)
+    (folder / "gate_stats.csv").write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+    found = figure_of(render(read_run(folder)), "plot-entropy")
+    shades = [float(shade) for shade in re.findall(r'fill-opacity="([\d.]+)"', found)]
+    low, high = map(float, re.search(r'class="scale"[^>]*>([\d.]+)<i[^>]*></i>([\d.]+)<', found).groups())
+    assert high == pytest.approx(highest, abs=0.01)
+    if highest - lowest > 0.02:
+        assert max(shades) - min(shades) > 0.6
+        assert low == pytest.approx(lowest, abs=0.01)
+    else:  # nothing but rounding
+        assert max(shades) - min(shades) < 0.1
 
 
 def test_ticks_are_round_and_within_their_range():
