@@ -1,13 +1,16 @@
 """Where events go beside the heartbeat: CSV files, TensorBoard, and an experiment tracker that is installed."""
 
 import os
+import re
+import secrets
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from nsa.errors import LaunchError
+from nsa.record.atomic_file import write_whole
 from nsa.record.events import Sink
-from nsa.record.schema import GATES, SELECTION, TABLES, TENSORBOARD_FOLDER, Event, Table
+from nsa.record.schema import GATES, SELECTION, TABLES, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
 _TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
 _GATE_SCALARS = GATES.columns[3:]
@@ -97,16 +100,20 @@ class TensorBoard(Sink):
 class Tracker(Sink):
     """W&B or trackio, as the configuration says: both have `init`, `log` and `finish`.
 
-    It starts with the first curve: a server that does not answer blocks the thread of this sink, not the run.
+    The run folder keeps the id of the run, so that a resumed run goes on in the same one. W&B resumes by id, trackio
+    by name. It starts with the first curve: a server that does not answer blocks the thread of this sink, not the run.
     """
 
     def __init__(self, package: str, folder: Path, config: dict[str, Any]):
         self.name = package
         self._newest_step = 0
         self._module: Any = import_module(package)
-        self._options = {"project": "nsa", "name": folder.name, "config": config}
+        run = _run_id(folder / TRACKER_FILE)
+        self._options = {"project": "nsa", "config": config, "resume": "allow"}
         if package == "wandb":
-            self._options["dir"] = str(folder)
+            self._options |= {"name": folder.name, "id": run, "dir": str(folder)}
+        else:
+            self._options["name"] = f"{folder.name}-{run}"
         self._started = False
 
     def wants(self, event: Event) -> bool:
@@ -123,6 +130,15 @@ class Tracker(Sink):
     def close(self) -> None:
         if self._started:
             self._module.finish()
+
+
+def _run_id(path: Path) -> str:
+    """The id in the file; a new one where there is none."""
+    known = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+    if not re.fullmatch(r"[0-9a-f]{8}", known):
+        known = secrets.token_hex(4)
+        write_whole(path, known + "\n")
+    return known
 
 
 def scalars_of(event: Event) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 
 from nsa.record import events
 from nsa.record.events import EventStream, Sink
-from nsa.record.schema import GateStats, TrainingRow
+from nsa.record.schema import GateStats, TrainingRow, make_event
 from nsa.record.sinks import Tracker
 
 
@@ -151,3 +151,25 @@ def test_a_tracker_never_gets_an_earlier_step_which_it_would_drop(tmp_path, monk
     stream.emit("gates", 50, layers=[], **asdict(gates))  # as from a GPU, a step late
     stream.close()
     assert logged == [(50, "train/grad_norm"), (51, "train/grad_norm"), (51, "gates/collapsed")]
+
+
+@pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name")])
+def test_a_tracker_finds_its_run_again_by_what_the_folder_keeps(tmp_path, monkeypatch, name, key):
+    starts = []
+    package = types.ModuleType(name)
+    package.init, package.log = lambda **options: starts.append(options), lambda *_, **__: None
+    monkeypatch.setitem(sys.modules, name, package)
+
+    def run_in(folder):
+        folder.mkdir(exist_ok=True)
+        row = TrainingRow(1, 1, 2.0, 0.1, 1.0, 1.0, 1.0, 0.0, 1.0)
+        Tracker(name, folder, {}).write(make_event("step", 0, **asdict(row)))
+        assert starts[-1]["name"].startswith(folder.name)
+        assert starts[-1]["resume"] == "allow"
+        return starts[-1][key]
+
+    first = run_in(tmp_path / "run")
+    assert run_in(tmp_path / "run") == first
+    assert run_in(tmp_path / "other") != first
+    (tmp_path / "run" / "tracker_id.txt").write_bytes(b"\xff damaged")
+    assert run_in(tmp_path / "run") != first

@@ -98,8 +98,9 @@ def test_merging_weighs_by_what_each_part_saw():
 
 
 def test_the_documentation_names_every_file_event_and_column():
-    files = [schema.CONFIG_FILE, schema.ENVIRONMENT_FILE, schema.METRICS_FILE, schema.DTYPES_FILE]
+    files = [schema.CONFIG_FILE, schema.ENVIRONMENT_FILE, schema.METRICS_FILE, schema.TRACKER_FILE]
     files += [schema.OPTIMIZER_STATE_FILE, schema.WEIGHTS_FILE, schema.REPORT_FILE, schema.LOCK_FILE]
+    files += [schema.DTYPES_FILE]
     files += [f"{name}/" for name in (schema.CHECKPOINTS_FOLDER, schema.TENSORBOARD_FOLDER)] + [schema.NONFINITE_FOLDER]
     per_rank = (schema.HEARTBEAT, schema.TRACE, schema.OUT_OF_MEMORY, schema.NCCL_TRACE, schema.PROFILE_TRACE)
     files += [f"{each.stem}_rank{{r}}{each.suffix}" for each in per_rank] + ["run_rank{r}.log", "mem_boot.*"]

@@ -152,6 +152,22 @@ def test_a_tracker_that_cannot_begin_is_removed_and_counted(tmp_path, monkeypatc
     assert metrics["telemetry_failures"] in (3, 4, 5)
 
 
+def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypatch):
+    starts = []
+    package = types.ModuleType("wandb")
+    package.init = lambda **options: starts.append((options["id"], options["resume"]))
+    package.log, package.finish = lambda *_, **__: None, lambda: None
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    train(tiny("train.steps=2", "telemetry.tracker=wandb"), tmp_path)
+    train(tiny("train.steps=3", "telemetry.tracker=wandb"), tmp_path, accept_changes=True)
+    assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 3
+    train(tiny("train.steps=2", "telemetry.tracker=wandb"), tmp_path, fresh=True)
+    first, resumed, fresh = starts
+    assert first == resumed
+    assert first[0] != fresh[0]
+    assert first[1] == fresh[1] == "allow"
+
+
 def test_a_tracker_that_is_not_installed_changes_nothing(tmp_path):
     train(tiny("telemetry.tracker=wandb"), tmp_path)
     assert json.loads((tmp_path / "metrics.json").read_text())["telemetry_failures"] == 1
