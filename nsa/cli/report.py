@@ -7,17 +7,26 @@ import typer
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folder of a run, or several.", show_default=False)
+    ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write it.", show_default="RUN_DIR/report.html"),
+        typer.Option(
+            "--out", metavar="FILE", help="Where to write it.", show_default="RUN_DIR/report.html or comparison.html"
+        ),
     ] = None,
 ) -> None:
-    """Write a run as one HTML file with all curves, that opens without a network."""
+    """Write a run as one HTML file with all curves, that opens without a network; or compare several runs in one."""
+    from nsa.inspect.compare import COMPARISON_FILE, render_comparison
     from nsa.inspect.reading import read_run
-    from nsa.inspect.report import write_report
+    from nsa.inspect.report import write_page, write_report
     from nsa.record.schema import REPORT_FILE
 
-    target = out or run_dir / REPORT_FILE
-    write_report(read_run(run_dir), target)
+    if len(run_dirs) == 1:
+        target = out or run_dirs[0] / REPORT_FILE
+        write_report(read_run(run_dirs[0]), target)
+    else:
+        target = out or Path(COMPARISON_FILE)
+        write_page(render_comparison([read_run(folder) for folder in run_dirs]), target)
     print(f"{target}: open it in a browser")

@@ -30,10 +30,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_report(view: RunView, target: Path) -> None:
+    write_page(render(view), target)
+
+
+def write_page(text: str, target: Path) -> None:
     """Whole or not at all."""
     beside = target.with_name(target.name + ".tmp")
     try:
-        beside.write_text(render(view), encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
         beside.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -45,35 +49,34 @@ def render(view: RunView) -> str:
     """The page."""
     name = escape(one_line(view.name, 200))
     sections = (
-        ("training", "Training", "Training", _grid(training_figures(view))),
-        ("speed", "Speed", "Speed and memory", _grid(speed_figures(view))),
-        ("gates", "Gates", "Gates", _gate_table(view) + _grid(gate_figures(view))),
-        ("selection", "Selection", "Selection", _grid(selection_figures(view)) + _layer_selection(view)),
+        ("training", "Training", "Training", grid(training_figures(view))),
+        ("speed", "Speed", "Speed and memory", grid(speed_figures(view))),
+        ("gates", "Gates", "Gates", _gate_table(view) + grid(gate_figures(view))),
+        ("selection", "Selection", "Selection", grid(selection_figures(view)) + _layer_selection(view)),
         ("incidents", "What happened", "What happened", _timeline(view)),
         ("environment", "Environment", "Environment", _environment(view)),
         ("configuration", "Configuration", "Configuration", _configuration(view)),
     )
     links = "".join(f'<a href="#{identity}">{link}</a>' for identity, link, _, _ in sections)
-    return "".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f'<title>{name} - nsa report</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>',
-            _header(view, name, links),
-            "<main>",
-            _health(view),
-            _tiles(view),
-            *(f'<section id="{at}"><h2>{title}</h2>{inside}</section>' for at, _, title, inside in sections),
-            "</main>",
-            f"<footer>Written {escape(clock(view.now))} by nsa {escape(__version__)} from {escape(str(view.folder))}",
-            "</footer></body></html>\n",
-        ]
+    parts = [_health(view), _tiles(view)]
+    parts += [f'<section id="{at}"><h2>{title}</h2>{inside}</section>' for at, _, title, inside in sections]
+    source = f"Written {clock(view.now)} by nsa {__version__} from {view.folder}"
+    return page(f"{name} - nsa report", _header(view, name, links), "".join(parts), source)
+
+
+def page(title: str, header: str, inside: str, source: str) -> str:
+    """A whole page. `source`, which ends it, is plain text; the others are HTML."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f'<title>{title}</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>'
+        f"{header}<main>{inside}</main><footer>{escape(source)}</footer></body></html>\n"
     )
 
 
-def _grid(figures: Iterable[str]) -> str:
+def grid(figures: Iterable[str]) -> str:
     return f'<div class="plots">{"".join(figures)}</div>'
 
 

@@ -59,9 +59,10 @@ margin:10px 0 0;overflow-wrap:anywhere}
 .plate{fill:none;stroke:var(--line)}.grid{stroke:var(--grid)}.axis{stroke:var(--soft);stroke-opacity:.6}
 .line{fill:none;stroke-width:1.6;stroke-linejoin:round}
 .faint.line{stroke-width:1;stroke-opacity:.35}.key.faint{opacity:.4}
-.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}
-.key.c1{background:var(--c1)}.key.c2{background:var(--c2)}.key.c3{background:var(--c3)}
-.dot{stroke:none}.c2.dot{fill:var(--c2)}
+.dash.line{stroke-dasharray:6 4}.key.dash{opacity:.5}
+.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}.c4{stroke:var(--c4)}
+.key.c1{background:var(--c1)}.key.c2{background:var(--c2)}.key.c3{background:var(--c3)}.key.c4{background:var(--c4)}
+.dot{stroke:none}.c1.dot{fill:var(--c1)}.c2.dot{fill:var(--c2)}.c3.dot{fill:var(--c3)}.c4.dot{fill:var(--c4)}
 path.bad{fill:none;stroke:var(--bad);stroke-width:1.6}
 .mark{fill:var(--bad)}
 .band{fill:transparent;stroke:none}.band:hover{fill:var(--text);fill-opacity:.07}

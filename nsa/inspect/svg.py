@@ -37,6 +37,7 @@ class Frame:
     x: tuple[float, float]
     y: tuple[float, float]
     log: bool = False
+    along: str = "step"  # what the horizontal axis counts
 
     def across(self, value: float) -> float:
         low, high = self.x
@@ -57,6 +58,7 @@ class Plot:
     from_zero: bool = False
     marks: list[tuple[float, str]] = field(default_factory=list)
     may_be_log: bool = False
+    along: str = "step"
 
 
 def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
@@ -123,7 +125,7 @@ def _frame(plot: Plot, values: Numbers, xs: Numbers, width: int, height: int) ->
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         low, high = (low if plot.from_zero and low == 0.0 else low - room), high + room
     first, last = float(xs.min()), float(xs.max())
-    return Frame(width, height, (first, last if last > first else first + 1.0), (low, high), log)
+    return Frame(width, height, (first, last if last > first else first + 1.0), (low, high), log, plot.along)
 
 
 def _axes(frame: Frame, unit: str) -> str:
@@ -134,7 +136,7 @@ def _axes(frame: Frame, unit: str) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
     steps = ticks(*frame.x, most=max(3, frame.width // 100))
-    parts.append(_step_axis(frame, ((frame.across(step), step) for step in steps if step == int(step))))
+    parts.append(_step_axis(frame, ((frame.across(x), x) for x in steps if x == int(x) or frame.along != "step")))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     note = f"{unit}, logarithmic" if frame.log and unit else "logarithmic" if frame.log else unit
     parts.append(f'<text class="unit" x="4" y="12">{escape(note)}</text>')
@@ -148,7 +150,7 @@ def _step_axis(frame: Frame, marks: Iterable[tuple[float, float]]) -> str:
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(value)}</text>')
     end = f'x="{frame.width - RIGHT}" y="{frame.height - 2}"'
-    return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>step</text>'
+    return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>{escape(frame.along)}</text>'
 
 
 def _curve(frame: Frame, curve: Curve) -> str:
@@ -178,7 +180,8 @@ def _bands(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
         ranges = [line for curve in curves if (line := _range_text(curve, start, end))]
         if ranges:
             x, wide = frame.across(start), frame.across(end) - frame.across(start)
-            text = escape(f"step {start:.0f} to {end:.0f}\n" + "\n".join(ranges) + (f"\n({unit})" if unit else ""))
+            span = f"{start:.0f} to {end:.0f}" if frame.along == "step" else f"{short(start)} to {short(end)}"
+            text = escape(f"{frame.along} {span}\n" + "\n".join(ranges) + (f"\n({unit})" if unit else ""))
             box = f'x="{x:.1f}" y="{TOP}" width="{wide:.1f}" height="{frame.height - TOP - BOTTOM}"'
             parts.append(f'<rect class="band" {box}><title>{text}</title></rect>')
     return "".join(parts)

@@ -19,7 +19,7 @@ from nsa.checkpoint.export import serialize_weights, weights_metadata
 from nsa.checkpoint.files import write_atomically
 from nsa.config import Config
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer
-from nsa.nn.flops import flops_per_token
+from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import on_first_rank
 from nsa.parallel.ddp import effective
 from nsa.parallel.strategy import gather_weights
@@ -111,8 +111,11 @@ class Session:
         if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder can be used where the original is not
             write_atomically(self.folder / TOKENIZER_FILE, self.state.tokenizer.text.encode())
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
-        write_json(self.folder / ENVIRONMENT_FILE, {**environment, "precision": self.state.precision})
-        for line in self._describe(resumed):
+        config = self.config
+        flops = flops_per_token(self.state.model, config.model, config.nsa, config.train.seq_len)
+        known = {"precision": self.state.precision, "flops_per_token": flops.sparse}
+        write_json(self.folder / ENVIRONMENT_FILE, environment | known)
+        for line in self._describe(resumed, flops):
             self.monitor.say(line)
 
     def _write_results(self, weights: dict[str, Tensor], seconds: float) -> None:
@@ -141,9 +144,8 @@ class Session:
             },
         )
 
-    def _describe(self, resumed: str | None) -> Iterator[str]:
+    def _describe(self, resumed: str | None, flops: FlopsPerToken) -> Iterator[str]:
         config, state = self.config, self.state
-        flops = flops_per_token(state.model, config.model, config.nsa, config.train.seq_len)
         yield f"data    {self.feed.summary}"
         yield f"first   batch after {self.feed.first_batch_s:.2f} s"
         yield (

@@ -24,6 +24,7 @@ def test_env_json_records_what_a_run_was_started_with(tmp_path, monkeypatch):
     assert told["world_size"] == 1
     assert told["strategy"] == "single"
     assert isinstance(told["command"], list)
+    assert f"cost    {told['flops_per_token']:.3g} FLOPs per token, " in (tmp_path / "run.log").read_text()
 
 
 def test_profiled_steps_leave_a_trace_and_the_ten_costliest_operators(tmp_path):

@@ -1,0 +1,122 @@
+"""Several runs beside each other as one HTML file: their numbers in a table, their losses against steps, tokens and
+time. Like a report it needs no script, network or font."""
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+import numpy as np
+
+from nsa import __version__
+from nsa.errors import ConfigError
+from nsa.inspect.reading import RunView, smoothing
+from nsa.inspect.report import grid, page
+from nsa.inspect.report_plots import lines, smooth
+from nsa.inspect.run_files import Numbers, number
+from nsa.inspect.svg import Curve, Plot
+from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+
+COMPARISON_FILE = "comparison.html"  # where the command was given: it belongs to no run
+STYLES = ("c1", "c2", "c3", "c4", "c1 dash", "c2 dash", "c3 dash", "c4 dash")
+# Dense FLOP/s in 16 bits, as NVIDIA states them. The first part of a name that fits counts.
+_PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
+
+
+def render_comparison(views: Sequence[RunView]) -> str:
+    """The page."""
+    if len(views) > len(STYLES):
+        raise ConfigError(f"{len(views)} runs: at most {len(STYLES)} can be told apart in one plot; give fewer")
+    names = _names(views)
+    title = escape(" · ".join(names))
+    header = f'<header><div class="title"><h1>{len(views)} runs</h1></div><p class="facts">{title}</p></header>'
+    sections = (
+        f'<section id="numbers"><h2>Numbers</h2>{_table(views, names)}</section>'
+        f'<section id="curves"><h2>Curves</h2>{grid(_figures(views, names))}</section>'
+    )
+    source = f"Written {clock(views[0].now)} by nsa {__version__} from {', '.join(str(v.folder) for v in views)}"
+    return page(f"{title} - nsa report", header, sections, source)
+
+
+def utilisation(view: RunView) -> float:
+    """Model FLOPs utilisation: the arithmetic of the model's tokens a second, as a part of what the GPUs can do in 16
+    bits. NaN on a CPU, in 32 bits, on a GPU whose limit is not known, and for a run that did not record its cost."""
+    gpus = view.env.get("gpu")
+    if not view.on_gpu or not isinstance(gpus, list) or view.env.get("precision") not in ("bf16", "fp16"):
+        return math.nan
+    peak = next((peak for part, peak in _PEAK.items() if part in str(gpus[0])), math.nan)
+    return view.recent("toks_per_s") * number(view.env.get("flops_per_token")) / (peak * max(1, view.world_size))
+
+
+def _names(views: Sequence[RunView]) -> list[str]:
+    """The folder's name, or its whole path where names are not enough."""
+    names = [view.name for view in views]
+    return [
+        one_line(str(view.folder) if names.count(name) > 1 else name, 80)
+        for view, name in zip(views, names, strict=True)
+    ]
+
+
+def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
+    heads = ("run", "status", "steps", "tokens", "loss", "validation", "bits a byte", "tokens/s", "MFU", "GiB", "time")
+    rows = []
+    for view, name, style in zip(views, names, STYLES, strict=False):
+        _, loss, bits = view.validation or (0, math.nan, math.nan)
+        cells = (
+            view.status.kind,
+            f"{view.step:,} of {view.steps:,}",
+            short(view.now_of("tokens")),
+            *(exact(view.loss), exact(loss), exact(bits, ".3f")),
+            short(view.recent("toks_per_s")),
+            percent(utilisation(view)),
+            exact(view.mem_gib, ".2f"),
+            seconds(view.elapsed_s),
+        )
+        rest = "".join(f'<td class="num">{escape(cell)}</td>' for cell in cells)
+        rows.append(f'<tr><td><i class="key {style}"></i>{escape(name)}</td>{rest}</tr>')
+    head = "".join(f"<th>{title}</th>" for title in heads)
+    about = (
+        "Loss: mean of the last steps, in nats per token. Tokens/s: median of the last steps. MFU: model FLOPs "
+        "utilisation, where GPU, precision and cost of a token are known. Bits per byte compare between tokenizers."
+    )
+    return f'<div class="card scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div><p class="about">{about}</p>'
+
+
+def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:
+    longest = max((float(_training_time(view)[-1]) for view in views if len(view.training)), default=0.0)
+    unit, size = next((u, s) for u, s in (("h", 3600.0), ("min", 60.0), ("s", 1.0)) if longest >= 2 * s or s == 1.0)
+    axes: dict[str, tuple[str, Callable[[RunView], Numbers]]] = {
+        "plot-loss": ("step", lambda view: view.training.column("step")),
+        "plot-loss-tokens": ("tokens", lambda view: view.training.column("tokens")),
+        "plot-loss-time": (f"time in steps, {unit}", lambda view: _training_time(view) / size),
+    }
+
+    def curves(along: Callable[[RunView], Numbers], value: Callable[[RunView], Numbers], dots: bool) -> list[Curve]:
+        made = []
+        for view, name, style in zip(views, names, STYLES, strict=False):
+            x, y = along(view), value(view)
+            known = np.isfinite(y) if dots else np.ones(len(y), dtype=bool)
+            made.append(Curve(name, x[known], y[known], style, dots))
+        return made
+
+    def smoothed(column: str) -> Callable[[RunView], Numbers]:
+        return lambda view: smooth(view.training.column(column), smoothing(len(view.training)))
+
+    figures = [
+        lines(identity, f"Loss against {'steps' if along == 'step' else along.split()[0]}", "Smoothed.",
+              Plot(curves(x, smoothed("loss"), False), "nats per token", may_be_log=True, along=along))
+        for identity, (along, x) in axes.items()
+    ]  # fmt: skip
+    along, x = axes["plot-loss-tokens"]
+    validation = curves(x, lambda view: view.training.column("val_bits_per_byte"), True)
+    speed = curves(axes["plot-loss"][1], smoothed("toks_per_s"), False)
+    figures += [
+        lines("plot-bits", "Validation against tokens", "Of held-out documents.",
+              Plot(validation, "bits per byte", along=along)),
+        lines("plot-throughput", "Throughput", "Smoothed, over all ranks.", Plot(speed, "tokens/s", from_zero=True)),
+    ]  # fmt: skip
+    return [figure for figure in figures if figure] or ['<p class="missing">No run has a step yet.</p>']
+
+
+def _training_time(view: RunView) -> Numbers:
+    """Seconds spent in steps up to the end of each; without validation and starts."""
+    return np.cumsum(np.nan_to_num(view.training.column("step_s")))
