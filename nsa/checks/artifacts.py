@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from nsa.checkpoint import format as layout
+from nsa.checkpoint.format import committed, newest_verified, step_of
 from nsa.config import Config
 from nsa.errors import CheckpointError
 from nsa.record import schema
@@ -185,13 +185,13 @@ class _Checks:
 
     def _checkpoints(self) -> str:
         root, damage = self.folder / schema.CHECKPOINTS_FOLDER, list[CheckpointError]()
-        newest = layout.newest_verified(root, damage.append)
+        newest = newest_verified(root, damage.append)
         _demand(not damage, str(damage[0]) if damage else "")
         if newest is None:
             raise Unsound("no checkpoint was committed")
-        step = layout.step_of(newest)
+        step = step_of(newest)
         _demand(step == self.steps, f"the newest is of step {step}, not {self.steps}")
-        return f"{len(layout.committed(root))} kept, {newest.name} verified"
+        return f"{len(committed(root))} kept, {newest.name} verified"
 
     def _weights(self) -> str:
         path = self.folder / schema.WEIGHTS_FILE

@@ -18,12 +18,12 @@ Source = Annotated[
 @app.command("list")
 def list_checkpoints(run_dir: RunFolder) -> None:
     """Every checkpoint of a run, the newest first."""
-    from nsa.checkpoint import format as layout
+    from nsa.checkpoint.format import BEST, LATEST, committed, pointed
     from nsa.checkpoint.load import read_state
 
     root = _root(run_dir)
-    latest, best = layout.pointed(root, layout.LATEST), layout.pointed(root, layout.BEST)
-    for path in layout.committed(root):
+    latest, best = pointed(root, LATEST), pointed(root, BEST)
+    for path in committed(root):
         marks = [mark for mark, name in (("latest", latest), ("best", best)) if name == path.name]
         try:
             state = read_state(path)
@@ -43,11 +43,10 @@ def list_checkpoints(run_dir: RunFolder) -> None:
 @app.command()
 def verify(source: Source) -> None:
     """Read every byte and compare it with the manifest; exit code 4 if a checkpoint is damaged."""
-    from nsa.checkpoint import format as layout
-    from nsa.checkpoint.format import MANIFEST_FILE
+    from nsa.checkpoint.format import MANIFEST_FILE, committed
     from nsa.checkpoint.format import verify as verify_one
 
-    checkpoints = [source] if (source / MANIFEST_FILE).exists() else layout.committed(_root(source))
+    checkpoints = [source] if (source / MANIFEST_FILE).exists() else committed(_root(source))
     problems: list[str] = []
     for path in checkpoints:
         try:
@@ -74,9 +73,9 @@ def export(
 
 
 def _root(run_dir: Path) -> Path:
-    from nsa.checkpoint import format as layout
+    from nsa.checkpoint.format import FOLDER, committed
 
-    root = run_dir / layout.FOLDER
-    if not layout.committed(root):
+    root = run_dir / FOLDER
+    if not committed(root):
         raise CheckpointError(f"{run_dir}: holds no checkpoint; give the out_dir of a run")
     return root

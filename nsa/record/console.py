@@ -37,7 +37,7 @@ class RunConsole:
         if self._progress:
             self._progress.stop()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False)
 
     def advance(self, step: int, loss: float) -> None:

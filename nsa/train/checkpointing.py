@@ -87,7 +87,7 @@ class Checkpointing:
         self._complete()
         seconds = time.perf_counter() - began
         self.monitor.emit("save_wait", step, seconds=seconds, writing=before)
-        self.monitor.say(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
+        self.monitor.log(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
 
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
         self.monitor.flush()  # the rows that the checkpoint counts must be on the disk
@@ -125,7 +125,7 @@ def resume(state: RunState, config: Config, folder: Path, monitor: Monitor, *, a
         return None
     restore(state, root / name)
     for line in changes:
-        monitor.say(f"changed {line}")
+        monitor.log(f"changed {line}")
     return name
 
 

@@ -108,7 +108,7 @@ class Feed:
         self._first = None
         self._start(self.config.data.model_copy(update={"source": "synthetic", "mixture": [], "packing": "concat"}))
         for line in ("=" * 78, f"DATA FALLBACK: {reason}", "THIS RUN TRAINS ON SYNTHETIC TEXT", "=" * 78):
-            self.monitor.say(line)
+            self.monitor.log(line)
         self.monitor.stream.incident("data_fallback", reason, self.state.progress.step)
 
     def _check_same_data(self, accept_changes: bool) -> None:
@@ -176,7 +176,7 @@ class Feed:
         if self._activity.server() is not None or self._arrived != arrived:
             self.monitor.beat(self.state.progress.step + 1, "data")
         self.monitor.emit("data_stall", self.state.progress.step, seconds=seconds, message=message)
-        self.monitor.say(message)
+        self.monitor.log(message)
 
     def describe(self) -> dict[str, Any]:
         """For the summary of the run."""

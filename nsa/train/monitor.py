@@ -110,15 +110,15 @@ class Monitor:
             written.append(write_dtypes_report(self.folder, state.parameters, buffers, state.optimizer))
         self._sink_failures += written.count(False)
 
-    def say(self, line: str) -> None:
-        self.console.say(line)
+    def log(self, line: str) -> None:
+        self.console.log(line)
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
         self.stream.emit(event, step, **values)
 
     def incident(self, kind: str, message: str, step: int) -> None:
         self.stream.incident(kind, message, step)
-        self.console.say(f"incident {kind}: {message}")
+        self.console.log(f"incident {kind}: {message}")
 
     def step_done(self, row: TrainingRow) -> None:
         """A step is done, its validation included."""
@@ -132,14 +132,14 @@ class Monitor:
         trace = self.profiler.after(row.step)
         self.console.advance(row.step, row.loss)
         if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
-            self.say(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
+            self.log(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
         if row.val_loss is not None:
-            self.say(
+            self.log(
                 f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
                 f" | {row.val_bits_per_byte:.4f} bits per byte"
             )
         if trace is not None:
-            self.say(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
+            self.log(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
 
     def _is_sampled(self, step: int) -> bool:
         return step == 1 or step % self.config.telemetry.every == 0

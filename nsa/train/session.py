@@ -116,7 +116,7 @@ class Session:
         known = {"precision": self.state.precision, "flops_per_token": flops.sparse}
         write_json(self.folder / ENVIRONMENT_FILE, environment | known)
         for line in self._describe(resumed, flops):
-            self.monitor.say(line)
+            self.monitor.log(line)
 
     def _write_results(self, weights: dict[str, Tensor], seconds: float) -> None:
         progress = self.state.progress

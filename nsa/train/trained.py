@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nsa.checkpoint import format as layout
 from nsa.checkpoint.export import find_checkpoint, find_weights, load_any_weights, read_metadata
+from nsa.checkpoint.format import BEST, FOLDER, LATEST, committed, pointed
 from nsa.checkpoint.load import read_state
 from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
@@ -44,11 +44,11 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
 
 
 def _named_checkpoint(path: Path, name: str) -> Path:
-    root = path / layout.FOLDER
-    if name == layout.LATEST:
+    root = path / FOLDER
+    if name == LATEST:
         return find_checkpoint(root)
-    names = [found.name for found in layout.committed(root)]
-    wanted = layout.pointed(root, layout.BEST) if name == layout.BEST else name
+    names = [found.name for found in committed(root)]
+    wanted = pointed(root, BEST) if name == BEST else name
     if wanted not in names:
         raise CheckpointError(f"{path}: has no checkpoint {name!r}; it has {', '.join(names) or 'none'}")
     return find_checkpoint(root / wanted)

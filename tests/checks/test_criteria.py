@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint import format as layout
+from nsa.checkpoint.format import name_of
 from nsa.checks.artifacts import check_artifacts
 from nsa.checks.criteria import judge_run
 from nsa.checks.ready import FULL, QUICK, Plan, deep, first_difference, is_deep, resumable, short_run
@@ -114,8 +114,8 @@ DAMAGE = {
     "mem_step1.*": [(lambda f: (f / "mem_step1.json").write_text('{"owners": {}}'), "knows no parameters")],
     "opt_state_mb.txt": [(lambda f: (f / "opt_state_mb.txt").write_text("rank 0: 0.0 MB in 0 tensors\n"), "no optim")],
     "checkpoints/": [
-        (lambda f: flip_a_byte(largest_file(f / "checkpoints" / layout.name_of(30))), "step_00000030"),
-        (lambda f: shutil.rmtree(f / "checkpoints" / layout.name_of(30)), "the newest is of step 20, not 30"),
+        (lambda f: flip_a_byte(largest_file(f / "checkpoints" / name_of(30))), "step_00000030"),
+        (lambda f: shutil.rmtree(f / "checkpoints" / name_of(30)), "the newest is of step 20, not 30"),
     ],
     "model.safetensors": [
         (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100), "cannot be read"),
