@@ -65,7 +65,9 @@ class DenseAttention(nn.Module):
         tokens = x_BSC.shape[1]
         position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
         tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
-        q, k, v = project(x_BSC, [self.q, self.k, self.v])
+        # Values by themselves: they are kept for backward as they are, and would keep the product's queries and keys.
+        q, k = project(x_BSC, [self.q, self.k])
+        v = self.v(x_BSC)
         q_BSHK = q.unflatten(-1, (self.num_heads, self.head_dim_k))
         k_BSGK = k.unflatten(-1, (self.num_kv_heads, self.head_dim_k))
         v_BSGV = v.unflatten(-1, (self.num_kv_heads, self.head_dim_v))

@@ -113,15 +113,16 @@ def readiness_points():
 
 
 def benchmark_points():
-    """Every result in train-h200.json, of bench/train.py, which has no document boundaries.
+    """Every result in train-h200.json, of bench/train.py without document boundaries.
 
-    Except NSA with separate projections, neither compiled nor recomputed: each projection kept a copy of its input.
+    Except those with separate projections, neither compiled nor recomputed: each projection kept a copy of its input.
     """
     for run in json.loads((RESULTS / "train-h200.json").read_text())["runs"]:
         for result in run["results"]:
             attention, checkpointing = result["attention"], result["gradient_checkpointing"]
             compiled = result["compiled"] and (checkpointing == "none" or run["compiles_checkpointed_blocks"])
-            if attention == "nsa" and checkpointing == "none" and not compiled and not run["joined_projections"]:
+            joined = run["joined_projections"] and attention == "nsa"  # with dense attention they were separate
+            if checkpointing == "none" and not compiled and not joined:
                 continue
             overrides = (
                 f"model.attention={attention}",
@@ -134,11 +135,27 @@ def benchmark_points():
             name = (
                 f"bench-{attention}-{result['seq_len']}-{'compile' if result['compiled'] else 'eager'}-{checkpointing}"
             )
-            tolerance = PRESENT if run["joined_projections"] else EARLIER_DENSE if attention == "dense" else EARLIER
+            tolerance = PRESENT if joined else EARLIER_DENSE if attention == "dense" else EARLIER
             yield Point(name, BASE, overrides, run["machine"]["torch"], result["peak_gib"], tolerance)
 
 
-POINTS = {point.name: point for point in (*trainer_points(), *readiness_points(), *benchmark_points())}
+def packed_points():
+    """NSA in dense-packed-h200.json, compiled, with and without document boundaries."""
+    recorded = json.loads((RESULTS / "dense-packed-h200.json").read_text())
+    for result in recorded["results"]:
+        if result["attention"] == "nsa":
+            overrides = (
+                f"train.seq_len={result['seq_len']}",
+                f"train.batch_size={result['batch_size']}",
+                "runtime.compile=true",
+                f"data.isolate_documents={str(result['packed']).lower()}",
+            )
+            name = f"packed-{result['packed']}"
+            yield Point(name, BASE, overrides, recorded["machine"]["torch"], result["peak_gib"], PRESENT)
+
+
+_RECORDED = (*trainer_points(), *readiness_points(), *benchmark_points(), *packed_points())
+POINTS = {point.name: point for point in _RECORDED}
 # One point of each kind, and a setting with which the estimate must miss it.
 SIX = {
     "bench-nsa-2048-eager-none": "train.seq_len=2112",
@@ -164,8 +181,8 @@ def test_every_other_measured_peak_is_met_and_missed_with_more_layers(name):
 
 
 def test_all_recorded_peaks_are_compared():
-    assert len(POINTS) == 15 + 4 + 20
-    assert sum(config_of(p.file, *p.overrides).runtime.compile for p in POINTS.values()) == 5 + 4 + 8
+    assert len(POINTS) == 15 + 4 + 16 + 2
+    assert sum(config_of(p.file, *p.overrides).runtime.compile for p in POINTS.values()) == 5 + 4 + 8 + 2
 
 
 @pytest.mark.long
