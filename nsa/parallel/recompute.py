@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.attention.varlen
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import nsa.ops.library  # noqa: F401  (registers torch.ops.nsa)
 from nsa.nn.block import DecoderBlock
+from nsa.nn.dense import DenseAttention
 from nsa.ops.selection_cache import SelectionCache
 
 Granularity = Literal["none", "selective", "block", "branch"]
@@ -33,7 +33,6 @@ _ATTENTION = _SELECTION | {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
 }
 
 
@@ -42,7 +41,8 @@ def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: boo
     attention and MLP by itself ("branch")."""
     context_fn: Callable[[], Any] = _remember_selection
     if granularity == "selective":
-        context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, _ATTENTION))
+        kept = _ATTENTION | _varlen_operators(model)
+        context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
     elif compiled:
         context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, _SELECTION))
     for module in model.modules():
@@ -52,6 +52,15 @@ def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: boo
             elif granularity == "branch":
                 _recompute(module.attention, context_fn)
                 _recompute(module.mlp, context_fn)
+
+
+def _varlen_operators(model: nn.Module) -> set[Any]:
+    """Dense attention over packed documents on a GPU. Importing it takes a second, so only where a layer may use it."""
+    if not any(isinstance(module, DenseAttention) for module in model.modules()):
+        return set()
+    import torch.nn.attention.varlen
+
+    return {torch.ops.torch_attn._varlen_attn.default}
 
 
 def compile_blocks(model: nn.Module) -> None:

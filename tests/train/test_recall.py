@@ -64,6 +64,7 @@ def test_nsa_learns_to_recall():
     assert recall(None) > 0.7
 
 
-@pytest.mark.parametrize("branch", ["cmp", pytest.param("win", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("branch", ["cmp", "win"])
 def test_one_branch_without_selection_does_not(branch):
     assert recall(branch) < CHANCE + 0.15
