@@ -36,6 +36,7 @@ LAUNCHES = LaunchTable(
         ("block_fused", "sm80", 64): Launch(32, 64, 4, 3),
         ("block_fused", "sm80", 128): Launch(32, 64, 8, 2),
         ("block_fused", "sm80", 256): Launch(32, 32, 8, 2),
+        ("block_fused", "sm86", 128): Launch(32, 64, 8, 2),
         ("block_fused", "fp32", 64): Launch(16, 32, 4, 1),
         ("block_fused", "fp32", 128): Launch(16, 16, 4, 1),
         ("block_fused", "fp32", 256): Launch(16, 16, 8, 1),
