@@ -21,7 +21,6 @@ def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_byte
         raise ConfigError(f"{path}: a tokenizer is written as a .json file; name one, for example tokenizer.json")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # training counts words on all cores
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,14 +30,23 @@ def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_byte
         show_progress=False,
     )
     limited = _Limited(documents, max_bytes)
-    tokenizer.train_from_iterator(limited, trainer)
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # training counts words on all cores
+    try:
+        tokenizer.train_from_iterator(limited, trainer)
+    finally:  # reading with the tokenizer brings its own threads
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        os.environ |= {} if before is None else {"TOKENIZERS_PARALLELISM": before}
     if not limited.read:
         raise DataError("data: no text to learn a vocabulary from")
     tokenizer.add_special_tokens([SEPARATOR])
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    tokenizer.save(str(beside))
-    beside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}; choose another place") from None
     return tokenizer.get_vocab_size(), limited.read
 
 

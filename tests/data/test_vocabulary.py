@@ -1,5 +1,7 @@
 """`nsa data tokenizer`: a vocabulary learned from one's own text."""
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
@@ -36,6 +38,14 @@ def test_the_same_text_gives_the_same_vocabulary(tmp_path):
     for file in files:
         train_bpe([TEXT, "another document"], file, vocab_size=290, max_bytes=1 << 20)
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_place_that_cannot_be_written_is_named_and_the_environment_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"t\.json: cannot be written"):
+        train_bpe([TEXT], tmp_path / "file" / "t.json", vocab_size=280, max_bytes=100)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_only_the_first_bytes_are_read(tmp_path):
