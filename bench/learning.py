@@ -33,7 +33,7 @@ BASE = (
     "train.lr=6e-4 train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
     "runtime.precision=bf16 runtime.compile=true checkpoint.every=100 checkpoint.keep=2 telemetry.tensorboard=false"
 )
-# The first four are the comparison; each of the others changes one thing.
+# `dense` and `nsa` are the comparison; each of the others changes one thing, or adds norms to a pattern.
 ROWS: dict[str, str] = {
     "dense": "model.attention=dense",
     "nsa": "",

@@ -125,7 +125,7 @@ class Hub:
                 operation.cancelled.set()
 
     def commit(self, revision: str) -> str:
-        """The commit that a branch, a tag or a commit stands for now."""
+        """Resolves a branch, a tag or a commit to the hash of its commit."""
         url = f"{self.endpoint}/api/datasets/{self.repo}/revision/{quote(revision, safe='')}"
         info, _ = self._json(url, f"{self.repo}, revision {revision}")
         commit = info.get("sha") if isinstance(info, dict) else None
