@@ -21,10 +21,13 @@ PACKED = [0, 0, 700, 731, 2499, 2500]
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """What was freed last is handed out first: leave NaN behind in blocks of every size."""
+    """What was freed last is handed out first: leave NaN behind in blocks of every size. Several test processes share
+    the GPU: memory is given back after each test."""
     sizes = [2**n for n in range(9, 30)] * 2
     blocks = [torch.full((size // 4,), float("nan"), device="cuda") for size in sizes]
     del blocks
+    yield
+    torch.cuda.empty_cache()
 
 
 def draw(heads, groups, dk, dv, dtype, seed=0, tokens=TOKENS):
@@ -141,7 +144,7 @@ def test_checked_mode_names_the_bad_argument():
 
 def test_float64_falls_back_and_says_so_once():
     tensors = [t.detach().double().requires_grad_() for t in draw(4, 2, 16, 16, torch.float32)]
-    dispatch._passed_over.clear()
+    dispatch._fallbacks.clear()
     with pytest.warns(dispatch.FallbackWarning, match="float64"):
         run(tensors, None, None)
     assert {operator for operator, _ in dispatch.counters()} == set(dispatch.OPERATORS)
