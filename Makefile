@@ -2,6 +2,7 @@
 # make test    the test suite      make lint   style, types, import order
 # make test-long   the full matrices of kills, sabotage and torch.compile
 # make bench   kernels against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
+# make docs    the guide and the reference as a site in build/docs
 # make setup   only the environment in .venv
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test test-gpu test-long bench lint setup setup-dev clean
+.PHONY: train test test-gpu test-long bench docs lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -35,6 +36,10 @@ test-long: setup-dev
 
 bench: setup
 	$(BIN)/python -m bench.attention
+
+docs: setup-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "Open build/docs/index.html; for the search: $(BIN)/python -m http.server --directory build/docs"
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -263,6 +263,8 @@ class RuntimeConfig(Section):
 
 
 class DDPConfig(Section):
+    """Options of DistributedDataParallel."""
+
     static_graph: bool = Field(False, description="the same parameters have gradients in every step")
     find_unused: bool = Field(False, description="look for parameters without gradients every step")
     bucket_mb: Positive = Field(25, description="size of a gradient bucket")
@@ -272,6 +274,8 @@ class DDPConfig(Section):
 
 
 class FSDPConfig(Section):
+    """Options of FSDP2, fully_shard."""
+
     blocks_per_unit: Positive = Field(1, description="decoder blocks wrapped together")
     sharding: Literal["full", "grad_op"] = Field(
         "full", description="full frees parameters after forward, grad_op keeps them"
