@@ -10,6 +10,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, installed or not
 
-from nsa.cli.legacy import main
+from nsa.cli.start import main
 
-main()
+main("nsa.cli.legacy")

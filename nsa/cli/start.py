@@ -1,21 +1,23 @@
 """Starts the `nsa` command. Imports nothing outside Python, so that it can say what is not installed."""
 
 import sys
+from importlib import import_module
 
 # What the extra `train` of pyproject.toml installs, by the names under which it is imported.
 TRAIN_PACKAGES = {"huggingface_hub", "numpy", "psutil", "pyarrow", "pydantic", "pynvml", "rich", "safetensors"}
 TRAIN_PACKAGES |= {"tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
 
 
-def main() -> None:
+def main(module: str = "nsa.cli.main", **options: bool) -> None:
+    """Runs `main` of the module: the `nsa` command, or one of `scripts/`."""
     try:
-        from nsa.cli.main import main as run
+        run = import_module(module).main
     except ModuleNotFoundError as error:
         problem = missing_module(error)
         if problem is None:
             raise
         sys.exit(f"error: {problem}")
-    run()
+    run(**options)
 
 
 def missing_module(error: BaseException) -> str | None:

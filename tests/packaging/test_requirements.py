@@ -61,6 +61,15 @@ def test_a_command_names_the_extra_that_is_missing(package):
     ]
 
 
+@pytest.mark.parametrize("script", ["train_showcase.py", "train_showcase_fsdp.py"])
+def test_a_script_names_the_extra_that_is_missing(script):
+    done = run_without({"typer"}, f"import runpy; runpy.run_path('scripts/{script}', run_name='__main__')")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: the package 'typer' is not installed; the nsa command needs it: pip install 'nsa[train]'"
+    ]
+
+
 def failure(monkeypatch, capsys, module):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)  # threads of other tests may still wait
