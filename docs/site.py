@@ -18,10 +18,12 @@ from nsa.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 API = {
-    "reference/layers.md": ("Layers", ["nsa.nn", "nsa.nn.sampling.sample_tokens"]),
-    "reference/operators.md": ("Operators", ["nsa.ops", "nsa.ops.dispatch.counters"]),
-    "reference/runs.md": ("Trained runs", ["nsa.load_run", "nsa.train.trained.TrainedRun"]),
-    "reference/errors.md": ("Errors", ["nsa.errors"]),
+    "reference/layers.md": "# Layers\n\n::: nsa.nn\n\n::: nsa.nn.sampling.sample_tokens",
+    "reference/operators.md": "# Operators\n\n::: nsa.ops\n\n::: nsa.ops.dispatch.counters",
+    "reference/runs.md": "# Trained runs\n\n::: nsa.load_run\n\n::: nsa.train.trained.TrainedRun",
+    "reference/errors.md": "# Errors\n\n"
+    "[Reliability](../reliability.md#exit-codes) lists their exit codes and what to do about each.\n\n"
+    "::: nsa.errors",
 }
 # Files that have another place in the site; other files outside docs/ to which a page links are copied to source/.
 PLACES = {
@@ -52,8 +54,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the generated pages, those of the root, and the files to which pages link."""
     written = {source: place for source, place in PLACES.items() if place.endswith(".md") and source.endswith(".md")}
     pages = {place: (ROOT / source).read_text(encoding="utf-8") for source, place in written.items()}
-    pages |= {name: _api_page(title, names) for name, (title, names) in API.items()}
-    pages |= {"reference/configuration.md": configuration_page(), "reference/commands.md": commands_page()}
+    pages |= {**API, "reference/configuration.md": configuration_page(), "reference/commands.md": commands_page()}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     for source in [*written, *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]:
@@ -86,10 +87,6 @@ def _in_repository(source: str, target: str) -> str:
 def _place(path: str) -> str:
     """Where the site has a file of the repository."""
     return PLACES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}")
-
-
-def _api_page(title: str, names: list[str]) -> str:
-    return f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n"
 
 
 class AlignedColumns(Extension):

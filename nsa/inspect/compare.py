@@ -57,7 +57,7 @@ def _names(views: Sequence[RunView]) -> list[str]:
 
 
 def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
-    heads = ("run", "status", "steps", "tokens", "loss", "validation", "bits a byte", "tokens/s", "MFU", "GiB", "time")
+    heads = ("run", "status", "steps", "tokens", "loss", "validation", "bits/byte", "tokens/s", "MFU", "GiB", "time")
     rows = []
     for view, name, style in zip(views, names, STYLES, strict=False):
         _, loss, bits = view.validation or (0, math.nan, math.nan)

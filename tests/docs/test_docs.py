@@ -20,7 +20,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
 def test_the_pages_and_examples_are_there():
     assert {"README.md", "CONTRIBUTING.md", "docs/how-it-works.md", "docs/reliability.md"} <= set(map(str, PAGES))
-    assert len(EXAMPLES) >= 2
+    assert len(EXAMPLES) >= 3
 
 
 @every_page
@@ -120,3 +120,5 @@ def test_examples_run_as_they_are(example, tmp_path):
     assert ended.code == 0, ended.output
     assert ended.output.strip()
     assert list(tmp_path.iterdir()) == []
+    if example.name == "first_steps.py":  # it has learned to count
+        assert "writes 'three four five six seven eight'" in ended.output
