@@ -52,6 +52,7 @@ class Scale:
 
 FULL = Scale("full", synthetic=200, data=300, resume=20, save_every=6, killed_at=15)
 QUICK = Scale("quick", synthetic=20, data=30, resume=8, save_every=2, killed_at=6)
+QUICK_ON_CPU = Scale("quick", synthetic=10, data=10, resume=4, save_every=2, killed_at=4)  # where a step takes seconds
 
 
 @dataclass
@@ -155,7 +156,7 @@ class ReadinessCheck:
             measured = f"done in {outcome.seconds:.1f} s" if outcome.passed else "failed"
             phase.criteria.append(Criterion(name, phase.key, target, measured, outcome.passed, outcome.reason))
             if name == "one step" and outcome.passed:
-                left = seconds(remaining_s(outcome, plan.scale))
+                left = seconds(remaining_s(outcome, plan))
                 self.progress.note(f"at most {left} to go, if every step is as slow as this one")
 
     def _phase1(self, phase: Phase) -> None:
@@ -280,11 +281,16 @@ def resumable(config: Config, scale: Scale) -> Config:
     return changed(short_run(config, scale.resume), "runtime.deterministic=true", *saves)
 
 
-def remaining_s(first: Outcome, scale: Scale) -> float:
-    """An upper bound from a run of one step, which also compiles: every run starts and every step takes as long."""
+def remaining_s(first: Outcome, plan: Plan) -> float:
+    """An upper bound from a run of one step, which also compiles: every run starts, saves and validates at its end for
+    as long as that one, and no step is slower. A validation on the way costs less than training on its sequences."""
     assert first.view is not None
     step_s = float(first.view.training.column("step_s")[0])
-    return scale.total * step_s + 5 * (first.seconds - step_s)
+    train, scale = plan.config.train, plan.scale
+    runs = (scale.synthetic, scale.data, scale.resume, scale.resume + scale.save_every)
+    validations = sum((steps - 1) // train.eval_every for steps in runs) if train.eval_every else 0
+    steps = scale.total + validations * train.eval_sequences / train.batch_size
+    return steps * step_s + 5 * (first.seconds - step_s)
 
 
 def resumed_from(folder: Path) -> str | None:

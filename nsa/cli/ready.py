@@ -46,7 +46,7 @@ def ready(
     from rich.console import Console
 
     from nsa.checks.progress import Progress
-    from nsa.checks.ready import FULL, QUICK, Plan, ReadinessCheck
+    from nsa.checks.ready import FULL, QUICK, QUICK_ON_CPU, Plan, ReadinessCheck
     from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
     from nsa.checks.trials import exit_on_sigterm, refuse_launcher, usable_gpus
     from nsa.train.folder import claim_folder
@@ -55,9 +55,11 @@ def ready(
     exit_on_sigterm()
     before = read_baseline(baseline) if baseline else None
     folder = out or Path("runs") / f"{config.stem}-ready"
-    processes = nproc or (1 if resolved.parallel.strategy == "single" else max(1, usable_gpus(resolved)))
+    gpus = usable_gpus(resolved)
+    processes = nproc or (1 if resolved.parallel.strategy == "single" else max(1, gpus))
+    scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
-    plan = Plan(resolved, folder, processes, QUICK if quick else FULL, arguments)
+    plan = Plan(resolved, folder, processes, scale, arguments)
     console, began = Console(highlight=False), time.monotonic()
     with claim_folder(folder), Progress(console, render=_summary) as progress:
         phases = ReadinessCheck(plan, progress).run()

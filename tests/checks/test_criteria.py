@@ -3,13 +3,25 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nsa.checkpoint.format import name_of
 from nsa.checks.artifacts import check_artifacts
 from nsa.checks.criteria import judge_run
-from nsa.checks.ready import FULL, QUICK, Plan, deep, first_difference, is_deep, resumable, short_run
+from nsa.checks.ready import (
+    FULL,
+    QUICK,
+    QUICK_ON_CPU,
+    Plan,
+    deep,
+    first_difference,
+    is_deep,
+    remaining_s,
+    resumable,
+    short_run,
+)
 from nsa.checks.ready_report import compare, headline, html, launch_commands, markdown
 from nsa.checks.trials import Outcome, Trial
 from nsa.config import parse_config
@@ -224,12 +236,34 @@ def test_phases_change_only_what_they_must():
     assert short.train.warmup_steps == 2000
     assert short.model == long.model
     assert resumable(long, FULL).runtime.deterministic
-    for scale in (FULL, QUICK):  # a checkpoint before the kill, steps after it
+    for scale in (FULL, QUICK, QUICK_ON_CPU):  # a checkpoint before the kill, steps after it
         assert scale.save_every < scale.killed_at - 1 < scale.resume
     assert not is_deep(long)
     made = deep(long, 2)
     assert is_deep(made)
     assert made.train.batch_size == 2
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK, QUICK_ON_CPU])
+@pytest.mark.parametrize("eval_every", [0, 3, 10])
+def test_the_time_that_is_announced_is_enough(scale, eval_every):
+    """Where every start, step and save takes as long as in the first run, and validation half as long as training."""
+    start_s, step_s, sequences = 5.0, 2.0, 8
+    train = {"batch_size": 4, "eval_every": eval_every, "eval_sequences": sequences}
+    config = parse_config({"train": train}, "test")
+
+    def takes_s(first: int, last: int) -> float:
+        steps = range(first, last + 1)
+        validations = sum(step == last or bool(eval_every and step % eval_every == 0) for step in steps)
+        return start_s + len(steps) * step_s + validations * sequences / 4 * step_s / 2
+
+    plan = Plan(config, Path(), 1, scale)
+    view = SimpleNamespace(training=SimpleNamespace(column={"step_s": [step_s]}.get))
+    first = Outcome(Trial("one", config, Path(), 1, 60.0), 0, False, takes_s(1, 1), "", view)
+    saved = (scale.killed_at - 1) // scale.save_every * scale.save_every
+    runs = [(1, scale.synthetic), (1, scale.data), (1, scale.resume), (1, scale.killed_at), (saved + 1, scale.resume)]
+    needed_s = sum(takes_s(*run) for run in runs)
+    assert needed_s <= remaining_s(first, plan) <= 1.5 * needed_s
 
 
 def test_two_runs_are_the_same_to_the_bit_or_the_place_is_named(finished, run):

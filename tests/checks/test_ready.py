@@ -34,15 +34,15 @@ def test_a_healthy_run_passes_the_quick_check_and_is_compared_with_a_baseline(tm
     config = write_config(tmp_path)
     code, output, result = ready(tmp_path, config, "--quick", "--baseline", str(earlier_result(tmp_path)))
     assert code == 0, output
-    assert output.startswith("quick check: about 68 steps in 6 runs"), "the effort is stated first"
+    assert output.startswith("quick check: about 30 steps in 6 runs"), "the effort is stated first"
     assert re.search(r"at most [\d.]+ \w+( \d+ \w+)? to go, if every step is as slow", output)
     assert (result["schema"], result["outcome"], result["scope"], result["reasons"]) == (1, "GO", "quick", [])
     steps = {run["name"]: run["steps"] for phase in result["phases"] for run in phase["runs"]}
-    assert steps == {"phase0-one": 1, "phase1": 20, "phase2": 30, "phase3-whole": 8, "phase3-killed": 8}
+    assert steps == {"phase0-one": 1, "phase1": 10, "phase2": 10, "phase3-whole": 4, "phase3-killed": 4}
     criteria = {(c["phase"], c["name"]): c for c in result["criteria"]}
     assert criteria["phase1", "GPU utilisation"]["verdict"] == "n/a"  # no GPU: decides nothing
     assert criteria["phase3", "resume"]["verdict"] == "pass"
-    assert criteria["phase3", "resume"]["measured"] == "equal, from step_00000004"
+    assert criteria["phase3", "resume"]["measured"] == "equal, from step_00000002"
     page = (tmp_path / "ready" / "readiness.md").read_text()
     assert page.startswith("# GO (quick check only")
     assert f"nsa ready {config}" in page
