@@ -33,13 +33,14 @@ def generate(
         bool, typer.Option("--beside-untrained", help="First show what the model wrote before training.")
     ] = False,
 ) -> None:
-    """Let a trained model write."""
+    """Let a trained model write. A run keeps the text in its samples.jsonl, which the report shows."""
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
 
     from nsa.nn.model import Decoder, build_model
     from nsa.nn.sampling import sample_tokens
     from nsa.parallel.numerics import numerics
+    from nsa.record.samples import record_samples
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     config, tokenizer = run.config, run.tokenizer
@@ -56,8 +57,11 @@ def generate(
             seed=seed,
             stop=tokenizer.separator,
         )
-        text = prompt + tokenizer.decode(list(drawn))
-        print(f"--- {title} ---\n{text}\n" if beside_untrained else text)
+        written = tokenizer.decode(list(drawn))
+        print(f"--- {title} ---\n{prompt}{written}\n" if beside_untrained else prompt + written)
+        if model is run.model:
+            settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+            record_samples(run.weights, [prompt], [written], max_tokens=max_tokens, **settings)
 
     with numerics(config.runtime):
         if beside_untrained:

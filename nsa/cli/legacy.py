@@ -43,7 +43,7 @@ def main(*, fsdp: bool = False) -> None:
         overrides: Overrides = None,
         override: JoinedOverrides = None,
         dataset: Annotated[
-            str | None, typer.Option(help="data.source: synthetic, python, text, fineweb_edu or prepared.")
+            str | None, typer.Option(help="data.source: synthetic, python, text, fineweb_edu, hub or prepared.")
         ] = None,
         steps: Annotated[int | None, typer.Option(help="train.steps.")] = None,
         precision: Annotated[str | None, typer.Option(help="runtime.precision: fp32, bf16, fp16 or auto.")] = None,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nsa.config.schema import Config
+from nsa.config.schema import Config, MixturePart
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -21,6 +21,11 @@ def differences(stored: Any, config: Config) -> list[str]:
     effect of its default.
     """
     then = flat(Config().to_dict()) | flat(stored) if isinstance(stored, dict) else {}
+    mixture = then.get("data.mixture")
+    if isinstance(mixture, list):
+        then["data.mixture"] = [
+            MixturePart().model_dump() | part if isinstance(part, dict) else part for part in mixture
+        ]
     lines = []
     for name, value in flat(config.to_dict()).items():
         if name == "train.out_dir":

@@ -108,6 +108,14 @@ def parse_config(
 
 def warn_if_unlikely(config: Config, origin: str) -> None:
     """Warns of what can run and is probably a mistake."""
+    for part in (*config.data.mixture, config.data):
+        if part.repo and part.source not in ("hub", "synthetic"):
+            warnings.warn(
+                f"{origin}: data.repo: nothing is read from {part.repo!r}, since data.source is {part.source}; set "
+                "data.source=hub",
+                ConfigWarning,
+                stacklevel=2,
+            )
     warmup, steps = config.train.warmup_steps, config.train.steps
     if warmup > steps:
         warnings.warn(

@@ -4,6 +4,7 @@ Every field has a description. Rules between fields are checked here too, so tha
 configuration that loads can be started.
 """
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -103,21 +104,34 @@ class NSAConfig(Section):
 class SourceConfig(Section):
     """Where documents come from."""
 
-    source: Literal["synthetic", "python", "text", "fineweb_edu", "prepared"] = Field(
+    source: Literal["synthetic", "python", "text", "fineweb_edu", "hub", "prepared"] = Field(
         "python", description="where text comes from"
     )
     paths: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
         description="text: files, folders or globs; prepared: folders of `nsa data prepare`; "
-        "fineweb_edu: a local mirror instead of the hub",
+        "fineweb_edu, hub: a local mirror instead of the hub",
     )
     text_field: Annotated[str, Field(min_length=1)] = Field(
         "text", description="field of a .jsonl line or column of a .parquet file that holds the text"
     )
-    subset: Annotated[str, Field(min_length=1)] = Field(
-        "sample-10BT", description="fineweb_edu: sample-10BT, sample-100BT, sample-350BT, a crawl, or default for all"
+    repo: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="hub: a dataset repository of the Hugging Face hub, as OWNER/NAME"
     )
-    revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu: branch, tag or commit")
+    subset: Annotated[str, Field(min_length=1)] = Field(
+        "sample-10BT",
+        description="fineweb_edu: sample-10BT, sample-100BT, sample-350BT, a crawl, or default for all; "
+        "hub: a subset (configuration) of the repository, its default one when unset",
+    )
+    split: Annotated[str, Field(min_length=1)] = Field("train", description="hub: split of the subset")
+    revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu, hub: branch, tag or commit")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_default_subset(cls, values: Any) -> Any:
+        """For any repository the name that the hub gives it; the field's own default is FineWeb-Edu's."""
+        is_hub = isinstance(values, dict) and values.get("source") == "hub"
+        return {"subset": "default", **values} if is_hub else values
 
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
@@ -127,6 +141,10 @@ class SourceConfig(Section):
             )
         if self.source == "prepared" and not self.paths:
             raise field_error("paths", "the prepared source needs a folder that `nsa data prepare` wrote")
+        if self.source == "hub" and not self.repo and not self.paths:
+            raise field_error("repo", "the hub source needs a repository, for example data.repo=wikimedia/wikipedia")
+        if self.repo and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", self.repo):
+            raise field_error("repo", f"write it as OWNER/NAME, for example wikimedia/wikipedia; got {self.repo!r}")
         return self
 
 

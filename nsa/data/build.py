@@ -112,7 +112,7 @@ class _Builder:
             corpora = split_corpus(shards.pieces, shards.lengths, shards.keys, fraction)
             return self._from_corpora("prepared", *corpora, Skipped(), shards.fingerprint)
         opened = open_source(source, self.data.first_batch_s)
-        if source.source == "fineweb_edu":
+        if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(RemoteSource, opened), folder)
         everything = join(self._tokenise_all(opened), self.tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())

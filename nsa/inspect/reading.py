@@ -15,7 +15,18 @@ from typing import Any, Self
 import numpy as np
 
 from nsa.errors import ConfigError, HangError
-from nsa.inspect.run_files import Document, GrowingFile, HeartbeatFile, Numbers, Row, StepTable, lookup, number, whole
+from nsa.inspect.run_files import (
+    Document,
+    GrowingFile,
+    HeartbeatFile,
+    Numbers,
+    Row,
+    SamplesFile,
+    StepTable,
+    lookup,
+    number,
+    whole,
+)
 from nsa.inspect.run_samples import Samples, merge_layer_gates, merge_layer_selection, merge_selection, total_fallbacks
 from nsa.inspect.timeline import describe_hang, timeline
 from nsa.record import schema
@@ -58,6 +69,7 @@ class RunView:
         self.selection_samples = Samples(schema.SELECTION, merge_selection)
         self.layer_selection_samples = Samples(schema.LAYER_SELECTION, merge_layer_selection)
         self._fallbacks = Samples(schema.FALLBACKS, list[Row])
+        self.samples = SamplesFile(folder / schema.SAMPLES_FILE)
         self._heartbeats = {0: HeartbeatFile(schema.HEARTBEAT.path(folder, 0))}
         names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
         self._documents = [Document(folder / name) for name in names]
@@ -67,7 +79,7 @@ class RunView:
         self.now = time.time() if now is None else now
         for rank, path in self._find_heartbeats().items():
             self._heartbeats.setdefault(rank, HeartbeatFile(path))
-        files: list[GrowingFile | Document] = [self.training, *self._heartbeats.values()]
+        files: list[GrowingFile | Document] = [self.training, self.samples, *self._heartbeats.values()]
         for file in [*files, *self._documents]:
             file.refresh()
         self.metrics, self.config, self.env = (document.content for document in self._documents)
@@ -117,7 +129,7 @@ class RunView:
     @property
     def problems(self) -> dict[str, str]:
         """What is wrong with each file that has something wrong with it."""
-        files: list[GrowingFile | Document] = [*self._documents, self.training]
+        files: list[GrowingFile | Document] = [*self._documents, self.training, self.samples]
         files += [file for samples in self._samples for file in samples.files.values()]
         files += [file for _, file in sorted(self._heartbeats.items())]
         return {file.path.name: file.problem for file in files if file.problem}

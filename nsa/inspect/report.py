@@ -23,9 +23,10 @@ from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
 from nsa.inspect.timeline import BAD
 from nsa.record import schema
-from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+from nsa.record.numbers import clock, exact, one_line, percent, seconds, short, visible
 
 MAX_ENTRIES = 500
+MAX_TEXT = 4000  # characters of a prompt, and of what followed it
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -53,6 +54,7 @@ def render(view: RunView) -> str:
         ("speed", "Speed", "Speed and memory", grid(speed_figures(view))),
         ("gates", "Gates", "Gates", _gate_table(view) + grid(gate_figures(view))),
         ("selection", "Selection", "Selection", grid(selection_figures(view)) + _layer_selection(view)),
+        *([("samples", "Samples", "Samples", _samples(view))] if view.samples.newest else []),
         ("incidents", "What happened", "What happened", _timeline(view)),
         ("environment", "Environment", "Environment", _environment(view)),
         ("configuration", "Configuration", "Configuration", _configuration(view)),
@@ -206,6 +208,20 @@ def _selection_row(layer: str, found: schema.SelectionStats, top: float) -> str:
         f"<tr>{_layer_cell(layer)}{''.join(f'<td class=num>{n}</td>' for n in numbers)}"
         f'<td><span class="strip">{cells}</span></td></tr>'
     )
+
+
+def _samples(view: RunView) -> str:
+    """The newest texts first, each behind its prompt."""
+    cards = []
+    for sample in reversed(view.samples.newest):
+        settings = [f"{name} {value}" for name, value in sample.settings.items() if value is not None]
+        about = one_line(" · ".join([clock(sample.time), sample.weights, *settings]), 200)
+        text, more = sample.text[:MAX_TEXT], len(sample.text) - MAX_TEXT
+        note = f'<p class="about">{more:,} more characters are in {schema.SAMPLES_FILE}.</p>' if more > 0 else ""
+        prompt = f"<b>{escape(visible(sample.prompt[-MAX_TEXT:]))}</b>" if sample.prompt else ""
+        text = f"<pre>{prompt}{escape(visible(text))}</pre>"
+        cards.append(f'<div class="card sample"><p class="about">{escape(about)}</p>{text}{note}</div>')
+    return grid(cards)
 
 
 def _timeline(view: RunView) -> str:

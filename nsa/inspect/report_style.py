@@ -88,6 +88,7 @@ th{color:var(--soft);font-weight:500;white-space:nowrap}
 .story td:last-child,.facts-table td{overflow-wrap:anywhere}
 .story td:last-child{min-width:220px}
 pre{overflow-x:auto;font-size:13px;line-height:1.45}
+.sample pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:8px 0 0}
 summary{cursor:pointer;font-weight:600}
 footer{color:var(--soft);font-size:13px;padding-top:26px;padding-bottom:40px;overflow-wrap:anywhere}
 @media (max-width:760px){header,main,footer{padding-left:12px;padding-right:12px}

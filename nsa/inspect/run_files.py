@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from nsa.record.samples import Sample
 from nsa.record.schema import ROUTINE_EVENTS, Event, Table, parse_event, parse_events, read_json
 
 Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where it is built
+MISSING = "missing"
+SAMPLES_SHOWN = 8
 _FINGERPRINT = 256  # bytes before the offset that must still be there
 _ROUTINE = re.compile(
     rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)".*\}'
@@ -73,7 +77,7 @@ class GrowingFile:
                 new = file.read()
         except FileNotFoundError:
             self._restart()
-            self._unreadable = "missing"
+            self._unreadable = MISSING
             return []
         except OSError as error:
             self._unreadable = f"cannot be read: {error.strerror}"
@@ -93,6 +97,20 @@ class GrowingFile:
     def _restart(self) -> None:
         self._offset, self._before, self.damaged = 0, b"", 0
         self.clear()
+
+
+class SamplesFile(GrowingFile):
+    """The newest texts that the run wrote, the last one last. Most runs have none."""
+
+    def clear(self) -> None:
+        self.newest = deque[Sample](maxlen=SAMPLES_SHOWN)
+
+    def add(self, line: bytes) -> None:
+        self.newest.append(Sample.of(line))
+
+    @property
+    def problem(self) -> str:
+        return "" if self._unreadable == MISSING else super().problem
 
 
 class TableFile(GrowingFile):

@@ -2,6 +2,7 @@
 
 import math
 import time
+import unicodedata
 from typing import Any
 
 DASH = "-"
@@ -62,6 +63,13 @@ def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
         return time.strftime(form, time.localtime(at))
     except (ValueError, OverflowError, OSError):
         return DASH
+
+
+def visible(text: str) -> str:
+    r"""With characters that show nothing or change what is around them as escapes such as \x1b; lines and tabs stay."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def one_line(text: str, most: int = 2000) -> str:

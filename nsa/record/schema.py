@@ -27,6 +27,7 @@ DTYPES_FILE = "dtypes_report.txt"
 OPTIMIZER_STATE_FILE = "opt_state_mb.txt"
 WEIGHTS_FILE = "model.safetensors"
 REPORT_FILE = "report.html"
+SAMPLES_FILE = "samples.jsonl"  # written by `nsa generate`; see record/samples.py
 TRACKER_FILE = "tracker_id.txt"
 LOCK_FILE = ".lock"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -84,7 +85,7 @@ def stack_dumps(stamp: str = "*") -> RankFiles:
 
 # A new run in the same folder (--fresh) removes these; the others are appended to, replaced or begun again.
 REMOVED_BY_FRESH = (
-    *(CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, TRACKER_FILE),
+    *(CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, TRACKER_FILE, SAMPLES_FILE),
     *(OUT_OF_MEMORY.pattern, MEMORY_PATTERN),
 )
 

@@ -105,7 +105,7 @@ WRONG_VALUES = [
     override("unknown-device", "runtime.device=tpu", "runtime.device", "must be 'auto', 'cpu' or 'cuda'"),
     override("unknown-precision", "runtime.precision=int8", "runtime.precision", "'fp32', 'bf16' or 'fp16'"),
     override("unknown-branch", "nsa.force_branch=all", "nsa.force_branch", "must be 'cmp', 'sel' or 'win'"),
-    override("unknown-source", "data.source=web", "data.source", "'text', 'fineweb_edu' or 'prepared'"),
+    override("unknown-source", "data.source=web", "data.source", "'fineweb_edu', 'hub' or 'prepared'"),
     override("unknown-micro-batch", "train.micro_batch=all", "train.micro_batch", "must be 'auto'"),
 ]
 
@@ -119,6 +119,7 @@ BROKEN_RULES = [
     override("profile-backwards", "train.profile_steps=[3, 1]", "train.profile_steps", "must not come after the last"),
     override("text-without-paths", "data.source=text", "data.paths", "for example data.paths=[notes.txt]"),
     override("prepared-without-paths", "data.source=prepared", "data.paths", "needs a folder that `nsa data prepare`"),
+    override("hub-without-repository", "data.source=hub", "data.repo", "for example data.repo=wikimedia/wikipedia"),
     override("mixture-without-weights", "data.mixture=[{source: python, weight: 0}]", "weight", "greater than 0"),
     override("separator-of-bytes", "data.separator=x", "data.separator", "leave it unset"),
     override("vocabulary-of-another-tokenizer", "model.vocab_size=100", "model.vocab_size", "leave it unset"),

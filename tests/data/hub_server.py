@@ -56,8 +56,9 @@ class Request:
 class HubServer:
     """Serves the folder as the repository's branch `main`. Use it with `with`."""
 
-    def __init__(self, folder, token=None, page=1000):
+    def __init__(self, folder, token=None, page=1000, repo=REPO):
         self.folder = Path(folder)
+        self.repo = repo
         self.token = token
         self.page = page
         self.lifetime_s = 3600.0  # of a signature
@@ -119,15 +120,15 @@ class HubServer:
         return Fault()
 
 
-def download(server, home):
+def download(server, home, include=("sample/10BT/*",)):
     """As `hf download ... --include "sample/10BT/*"` does it, with `home` as HF_HOME; the folder of the snapshot."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(
-        REPO,
+        server.repo,
         repo_type="dataset",
         cache_dir=home / "hub",
-        allow_patterns=["sample/10BT/*"],
+        allow_patterns=list(include),
         endpoint=server.endpoint,
         token=False,
     )
@@ -205,9 +206,9 @@ class _HubHandler(_Handler):
         path = unquote(parts.path)
         if hub.token is not None and self.headers["Authorization"] != f"Bearer {hub.token}":
             self.error(401, "RepoNotFound", "Invalid username or password.")
-        elif call := re.fullmatch(rf"/api/datasets/{REPO}(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path):
+        elif call := re.fullmatch(rf"/api/datasets/{hub.repo}(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path):
             self.api(hub, call[1] or "revision", call[2] or "main", call[3], parse_qs(parts.query))
-        elif file := re.fullmatch(rf"/datasets/{REPO}/resolve/([^/]+)/(.+)", path):
+        elif file := re.fullmatch(rf"/datasets/{hub.repo}/resolve/([^/]+)/(.+)", path):
             self.resolve(hub, file[1], file[2])
         else:
             self.error(404, "RepoNotFound", "Repository not found")
@@ -220,7 +221,7 @@ class _HubHandler(_Handler):
         files = hub.commits[commit]
         if call == "revision":
             siblings = [{"rfilename": name} for name in sorted(files)]
-            info = {"_id": "1", "id": REPO, "sha": commit, "private": False, "gated": False, "siblings": siblings}
+            info = {"_id": "1", "id": hub.repo, "sha": commit, "private": False, "gated": False, "siblings": siblings}
             self.answer(200, json.dumps(info).encode())
             return
         if call == "paths-info":

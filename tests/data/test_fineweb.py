@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.data.sources import fineweb
+from nsa.data.sources import repository
 from nsa.data.sources.base import Skipped
-from nsa.data.sources.fineweb import FineWebEdu, RemoteFile
+from nsa.data.sources.fineweb import FineWebEdu
+from nsa.data.sources.repository import RemoteFile
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import FIRST, texts_of, write_mirror
@@ -69,14 +70,14 @@ def test_only_footers_and_the_text_of_row_groups_are_fetched(tmp_path, hub_setti
 def test_a_footer_longer_than_the_first_read_is_completed_and_kept(tmp_path, hub_settings, monkeypatch):
     texts = write_mirror(tmp_path, files=1, row_groups=80, rows=2)
     size = pq.read_metadata(tmp_path / FIRST).serialized_size
-    assert size > fineweb.TAIL_BYTES
+    assert size > repository.TAIL_BYTES
     with HubServer(tmp_path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         source = FineWebEdu()
         assert texts_of(source) == texts
         assert [r.sent for r in server.requests("cdn")][:2] == [64 << 10, size + 8 - (64 << 10)]
         assert len(server.requests("cdn")) == 2 + 80
-        monkeypatch.setattr(fineweb, "FOOTER_CACHE_BYTES", 0)
+        monkeypatch.setattr(repository, "FOOTER_CACHE_BYTES", 0)
         assert texts_of(FineWebEdu()) == texts, "also when no footer can be kept"
 
 

@@ -201,7 +201,7 @@ OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
     ],
 )
 def test_a_hostile_answer_is_an_error(hub_settings, clock, monkeypatch, answer, error):
-    monkeypatch.setattr(hub, "MAX_JSON_BYTES", 10_000)
+    monkeypatch.setattr(hub, "MAX_BODY_BYTES", 10_000)
     monkeypatch.setattr(hub, "BACKOFF_FIRST_S", 60.0)  # two attempts are enough
     monkeypatch.setattr(hub, "BACKOFF_MAX_S", 60.0)
     with answering(monkeypatch, answer), pytest.raises(DataError, match=error):

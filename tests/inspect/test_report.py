@@ -21,6 +21,7 @@ from nsa.inspect.reading import read_run
 from nsa.inspect.report import render, write_report
 from nsa.inspect.report_plots import smooth
 from nsa.inspect.svg import log_ticks, thin, ticks
+from nsa.record.samples import Sample
 from tests.inspect.test_recorded import RECORDED
 from tests.record.runs import BEGAN, event, long_run
 
@@ -123,6 +124,27 @@ def test_text_of_a_run_cannot_act_in_a_browser(tmp_path):
     assert complaints == []
     assert "<title>owned" not in shown
     assert "<img" not in shown
+
+
+def test_the_newest_texts_are_shown_with_control_characters_visible(finished):
+    view = read_run(finished)
+    assert 'id="samples"' not in render(view)
+    assert view.problems == read_run(RECORDED).problems, "most runs have none"
+    settings = {"temperature": 0.8, "top_k": None, EVIL: EVIL}
+    texts = [f"text {n} {EVIL}" for n in range(10)] + ["a\tb\n\x1b[31mred\u202e\ud800", "long " * 2000]
+    lines = [Sample(BEGAN, f"model{EVIL}", "the prompt ", text, settings).to_line() for text in texts]
+    (finished / "samples.jsonl").write_text("".join(lines[:10]) + '{"time": 1}\n[]\n' + "".join(lines[10:]))
+    view.refresh()
+    page = render(view)
+    shown = re.findall(r"<pre><b>the prompt </b>(.*?)</pre>", page, re.DOTALL)
+    assert [text[:7].strip() for text in shown] == ["long lo", "a\tb\n\\x1", *(f"text {n}" for n in range(9, 3, -1))]
+    assert shown[1] == "a\tb\n\\x1b[31mred\\u202e\\ud800"
+    assert "6,000 more characters are in samples.jsonl" in page
+    assert "temperature 0.8" in page
+    assert "top_k" not in page
+    assert EVIL not in page
+    assert view.problems["samples.jsonl"] == "2 damaged lines left out"
+    page.encode("utf-8")
 
 
 def test_the_page_holds_the_numbers_of_the_files(finished):

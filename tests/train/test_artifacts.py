@@ -98,9 +98,11 @@ def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
     kept = (tmp_path / "run.log").read_text()
     assert printed
     assert printed in kept
+    (tmp_path / "samples.jsonl").write_text("{}\n")
     with pytest.raises(NumericsError):
         train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path, fresh=True)
     assert "ended by NumericsError: step" in (tmp_path / "run.log").read_text()
+    assert not (tmp_path / "samples.jsonl").exists(), "other weights wrote them"
 
 
 def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys):

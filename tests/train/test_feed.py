@@ -91,18 +91,18 @@ def read_from(source, texts, tmp_path):
     """The data section for a source."""
     if source == "text":
         return {"source": "text", "paths": [str(texts)]}
-    if source == "fineweb_edu":
+    if source in ("fineweb_edu", "hub"):
         write_mirror(tmp_path / "mirror", files=2, row_groups=3, rows=20)
-        return {"source": "fineweb_edu", "paths": [str(tmp_path / "mirror")]}
+        return {"source": source, "paths": [str(tmp_path / "mirror")]}
     if source == "prepared":
         prepare(TextSource([str(texts)]), ByteTokenizer(), tmp_path / "shards", workers=1)
         return {"source": "prepared", "paths": [str(tmp_path / "shards")]}
     if source == "mixture":
-        return {"mixture": [read_from(part, texts, tmp_path) for part in ("text", "fineweb_edu", "prepared")]}
+        return {"mixture": [read_from(part, texts, tmp_path) for part in ("text", "fineweb_edu", "hub", "prepared")]}
     return {"source": source}
 
 
-@pytest.mark.parametrize("source", ["synthetic", "python", "text", "fineweb_edu", "prepared", "mixture"])
+@pytest.mark.parametrize("source", ["synthetic", "python", "text", "fineweb_edu", "hub", "prepared", "mixture"])
 def test_the_same_batch_twenty_times_gives_the_same_loss_from_every_source(texts, tmp_path, source):
     config = parse_config({"data": read_from(source, texts, tmp_path)}, "test", TINY)
     data = build.build_data(config.data, config.train, ByteTokenizer())

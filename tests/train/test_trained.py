@@ -1,5 +1,6 @@
 """`nsa.load_run` and `nsa generate`: what a run trained can be used wherever its folder lies."""
 
+import html
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ from nsa.checkpoint.export import find_weights, read_weights
 from nsa.cli.main import app
 from nsa.data.vocabulary import train_bpe
 from nsa.errors import BackendError, CheckpointError, ConfigError, DataError, LaunchError
+from nsa.inspect.reading import read_run
+from nsa.inspect.report import render
+from nsa.record.numbers import visible
 from nsa.train import train
 from tests.checkpoint.helpers import checkpoint_of, flip_byte, small, train_until
 
@@ -149,3 +153,28 @@ def test_an_override_is_obeyed_by_generate(trained_on_a_gpu):
 def test_importing_the_package_imports_no_torch():
     code = "import nsa, sys; sys.exit(bool({'torch', 'yaml', 'pydantic', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
+
+
+def test_what_a_run_wrote_is_kept_in_its_folder_for_the_report(run, tmp_path):
+    first = generate(run, "--prompt", "the ", "--beside-untrained")
+    generate(checkpoint_of(run, 4), "--seed", "3")
+    one, two = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    assert first.output.endswith(f"--- after training ---\nthe {one['text']}\n\n")
+    assert (one["weights"], one["prompt"]) == ("model.safetensors", "the ")
+    assert one["settings"] == {"max_tokens": 8, "temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 0}
+    assert (two["weights"], two["prompt"], two["settings"]["seed"]) == ("checkpoints/step_00000004", "", 3)
+    page = render(read_run(run))
+    assert f"<b>the </b>{html.escape(visible(one['text']))}</pre>" in page
+    assert page.index("step_00000004 · max_tokens 8") < page.index("model.safetensors · max_tokens 8"), "newest first"
+
+
+def test_weights_outside_of_a_run_and_a_folder_that_cannot_be_written_do_not_stop_generation(run, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(run / "model.safetensors", alone)
+    shutil.copy(run / "tokenizer.json", alone / "mine.json")
+    assert generate(alone / "model.safetensors", f"data.tokenizer={alone / 'mine.json'}").exit_code == 0
+    assert sorted(path.name for path in alone.iterdir()) == ["mine.json", "model.safetensors"]
+    (run / "samples.jsonl").mkdir()
+    with pytest.warns(UserWarning, match=r"samples\.jsonl: the text is not kept: Is a directory"):
+        assert generate(run).exit_code == 0

@@ -13,7 +13,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_REDIRECTS = 5
-MAX_JSON_BYTES = 64 << 20  # of one page of a listing; a thousand files are 0.3 MB
+MAX_BODY_BYTES = 64 << 20  # of a README, or of one page of a listing; a thousand files are 0.3 MB
 CHUNK_BYTES = 256 << 10  # what has to arrive within the timeout of an attempt
 ATTEMPT_S = 15.0  # timeout up to the first chunk, and for every further one; a third of the deadline at most
 LAST_ATTEMPT_S = 1.0  # for the attempt that is made when the deadline is reached
@@ -135,12 +135,13 @@ class Hub:
 
     def tree(self, commit: str, folder: str, *, recursive: bool) -> list[Entry]:
         """What a folder holds at a commit, over all pages of the listing; nothing when there is no such folder."""
-        url = f"{self.endpoint}/api/datasets/{self.repo}/tree/{quote(commit, safe='')}/{quote(folder, safe='')}"
+        url = f"{self.endpoint}/api/datasets/{self.repo}/tree/{quote(commit, safe='')}"
+        url += f"/{quote(folder, safe='')}" if folder else ""
         query = {"recursive": str(recursive), "expand": "False"}
         entries: list[Entry] = []
         while True:
             try:
-                page, link = self._json(f"{url}?{urlencode(query)}", f"{self.repo}, listing of {folder}")
+                page, link = self._json(f"{url}?{urlencode(query)}", f"{self.repo}, listing of {folder or 'all files'}")
                 entries += [_entry(item) for item in page]
             except _NoEntryError:
                 return []
@@ -151,6 +152,14 @@ class Hub:
                 return entries
             # Its query only: a mirror of the hub passes on links that lead to the hub itself.
             query = dict(parse_qsl(urlsplit(following[1]).query))
+
+    def text(self, commit: str, name: str) -> str:
+        """A whole file, a short one; empty when there is no such file."""
+        url = f"{self.endpoint}/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
+        try:
+            return self._body(url, f"{self.repo}, {name}")[0].decode("utf-8", errors="replace")
+        except _NoEntryError:
+            return ""
 
     def read(self, commit: str, name: str, start: int, stop: int, size: int, what: str) -> bytes:
         """Bytes [start, stop) of a file of `size` bytes. What arrived before a connection was cut is kept."""
@@ -186,24 +195,29 @@ class Hub:
 
     def _json(self, url: str, what: str) -> tuple[Any, str]:
         """What an API call answers, and its Link header."""
-
-        def attempt(operation: _Operation) -> tuple[bytes, str]:
-            with self._response(url, {}, operation.timeout()) as response:
-                if response.status_code != 200:
-                    raise self._refusal(response, what)
-                body = bytearray()
-                _receive(response, body, MAX_JSON_BYTES, operation.timeout(), lambda: None)
-                return bytes(body), response.headers.get("Link", "")
-
-        body, link = self._retry(what, attempt)
-        if len(body) == MAX_JSON_BYTES:
-            raise DataError(f"{url}: answers more than {MAX_JSON_BYTES >> 20} MiB; check HF_ENDPOINT")
+        body, link = self._body(url, what)
         try:
             return json.loads(body), link
         except (ValueError, RecursionError):
             raise DataError(
                 f"{url}: the answer is not JSON; check HF_ENDPOINT, and whether a proxy wants a login"
             ) from None
+
+    def _body(self, url: str, what: str) -> tuple[bytes, str]:
+        """All of an answer, and its Link header."""
+
+        def attempt(operation: _Operation) -> tuple[bytes, str]:
+            with self._response(url, {}, operation.timeout()) as response:
+                if response.status_code != 200:
+                    raise self._refusal(response, what)
+                body = bytearray()
+                _receive(response, body, MAX_BODY_BYTES, operation.timeout(), lambda: None)
+                return bytes(body), response.headers.get("Link", "")
+
+        body, link = self._retry(what, attempt)
+        if len(body) == MAX_BODY_BYTES:
+            raise DataError(f"{url}: answers more than {MAX_BODY_BYTES >> 20} MiB; check HF_ENDPOINT")
+        return body, link
 
     def _resume(
         self, commit: str, name: str, start: int, stop: int, size: int, buffer: bytearray, operation: _Operation
@@ -274,8 +288,9 @@ class Hub:
             return _NoEntryError(f"{reason}; check data.revision and data.subset")
         if status in (401, 403):
             return DataError(
-                f"{reason}; set HF_TOKEN to a token that may read {self.repo} (or log in with `hf auth login`, and "
-                "accept the terms on its page where it has some), or unset one that is out of date"
+                f"{reason}; check that {self.repo} is the right name, set HF_TOKEN to a token that may read it (or log "
+                "in with `hf auth login`, and accept the terms on its page where it has some), or unset one that is "
+                "out of date"
             )
         if status == 404:
             return DataError(f"{reason}; there is no {self.repo}: check HF_ENDPOINT, and HF_TOKEN where it is private")
@@ -289,14 +304,15 @@ def is_offline() -> bool:
     return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
 
 
-def cached_snapshot(repo: str, revision: str, folder: str) -> Path | None:
-    """Where a download into the hub's local cache left a revision; None without one, or when files of it are missing.
+def cached_snapshot(repo: str, revision: str, include: Sequence[str]) -> Path | None:
+    """Where a download into the hub's local cache left a revision; None without one, or when files that a pattern of
+    `include` names are missing.
 
     Uses no network. Only newer versions of huggingface_hub know which files are missing.
     """
     try:
         found = huggingface_hub.snapshot_download(
-            repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[f"{folder}/*"]
+            repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=list(include)
         )
     except FileNotFoundError:
         return None

@@ -35,6 +35,7 @@ BATCH_ROWS = (64, 1024)
 FOLDED_ROWS = 1 << 20
 
 GET_AGAIN = "get the file again or take it out of data.paths"
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG = "empty", "no text", "not UTF-8", f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
 
@@ -289,11 +290,16 @@ def _check_column(name: str, parquet: Any, text_field: str) -> Any:
     schema = parquet.schema_arrow
     remedy = "set data.text_field to the one that holds the text"
     if text_field not in schema.names:
+        if (outer := text_field.split(".")[0]) in schema.names:
+            remedy = f"a field inside {outer!r} cannot be read, only a column of text can"
         raise DataError(f"{name}: no column {text_field!r}; it has {', '.join(schema.names) or 'none'}; {remedy}")
     kind = schema.field(schema.names.index(text_field)).type
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if values not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise DataError(f"{name}: column {text_field!r} must be a text, its type is {kind}; {remedy}")
+    if values not in TEXT_TYPES:
+        texts = ", ".join(field.name for field in schema if field.type in TEXT_TYPES) or "none"
+        raise DataError(
+            f"{name}: column {text_field!r} must be a text, its type is {kind}; {remedy}; columns of text: {texts}"
+        )
     # A field within another one can have the same name with a dot in it, and would be read along.
     columns = sum(parquet.schema.column(i).path == text_field for i in range(len(parquet.schema)))
     if columns != 1:

@@ -16,4 +16,13 @@ def open_source(source: SourceConfig, deadline_s: float) -> Source:
         from nsa.data.sources.fineweb import FineWebEdu
 
         return FineWebEdu(source.subset, source.revision, source.paths, source.text_field, deadline_s)
-    raise ConfigError(f"data.source: {source.source!r} has no documents to read; choose python, text or fineweb_edu")
+    if source.source == "hub":
+        from nsa.data.sources.dataset import HubDataset
+        from nsa.data.sources.layout import HubLayout
+
+        repo, layout = source.repo or "the repository", HubLayout(source.subset, source.split)
+        name = " ".join([source.repo or "hub", *([source.subset] if source.subset != "default" else [])])
+        return HubDataset(name, repo, layout, source.revision, source.paths, source.text_field, deadline_s)
+    raise ConfigError(
+        f"data.source: {source.source!r} has no documents to read; choose python, text, fineweb_edu or hub"
+    )

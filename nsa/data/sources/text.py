@@ -205,18 +205,19 @@ def _matching(pattern: Path) -> Iterator[Path]:
     first = parts.index("**")
     for base in sorted(glob(str(Path(*parts[:first])))):  # noqa: PTH207
         for path in files_below(Path(base)):
-            if _matches(path.relative_to(base).parts, parts[first:]):
+            if matches(path.relative_to(base).parts, parts[first:]):
                 yield path
 
 
-def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+def matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    """Whether a path matches a glob, both in parts; `**` stands for any folders."""
     if not patterns:
         return not names
     first = patterns[0]
-    if first == "**" and _matches(names, patterns[1:]):
+    if first == "**" and matches(names, patterns[1:]):
         return True
     if not names or (names[0].startswith(".") and not first.startswith(".")):  # hidden, as for glob()
         return False
     if first == "**":
-        return _matches(names[1:], patterns)
-    return fnmatchcase(names[0], first) and _matches(names[1:], patterns[1:])
+        return matches(names[1:], patterns)
+    return fnmatchcase(names[0], first) and matches(names[1:], patterns[1:])
