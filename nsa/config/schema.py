@@ -103,7 +103,7 @@ class NSAConfig(Section):
 class SourceConfig(Section):
     """Where documents come from."""
 
-    source: Literal["synthetic", "python", "text", "fineweb_edu", "prepared"] = Field(
+    source: Literal["synthetic", "recall", "python", "text", "fineweb_edu", "prepared"] = Field(
         "python", description="where text comes from"
     )
     paths: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -118,6 +118,9 @@ class SourceConfig(Section):
         "sample-10BT", description="fineweb_edu: sample-10BT, sample-100BT, sample-350BT, a crawl, or default for all"
     )
     revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu: branch, tag or commit")
+    document_tokens: Annotated[int, Field(ge=16)] | None = Field(
+        None, description="recall: tokens of the longest documents; train.seq_len when unset"
+    )
 
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
