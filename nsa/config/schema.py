@@ -75,7 +75,12 @@ class NSAConfig(Section):
     num_init: int = Field(1, description="first blocks, always read")
     num_local: int = Field(2, description="newest blocks up to the query's own, always read")
     window: int = Field(512, description="tokens of the sliding window, the query's own included")
-    phi: Literal["mean", "mlp"] = Field("mean", description="how a block becomes one compressed token")
+    phi: Literal["mean", "mlp", "mean_mlp"] = Field(
+        "mean", description="how a block becomes one compressed token; mean_mlp: their sum, the MLP starting at zero"
+    )
+    compress: Literal["before_rotation", "after_rotation"] = Field(
+        "before_rotation", description="whether keys are compressed before or after rotary positions turn them"
+    )
     gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how branches are weighted")
     shared_kv: bool = Field(False, description="one key/value pair for all three branches")
     force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train one branch alone")

@@ -26,7 +26,7 @@ from nsa.parallel.numerics import compute_precision, numerics
 from nsa.train.state import AUTOCAST_TYPES
 from nsa.train.trained import TrainedRun
 
-TOKENS_PER_PASS = 1 << 15
+TOKENS_PER_PASS = {"cuda": 1 << 16, "cpu": 1 << 12}  # the reference's time grows with the square
 TOKENS_PER_HEAD = 1 << 11  # whose logits exist at once
 
 
@@ -73,7 +73,7 @@ def loss_by_position(run: TrainedRun, length: int) -> list[Bucket]:
 def _loss_of(model: Decoder, loader: Loader, sequences: int) -> list[Bucket]:
     device = model.head.weight.device
     sums = torch.zeros(2, loader.seq_len.bit_length(), dtype=torch.float64, device=device)
-    at_once = max(1, TOKENS_PER_PASS // loader.seq_len)
+    at_once = max(1, TOKENS_PER_PASS[device.type] // loader.seq_len)
     for first in range(0, sequences, at_once):
         batch = loader.batch(first, min(at_once, sequences - first)).to(device)
         hidden = model.hidden(batch.inputs, batch.cu_seqlens, batch.max_seqlen).flatten(0, 1)
@@ -92,7 +92,7 @@ def _loss_of(model: Decoder, loader: Loader, sequences: int) -> list[Bucket]:
 def _buckets(batch: Batch) -> Tensor:
     """Of every target, the whole logarithm to base 2 of its tokens of context."""
     rows, tokens = batch.inputs.shape
-    place = torch.arange(tokens, device=batch.inputs.device)
+    place = torch.arange(tokens, dtype=torch.int32, device=batch.inputs.device)
     if batch.cu_seqlens is not None:
         place = place - batch.cu_seqlens[torch.searchsorted(batch.cu_seqlens, place, right=True) - 1]
     return torch.frexp((place + 1).double()).exponent.long().sub(1).repeat(rows)
@@ -100,12 +100,12 @@ def _buckets(batch: Batch) -> Tensor:
 
 def recall_by_depth(run: TrainedRun, prompts: Prompts, samples: int) -> list[float]:
     """The share of exact answers at every depth, `samples` each. Call it inside `inference`."""
-    asked = prompts.questions(samples)
+    asked, at_once = prompts.questions(samples), TOKENS_PER_PASS[run.model.head.weight.device.type]
     exact = np.zeros(prompts.num_depths)
     waiting: list[Prompt] = []
     for number, depths in enumerate(asked):
         waiting.append(prompts.make(depths, number))
-        if number + 1 == len(asked) or (len(waiting) + 1) * prompts.length > TOKENS_PER_PASS:
+        if number + 1 == len(asked) or (len(waiting) + 1) * prompts.length > at_once:
             for prompt, answers in zip(waiting, exact_answers(run.model, waiting), strict=True):
                 exact[prompt.depths] += answers
             waiting = []

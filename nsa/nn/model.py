@@ -101,6 +101,7 @@ def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend
         model.head_dim_v,
         nsa.spec(),
         phi=nsa.phi,
+        compress=nsa.compress,
         gate=nsa.gate,
         shared_kv=nsa.shared_kv,
         force_branch=nsa.force_branch,

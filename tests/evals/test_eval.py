@@ -34,7 +34,7 @@ def evaluate(*arguments):
 
 @pytest.mark.parametrize("isolated", [True, False])
 def test_loss_by_position_equals_a_loop_over_tokens(isolated, folder, monkeypatch):
-    monkeypatch.setattr(scoring, "TOKENS_PER_PASS", 100)
+    monkeypatch.setitem(scoring.TOKENS_PER_PASS, "cpu", 100)
     monkeypatch.setattr(scoring, "TOKENS_PER_HEAD", 7)
     run = nsa.load_run(folder, overrides=[f"data.isolate_documents={isolated}", "train.eval_sequences=5"])
     with scoring.inference(run):
@@ -85,7 +85,7 @@ class Answered(Prompts):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_recall_equals_greedy_decoding_of_every_answer(several, folder, monkeypatch):
-    monkeypatch.setattr(scoring, "TOKENS_PER_PASS", 700)
+    monkeypatch.setitem(scoring.TOKENS_PER_PASS, "cpu", 700)
     run = nsa.load_run(folder)
     monkeypatch.setattr(Answered, "model", run.model)
     samples, exact = 3, [0] * 5
