@@ -66,7 +66,8 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     by_place = [{bucket["first"]: bucket for bucket in row["buckets"]} for row in found["loss"]]
     for first in sorted(set().union(*by_place)):
         cells = [f"{buckets[first]['loss']:.4f}" if first in buckets else "" for buckets in by_place]
-        table.add_row(f"{first:,} to {2 * first - 1:,}", *cells)
+        last = max(buckets[first]["last"] for buckets in by_place if first in buckets)
+        table.add_row(f"{first:,} to {last:,}", *cells)
     table.add_row("all", *(f"{row['loss']:.4f}" for row in found["loss"]))
     console.print(table)
     for keys in KEYS:
@@ -89,6 +90,7 @@ def write_json(found: dict[str, Any], path: Path) -> None:
 
 def draw_figure(found: dict[str, Any], path: Path) -> None:
     """Needs matplotlib; a ModuleNotFoundError says so."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.6), layout="constrained")
@@ -115,4 +117,5 @@ def draw_figure(found: dict[str, Any], path: Path) -> None:
             xlabel="tokens", ylabel="depth of the key (%)", title=f"exact answers, {keys} key" + "s" * (keys != "one")
         )
     figure.colorbar(image, ax=maps)
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):  # text as text: small files
+        figure.savefig(path)

@@ -72,18 +72,19 @@ def loss_by_position(run: TrainedRun, length: int) -> list[Bucket]:
 
 def _loss_of(model: Decoder, loader: Loader, sequences: int) -> list[Bucket]:
     device = model.head.weight.device
-    sums = torch.zeros(2, loader.seq_len.bit_length(), dtype=torch.float64, device=device)
+    last = (loader.seq_len - 1).bit_length() - 1  # the bucket of a whole sequence, which no bucket has for itself
+    sums = torch.zeros(2, last + 1, dtype=torch.float64, device=device)
     at_once = max(1, TOKENS_PER_PASS[device.type] // loader.seq_len)
     for first in range(0, sequences, at_once):
         batch = loader.batch(first, min(at_once, sequences - first)).to(device)
         hidden = model.hidden(batch.inputs, batch.cu_seqlens, batch.max_seqlen).flatten(0, 1)
-        targets, bucket = batch.targets.flatten(), _buckets(batch)
+        targets, bucket = batch.targets.flatten(), _buckets(batch).clamp(max=last)
         for some in torch.arange(len(targets), device=device).split(TOKENS_PER_HEAD):
             nats = cross_entropy(model.head(hidden[some]).float(), targets[some], reduction="none").double()
             sums[0].index_add_(0, bucket[some], nats)
             sums[1].index_add_(0, bucket[some], (targets[some] >= 0).double())
     return [
-        Bucket(1 << n, (2 << n) - 1, int(tokens), nats / tokens)
+        Bucket(1 << n, loader.seq_len if n == last else (2 << n) - 1, int(tokens), nats / tokens)
         for n, (nats, tokens) in enumerate(zip(*sums.tolist(), strict=True))
         if tokens
     ]

@@ -1,0 +1,39 @@
+"""`python -m bench.learning`: its rows are runs that can start, its results can be shown."""
+
+import json
+
+import pytest
+
+from bench.learning import RESULTS, ROWS, main, overrides_of, parse
+from nsa.config import load_config
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("action", ["run", "recall"])
+def test_every_row_is_a_configuration_that_loads(row, action, tmp_path):
+    options = parse([action, str(tmp_path), "--tokenizer", "bytes", "--tokens", "1000000", "train.log_every=7"])
+    config = load_config("configs/m7c_125m.yaml", overrides_of(tmp_path, row, options, seed=3))
+    assert config.train.seed == 3
+    assert config.train.log_every == 7
+    assert config.train.steps == 16
+    sources = [part.source for part in config.data.mixture] or [config.data.source]
+    assert sources == (["prepared", "recall"] if action == "recall" else ["prepared"])
+    assert config.train.out_dir.endswith(f"{'recall-' * (action == 'recall')}bytes-{row}-8192-16-s3")
+
+
+def test_results_are_shown_with_their_recall_and_drawn(tmp_path, monkeypatch, capsys):
+    measured = {"recall": [{"length": 8192, "keys": "several", "by_depth": [1.0, 0.5]}]}
+    results = tmp_path / "results.jsonl"
+    found = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    results.write_text("".join(json.dumps({**result, "eval": measured}) + "\n" for result in found))
+    monkeypatch.setattr("sys.argv", ["learning", "show", "--results", str(results)])
+    main()
+    shown = capsys.readouterr().out
+    assert "+0.00%" in shown
+    assert "nsa, several,  8,192 tokens, exact in % by depth: 100.0  50.0" in shown
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "img" / "learning.svg"
+    for _ in range(2):
+        monkeypatch.setattr("sys.argv", ["learning", "plot", "--results", str(results), "--figure", str(drawn)])
+        main()
+        assert "million tokens" in drawn.read_text()
