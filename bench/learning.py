@@ -12,7 +12,7 @@ trainer's own (`nsa train`), each in its own process and folder; a run that was 
 results is not trained again. Rows differ in the overrides of ROWS and in nothing else. `--tokenizer bytes` prepares and
 trains on bytes instead of BPE tokens.
 
-`recall` trains a smaller model, half on text and half on documents that ask for what they said before
+`recall` trains a smaller model on one third text and two thirds documents that ask for what they said before
 (`data.source=recall`), and measures with `nsa eval` what it recalls, by depth and length.
 """
 
@@ -141,7 +141,7 @@ def data_of(work: Path, options: argparse.Namespace) -> list[str]:
     shards = shards_of(work, options.tokenizer)
     chosen = [f"data.paths=[{shards}]"]
     if options.action == "recall":
-        mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall}}"
+        mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall, weight: 2}}"
         chosen = ["data.source=recall", f"data.mixture=[{mixture}]", *RECALL.split()]
     return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
 

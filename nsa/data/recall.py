@@ -4,9 +4,9 @@ A line `kavo=37` gives a key its value. The same line, met again at any distance
 must look the value up. Documents are plain text, so every tokenizer works, and a pure function of (seed, number).
 
 Training documents mix lines that define a key with lines that ask for one of the keys so far, each equally likely, so
-that questions stand everywhere and reach back to any place before. Half of the documents have nothing else; in the
-others lines of filler stand between, up to 255 for each. Prompts of an evaluation ask at their end, either for the one
-key in filler, or for some of the keys that all lines define.
+that questions stand everywhere and reach back to any place before. In a quarter of the documents lines of filler stand
+between, up to 255 for each. Prompts of an evaluation ask at their end, either for the one key in filler, or for some of
+the keys that all lines define.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ VALUE_LENGTH = 2  # digits
 LINE = len("kavo=37\n")  # no line is shorter
 SPARSEST = 1 / 256  # lowest share of lines that are no filler
 SHORTEST = 64  # tokens of a document
-HALVINGS = 4  # how often the longest document is halved at most
 PROMPTS = 1 << 63  # sets the keys of prompts apart from those of training documents
 FILLER = [phrase.decode().rstrip() + "\n" for phrase in make_phrases(0, 512)]
 
@@ -52,7 +51,7 @@ def make_text(characters: int, seed: int, key: int) -> str:
     draw = _uniform(1 + 5 * count, seed, key)
     words, values, kind, which, pick = draw[1:].reshape(5, count)
     pairs = _Pairs(list(dict.fromkeys((words * NUM_KEYS).astype(np.int64).tolist())), values)
-    is_filler = kind >= SPARSEST ** max(0.0, 2 * draw[0] - 1)
+    is_filler = kind >= SPARSEST ** max(0.0, 4 * draw[0] - 3)
     defined = 0
     lines = []
     for filler, asks, chosen in zip(is_filler.tolist(), (which < 0.5).tolist(), pick.tolist(), strict=True):
@@ -67,8 +66,9 @@ def make_text(characters: int, seed: int, key: int) -> str:
 
 
 class RecallSequences(Sequences):
-    """Training sequences without end. Half of them are one document of `longest` tokens after the other, a quarter
-    documents of half that length, and so on: what is near is learned first."""
+    """Training sequences without end. The documents of one are all of `longest` tokens, or of half, a quarter and so on
+    of it down to SHORTEST, each equally likely: to find one of few keys is learned first, and what it takes is the same
+    among many."""
 
     name = "recall"
 
@@ -78,8 +78,8 @@ class RecallSequences(Sequences):
 
     def row(self, number: int) -> Row:
         key = number << 20 | self.validation
-        halvings = min(HALVINGS, int(-np.log2(1 - _uniform(1, self.seed, key | 1 << 19)[0])))
-        length = max(min(SHORTEST, self.longest), self.longest >> halvings)
+        kinds = max(1, (self.longest // SHORTEST).bit_length())
+        length = self.longest >> int(kinds * _uniform(1, self.seed, key | 1 << 19)[0])
         starts = np.arange(0, self.seq_len, length)
         documents = [self._document(length, key | place << 1) for place in range(len(starts))]
         end = np.array([self.tokenizer.separator], dtype=self.tokenizer.dtype)
