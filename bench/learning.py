@@ -311,7 +311,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 128 million")
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, help="default: 8; recall: 4, since it takes steps more than tokens")
     parser.add_argument("--eval-tokens", type=int, default=1 << 20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on the GPU; their speed is then shared")
     parser.add_argument("--max-mb", type=int, default=400, help="text to collect")
@@ -323,6 +323,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     is_recall = options.action == "recall"
     options.rows = options.rows or ("nsa,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
     options.tokens = options.tokens or (128_000_000 if is_recall else 60_000_000)
+    options.batch_size = options.batch_size or (4 if is_recall else 8)
     options.results = options.results or (RECALL_RESULTS if is_recall else RESULTS)
     return options
 
