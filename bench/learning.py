@@ -2,12 +2,18 @@
 
     python -m bench.learning prepare WORK                    # text, vocabulary and shards, from this machine's packages
     python -m bench.learning run WORK --rows dense,nsa       # trains what is not in the results yet
+    python -m bench.learning recall WORK                     # NSA and a window alone on text and recall documents
     python -m bench.learning show                            # the results as a table
+    python -m bench.learning plot                            # and as a figure
 
 Text is the source code and documentation of the installed Python packages. A document is a folder: its files of 4 KB
 and more, each once in the whole corpus, behind a line with their path, so that a long context pays. Runs are the
 trainer's own (`nsa train`), each in its own process and folder; a run that was stopped goes on, a row that is in the
-results is not trained again. Rows differ in the overrides of ROWS and in nothing else.
+results is not trained again. Rows differ in the overrides of ROWS and in nothing else. `--tokenizer bytes` prepares and
+trains on bytes instead of BPE tokens.
+
+`recall` trains a smaller model on one third text and two thirds documents that ask for what they said before
+(`data.source=recall`), and measures with `nsa eval` what it recalls, by depth and length.
 """
 
 import argparse
@@ -18,12 +24,14 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path("bench/results/learning-h200.jsonl")
+RECALL_RESULTS = Path("bench/results/recall-h200.jsonl")
+FIGURE = Path("docs/img/learning.svg")
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".c", ".pyx", ".js", ".ts")
 SMALLEST_FILE, LARGEST_FILE = 4 << 10, 512 << 10
 LARGEST_DOCUMENT = 1 << 20
@@ -42,6 +50,10 @@ ROWS: dict[str, str] = {
     "pattern-3-1": "model.layer_pattern=[nsa,nsa,nsa,dense]",
     "window": "model.layer_pattern=[window]",
     "window-dense": "model.layer_pattern=[window,window,window,dense]",
+    "nsa-mean-mlp": "nsa.phi=mean_mlp",
+    "nsa-after-rotation": "nsa.compress=after_rotation",
+    "nsa-muon": "train.optimizer=muon",
+    "dense-muon": "model.attention=dense train.optimizer=muon",
     "dense-norm": "model.attention=dense model.qk_norm=true",
     "nsa-norm": "model.qk_norm=true",
     "nsa-32": "nsa.num_selected=32",
@@ -53,10 +65,24 @@ ROWS: dict[str, str] = {
     "pattern-1-3-norm": "model.layer_pattern=[dense,nsa,nsa,nsa] model.qk_norm=true",
     "pattern-1-1-norm": "model.layer_pattern=[nsa,dense] model.qk_norm=true",
 }
+# Small enough for 128 million tokens in two to three minutes, deep enough to look a key up and copy what follows it.
+RECALL = (
+    "model.dim=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=2 model.mlp_dim=1408 train.lr=1e-3 "
+    "train.min_lr_ratio=0.02"
+)
+RECALL_LENGTHS, RECALL_SAMPLES = "2048,4096,8192,32768", 100
 
 
-def prepare(work: Path, max_mb: int) -> None:
-    """Writes WORK/corpus, WORK/tokenizer.json and WORK/shards."""
+def shards_of(work: Path, tokenizer: str) -> Path:
+    return work / ("shards" if tokenizer == "bpe" else f"shards-{tokenizer}")
+
+
+def tokenizer_of(work: Path, tokenizer: str) -> str:
+    return str(work / "tokenizer.json") if tokenizer == "bpe" else tokenizer
+
+
+def prepare(work: Path, max_mb: int, tokens: str) -> None:
+    """Writes WORK/corpus, WORK/tokenizer.json and WORK/shards, or WORK/shards-bytes."""
     from nsa.data.vocabulary import train_bpe
 
     corpus = work / "corpus" / "packages.jsonl"
@@ -73,14 +99,15 @@ def prepare(work: Path, max_mb: int) -> None:
         beside.replace(corpus)
         print(f"{corpus}: {count:,} documents, {size / 2**20:,.0f} MiB", flush=True)
     tokenizer = work / "tokenizer.json"
-    if not tokenizer.exists():
+    if tokens == "bpe" and not tokenizer.exists():
         with corpus.open(encoding="utf-8") as file:
             # Every third document: a vocabulary needs less text than a model, and all of the corpus' kinds.
             texts = (json.loads(line)["text"] for number, line in enumerate(file) if number % 3 == 0)
             _, read = train_bpe(texts, tokenizer, vocab_size=VOCABULARY, max_bytes=128 << 20)
         print(f"{tokenizer}: {VOCABULARY:,} tokens from {read / 2**20:,.0f} MiB", flush=True)
-    arguments = ["data.source=text", f"data.paths=[{corpus}]", f"data.tokenizer={tokenizer}"]
-    subprocess.run([sys.executable, "-m", "nsa", "data", "prepare", str(work / "shards"), *arguments], check=True)
+    arguments = ["data.source=text", f"data.paths=[{corpus}]", f"data.tokenizer={tokenizer_of(work, tokens)}"]
+    folder = str(shards_of(work, tokens))
+    subprocess.run([sys.executable, "-m", "nsa", "data", "prepare", folder, *arguments], check=True)
 
 
 def folders(root: Path) -> Iterator[str]:
@@ -110,42 +137,77 @@ def folders(root: Path) -> Iterator[str]:
             yield "\n".join(parts)
 
 
-def run_row(work: Path, row: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    steps = -(-options.tokens // (options.seq_len * options.batch_size))
-    folder = work / "runs" / f"{row}-{options.seq_len}-{steps}-s{seed}"
-    overrides = [
+def data_of(work: Path, options: argparse.Namespace) -> list[str]:
+    shards = shards_of(work, options.tokenizer)
+    chosen = [f"data.paths=[{shards}]"]
+    if options.action == "recall":
+        mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall, weight: 2}}"
+        chosen = ["data.source=recall", f"data.mixture=[{mixture}]", *RECALL.split()]
+    return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
+
+
+def folder_of(work: Path, row: str, options: argparse.Namespace, seed: int) -> Path:
+    kind = "" if options.action == "run" else f"{options.action}-"
+    kind += "" if options.tokenizer == "bpe" else f"{options.tokenizer}-"
+    return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}"
+
+
+def steps_of(options: argparse.Namespace) -> int:
+    return -(-options.tokens // (options.seq_len * options.batch_size))
+
+
+def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int) -> list[str]:
+    steps = steps_of(options)
+    return [
         *BASE.split(),
+        *data_of(work, options),
         *ROWS[row].split(),
-        f"data.paths=[{work / 'shards'}]",
-        f"data.tokenizer={work / 'tokenizer.json'}",
         f"train.steps={steps}",
         f"train.seq_len={options.seq_len}",
         f"train.batch_size={options.batch_size}",
         f"train.eval_every={max(1, steps // 4)}",
         f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
         f"train.seed={seed}",
-        f"train.out_dir={folder}",
+        f"train.out_dir={folder_of(work, row, options, seed)}",
         *options.override,
     ]
+
+
+def run_row(work: Path, row: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    folder = folder_of(work, row, options, seed)
     began = time.time()
-    command = [sys.executable, "-m", "nsa", "train", "configs/m7c_125m.yaml", *overrides]
-    with (work / f"{folder.name}.log").open("a") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    measured: dict[str, Any] = {}
+    log = work / f"{folder.name}.log"
+    code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed)], log)
+    seconds = round(time.time() - began, 1)
+    if options.action == "recall" and code == 0:
+        code = run_logged(["eval", str(folder), "--lengths", options.lengths, "--samples", str(RECALL_SAMPLES)], log)
+        measured = json.loads((folder / "eval.json").read_text()) if code == 0 else {}
+        measured.pop("weights", None)
     metrics = json.loads((folder / "metrics.json").read_text()) if (folder / "metrics.json").exists() else {}
     return {
         "row": row,
         "changes": " ".join([ROWS[row], *options.override]).strip(),
+        "tokenizer": options.tokenizer,
         "seq_len": options.seq_len,
-        "tokens": steps * options.seq_len * options.batch_size,
+        "tokens": steps_of(options) * options.seq_len * options.batch_size,
         "seed": seed,
         "exit_code": code,
         "val_loss": metrics.get("val_loss"),
         "val_bits_per_byte": metrics.get("val_bits_per_byte"),
         "curve": validations(folder),
-        "seconds": round(time.time() - began, 1),
+        "seconds": seconds,
         "runs_at_once": options.jobs,
         "reason": metrics.get("reason"),
+        **({"eval": measured} if measured else {}),
     }
+
+
+def run_logged(arguments: list[str], log: Path) -> int:
+    with log.open("a") as file:
+        return subprocess.run(
+            [sys.executable, "-m", "nsa", *arguments], stdout=file, stderr=subprocess.STDOUT
+        ).returncode
 
 
 def validations(folder: Path) -> list[tuple[int, float]]:
@@ -162,20 +224,21 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    return (result["row"], result.get("tokenizer", "bpe"), *(result[name] for name in ("seq_len", "tokens", "seed")))
+
+
 def run(work: Path, options: argparse.Namespace) -> None:
     unknown = [row for row in options.rows.split(",") if row not in ROWS]
     if unknown:
         sys.exit(f"--rows: {unknown[0]!r} is no row; there are {', '.join(ROWS)}")
-    steps = -(-options.tokens // (options.seq_len * options.batch_size))
-    tokens = steps * options.seq_len * options.batch_size
-    done = {
-        (r["row"], r["seq_len"], r["tokens"], r["seed"]) for r in read_results(options.results) if r["exit_code"] == 0
-    }
+    tokens = steps_of(options) * options.seq_len * options.batch_size
+    done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [
         (row, seed)
         for seed in (int(seed) for seed in options.seeds.split(","))
         for row in options.rows.split(",")
-        if (row, options.seq_len, tokens, seed) not in done
+        if (row, options.tokenizer, options.seq_len, tokens, seed) not in done
     ]
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -194,40 +257,87 @@ def show(results: Path) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("row", "changes", "context", "tokens", "seed", "val loss", "against dense")
+    table = Table("row", "changes", "tokenizer", "context", "tokens", "seed", "val loss", "against dense")
     found = [r for r in read_results(results) if r["val_loss"] is not None]
-    dense = {(r["seq_len"], r["tokens"], r["seed"]): r["val_loss"] for r in found if r["row"] == "dense"}
+    dense = {key_of(r)[1:]: r["val_loss"] for r in found if r["row"] == "dense"}
     for r in found:
-        base = dense.get((r["seq_len"], r["tokens"], r["seed"]))
-        ratio = f"{r['val_loss'] / base - 1:+.2%}" if base else "-"
-        million = f"{r['tokens'] / 1e6:.0f}M"
-        table.add_row(
-            r["row"], escape(r["changes"]), str(r["seq_len"]), million, str(r["seed"]), f"{r['val_loss']:.4f}", ratio
-        )
-    Console(width=140).print(table)
+        row, tokenizer, seq_len, tokens, seed = key_of(r)
+        base = dense.get(key_of(r)[1:])
+        cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{r['val_loss']:.4f}")
+        table.add_row(row, escape(r["changes"]), *cells, f"{r['val_loss'] / base - 1:+.2%}" if base else "-")
+    console = Console(width=140)
+    console.print(table)
+    for r in found:
+        for measured in r.get("eval", {}).get("recall", []):
+            shares = " ".join(f"{100 * share:5.1f}" for share in measured["by_depth"])
+            console.print(
+                f"{r['row']}, {measured['keys']}, {measured['length']:6,} tokens, exact in % by depth: {shares}"
+            )
 
 
-def main() -> None:
+def plot(results: Path, figure: Path) -> None:
+    """Validation loss against tokens: a panel for each tokenizer, context and length of run, a curve for each run."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in read_results(results):
+        if r["exit_code"] == 0 and r["curve"]:
+            panels.setdefault(key_of(r)[1:4], []).append(r)
+    if not panels:
+        sys.exit(f"{results}: no finished run to plot")
+    drawn = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    all_axes = drawn.subplots(1, len(panels), squeeze=False)[0]
+    for axes, ((tokenizer, seq_len, tokens), runs) in zip(all_axes, sorted(panels.items()), strict=True):
+        for r in runs:
+            per_step = tokens / r["curve"][-1][0] / 1e6
+            style = {"dense": "k-", "nsa": "C0-"}.get(r["row"], "--")
+            label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
+            axes.plot([step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]], style, label=label)
+        axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context", xlabel="million tokens", ylabel="validation loss")
+        axes.legend(fontsize="small")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "learning", "svg.fonttype": "none"}):  # the same small file for the same results
+        drawn.savefig(figure, metadata={"Date": None})
+    print(f"{figure}: {figure.stat().st_size:,} bytes")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.learning", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("prepare", "run", "show"))
+    parser.add_argument("action", choices=("prepare", "run", "recall", "show", "plot"))
     parser.add_argument("work", nargs="?", type=Path, default=Path("runs/learning"), help="folder of text and runs")
-    parser.add_argument("--rows", default="dense,nsa,pattern-1-3,pattern-1-1")
+    parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: nsa,window")
+    parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--tokens", type=int, default=60_000_000)
+    parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 128 million")
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, help="default: 8; recall: 4, since it takes steps more than tokens")
     parser.add_argument("--eval-tokens", type=int, default=1 << 20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on the GPU; their speed is then shared")
     parser.add_argument("--max-mb", type=int, default=400, help="text to collect")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--lengths", default=RECALL_LENGTHS, help="recall: lengths to measure at")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("override", nargs="*", help="further overrides of every row")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
+    is_recall = options.action == "recall"
+    options.rows = options.rows or ("nsa,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
+    options.tokens = options.tokens or (128_000_000 if is_recall else 60_000_000)
+    options.batch_size = options.batch_size or (4 if is_recall else 8)
+    options.results = options.results or (RECALL_RESULTS if is_recall else RESULTS)
+    return options
+
+
+def main() -> None:
+    options = parse()
     if options.action == "prepare":
-        prepare(options.work, options.max_mb)
-    elif options.action == "run":
-        run(options.work, options)
-    else:
+        prepare(options.work, options.max_mb, options.tokenizer)
+    elif options.action == "show":
         show(options.results)
+    elif options.action == "plot":
+        plot(options.results, options.figure)
+    else:
+        run(options.work, options)
 
 
 if __name__ == "__main__":

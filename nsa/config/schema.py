@@ -76,7 +76,12 @@ class NSAConfig(Section):
     num_init: int = Field(1, description="first blocks, always read")
     num_local: int = Field(2, description="newest blocks up to the query's own, always read")
     window: int = Field(512, description="tokens of the sliding window, the query's own included")
-    phi: Literal["mean", "mlp"] = Field("mean", description="how a block becomes one compressed token")
+    phi: Literal["mean", "mlp", "mean_mlp"] = Field(
+        "mean", description="how a block becomes one compressed token; mean_mlp: their sum, the MLP starting at zero"
+    )
+    compress: Literal["before_rotation", "after_rotation"] = Field(
+        "before_rotation", description="whether keys are compressed before or after rotary positions turn them"
+    )
     gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how branches are weighted")
     shared_kv: bool = Field(False, description="one key/value pair for all three branches")
     force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train one branch alone")
@@ -104,7 +109,7 @@ class NSAConfig(Section):
 class SourceConfig(Section):
     """Where documents come from."""
 
-    source: Literal["synthetic", "python", "text", "fineweb_edu", "hub", "prepared"] = Field(
+    source: Literal["synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared"] = Field(
         "python", description="where text comes from"
     )
     paths: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -125,6 +130,9 @@ class SourceConfig(Section):
     )
     split: Annotated[str, Field(min_length=1)] = Field("train", description="hub: split of the subset")
     revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu, hub: branch, tag or commit")
+    document_tokens: Annotated[int, Field(ge=16)] | None = Field(
+        None, description="recall: tokens of the longest documents; train.seq_len when unset"
+    )
 
     @model_validator(mode="before")
     @classmethod

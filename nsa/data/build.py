@@ -14,6 +14,7 @@ from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
 from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
+from nsa.data.recall import RecallSequences
 from nsa.data.sequences import BestFit, Concat, Mixture, PackedStream, Sequences, SyntheticStream
 from nsa.data.sources.base import Progress, RemoteSource, Skipped, Source
 from nsa.data.sources.registry import open_source
@@ -107,6 +108,12 @@ class _Builder:
             validation = self._synthetic(validation=True) if fraction else None
             summary = "synthetic: generated phrases without end"
             return Data(self._synthetic(validation=False), validation, summary, "synthetic 1")
+        if source.source == "recall":
+            longest = self._longest_document(source)
+            held_out = self._recall(longest, _VALIDATION_SEED, validation=True) if fraction else None
+            summary = f"recall: generated documents of up to {longest:,} tokens, without end"
+            training = self._recall(longest, self.train.seed, validation=False)
+            return Data(training, held_out, summary, f"recall 1 {longest}")
         if source.source == "prepared":
             shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
             corpora = split_corpus(shards.pieces, shards.lengths, shards.keys, fraction)
@@ -125,6 +132,19 @@ class _Builder:
         seed, seq_len = self.train.seed, self.train.seq_len
         stream = SyntheticStream(seed, seq_len, self.tokenizer.separator, validation=validation)
         return self._loader(lambda: Concat(stream, seq_len, seed, "synthetic"))
+
+    def _longest_document(self, source: SourceConfig) -> int:
+        longest, seq_len = source.document_tokens or self.train.seq_len, self.train.seq_len
+        if longest > seq_len:
+            raise ConfigError(
+                f"data.document_tokens: a sequence has {seq_len} tokens (train.seq_len), a document cannot have "
+                f"{longest}; choose at most {seq_len}, or leave it unset"
+            )
+        return longest
+
+    def _recall(self, longest: int, seed: int, *, validation: bool) -> Loader:
+        seq_len = self.train.seq_len
+        return self._loader(lambda: RecallSequences(self.tokenizer, seq_len, longest, seed, validation=validation))
 
     def _tokenise_all(self, source: Source) -> Iterator[Tokenised]:
         """Every unit in order; threads are a few units ahead, which helps where the tokenizer lets them run."""

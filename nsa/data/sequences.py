@@ -97,7 +97,7 @@ class SyntheticStream:
         self.document_length = document_length
         self.separator = separator
         self.validation = validation
-        self._phrases = _make_phrases(seed, self.PHRASES)
+        self._phrases = make_phrases(seed, self.PHRASES)
         self._document = lru_cache(maxsize=4)(self._make_document)
 
     def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
@@ -122,7 +122,8 @@ class SyntheticStream:
         return document
 
 
-def _make_phrases(seed: int, count: int) -> list[bytes]:
+def make_phrases(seed: int, count: int) -> list[bytes]:
+    """Sentences of synthetic words, each with a full stop and a space behind it."""
     syllables = ["ka", "lo", "mi", "ne", "ru", "sa", "te", "vo", "zi", "pa", "du", "he"]
     bits = random_bits(count * 24, seed, 0).astype(np.int64) & 0x7FFF_FFFF
     phrases = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.compressor import MeanCompressor, MLPCompressor
+from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
@@ -37,7 +37,10 @@ class NSAAttention(nn.Module):
     head_dim_k     size of a query and key head, a multiple of 16 from 16 to 256
     head_dim_v     size of a value head, likewise; None makes it head_dim_k
     spec           the sizes of blocks, selection and window (`NSASpec`); None takes the paper's, NSASpec()
-    phi            "mean" or "mlp": how a block becomes a compressed token
+    phi            "mean", "mlp", or "mean_mlp" (their sum, where the MLP starts at zero): how a block becomes a
+                   compressed token
+    compress       "before_rotation": keys are compressed, then a compressed key is turned at its block's start.
+                   "after_rotation": keys are turned at their own positions, then compressed
     gate           "sigmoid" or "softmax"
     shared_kv      one key/value pair for the three branches instead of three
     force_branch   the output is that branch alone; parameters that are then unused are frozen
@@ -61,7 +64,8 @@ class NSAAttention(nn.Module):
         head_dim_v: int | None = None,
         spec: NSASpec | None = None,
         *,
-        phi: Literal["mean", "mlp"] = "mean",
+        phi: Literal["mean", "mlp", "mean_mlp"] = "mean",
+        compress: Literal["before_rotation", "after_rotation"] = "before_rotation",
         gate: Literal["sigmoid", "softmax"] = "sigmoid",
         shared_kv: bool = False,
         force_branch: Branch | None = None,
@@ -71,12 +75,12 @@ class NSAAttention(nn.Module):
         backend: Backend = None,
     ):
         super().__init__()
-        _check_layer_arguments(dim, num_heads, num_kv_heads, phi, gate, force_branch)
+        _check_layer_arguments(dim, num_heads, num_kv_heads, phi, compress, gate, force_branch)
         self.spec = spec or NSASpec()
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k = _head_size("head_dim_k", head_dim_k)
         self.head_dim_v = _head_size("head_dim_v", head_dim_v or head_dim_k)
-        self.shared_kv, self.force_branch = shared_kv, force_branch
+        self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
         self.rope_base, self.backend = rope_base, backend
 
         pairs = 1 if shared_kv else len(BRANCHES)
@@ -95,7 +99,9 @@ class NSAAttention(nn.Module):
 
     def _build_phi(self, phi: str, head_dim: int) -> MeanCompressor | MLPCompressor:
         backend = backend_of("phi", self.backend)
-        return MeanCompressor(self.spec, backend) if phi == "mean" else MLPCompressor(self.spec, head_dim, backend)
+        if phi == "mean":
+            return MeanCompressor(self.spec, backend)
+        return (MLPCompressor if phi == "mlp" else MeanMLPCompressor)(self.spec, head_dim, backend)
 
     def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """x_BSC [batch, tokens, dim], of the type of the weights unless autocast is on -> the same shape. Token t of
@@ -119,8 +125,10 @@ class NSAAttention(nn.Module):
 
         q_BSHK = rotate(q_BSHK, token_tables)
         (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
-        # Keys are compressed as they come from the projection; each compressed key is then turned as one.
-        k_cmp_BNGK = rotate(self.phi_k(k_cmp, cu_seqlens), slot_tables)
+        if self.compress == "after_rotation":
+            k_cmp_BNGK = self.phi_k(rotate(k_cmp, token_tables), cu_seqlens)
+        else:  # each compressed key is turned as one
+            k_cmp_BNGK = rotate(self.phi_k(k_cmp, cu_seqlens), slot_tables)
         v_cmp_BNGV = self.phi_v(v_cmp, cu_seqlens)
         k_sel = rotate(k_sel, token_tables)
         k_win = k_sel if self.shared_kv else rotate(k_win, token_tables)
@@ -138,6 +146,7 @@ class NSAAttention(nn.Module):
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         sizes += f", head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, rope_base={self.rope_base:g}"
         sizes += ", shared_kv=True" if self.shared_kv else ""
+        sizes += f", compress={self.compress!r}" if self.compress != "before_rotation" else ""
         sizes += f", force_branch={self.force_branch!r}" if self.force_branch else ""
         return f"{sizes}, spec={self.spec}"
 
@@ -198,15 +207,17 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, NSAAttention]]:
 
 
 def _check_layer_arguments(
-    dim: int, num_heads: int, num_kv_heads: int, phi: str, gate: str, force_branch: str | None
+    dim: int, num_heads: int, num_kv_heads: int, phi: str, compress: str, gate: str, force_branch: str | None
 ) -> None:
     for name, value in (("dim", dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if value < 1:
             raise ArgumentError(name, f"must be at least 1, got {value}")
     if num_heads % num_kv_heads:
         raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
-    if phi not in ("mean", "mlp"):
-        raise ArgumentError("phi", f"must be 'mean' or 'mlp', got {phi!r}")
+    if phi not in ("mean", "mlp", "mean_mlp"):
+        raise ArgumentError("phi", f"must be 'mean', 'mlp' or 'mean_mlp', got {phi!r}")
+    if compress not in ("before_rotation", "after_rotation"):
+        raise ArgumentError("compress", f"must be 'before_rotation' or 'after_rotation', got {compress!r}")
     if gate not in ("sigmoid", "softmax"):
         raise ArgumentError("gate", f"must be 'sigmoid' or 'softmax', got {gate!r}")
     if force_branch not in (None, *BRANCHES):

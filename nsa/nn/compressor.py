@@ -48,3 +48,16 @@ class MLPCompressor(nn.Module):
         hidden = compress_contract(x_BSGD, weight, self.spec, cu_seqlens=cu_seqlens, backend=self.backend) + constant
         compressed: Tensor = self.out(nn.functional.silu(hidden))
         return compressed.to(x_BSGD.dtype)
+
+
+class MeanMLPCompressor(MLPCompressor):
+    """The mean of the block plus the MLP, whose last Linear starts at zero: training starts at the mean."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x_BSGD: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        mean = compress_mean(x_BSGD, self.spec, cu_seqlens=cu_seqlens, backend=self.backend)
+        return mean + super().forward(x_BSGD, cu_seqlens)

@@ -63,11 +63,16 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it."""
+        logits_BSV: Tensor = self.head(self.hidden(tokens_BS, cu_seqlens, max_seqlen))
+        return logits_BSV
+
+    def hidden(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        """What the head reads, [B, S, C], for callers that need the logits of some tokens only."""
         x_BSC = self.embedding(tokens_BS)
         for block in self.blocks:
             x_BSC = block(x_BSC, cu_seqlens, max_seqlen)
-        logits_BSV: Tensor = self.head(self.norm(x_BSC))
-        return logits_BSV
+        y_BSC: Tensor = self.norm(x_BSC)
+        return y_BSC
 
     def num_parameters(self, *, trainable_only: bool = False) -> int:
         """Parameters, a shared one counted once."""
@@ -96,6 +101,7 @@ def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend
         model.head_dim_v,
         nsa.spec(),
         phi=nsa.phi,
+        compress=nsa.compress,
         gate=nsa.gate,
         shared_kv=nsa.shared_kv,
         force_branch=nsa.force_branch,

@@ -44,8 +44,9 @@ def test_the_whole_layer_passes_gradcheck(per_group, packed):
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
 @pytest.mark.parametrize("shared_kv", [False, True])
-def test_packed_documents_equal_each_document_alone(phi, gate, shared_kv):
-    layer = build(phi=phi, gate=gate, shared_kv=shared_kv).double()
+@pytest.mark.parametrize("compress", ["before_rotation", "after_rotation"])
+def test_packed_documents_equal_each_document_alone(phi, gate, shared_kv, compress):
+    layer = build(phi=phi, gate=gate, shared_kv=shared_kv, compress=compress).double()
     x = torch.randn(1, 21, 24, dtype=torch.float64)
     packed = layer(x, cu_seqlens=torch.tensor(CU_SEQLENS, dtype=torch.int32))
     alone = torch.cat([layer(x[:, :6]), layer(x[:, 6:])], dim=1)
@@ -60,6 +61,39 @@ def test_later_tokens_never_change_an_output(phi):
     changed[:, 17:] = torch.randn(2, 13, 24)
     assert torch.equal(layer(x)[:, :17], layer(changed)[:, :17])
     assert not torch.equal(layer(x)[:, 17:], layer(changed)[:, 17:])
+
+
+def test_mean_mlp_starts_as_the_mean_and_moves_away():
+    layer, mean = build(phi="mean_mlp"), build(phi="mean")
+    assert layer.state_dict().keys() == build(phi="mlp").state_dict().keys()
+    mean.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(1, 21, 24)
+    assert torch.equal(layer(x), mean(x))
+    layer(x).square().sum().backward()
+    for phi in (layer.phi_k, layer.phi_v):
+        assert phi.out.weight.grad.any()
+        torch.nn.init.normal_(phi.out.weight)
+    assert not torch.allclose(layer(x), mean(x))
+
+
+def test_keys_are_compressed_after_rotation_where_that_is_asked_for():
+    layer = build(force_branch="cmp", compress="after_rotation")
+    x = torch.randn(1, 21, 24)
+    tables = rotary_tables(torch.arange(21), 16, layer.rope_base)
+    q = rotate(layer.q(x).unflatten(-1, (4, 16)), tables)
+    k = rotate(layer.k[0](x).unflatten(-1, (2, 16)), tables)
+    v = layer.v[0](x).unflatten(-1, (2, 32))
+    starts = range(0, 21 - SMALL.cmp_block + 1, SMALL.cmp_stride)
+    k_cmp, v_cmp = (torch.stack([y[:, i : i + SMALL.cmp_block].mean(1) for i in starts], 1) for y in (k, v))
+    o, _ = ops.compressed_attention(q, k_cmp, v_cmp, SMALL)
+    torch.testing.assert_close(layer(x), layer.out(o.flatten(2)))
+    assert not torch.allclose(layer(x), build_like(layer, compress="before_rotation")(x))
+
+
+def build_like(layer, **options):
+    other = build(force_branch=layer.force_branch, **options)
+    other.load_state_dict(layer.state_dict())
+    return other
 
 
 def test_every_parameter_gets_a_gradient():
@@ -177,6 +211,7 @@ def test_compressed_keys_are_rotated_to_the_start_of_their_block():
         ({"head_dim_v": 512}, "head_dim_v"),
         ({"dim": 0}, "dim"),
         ({"phi": "max"}, "phi"),
+        ({"compress": "never"}, "compress"),
         ({"gate": "relu"}, "gate"),
         ({"force_branch": "all"}, "force_branch"),
     ],

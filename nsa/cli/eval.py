@@ -1,0 +1,57 @@
+"""`nsa eval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nsa import load_run
+from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.generate import Source
+from nsa.errors import ConfigError
+
+
+def evaluate(
+    source: Source,
+    overrides: Overrides = None,
+    override: JoinedOverrides = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Tokens of context to measure at.", show_default="train.seq_len"),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Questions at every depth and length.")] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where eval.json and eval.svg go.", show_default="the folder of the run"),
+    ] = None,
+) -> None:
+    """Measure a trained model: its loss by position in the context, and how well it recalls by depth and length.
+
+    The loss is that of the run's own validation data, or of others: data.source=text data.paths=[books]
+    """
+    wanted = _parse_lengths(lengths) if lengths is not None else None
+    from rich.console import Console
+
+    from nsa.evals.report import FIGURE_FILE, JSON_FILE, draw_figure, evaluate, print_tables, write_json
+
+    run = load_run(source, overrides=all_overrides(overrides, override))
+    found = evaluate(run, wanted or [run.config.train.seq_len], samples, print)
+    folder = out or (source if source.is_dir() else source.parent)
+    write_json(found, folder / JSON_FILE)
+    print_tables(found, Console())
+    print(f"{folder / JSON_FILE}: all numbers")
+    try:
+        draw_figure(found, folder / FIGURE_FILE)
+        print(f"{folder / FIGURE_FILE}: the same as a figure")
+    except ModuleNotFoundError as error:
+        print(f"no figure: the package {error.name!r} is not installed: pip install 'nsa[figures]'")
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = [0]
+    if lengths[0] < 2:
+        raise ConfigError(f"--lengths: {text!r} is no list of lengths in tokens; give for example 2048,8192")
+    return lengths

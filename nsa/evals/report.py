@@ -1,0 +1,121 @@
+"""An evaluation of a run: measured, printed as tables, written as JSON and as a figure."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nsa.data.recall import Prompts
+from nsa.errors import DataError
+from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
+from nsa.train.trained import TrainedRun
+
+NUM_DEPTHS = 10
+KEYS = ("one", "several")
+JSON_FILE, FIGURE_FILE = "eval.json", "eval.svg"
+
+
+def evaluate(
+    run: TrainedRun, lengths: Sequence[int], samples: int, log: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Both measures at every length, as plain data. `log` gets a line about every length that is longer than those the
+    model was trained on, and one when a length is done."""
+    trained = run.config.train.seq_len
+    prompts = {
+        length: {keys: Prompts(run.tokenizer, length, NUM_DEPTHS, several=keys == "several") for keys in KEYS}
+        for length in lengths
+    }
+    for length in lengths:
+        for kind in prompts[length].values():
+            kind.make(kind.questions(1)[0], 0)  # a length that is too short is an error before anything takes long
+        if length > trained:
+            log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
+    losses: list[dict[str, Any]] = []
+    recall: list[dict[str, Any]] = []
+    with inference(run):
+        for length in sorted(lengths, reverse=True):  # the data may end before the longest
+            buckets = loss_by_position(run, length)
+            mean = sum(b.loss * b.tokens for b in buckets) / sum(b.tokens for b in buckets)
+            losses.append({"length": length, "loss": mean, "buckets": [asdict(bucket) for bucket in buckets]})
+            for keys in KEYS:
+                by_depth = recall_by_depth(run, prompts[length][keys], samples)
+                recall.append({"length": length, "keys": keys, "by_depth": by_depth})
+            log(f"{length:,} tokens: loss {mean:.4f}, recall " + " and ".join(_summary(r) for r in recall[-2:]))
+    return {
+        "weights": str(run.weights),
+        "trained_length": trained,
+        "samples": samples,
+        "loss": sorted(losses, key=itemgetter("length")),
+        "recall": sorted(recall, key=itemgetter("length")),
+    }
+
+
+def _summary(row: dict[str, Any]) -> str:
+    by_depth = row["by_depth"]
+    return f"{sum(by_depth) / len(by_depth):.1%} ({row['keys']} key{'s' if row['keys'] == 'several' else ''})"
+
+
+def print_tables(found: dict[str, Any], console: Console) -> None:
+    lengths = [f"{row['length']:,} tokens" for row in found["loss"]]
+    table = Table("tokens of context", *lengths, title="loss by position, nats per token")
+    by_place = [{bucket["first"]: bucket for bucket in row["buckets"]} for row in found["loss"]]
+    for first in sorted(set().union(*by_place)):
+        cells = [f"{buckets[first]['loss']:.4f}" if first in buckets else "" for buckets in by_place]
+        last = max(buckets[first]["last"] for buckets in by_place if first in buckets)
+        table.add_row(f"{first:,} to {last:,}", *cells)
+    table.add_row("all", *(f"{row['loss']:.4f}" for row in found["loss"]))
+    console.print(table)
+    for keys in KEYS:
+        rows = [row for row in found["recall"] if row["keys"] == keys]
+        depths = len(rows[0]["by_depth"])
+        columns = [f"{100 * d // depths}-{100 * (d + 1) // depths} %" for d in range(depths)]
+        table = Table("tokens", *columns, title=f"exact answers in % by depth of the key, {keys} in the prompt")
+        for row in rows:
+            table.add_row(f"{row['length']:,}", *(f"{100 * share:.1f}" for share in row["by_depth"]))
+        console.print(table)
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}; choose another folder with --out") from None
+
+
+def draw_figure(found: dict[str, Any], path: Path) -> None:
+    """Needs matplotlib; a ModuleNotFoundError says so."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    loss, *maps = figure.subplots(1, 3)
+    for row in found["loss"]:
+        middles = [(bucket["first"] * bucket["last"]) ** 0.5 for bucket in row["buckets"]]
+        loss.plot(middles, [bucket["loss"] for bucket in row["buckets"]], "o-", ms=3, label=f"{row['length']:,} tokens")
+    loss.axvline(found["trained_length"], color="gray", lw=0.8, ls="--")
+    loss.set(xscale="log", xlabel="tokens of context", ylabel="loss (nats per token)", title="loss by position")
+    loss.legend()
+    for axes, keys in zip(maps, KEYS, strict=True):
+        rows = [row for row in found["recall"] if row["keys"] == keys]
+        depths = len(rows[0]["by_depth"])
+        image = axes.imshow(
+            [[row["by_depth"][depth] for row in rows] for depth in range(depths)],
+            aspect="auto",
+            vmin=0,
+            vmax=1,
+            cmap="RdYlGn",
+            extent=(0, len(rows), 100, 0),
+        )
+        axes.set_xticks([n + 0.5 for n in range(len(rows))], [f"{row['length']:,}" for row in rows])
+        axes.set(
+            xlabel="tokens", ylabel="depth of the key (%)", title=f"exact answers, {keys} key" + "s" * (keys != "one")
+        )
+    figure.colorbar(image, ax=maps)
+    with rc_context({"svg.fonttype": "none"}):  # text as text: small files
+        figure.savefig(path)

@@ -1,0 +1,165 @@
+"""`nsa eval`: the numbers of a loop written by hand, in a table, a JSON file and a figure."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import nsa
+from nsa.cli.main import app
+from nsa.data.build import build_data
+from nsa.data.recall import Prompts
+from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.evals import scoring
+from nsa.evals.report import NUM_DEPTHS
+from nsa.nn.sampling import sample_tokens
+from nsa.train import train
+from tests.checkpoint.helpers import small, train_until
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run that nobody writes into."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(small("data.source=recall", "data.document_tokens=24", "train.steps=4"), folder)
+    return folder
+
+
+def evaluate(*arguments):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_loss_by_position_equals_a_loop_over_tokens(isolated, folder, monkeypatch):
+    monkeypatch.setitem(scoring.TOKENS_PER_PASS, "cpu", 100)
+    monkeypatch.setattr(scoring, "TOKENS_PER_HEAD", 7)
+    run = nsa.load_run(folder, overrides=[f"data.isolate_documents={isolated}", "train.eval_sequences=5"])
+    with scoring.inference(run):
+        found = scoring.loss_by_position(run, 40)
+    by_hand: dict[int, list[float]] = {}
+    data = build_data(run.config.data, run.config.train.model_copy(update={"seq_len": 40}), run.tokenizer)
+    for number in range(5 * 32 // 40):
+        row = data.validation.sequences.row(number)
+        starts = row.starts if isolated else [0]
+        for first, stop in zip(starts, [*starts[1:], 40], strict=True):
+            with torch.no_grad():
+                logits = run.model(torch.from_numpy(row.inputs[first:stop].astype("int64"))[None])[0]
+            for place, target in enumerate(row.targets[first:stop].tolist()):
+                nats = -logits[place].log_softmax(-1)[target].item()
+                by_hand.setdefault(int(math.log2(place + 1)), []).append(nats)
+    assert [(b.first, b.last, b.tokens) for b in found] == [
+        (2**n, 40 if n == 5 else 2 ** (n + 1) - 1, len(values)) for n, values in sorted(by_hand.items())
+    ]
+    for bucket, (_, values) in zip(found, sorted(by_hand.items()), strict=True):
+        assert bucket.loss == pytest.approx(sum(values) / len(values), rel=1e-5)
+
+
+def test_the_loss_of_the_trained_length_is_the_validation_of_the_run(folder):
+    run = nsa.load_run(folder)
+    with scoring.inference(run):
+        buckets = scoring.loss_by_position(run, 32)
+    assert sum(bucket.tokens for bucket in buckets) == 64
+    whole = nsa.load_run(folder, overrides=["data.isolate_documents=false"])
+    with scoring.inference(whole):
+        last = scoring.loss_by_position(whole, 32)[-1]
+    assert (last.first, last.last, last.tokens) == (16, 32, 2 * 17)
+    mean = sum(bucket.loss * bucket.tokens for bucket in buckets) / 64
+    assert mean == pytest.approx(json.loads((folder / "metrics.json").read_text())["val_loss"], rel=1e-5)
+
+
+def greedy(model, tokens, count):
+    return list(sample_tokens(model, tokens.tolist(), max_tokens=count, temperature=0))
+
+
+class Answered(Prompts):
+    """Prompts whose answers at even depths are what the model says; those at odd depths stay."""
+
+    model = None
+
+    def make(self, depths, number):
+        prompt = super().make(depths, number)
+        for (first, stop), depth in sorted(zip(prompt.spans, depths, strict=True)):
+            if depth % 2 == 0:
+                prompt.tokens[first:stop] = greedy(self.model, prompt.tokens[:first], stop - first)
+        return prompt
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_recall_equals_greedy_decoding_of_every_answer(several, folder, monkeypatch):
+    monkeypatch.setitem(scoring.TOKENS_PER_PASS, "cpu", 700)
+    run = nsa.load_run(folder)
+    monkeypatch.setattr(Answered, "model", run.model)
+    samples, exact = 3, [0] * 5
+    prompts = Answered(run.tokenizer, 200, 5, several=several)
+    for number, depths in enumerate(prompts.questions(samples)):
+        prompt = prompts.make(depths, number)
+        for depth, (first, stop) in zip(depths, prompt.spans, strict=True):
+            said = greedy(run.model, prompt.tokens[:first], stop - first)
+            exact[depth] += said == prompt.tokens[first:stop].tolist()
+    assert exact[::2] == [samples] * 3
+    assert sum(exact[1::2]) < samples
+    with scoring.inference(run):
+        found = scoring.recall_by_depth(run, Answered(run.tokenizer, 200, 5, several=several), samples)
+    assert found == [count / samples for count in exact]
+
+
+def test_the_command_writes_tables_json_and_a_figure(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = evaluate(folder, "--out", tmp_path / "new", "--lengths", "256,300", "--samples", 2)
+    assert result.exit_code == 0
+    assert "256 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
+    assert "loss by position" in result.output
+    assert "several in the prompt" in result.output
+    found = json.loads((tmp_path / "new" / "eval.json").read_text())
+    assert found["trained_length"] == 32
+    assert [(row["length"], row["keys"]) for row in found["recall"]] == [
+        (length, keys) for length in (256, 300) for keys in ("one", "several")
+    ]
+    assert all(len(row["by_depth"]) == NUM_DEPTHS for row in found["recall"])
+    assert "<svg" in (tmp_path / "new" / "eval.svg").read_text()
+
+
+def test_without_matplotlib_the_numbers_are_written_and_the_extra_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
+    assert result.exit_code == 0
+    assert "no figure: the package" in result.output
+    assert "pip install 'nsa[figures]'" in result.output
+    assert (tmp_path / "eval.json").exists()
+
+
+def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
+    train_until(3, tmp_path / "run")
+    evaluate(tmp_path / "run", "--lengths", "256", "--samples", 1)
+    found = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert found["weights"].endswith("step_00000003")
+
+
+@pytest.mark.parametrize("text", ["", "many", "128,,256", "0", "-5", "1"])
+def test_lengths_that_are_none_are_refused(text, folder):
+    with pytest.raises(ConfigError, match=r"--lengths: .* is no list of lengths in tokens; give for example 2048,8192"):
+        evaluate(folder, "--lengths", text)
+
+
+def test_lengths_that_do_not_fit_are_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="--lengths: 32 tokens are too few for a prompt with keys at 10 depths"):
+        evaluate(folder)
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 500)
+    text = ["data.source=text", f"data.paths=[{tmp_path}]", "data.validation_fraction=0.5"]
+    with pytest.raises(DataError, match=r"--lengths: 512 does not fit the data: .* the training documents hold 501"):
+        evaluate(folder, *text, "--lengths", "256,512")
+    with pytest.raises(ConfigError, match=r"data\.validation_fraction: is 0"):
+        evaluate(folder, "data.validation_fraction=0.0", "--lengths", "256")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="is no run folder"):
+        evaluate(tmp_path)
+    (tmp_path / "config.yaml").write_text("train: {seq_len: 128}\n")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file; has the run finished"):
+        evaluate(tmp_path)
