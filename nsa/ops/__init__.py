@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
+    from nsa.ops.decode import PagedKV, RingKV, nsa_decode, paged_attention
     from nsa.ops.library import checked_values
     from nsa.ops.operators import (
         compress_contract,
@@ -31,18 +32,26 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NSASpec",
+    "PagedKV",
+    "RingKV",
     "checked_values",
     "compress_contract",
     "compress_mean",
     "compressed_attention",
     "nsa_attention",
+    "nsa_decode",
+    "paged_attention",
     "select_blocks",
     "selected_attention",
     "window_attention",
 ]
 
+_MODULES = {"checked_values": "library"} | dict.fromkeys(
+    ("PagedKV", "RingKV", "nsa_decode", "paged_attention"), "decode"
+)
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("nsa.ops.library" if name == "checked_values" else "nsa.ops.operators"), name)
+    return getattr(import_module(f"nsa.ops.{_MODULES.get(name, 'operators')}"), name)

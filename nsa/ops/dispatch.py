@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, BackendError
-from nsa.ops.reference import attention, compress, mix, selection
+from nsa.ops.reference import attention, compress, decode, mix, selection
 from nsa.ops.spec import NSASpec
 
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
+OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
+# decode is attention of a few new tokens over a cache: all of the above but phi, in one.
 REFERENCE: dict[str, Any] = {
     "phi": compress,
     "cmp": attention.compressed,
@@ -27,6 +29,7 @@ REFERENCE: dict[str, Any] = {
     "sel": attention.selected,
     "win": attention.window,
     "mix": mix,
+    "decode": decode,
 }
 # Under nsa.ops.triton, imported on first use.
 _TRITON = {
@@ -36,8 +39,8 @@ _TRITON = {
     "sel": "selected",
     "win": "flash.window",
     "mix": "mix",
+    "decode": "decode",
 }
-OPERATORS = tuple(REFERENCE)
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _lock = threading.Lock()
@@ -54,7 +57,7 @@ def counters() -> dict[tuple[str, str], int]:
 
 
 def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASpec, *, count: bool) -> Any:
-    """What computes one of OPERATORS for queries like q and values like v: REFERENCE[operator] or its kernels."""
+    """What computes an operator for queries like q and values like v: REFERENCE[operator] or its kernels."""
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "reference":

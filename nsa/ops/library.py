@@ -248,6 +248,69 @@ mix_branches_backward = _define(
 _differentiate(mix_branches, mix_branches_backward)
 
 
+# Attention over a cache. `places` is a page table [B, pages] or the rings [B]. No gradient.
+
+
+def _check_cache_values(name: str, k: Tensor, places: Tensor, positions: Tensor, stride: int = 1) -> None:
+    """Every page or ring that a query needs exists; a place holds `stride` tokens."""
+    if positions.is_cuda and not _check_every_device.get():
+        return
+    last = positions.amax(1)
+    if places.dim() == 2:
+        page, pages = k.shape[1] * stride, places.shape[1]
+        if int(last.max()) >= page * pages:
+            raise ArgumentError(
+                "positions", f"{int(last.max())} lies behind the {page * pages} tokens that {name}'s page table holds"
+            )
+        needed = torch.arange(pages, device=last.device) <= (last // page).unsqueeze(1)
+        places = places[needed & (last >= 0).unsqueeze(1)]
+    else:
+        places = places[last >= 0]
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < k.shape[0]:
+        raise ArgumentError(
+            name, f"refers to {int(places.min())} .. {int(places.max())} of {k.shape[0]} pages or rings in its pool"
+        )
+
+
+def _decode_shapes(q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    blocks = q.new_empty(*q.shape[:2], k_cmp.shape[2], rest[-2][3], dtype=torch.int32)
+    return q.new_empty(*q.shape[:3], v_cmp.shape[3]), blocks
+
+
+def _decode_nsa(q: Tensor, gates: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *caches, positions, sizes, backend = args  # k, v and places of cmp, sel and win
+    spec = _spec(*sizes)
+    if positions.numel() == 0:
+        return _decode_shapes(q, gates, *args)
+    for name, first, stride in (("cmp", 0, spec.cmp_stride), ("sel", 3, 1), ("win", 6, 1)):
+        _check_cache_values(name, caches[first], caches[first + 2], positions, stride)
+    return choose("decode", backend, q, caches[4], spec, count=True).nsa(q, gates, *caches, positions, spec)
+
+
+def _attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, window: int | None, backend: str | None
+) -> Tensor:
+    if positions.numel() == 0:
+        return q.new_empty(*q.shape[:3], v.shape[3])
+    _check_cache_values("kv", k, places, positions)
+    return choose("decode", backend, q, v, NSASpec(), count=True).paged(q, k, v, places, positions, window)
+
+
+nsa_decode = _define(
+    "nsa_decode(Tensor q, Tensor gates, Tensor k_cmp, Tensor v_cmp, Tensor cmp_table, Tensor k_sel, Tensor v_sel, "
+    "Tensor sel_table, Tensor k_win, Tensor v_win, Tensor win_places, Tensor positions, SymInt[] spec, str? backend) "
+    "-> (Tensor, Tensor)",
+    _decode_nsa,
+    _decode_shapes,
+)
+paged_attention = _define(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor places, Tensor positions, SymInt? window, str? backend) "
+    "-> Tensor",
+    _attend_pages,
+    lambda q, k, v, *_: q.new_empty(*q.shape[:3], v.shape[3]),
+)
+
+
 # Positions of packed documents.
 
 

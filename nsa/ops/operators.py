@@ -225,8 +225,9 @@ def _check_sequence(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
     check_borders(cu_seqlens, x)
 
 
-def _check_pair(name_k: str, k: Tensor, name_v: str, v: Tensor, q: Tensor, length: int) -> None:
-    """k and v against q: same type, device, batch and `length`; H a multiple of G; head sizes allowed."""
+def _check_pair(name_k: str, k: Tensor, name_v: str, v: Tensor, q: Tensor, length: int | None) -> None:
+    """k and v against q: same type, device, batch and `length`, unless that is None as in a cache; H a multiple of G;
+    head sizes allowed."""
     _check_keys(name_k, k, q, length)
     _check_float(name_v, v)
     _check_like(name_v, v, q, "q")
@@ -237,10 +238,10 @@ def _check_pair(name_k: str, k: Tensor, name_v: str, v: Tensor, q: Tensor, lengt
         )
 
 
-def _check_keys(name: str, k: Tensor, q: Tensor, length: int) -> None:
+def _check_keys(name: str, k: Tensor, q: Tensor, length: int | None) -> None:
     _check_float(name, k)
     _check_like(name, k, q, "q")
-    if k.shape[0] != q.shape[0] or k.shape[1] != length:
+    if length is not None and (k.shape[0] != q.shape[0] or k.shape[1] != length):
         raise ArgumentError(
             name, f"must start with [B={q.shape[0]}, {length}] to fit q {list(q.shape)}; got {list(k.shape)}"
         )

@@ -58,10 +58,10 @@ def block_scores(p: Tensor, blocks: int, spec: NSASpec) -> Tensor:
 
 
 def pick_blocks(scores: Tensor, position: Tensor, spec: NSASpec) -> Tensor:
-    """scores [B,G,R,J], position [R] -> the chosen blocks, ascending, padded with -1."""
+    """scores [B,G,R,J], position [R] or [B,1,R] -> the chosen blocks, ascending, padded with -1."""
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
-    own = (position // spec.sel_block)[:, None]
+    own = (position // spec.sel_block).unsqueeze(-1)
     forced = (block < spec.num_init) | (block > own - spec.num_local)
     scores = scores.masked_fill(forced, torch.inf).masked_fill(block > own, -torch.inf)
     # A stable sort keeps equal scores in index order: the lower index wins.

@@ -1,0 +1,225 @@
+"""New tokens over a cache read what the whole sequence reads at those positions, shown on the reference."""
+
+import pytest
+import torch
+
+from nsa.errors import ArgumentError, BackendError
+from nsa.ops import (
+    NSASpec,
+    PagedKV,
+    RingKV,
+    compressed_attention,
+    dispatch,
+    nsa_attention,
+    nsa_decode,
+    paged_attention,
+    select_blocks,
+    window_attention,
+)
+from nsa.ops.decode import decode_with_blocks
+from tests.ops.cases import SMALL, Inputs, make_inputs
+from tests.ops.decode_cases import make_cache
+from tests.ops.test_reference import causal
+
+WIDE = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=2, window=20)
+ODD = NSASpec(cmp_block=6, cmp_stride=3, sel_block=24, num_selected=3, num_init=0, num_local=1, window=31)
+
+
+def whole(x: Inputs, spec: NSASpec):
+    """Output and blocks of whole sequences."""
+    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, spec)
+    return nsa_attention(*x.tensors(), spec), select_blocks(x.q, x.k_cmp, lse, spec)
+
+
+def repeated(x: Inputs, batch: int) -> Inputs:
+    """One sequence as a batch, so that one call has a query at every position."""
+    return Inputs(*(t.expand(batch, *t.shape[1:]) for t in x.tensors()), None)
+
+
+def assert_equal_at(positions, got, want):
+    """Rows of `got` [B, n, ...] are those of `want` [B, S, ...] at `positions`; padding is 0."""
+    row = torch.arange(positions.shape[0])[:, None]
+    wanted = want[row, positions.clamp(min=0).long()]
+    wanted = wanted.masked_fill((positions < 0).view(*positions.shape, *[1] * (got.dim() - 2)), 0.0)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("ring", [None, "least", 64])
+@pytest.mark.parametrize("spec", [SMALL, WIDE, ODD], ids=["small", "wide", "odd"])
+@pytest.mark.parametrize(
+    ("heads", "groups", "dk", "dv"), [(1, 1, 16, 32), (4, 1, 16, 16), (12, 2, 32, 16), (16, 1, 16, 16)]
+)
+def test_a_step_at_every_position_is_the_whole_sequence(spec, ring, heads, groups, dk, dv):
+    tokens = 90
+    x = make_inputs(tokens, spec=spec, heads=heads, groups=groups, dk=dk, dv=dv)
+    want, indices = whole(x, spec)
+    every = repeated(x, tokens)
+    positions = torch.arange(tokens, dtype=torch.int32)[:, None]
+    cache = make_cache(every, positions, spec, ring=spec.window if ring == "least" else ring)
+    got, blocks = decode_with_blocks(*cache.arguments(), positions, spec)
+    assert_equal_at(positions, got, want.expand(tokens, *want.shape[1:]))
+    assert torch.equal(blocks[:, 0], indices[0])
+    assert torch.equal(got, nsa_decode(*cache.arguments(), positions, spec))
+
+
+@pytest.mark.parametrize("ring", [None, WIDE.window + 6])
+def test_chunks_of_sequences_of_different_lengths(ring):
+    x = make_inputs(130, spec=WIDE, batch=4, heads=6, groups=2)
+    want, _ = whole(x, WIDE)
+    starts = torch.tensor([0, 5, 61, 123], dtype=torch.int32)
+    positions = starts[:, None] + torch.arange(7, dtype=torch.int32)
+    positions[1, 4:] = -1
+    positions[2] = -1
+    cache = make_cache(x, positions, WIDE, ring=ring)
+    got, blocks = decode_with_blocks(*cache.arguments(), positions, WIDE)
+    assert_equal_at(positions, got, want)
+    assert (blocks[positions < 0] == -1).all()
+
+
+def test_more_places_than_blocks_and_default_sizes():
+    """At the default sizes, around the borders of blocks, compressed tokens and the window."""
+    spec = NSASpec()
+    tokens = 1100
+    x = make_inputs(tokens, spec=spec, heads=2, groups=1)
+    want, _ = whole(x, spec)
+    borders = [
+        0,
+        15,
+        30,
+        31,
+        32,
+        46,
+        47,
+        48,
+        62,
+        63,
+        64,
+        65,
+        127,
+        128,
+        510,
+        511,
+        512,
+        513,
+        1022,
+        1023,
+        1024,
+        1025,
+        1099,
+    ]
+    positions = torch.tensor(borders, dtype=torch.int32)[:, None]
+    every = repeated(x, len(borders))
+    cache = make_cache(every, positions, spec, ring=spec.window + 3)
+    assert_equal_at(positions, nsa_decode(*cache.arguments(), positions, spec), want.expand(len(borders), -1, -1, -1))
+
+
+def test_ties_go_to_the_lower_index():
+    x = make_inputs(150, spec=WIDE, heads=3)
+    x.q.zero_()
+    positions = torch.tensor([[149]], dtype=torch.int32)
+    _, blocks = decode_with_blocks(*make_cache(x, positions, WIDE).arguments(), positions, WIDE)
+    assert blocks[0, 0, 0].tolist() == [0, 1, 8, 9]
+
+
+@pytest.mark.parametrize("ring", [None, 23])
+def test_window_layers_read_the_last_tokens(ring):
+    x = make_inputs(70, spec=WIDE, heads=6, groups=2)
+    positions = torch.arange(70, dtype=torch.int32)[:, None]
+    cache = make_cache(repeated(x, 70), positions, WIDE, ring=ring)
+    got = paged_attention(cache.q, cache.win, positions, window=WIDE.window)
+    want = window_attention(x.q, x.k_win, x.v_win, WIDE)
+    assert_equal_at(positions, got, want.expand(70, -1, -1, -1))
+
+
+def test_dense_layers_read_all_tokens():
+    x = make_inputs(70, spec=WIDE, batch=2, heads=6, groups=2)
+    positions = torch.tensor([[66, 67, 68], [4, -1, -1]], dtype=torch.int32)
+    cache = make_cache(x, positions, WIDE)
+    got = paged_attention(cache.q, cache.sel, positions)
+    assert_equal_at(positions, got, causal(x.q, x.k_sel, x.v_sel))
+
+
+def test_nothing_but_padding():
+    x = make_inputs(20, spec=WIDE, batch=2)
+    positions = torch.full((2, 3), -1, dtype=torch.int32)
+    cache = make_cache(x, positions, WIDE, ring=30)
+    got, blocks = decode_with_blocks(*cache.arguments(), positions, WIDE)
+    assert (got == 0).all()
+    assert (blocks == -1).all()
+    assert (paged_attention(cache.q, cache.sel, positions) == 0).all()
+
+
+def test_no_gradient_and_no_tokens():
+    x = make_inputs(20, spec=WIDE, requires_grad=True)
+    positions = torch.tensor([[19]], dtype=torch.int32)
+    cache = make_cache(x, positions, WIDE)
+    assert not nsa_decode(*cache.arguments(), positions, WIDE).requires_grad
+    none = positions[:, :0]
+    assert nsa_decode(cache.q[:, :0], cache.gates[:, :0], cache.cmp, cache.sel, cache.win, none, WIDE).numel() == 0
+    assert paged_attention(cache.q[:, :0], cache.sel, none).shape == (1, 0, 2, 16)
+
+
+def test_shapes_without_a_device():
+    x = make_inputs(20, spec=WIDE, dv=32)
+    positions = torch.tensor([[19]], dtype=torch.int32)
+    cache = make_cache(x, positions, WIDE, ring=20)
+
+    def meta(kv):
+        return type(kv)(*(t.to("meta") for t in vars(kv).values()))
+
+    q, gates, *kv = cache.arguments()
+    o, blocks = decode_with_blocks(q.to("meta"), gates.to("meta"), *map(meta, kv), positions.to("meta"), WIDE)
+    assert (o.shape, blocks.shape, blocks.dtype) == ((1, 1, 2, 32), (1, 1, 1, 4), torch.int32)
+
+
+def arguments(**changes):
+    x = make_inputs(40, spec=WIDE, batch=2, heads=4, groups=2)
+    positions = torch.tensor([[30], [20]], dtype=torch.int32)
+    cache = make_cache(x, positions, WIDE, ring=20)
+    given = vars(cache) | {"positions": positions, "spec": WIDE}
+    for name, change in changes.items():
+        given[name] = change(given[name])
+    return given
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": lambda p: p.long()}, "positions: must be int32"),
+        ({"positions": lambda p: p[:, 0]}, r"positions: must be \[B, n\] = \[2, 1\]"),
+        ({"positions": lambda p: p + 400}, "positions: 430 lies behind the 128 tokens"),
+        ({"gates": lambda g: g[..., :2]}, "gates: must be"),
+        ({"sel": lambda s: PagedKV(s.k, s.v, s.table[0])}, r"sel.table: must be \[B, pages\]"),
+        ({"sel": lambda s: PagedKV(s.k, s.v, s.table[:, :0])}, r"sel.table: must be \[B, pages\] = \[2, 1\]"),
+        ({"sel": lambda s: PagedKV(s.k, s.v[..., :8], s.table)}, "sel.v: head size"),
+        ({"sel": lambda s: PagedKV(s.k[:, :60], s.v[:, :60], s.table)}, "sel.k: a page must hold whole blocks of 16"),
+        ({"sel": lambda s: PagedKV(s.k, s.v, s.table + 999)}, "sel: refers to"),
+        ({"cmp": lambda c: PagedKV(c.k[:, :4], c.v[:, :4], c.table)}, "cmp.k: must hold 16 compressed tokens a page"),
+        ({"cmp": lambda c: PagedKV(c.k[:, :, :1], c.v[:, :, :1], c.table)}, "cmp.v: must have sel.v's heads"),
+        ({"win": lambda w: RingKV(w.k[:, :19], w.v[:, :19], w.slots)}, "win.k: a ring of 19 tokens is too short"),
+        ({"win": lambda w: RingKV(w.k, w.v, w.slots + 9)}, "win: refers to"),
+        ({"win": lambda w: RingKV(w.k, w.v, w.slots[:1])}, r"win.slots: must be \[B\] = \[2\]"),
+        ({"q": lambda q: q[..., :8]}, "q: head size"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(changes, message):
+    nsa_decode(**arguments())
+    with pytest.raises(ArgumentError, match=message):
+        nsa_decode(**arguments(**changes))
+
+
+def test_wrong_windows_are_named():
+    given = arguments()
+    with pytest.raises(ArgumentError, match="window: must be given for a ring"):
+        paged_attention(given["q"], given["win"], given["positions"])
+    with pytest.raises(ArgumentError, match="window: must be None or at least 1"):
+        paged_attention(given["q"], given["win"], given["positions"], window=0)
+
+
+def test_a_backend_that_cannot_run_is_refused_and_counted():
+    given = arguments()  # float64
+    with pytest.raises(BackendError, match="operator 'decode'"):
+        nsa_decode(**given, backend="triton")
+    before = sum(n for (operator, _), n in dispatch.counters().items() if operator == "decode")
+    nsa_decode(**given)
+    assert sum(n for (operator, _), n in dispatch.counters().items() if operator == "decode") == before + 1
