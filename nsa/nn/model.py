@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
+from nsa.nn.cache import CacheStep, KVCache, begin
 from nsa.nn.dense import DenseAttention
 from nsa.ops.operators import Backend
 
@@ -61,13 +62,36 @@ class Decoder(nn.Module):
         _init(self.embedding.weight)
         _init(self.head.weight)
 
-    def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it."""
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: KVCache | CacheStep | None = None,
+    ) -> Tensor:
+        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it.
+        With a `cache` the tokens go on from those it holds, and there is no gradient."""
+        if cache is not None:
+            return self.logits(self.hidden(tokens_BS, begin(cache, self, tokens_BS, cu_seqlens)))
         x_BSC = self.embedding(tokens_BS)
         for block in self.blocks:
             x_BSC = block(x_BSC, cu_seqlens, max_seqlen)
         logits_BSV: Tensor = self.head(self.norm(x_BSC))
         return logits_BSV
+
+    @torch.no_grad()
+    def hidden(self, tokens_BS: Tensor, step: CacheStep) -> Tensor:
+        """`forward` with a cache up to the head, [B, S, C]: for who needs the logits of a few tokens alone."""
+        x_BSC = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSC = block(x_BSC, cache=step)
+        normed_BSC: Tensor = self.norm(x_BSC)
+        return normed_BSC
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
 
     def num_parameters(self, *, trainable_only: bool = False) -> int:
         """Parameters, a shared one counted once."""
