@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nsa.config.load import parse_config
 from nsa.errors import ArgumentError, CacheFullError
 from nsa.nn import Decoder, KVCache, NSAAttention
+from nsa.nn.cache import CacheStep
 from nsa.nn.dense import DenseAttention
 from nsa.nn.model import build_model
 from nsa.ops import NSASpec
@@ -281,3 +282,25 @@ def test_under_autocast_the_cache_has_the_type_of_the_products():
         got = in_chunks(layer, x, cache, [33, 7])
         want = layer(x)
     assert (got - want).float().norm() <= 2e-2 * want.float().norm()
+
+
+def test_a_step_of_fixed_shape_serves_every_length():
+    """What a CUDA graph replays: always the same tensors, the whole page table, rows that have ended as padding."""
+    model = small(PATTERN, "model.n_layers=3")
+    tokens = torch.randint(0, VOCABULARY, (2, 100))
+    want = model(tokens).detach()
+    cache = KVCache(model, sequences=2, max_length=200, slack=5)
+    rows = [cache.add(), cache.add()]
+    model(tokens[:, :20], cache=cache.append([20, 9], rows))
+    slots, count = torch.tensor(rows, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for step in range(70):
+        if step == 50:
+            cache.free(rows.pop())
+            count[1] = 0
+        cache.reserve([1] * len(rows), rows)
+        at = [20 + step, min(9 + step, 59)]
+        fixed = CacheStep(cache, slots, count, 1, cache.width, is_fresh=False, completes=True)
+        got = model(tokens[[0, 1], at][:, None], cache=fixed)
+        for row in range(len(rows)):
+            same(got[row, 0], want[row, at[row]])
+    assert cache.length(rows[0]) == int(cache.lengths[rows[0]]) == 90
