@@ -163,9 +163,11 @@ class NSAAttention(nn.Module):
         kept: NSALayerCache = step.layer(self)
         q_BSHK, pairs = self._projections(x_BSC)
         (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
-        tables = step.rotary(self.head_dim_k, self.rope_base)
-        q_BSHK, k_sel = rotate(q_BSHK, tables), rotate(k_sel, tables)
-        k_win = k_sel if self.shared_kv else rotate(k_win, tables)
+        # All heads are rotated at once: a step takes the time of its launches.
+        turned = [q_BSHK, k_sel] if self.shared_kv else [q_BSHK, k_sel, k_win]
+        rotated = rotate(torch.cat(turned, dim=2), step.rotary(self.head_dim_k, self.rope_base))
+        q_BSHK, k_sel, *rest = rotated.split([x.shape[2] for x in turned], dim=2)
+        k_win = k_sel if self.shared_kv else rest[0]
         gates_BSH3 = self._forced_gates(q_BSHK) if self.force_branch else self.gate(x_BSC)
         outputs = []
         for rows, piece in step.pieces():
@@ -173,7 +175,8 @@ class NSAAttention(nn.Module):
             kept.compress(piece, self.phi_k, self.phi_v, self.rope_base)
             attended = (q_BSHK[:, rows], gates_BSH3[:, rows], *kept.views(piece), piece.positions, self.spec)
             outputs.append(nsa_decode(*attended, backend=decode_backend(self.backend)))
-        out_BSC: Tensor = self.out(torch.cat(outputs, dim=1).flatten(2))
+        o_BSHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
     def _forced_gates(self, q_BSHK: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class DenseAttention(nn.Module):
             kept.write(piece, k[:, rows], v[:, rows])
             settings: dict[str, Any] = {"window": self.window, "backend": decode_backend(self.backend)}
             outputs.append(paged_attention(q[:, rows], kept.view(piece), piece.positions, **settings))
-        return torch.cat(outputs, dim=1)
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
