@@ -7,14 +7,12 @@ writes JSON with the machine, the versions and the commit.
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -22,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
+from bench.timing import machine, median_ms
 from nsa.ops import compress_mean, nsa_attention
 from nsa.ops.dispatch import OPERATORS, REFERENCE, kernels_for
-from nsa.record.environment import commit
 
 CHECK_TOKENS = 4096
 LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -94,10 +92,6 @@ def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
     where two scores agree to 1e-5; the kernels' tests look at those scores."""
     limits = {"select": 1e-3}
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
-
-
-def median_ms(function: Callable[[], Any], rep: int) -> float:
-    return float(triton.testing.do_bench(function, warmup=rep // 3, rep=rep, return_mode="median"))
 
 
 def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
@@ -184,17 +178,6 @@ def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] 
         return time_call(run, [q, k, v], rep)
     except RuntimeError:
         return None
-
-
-def machine() -> dict[str, str]:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "commit": commit() or "unknown",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def measure(shape: Shape, rep: int, skip_dense: bool, parts: bool) -> dict[str, Any]:

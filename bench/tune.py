@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from bench.attention import median_ms
 from bench.shapes import SPEC, Shape, make_inputs
+from bench.timing import median_ms
 from nsa.ops.dispatch import kernels_for
 from nsa.ops.triton import selected, selected_backward, selection
 from nsa.ops.triton.launch import Launch

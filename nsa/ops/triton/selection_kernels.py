@@ -167,7 +167,7 @@ def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.c
 
 
 @triton.jit
-def _pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
+def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
     """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
     block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES)
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
@@ -200,8 +200,8 @@ def _pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.cons
 
 
 @triton.jit
-def _pick_tiled(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
-    """As _pick_row for rows longer than the registers hold: every pass reads the scores again."""
+def pick_tiled(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
+    """As pick_row for rows longer than the registers hold: every pass reads the scores again."""
     low = 0
     high = 0x7FFFFFFF
     count = stop - first
@@ -262,8 +262,8 @@ def pick_kernel(
             row = scores + (scored * groups + g) * (PLANES * width)
             stop = own - NUM_LOCAL + 1
             if TILED:
-                _pick_tiled(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
+                pick_tiled(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
             elif stop <= SMALL:
-                _pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, SMALL, PLANES, FREE)
+                pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, SMALL, PLANES, FREE)
             else:
-                _pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
+                pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)

@@ -33,6 +33,7 @@ from nsa.ops.triton import launch
 FILES = (
     "launch",
     "compress",
+    "decode",
     "flash",
     "mix",
     "selected",
@@ -49,13 +50,13 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 120: 170}
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 SPEC = NSASpec()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tensors of one attention call."""
+    """Tensors of one attention call; `new` makes it one of that many new tokens over a cache of `tokens`."""
 
     batch: int
     tokens: int
@@ -65,6 +66,7 @@ class Plan:
     dv: int
     dtype: str = "bfloat16"
     packed: bool = False
+    new: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,27 @@ def attend(plan: Plan) -> None:
     mix.backward(do, o, o, o, gates)
 
 
+def decode(plan: Plan) -> None:
+    """A step of an NSA layer with a ring and with pages for the window, of a window layer and of a dense layer."""
+    kernels, dtype, page = dispatch.kernels_for("decode"), getattr(torch, plan.dtype), 64
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    def pool(length: int) -> tuple[Tensor, Tensor]:
+        return tuple(tensor(plan.tokens, length, plan.groups, dim) for dim in (plan.dk, plan.dv))
+
+    table = tensor(plan.batch, plan.tokens // page, kind=torch.int32)
+    slots = tensor(plan.batch, kind=torch.int32)
+    positions = tensor(plan.batch, plan.new, kind=torch.int32)
+    q, gates = tensor(plan.batch, plan.new, plan.heads, plan.dk), tensor(plan.batch, plan.new, plan.heads, 3)
+    cmp, sel, ring = pool(page // SPEC.cmp_stride), pool(page), pool(SPEC.window + 64)
+    for win, places in ((ring, slots), (sel, table)):
+        kernels.nsa(q, gates, *cmp, table, *sel, table, *win, places, positions, SPEC)
+    kernels.paged(q, *ring, slots, positions, SPEC.window)
+    kernels.paged(q, *sel, table, positions, None)
+
+
 def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The compiled kernel, with the specialisations a real launch would get."""
     options = dict(options)
@@ -183,7 +206,7 @@ def taken(arch: int, plan: Plan) -> list[Taken]:
     """What each different launch takes."""
     found: dict[tuple[str, str], Taken] = {}
     with recording(arch) as launches:
-        attend(plan)
+        (decode if plan.new else attend)(plan)
     for kernel, args, options in launches:
         key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor)}))
         if key in found:

@@ -10,7 +10,18 @@ import sys
 
 import torch
 
-from nsa.ops import NSASpec, compress_contract, compress_mean, nsa_attention, select_blocks, selected_attention
+from nsa.ops import (
+    NSASpec,
+    PagedKV,
+    RingKV,
+    compress_contract,
+    compress_mean,
+    nsa_attention,
+    nsa_decode,
+    paged_attention,
+    select_blocks,
+    selected_attention,
+)
 
 SMALL = NSASpec(8, 4, 16, 4, 1, 1, 24)
 # name: tokens, heads, groups, Dk, Dv, dtype, spec, borders
@@ -50,8 +61,35 @@ def invalid_indices():
     select_blocks(q, k_cmp, torch.full(q.shape[:3], float("nan"), device="cuda"), NSASpec(), backend="triton")
 
 
+def decode():
+    """Steps of one and several tokens; tables and positions valid, then invalid."""
+    spec, page, pages = NSASpec(num_selected=4), 64, 12
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    table = torch.randperm(2 * pages, device="cuda").view(2, pages).int()
+    slots = torch.tensor([1, 0], device="cuda", dtype=torch.int32)
+    for new in (1, 3):
+        q, gates = normal(2, new, 12, 64), normal(2, new, 12, 3)
+        cmp, sel = ([normal(2 * pages, length, 2, 64) for _ in "kv"] for length in (page // spec.cmp_stride, page))
+        ring = [normal(2, spec.window + new - 1, 2, 64) for _ in "kv"]
+        last = torch.tensor([[pages * page - new], [33]], device="cuda", dtype=torch.int32)
+        positions = last + torch.arange(new, device="cuda", dtype=torch.int32)
+        for wild in (0, 1 << 30, -(1 << 30)):
+            found = [x + wild for x in (table, slots)]
+            at = positions + abs(wild)
+            nsa_decode(
+                q, gates, PagedKV(*cmp, found[0]), PagedKV(*sel, found[0]), RingKV(*ring, found[1]), at, spec,
+                backend="triton",
+            )  # fmt: skip
+            paged_attention(q, PagedKV(*sel, found[0]), at, backend="triton")
+            paged_attention(q, RingKV(*ring, found[1]), at, window=spec.window, backend="triton")
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*CASES, "invalid-indices"]:
-        invalid_indices() if name not in CASES else attention(*CASES[name])
+    alone = {"invalid-indices": invalid_indices, "decode": decode}
+    for name in sys.argv[1:] or [*CASES, *alone]:
+        alone[name]() if name in alone else attention(*CASES[name])
         torch.cuda.synchronize()
         print(f"{name}: ran", flush=True)

@@ -4,13 +4,16 @@ import pytest
 
 from tests.ops.triton.compiling import Plan, attend, recording, taken_elsewhere
 
-SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {
+    80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024,
+}  # fmt: skip
 KERNELS = {
     "_mean_kernel", "_mean_backward_kernel", "_contract_kernel", "_contract_dx_kernel", "_contract_dweight_kernel",
     "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
 }  # fmt: skip
+DECODE_KERNELS = {"interval_kernel", "pick_blocks_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
 UNUSUAL = [
     Plan(1, 32768, 32, 8, 128, 128, packed=True),
@@ -18,13 +21,21 @@ UNUSUAL = [
     Plan(1, 4096, 16, 4, 256, 256),
     Plan(1, 4096, 6, 1, 96, 80, "float32"),
 ]
+STEPS = [Plan(32, 65536, 64, 4, 128, 128, new=1), Plan(1, 32768, 12, 2, 64, 64, new=1)]
+UNUSUAL_STEPS = [
+    Plan(4, 8192, 64, 4, 128, 128, new=4),
+    Plan(2, 4096, 64, 4, 192, 128, new=1),
+    Plan(2, 4096, 16, 4, 256, 256, new=8),
+    Plan(2, 4096, 6, 1, 96, 80, "float32", new=1),
+    Plan(2, 4096, 8, 8, 256, 256, "float32", new=1),
+]
 # A few values parked around a loop cost nothing; a loop that spills needs hundreds of bytes.
 SPILLED = {"_block_grads_kernel": 512}
 
 
 def check(arch, plan, spilled):
     kernels = taken_elsewhere(arch, plan)
-    assert {k.kernel for k in kernels} >= KERNELS
+    assert {k.kernel for k in kernels} >= (DECODE_KERNELS if plan.new else KERNELS)
     for kernel in kernels:
         assert kernel.shared <= SHARED_LIMIT[arch], kernel
         assert kernel.spilled <= SPILLED.get(kernel.kernel, spilled), kernel
@@ -34,6 +45,19 @@ def check(arch, plan, spilled):
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("plan", PRODUCTION, ids=str)
 def test_production_kernels_fit_the_card(arch, plan):
+    check(arch, plan, spilled=128)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("plan", STEPS, ids=str)
+def test_decode_kernels_fit_the_card(arch, plan):
+    check(arch, plan, spilled=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("plan", STEPS + UNUSUAL_STEPS, ids=str)
+def test_decode_kernels_of_other_shapes_fit_every_card(arch, plan):
     check(arch, plan, spilled=128)
 
 

@@ -1,0 +1,369 @@
+"""Times the attention of one decode step against dense attention over a cache as long: `python -m bench.decode`.
+
+Every head layout is checked first against whole sequences in float64, and every timed step against the float64
+reference on some of its sequences; a kernel that is wrong gets no time. Times are those of a CUDA graph's replay, in
+which calls take turns on caches that together exceed the GPU's. Prints a table and writes JSON. Needs torch and triton.
+
+--quick  8k and 64k, batch 1 and 32, 64/4/128 alone
+--tune   times every kernel of a step by itself with several launches, and prints the fastest beside what is checked in
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.shapes import SPEC, Shape
+from bench.timing import graph_ms, machine
+from nsa.ops import PagedKV, RingKV, compressed_attention, nsa_attention, nsa_decode, paged_attention, select_blocks
+from nsa.ops.decode import decode_with_blocks
+from nsa.ops.layout import num_compressed
+from nsa.ops.triton import decode
+from nsa.ops.triton.launch import Launch
+
+BANDWIDTH = 4.8e12  # bytes/s of an H200
+CACHE = 120 << 20  # bytes of which a GPU's cache cannot keep much
+LIMIT = 5e-3
+PAGE = 64
+RING = SPEC.window + 64
+LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
+BATCHES = (1, 8, 32)
+HEADS = ((64, 4, 128), (12, 2, 64))
+DENSE = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+KERNELS = ("interval_kernel", "pick_blocks_kernel", "blocks_kernel", "mix_parts_kernel")
+# What --tune tries: programs for every multiprocessor, keys at a time, warps, stages.
+STREAMS = [
+    (2, 64, 4, 3), (3, 64, 4, 3), (4, 64, 4, 3), (6, 64, 4, 3), (2, 64, 4, 4), (4, 64, 4, 4), (3, 64, 2, 3),
+    (3, 64, 8, 3),
+    (3, 32, 4, 4), (4, 32, 4, 4), (6, 32, 4, 4), (4, 32, 2, 4), (6, 32, 2, 4), (8, 32, 2, 3), (4, 32, 1, 4),
+    (8, 32, 1, 3), (3, 32, 4, 6), (2, 128, 4, 3), (3, 128, 8, 2), (4, 128, 4, 2), (1, 128, 8, 3),
+]  # fmt: skip
+TUNED = {
+    "cmp": ("interval_kernel", STREAMS),
+    "pick": ("pick_blocks_kernel", [(1, keys, warps, 1) for keys in (128, 256, 512) for warps in (4, 8, 16)]),
+    "blocks": ("blocks_kernel", STREAMS),
+    "merge": ("mix_parts_kernel", [(1, parts, warps, 1) for parts in (4, 8, 16, 32) for warps in (1, 2, 4)]),
+}
+TUNE_SHAPES = [Shape(32, 65536, 64, 4, 128), Shape(1, 65536, 64, 4, 128), Shape(8, 32768, 12, 2, 64)]
+
+
+class Step:
+    """The arguments of one step at the end of sequences of `shape.tokens` tokens, in shuffled pages."""
+
+    def __init__(self, shape: Shape, seed: int = 0):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        draw = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
+        pages = shape.tokens // PAGE
+        total = shape.batch * pages + 1
+        order = torch.randperm(total - 1, generator=generator, device="cuda") + 1
+        self.table = order.view(shape.batch, pages).to(torch.int32)
+        heads = (shape.groups, shape.dim)
+        self.q = draw(shape.batch, 1, shape.heads, shape.dim)
+        self.gates = torch.rand(shape.batch, 1, shape.heads, 3, generator=generator, device="cuda").bfloat16()
+        self.cmp = PagedKV(*(draw(total, PAGE // SPEC.cmp_stride, *heads) for _ in range(2)), self.table)
+        self.sel = PagedKV(*(draw(total, PAGE, *heads) for _ in range(2)), self.table)
+        slots = torch.arange(shape.batch, device="cuda", dtype=torch.int32)
+        self.win = RingKV(*(draw(shape.batch, RING, *heads) for _ in range(2)), slots)
+        self.positions = torch.full((shape.batch, 1), shape.tokens - 1, device="cuda", dtype=torch.int32)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.gates, self.cmp, self.sel, self.win, self.positions, SPEC
+
+    def tensors(self) -> list[Tensor]:
+        """What a backend's `nsa` takes before the spec."""
+        pools = [x for kv in (self.cmp, self.sel, self.win) for x in vars(kv).values()]
+        return [self.q, self.gates, *pools, self.positions]
+
+    def rows(self, count: int) -> tuple[Any, ...]:
+        """The first sequences alone, in float64; of the pages only those that they have."""
+
+        def double(kv: PagedKV | RingKV) -> PagedKV | RingKV:
+            places = vars(kv)["table" if isinstance(kv, PagedKV) else "slots"][:count]
+            mine, numbered = places.flatten().long(), torch.arange(places.numel(), device="cuda", dtype=torch.int32)
+            return type(kv)(kv.k[mine].double(), kv.v[mine].double(), numbered.view(places.shape))
+
+        pools = (double(self.cmp), double(self.sel), double(self.win))
+        return self.q[:count].double(), self.gates[:count].double(), *pools, self.positions[:count], SPEC
+
+
+def copies(bytes_read: float) -> int:
+    """Caches that calls take turns on."""
+    return max(1, min(16, -(-CACHE // int(bytes_read))))
+
+
+def bytes_of_step(shape: Shape) -> float:
+    selected = min(shape.tokens, SPEC.num_selected * SPEC.sel_block)
+    tokens = num_compressed(shape.tokens, SPEC) + selected + min(shape.tokens, SPEC.window)
+    return shape.batch * shape.groups * shape.dim * 4.0 * tokens
+
+
+def bytes_of_dense(shape: Shape) -> float:
+    return shape.batch * shape.groups * shape.dim * 4.0 * shape.tokens
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def check_layout(heads: int, groups: int, dim: int) -> dict[str, float]:
+    """Steps at several lengths against the operators on the whole sequence in float64."""
+    tokens = 2600
+    lengths = [1, 31, 32, 64, 65, 512, 513, 1024, 1025, 1600, 2559, 2600]
+    generator = torch.Generator(device="cuda").manual_seed(3)
+
+    def draw(h: int) -> Tensor:
+        return torch.randn(1, tokens, h, dim, generator=generator, device="cuda").bfloat16()
+
+    q, k_sel, v_sel, k_win, v_win = (draw(h) for h in (heads, *[groups] * 4))
+    k_cmp, v_cmp = (draw(groups)[:, : num_compressed(tokens, SPEC)] for _ in range(2))
+    gates = torch.rand(1, tokens, heads, 3, generator=generator, device="cuda").bfloat16()
+    exact = [x.double() for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)]
+    want = nsa_attention(*exact, SPEC, backend="reference")
+    _, lse = compressed_attention(*exact[:3], SPEC, backend="reference")
+    blocks = select_blocks(exact[0], exact[1], lse, SPEC, backend="reference")
+
+    pages = -(-tokens // PAGE)
+    order = torch.randperm(pages, generator=generator, device="cuda") + 1
+
+    def paged(k: Tensor, v: Tensor, page: int) -> PagedKV:
+        pools = []
+        for x in (k, v):
+            pool = x.new_full((pages + 1, page, groups, dim), torch.nan)
+            full = x.new_zeros(pages * page, groups, dim)
+            full[: x.shape[1]] = x[0]
+            pool[order] = full.view(pages, page, groups, dim)
+            pools.append(pool)
+        return PagedKV(*pools, order.to(torch.int32).expand(len(lengths), pages).contiguous())
+
+    rings = []
+    for x in (k_win, v_win):
+        ring = x.new_full((len(lengths), RING, groups, dim), torch.nan)
+        for b, length in enumerate(lengths):
+            kept = torch.arange(max(0, length - RING), length, device="cuda")
+            ring[b, kept % RING] = x[0, kept]
+        rings.append(ring)
+    slots = torch.arange(len(lengths), device="cuda", dtype=torch.int32)
+    at = torch.tensor(lengths, device="cuda") - 1
+    got, chosen = decode_with_blocks(
+        q[0, at].unsqueeze(1), gates[0, at].unsqueeze(1), paged(k_cmp, v_cmp, PAGE // SPEC.cmp_stride),
+        paged(k_sel, v_sel, PAGE), RingKV(*rings, slots), at[:, None].to(torch.int32), SPEC, backend="triton",
+    )  # fmt: skip
+    return {
+        "o": relative(got[:, 0], want[0, at]),
+        "blocks": float((chosen[:, 0] != blocks[0, at]).any(-1).float().mean()),
+    }
+
+
+def check_step(step: Step) -> dict[str, float]:
+    """The first sequences of a timed step against the float64 reference, and dense attention over its pages."""
+    count = min(2, step.q.shape[0])
+    got, chosen = decode_with_blocks(*step.arguments(), backend="triton")
+    exact = step.rows(count)
+    want, blocks = decode_with_blocks(*exact, backend="reference")
+    dense = paged_attention(step.q, step.sel, step.positions, backend="triton")
+    wanted = paged_attention(exact[0], exact[3], exact[5], backend="reference")
+    return {
+        "o": relative(got[:count], want),
+        "blocks": float((chosen[:count] != blocks).any(-1).float().mean()),
+        "dense": relative(dense[:count], wanted),
+    }
+
+
+def wrong(errors: dict[str, float]) -> list[str]:
+    """Names over the limit, or NaN. No block may differ: inputs are random, so no two scores are close to equal."""
+    return [name for name, error in errors.items() if not error <= (0.0 if name == "blocks" else LIMIT)]
+
+
+def time_dense(shape: Shape, repeats: int) -> dict[str, float]:
+    """PyTorch's fused attention of one query over `shape.tokens` keys, every way that runs: the heads of a group as
+    heads (gqa), or as queries of one head, which lets a kernel read keys once for all of them."""
+    number = copies(bytes_of_dense(shape))
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    keys = [[draw(shape.batch, shape.groups, shape.tokens, shape.dim) for _ in range(2)] for _ in range(number)]
+    forms = {"gqa": (shape.heads, 1), "rows": (shape.groups, shape.heads // shape.groups)}
+    times = {}
+    for form, (heads, rows) in forms.items():
+        q = draw(shape.batch, heads, rows, shape.dim)
+        for name, backend in DENSE.items():
+            calls = [
+                partial(scaled_dot_product_attention, q, k, v, enable_gqa=form == "gqa")
+                for k, v in keys
+                for _ in (0, 1)
+            ]
+            try:
+                with sdpa_kernel(backend):
+                    times[f"{name} {form}"] = graph_ms(calls, repeats)
+            except RuntimeError:
+                torch.cuda.synchronize()
+    return times
+
+
+class Recorded:
+    """Stands in for a kernel: launches it and remembers how."""
+
+    def __init__(self, kernel: Any, name: str, launched: dict[str, Callable[[], Any]]):
+        self.kernel, self.name, self.launched = kernel, name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.launched[self.name] = partial(self.kernel[grid], *args, **options)
+            self.launched[self.name]()
+
+        return launch
+
+
+@contextmanager
+def recorded() -> Iterator[dict[str, Callable[[], Any]]]:
+    """Inside, the launches of a step are remembered with their tensors, and can be repeated one by one."""
+    launched: dict[str, Callable[[], Any]] = {}
+    kernels = {name: Recorded(getattr(decode, name), name, launched) for name in KERNELS}
+    with mock.patch.multiple(decode, **kernels):
+        yield launched
+
+
+def launches_of(steps: list[Step], params: decode.Launches | None = None) -> dict[str, list[Callable[[], Any]]]:
+    """Every kernel of a step by itself, on the caches of each of `steps`."""
+    kernels: dict[str, list[Callable[[], Any]]] = {name: [] for name in KERNELS}
+    for step in steps:
+        with recorded() as launched:
+            decode.nsa(*step.tensors(), SPEC, params)
+        for name, launch in launched.items():
+            kernels[name].append(launch)
+    return kernels
+
+
+def twice(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    return calls * max(2, 16 // len(calls))
+
+
+def measure(shape: Shape, repeats: int) -> dict[str, Any]:
+    read = bytes_of_step(shape)
+    steps = [Step(shape, seed) for seed in range(copies(read))]
+    result: dict[str, Any] = {"shape": shape.name, "errors": check_step(steps[0])}
+    if wrong(result["errors"]):
+        return result | {"wrong": wrong(result["errors"])}
+    result["ms"] = graph_ms(twice([partial(nsa_decode, *s.arguments()) for s in steps]), repeats)
+    result["limit_ms"] = read / BANDWIDTH * 1e3
+    result["kernels_ms"] = {name: graph_ms(twice(calls), repeats) for name, calls in launches_of(steps).items()}
+    few = steps[: copies(bytes_of_dense(shape))]
+    pages = [partial(paged_attention, s.q, s.sel, s.positions) for s in few]
+    result["dense_pages_ms"] = graph_ms(twice(pages)[:8], repeats)
+    del steps, few, pages
+    torch.cuda.empty_cache()
+    result["dense_ms"] = time_dense(shape, repeats)
+    result["dense_limit_ms"] = bytes_of_dense(shape) / BANDWIDTH * 1e3
+    torch.cuda.empty_cache()
+    return result
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    print("\nAttention of one step, us; of the limit: bytes of K and V at 4.8 TB/s")
+    heading = f"{'shape':22}{'ours':>8}{'of limit':>9}{'dense':>8}{'x':>6}  {'by':14}{'own dense':>9}"
+    print(f"{heading}  cmp / pick / blocks / mix")
+    for r in results:
+        if "wrong" in r:
+            print(f"{r['shape']:22} WRONG: {', '.join(r['wrong'])} {r['errors']}")
+            continue
+        by = min(r["dense_ms"], key=r["dense_ms"].__getitem__) if r["dense_ms"] else "none"
+        best = r["dense_ms"].get(by, float("nan"))
+        parts = " / ".join(f"{r['kernels_ms'][name] * 1e3:.1f}" for name in KERNELS)
+        print(
+            f"{r['shape']:22}{r['ms'] * 1e3:8.1f}{r['limit_ms'] / r['ms']:9.0%}{best * 1e3:8.1f}{best / r['ms']:6.2f}  "
+            f"{by:14}{r['dense_pages_ms'] * 1e3:9.1f}  {parts}"
+        )
+
+
+def candidates(shape: Shape) -> Iterator[tuple[str, str, decode.Launches]]:
+    """Kernel, its launch in words, and all launches of a step with that one changed."""
+    like = torch.empty(1, 1, shape.heads, shape.dim, dtype=torch.bfloat16, device="cuda")
+    default = decode.default_params(like, like)
+    for name, (kernel, sizes) in TUNED.items():
+        yield kernel, f"checked in {getattr(default, name)}", default
+        for size in sizes:
+            yield kernel, str(size), replace(default, **{name: Launch(*size)})
+
+
+def tune(repeats: int, worker: int | None, workers: int) -> None:
+    """Compiles in many processes at once, then times one launch after the other."""
+    if worker is None:
+        command = [sys.executable, "-m", "bench.decode", "--tune", "--workers", str(workers), "--worker"]
+        started = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(workers)]
+        for process in started:
+            process.wait()
+    for shape in TUNE_SHAPES:
+        steps = [Step(shape, seed) for seed in range(1 if worker is not None else copies(bytes_of_step(shape)))]
+        rows: dict[str, list[tuple[float, str]]] = {}
+        want = decode.nsa(*steps[0].tensors(), SPEC)[0]
+        for number, (kernel, text, params) in enumerate(candidates(shape)):
+            if worker is not None and number % workers != worker:
+                continue
+            try:
+                got = decode.nsa(*steps[0].tensors(), SPEC, params)[0]
+                if worker is not None:
+                    continue
+                ms = graph_ms(twice(launches_of(steps, params)[kernel]), repeats)
+                whole = graph_ms(twice([partial(decode.nsa, *s.tensors(), SPEC, params) for s in steps]), repeats)
+                text += "" if relative(got, want) <= LIMIT else "  WRONG"
+                rows.setdefault(kernel, []).append((ms, f"{text}  whole step {whole * 1e3:.1f}"))
+            except Exception as error:
+                rows.setdefault(kernel, []).append((float("inf"), f"{text} {type(error).__name__}"))
+        for kernel, found in rows.items() if worker is None else ():
+            print(f"{shape.name} {kernel}")
+            for ms, text in sorted(found)[:6] + [row for row in found if "checked in" in row[1] or "WRONG" in row[1]]:
+                print(f"  {ms * 1e3:8.1f}  {text}", flush=True)
+        del steps
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/decode.json"))
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--worker", type=int)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 4))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.decode needs a CUDA GPU; none is visible", file=sys.stderr)
+        return 1
+    if options.tune:
+        tune(options.repeats, options.worker, options.workers)
+        return 0
+    lengths, batches = ((8192, 65536), (1, 32)) if options.quick else (LENGTHS, BATCHES)
+    results = []
+    for heads in HEADS[:1] if options.quick else HEADS:
+        errors = check_layout(*heads)
+        print(f"{heads}: {errors}", file=sys.stderr, flush=True)
+        if wrong(errors):
+            print(f"WRONG: {', '.join(wrong(errors))}; nothing is timed", file=sys.stderr)
+            return 1
+        for tokens in lengths:
+            for batch in batches:
+                results.append(measure(Shape(batch, tokens, *heads), options.repeats))
+                print(f"done {results[-1]['shape']}", file=sys.stderr, flush=True)
+    show(results)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    return 1 if any("wrong" in r for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

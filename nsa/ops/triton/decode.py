@@ -1,0 +1,311 @@
+"""Attention of new tokens over a cache, in few launches whose grids depend on shapes alone (`decode_kernels.py`).
+
+`nsa` makes four: compressed attention split over the keys, the choice of blocks, selected and window attention in
+parts, and the mix of all parts; `paged` makes two. In a launch, `columns` are the keys that a program reads at a time,
+and `rows` the programs wanted for every multiprocessor: sequences are split into as many parts. Of "pick", `columns`
+are the blocks scored at a time; of "merge", the parts.
+
+Legend: B batch, n new tokens, G key/value heads, H query heads, h = H/G.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import launch
+from nsa.ops.triton.decode_kernels import (
+    blocks_kernel,
+    interval_kernel,
+    merge_kernel,
+    mix_parts_kernel,
+    pick_blocks_kernel,
+)
+from nsa.ops.triton.launch import (
+    Card,
+    Launch,
+    LaunchTable,
+    card_of,
+    cdiv,
+    launch_on,
+    padded,
+    power_of_2,
+    unit_last,
+)
+
+MAX_HEADS_PER_GROUP = 128
+MAX_TOKENS_PER_BLOCK = 128  # compressed ones
+MAX_SPLITS = 128
+QUERY_ROWS = 64  # queries x heads that share what is read, where there are several queries
+SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
+MOST_KEPT = 8192  # block scores that a program keeps in registers
+UNLIMITED = 2**31 - 1
+
+LAUNCHES = LaunchTable(
+    {
+        ("cmp", "sm80", 64): Launch(3, 64, 4, 5),
+        ("cmp", "sm80", 128): Launch(3, 32, 4, 5),
+        ("cmp", "sm80", 256): Launch(2, 32, 4, 3),
+        ("cmp", "sm90", 64): Launch(3, 64, 4, 5),
+        ("cmp", "sm90", 128): Launch(3, 64, 4, 3),
+        ("cmp", "sm90", 256): Launch(2, 32, 4, 4),
+        ("cmp", "fp32", 128): Launch(2, 32, 8, 1),
+        ("cmp", "fp32", 256): Launch(2, 16, 4, 1),
+        ("pick", "sm80", 256): Launch(1, 256, 8),
+        ("blocks", "sm80", 64): Launch(3, 64, 4, 3),
+        ("blocks", "sm80", 128): Launch(3, 32, 4, 3),
+        ("blocks", "sm80", 256): Launch(2, 32, 4, 2),
+        ("blocks", "sm90", 128): Launch(3, 64, 4, 3),
+        ("blocks", "sm90", 256): Launch(2, 32, 4, 3),
+        ("blocks", "fp32", 128): Launch(2, 32, 4, 1),
+        ("blocks", "fp32", 256): Launch(2, 16, 4, 1),
+        ("merge", "sm80", 256): Launch(1, 8, 1),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What a call launches. `cmp` is also the launch of `paged`."""
+
+    cmp: Launch
+    pick: Launch
+    blocks: Launch
+    merge: Launch
+
+
+def default_params(q: Tensor, v: Tensor, card: Card | None = None) -> Launches:
+    return Launches(*(LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "pick", "blocks", "merge")))
+
+
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why these kernels cannot run queries like q over values like v [P, page, G, Dv], or None."""
+    if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
+        return f"decoding takes at most {MAX_HEADS_PER_GROUP} query heads per group"
+    if spec.sel_block // spec.cmp_stride > MAX_TOKENS_PER_BLOCK:
+        return f"decoding takes at most {MAX_TOKENS_PER_BLOCK} compressed tokens in a selection block"
+    return launch.refusal(q, v)
+
+
+def nsa(
+    q: Tensor,
+    gates: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    cmp_table: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    sel_table: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    win_places: Tensor,
+    positions: Tensor,
+    spec: NSASpec,
+    params: Launches | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `nsa.ops.reference.decode.nsa`."""
+    batch, new, heads, _ = q.shape
+    groups, dv = v_sel.shape[2:]
+    params = params or default_params(q, v_sel)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (unit_last(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win))
+    o = q.new_empty(batch, new, heads, dv)
+    indices = q.new_empty(batch, new, groups, spec.num_selected, dtype=torch.int32)
+    capacity = min(
+        k_cmp.shape[1] * spec.cmp_stride * cmp_table.shape[1],
+        k_sel.shape[1] * sel_table.shape[1],
+        k_win.shape[1] * win_places.shape[1] if win_places.dim() == 2 else UNLIMITED,
+    )
+    row_bytes = 4 * power_of_2(heads // groups) * 2 * groups * (capacity // spec.sel_block + 1)
+    step = max(1, SCORE_BYTES // (batch * row_bytes))
+    for first in range(0, new, step):
+        piece = slice(first, min(first + step, new))
+        whole = piece == slice(0, new)
+        o_piece, indices_piece = (
+            (o, indices) if whole else (x.new_empty(batch, piece.stop - first, *x.shape[2:]) for x in (o, indices))
+        )
+        _nsa_piece(
+            q[:, piece], gates[:, piece], k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places,
+            positions[:, piece].contiguous(), o_piece, indices_piece, capacity, spec, params,
+        )  # fmt: skip
+        if not whole:
+            o[:, piece], indices[:, piece] = o_piece, indices_piece
+    return o, indices
+
+
+def _nsa_piece(
+    q, gates, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places,
+    positions, o, indices, capacity, spec: NSASpec, params: Launches,
+) -> None:  # fmt: skip
+    batch, new, heads, dk = q.shape
+    groups, dv = v_sel.shape[2:]
+    plan = interval_plan(new, heads // groups, spec.sel_block // spec.cmp_stride, params.cmp)
+    tiles = cdiv(k_cmp.shape[1] * cmp_table.shape[1], plan["BJ"] * plan["R"])
+    lanes = batch * groups * cdiv(new, plan["QT"])
+    splits = num_parts(lanes, params.cmp, card_of(q), tiles)
+    rows = batch * new * heads
+    planes = 1 if spec.cmp_block == spec.cmp_stride else 2
+    blocks = tiles * plan["BJ"]
+    per_head = batch * new * groups * plan["HP"]
+    f32 = {"dtype": torch.float32}
+    o_cmp, stats_cmp = q.new_empty(rows, splits, dv, **f32), q.new_empty(2, rows, splits, **f32)
+    shares, peaks = q.new_empty(per_head, blocks * planes, **f32), q.new_empty(per_head, tiles, **f32)
+    width = cdiv(blocks, 16) * 16
+    scores = q.new_empty(batch * new * groups, width, **f32)
+    block = blocks_plan(heads // groups, spec, params.blocks)
+    parts_sel, parts_win = branch_parts(batch * new * groups, spec, params.blocks, card_of(q))
+    parts = parts_sel + parts_win
+    o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
+    sizes = head_sizes(dk, dv, q.dtype == torch.float32)
+    values = {"DV": dv, "BLOCK_DV": sizes["BLOCK_DV"]}
+    scale = dk**-0.5
+    chunks = {"CHUNKS": spec.cmp_block // spec.cmp_stride, "PLANES": planes}
+    pick = pick_plan(spec, blocks, splits, params.pick)
+    with launch_on(q):
+        interval_kernel[(splits, lanes)](
+            q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, peaks,
+            *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3], cmp_table.stride(0),
+            new, groups, splits, k_cmp.shape[0], capacity, blocks, tiles, scale,
+            SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
+            **plan, **sizes, **chunks, SAME=same_rows(k_cmp, v_cmp), INTERPRETED=q.is_cpu,
+            num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
+        )  # fmt: skip
+        pick_blocks_kernel[(batch * new * groups,)](
+            positions, stats_cmp, shares, peaks, scores, indices,
+            new, groups, splits, capacity, blocks, tiles, width,
+            HEADS=plan["HEADS"], HP=plan["HP"], QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, **pick,
+        )  # fmt: skip
+        blocks_kernel[(parts, batch * new * groups)](
+            q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, indices, o_blocks, stats_blocks,
+            *q.stride()[:3], *k_sel.stride()[:3], *v_sel.stride()[:3], sel_table.stride(0),
+            *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
+            new, groups, parts_sel, parts_win, k_sel.shape[0], k_win.shape[0], capacity, scale,
+            WINDOW=spec.window, PAGE=k_sel.shape[1], SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
+            **ring_or_pages(k_win, win_places, "PAGE_WIN"), **block, **sizes,
+            SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
+            num_warps=params.blocks.num_warps, num_stages=params.blocks.num_stages,
+        )  # fmt: skip
+        mix_parts_kernel[(rows,)](
+            positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
+            *gates.stride(), new, heads, splits, parts_sel, parts_win, capacity,
+            SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
+            WINDOW=spec.window, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
+            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"],
+            **values, PARTS=min(params.merge.columns, power_of_2(splits)),
+            PARTS_BLOCKS=min(params.merge.columns, power_of_2(max(parts_sel, parts_win))),
+            num_warps=params.merge.num_warps,
+        )  # fmt: skip
+
+
+def paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor,
+    positions: Tensor,
+    window: int | None,
+    params: Launches | None = None,
+) -> Tensor:
+    """As `nsa.ops.reference.decode.paged`."""
+    batch, new, heads, dk = q.shape
+    groups, dv = v.shape[2:]
+    params = params or default_params(q, v)
+    q, k, v, positions = unit_last(q), unit_last(k), unit_last(v), positions.contiguous()
+    capacity = k.shape[1] * places.shape[1] if places.dim() == 2 else UNLIMITED
+    plan = interval_plan(new, heads // groups, 1, params.cmp)
+    tiles = cdiv(min(capacity, window or capacity), plan["BJ"]) + (window is not None)
+    lanes = batch * groups * cdiv(new, plan["QT"])
+    splits = num_parts(lanes, params.cmp, card_of(q), tiles)
+    rows = batch * new * heads
+    o = q.new_empty(batch, new, heads, dv)
+    o_parts = q.new_empty(rows, splits, dv, dtype=torch.float32)
+    stats = q.new_empty(2, rows, splits, dtype=torch.float32)
+    sizes = head_sizes(dk, dv, q.dtype == torch.float32)
+    seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, UNLIMITED)}
+    with launch_on(q):
+        interval_kernel[(splits, lanes)](
+            q, k, v, places, positions, o_parts, stats, o_parts, stats,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
+            new, groups, splits, k.shape[0], capacity, 0, 0, dk**-0.5,
+            **seen, **ring_or_pages(k, places, "PAGE"), **plan, **sizes, CHUNKS=0, PLANES=0,
+            SAME=same_rows(k, v), INTERPRETED=q.is_cpu,
+            num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
+        )  # fmt: skip
+        merge_kernel[(rows,)](
+            positions, o_parts, stats, o, new, heads, splits, capacity,
+            **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, BLOCK_DV=sizes["BLOCK_DV"],
+            PARTS=min(params.merge.columns, power_of_2(splits)), num_warps=params.merge.num_warps,
+        )  # fmt: skip
+    return o
+
+
+# What follows from shapes alone is computed once for each; callers only read it.
+
+
+@lru_cache(maxsize=256)
+def interval_plan(new: int, per_group: int, per_block: int, params: Launch) -> dict[str, int]:
+    """Rows and tiles of `interval_kernel`: `new` queries, and blocks of `per_block` keys."""
+    heads = power_of_2(per_group)
+    queries = max(16 // heads, min(power_of_2(new), max(1, QUERY_ROWS // heads)), 1)
+    padded_block = power_of_2(per_block)
+    return {
+        "HEADS": per_group, "HP": heads, "QT": queries,
+        "R": per_block, "BC": padded_block, "BJ": max(1, max(16, params.columns) // padded_block),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def blocks_plan(per_group: int, spec: NSASpec, params: Launch) -> dict[str, int]:
+    """Rows and tiles of `blocks_kernel`."""
+    columns = min(max(16, params.columns), padded(spec.sel_block))
+    return {
+        "HEADS": per_group, "HP": padded(per_group), "BN": columns, "PER_BLOCK": cdiv(spec.sel_block, columns),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def branch_parts(lanes: int, spec: NSASpec, params: Launch, card: Card) -> tuple[int, int]:
+    """Parts of the selected blocks and of the window: alike in tiles, as many as fill the card."""
+    block = blocks_plan(1, spec, params)
+    tiles_sel, tiles_win = spec.num_selected * block["PER_BLOCK"], cdiv(spec.window, block["BN"])
+    wanted = max(2, params.rows * card.multiprocessors // lanes)
+    parts_win = max(1, min(tiles_win, round(wanted * tiles_win / (tiles_sel + tiles_win))))
+    return max(1, min(tiles_sel, wanted - parts_win)), parts_win
+
+
+@lru_cache(maxsize=256)
+def pick_plan(spec: NSASpec, blocks: int, splits: int, params: Launch) -> dict[str, Any]:
+    """The constants of `pick_blocks_kernel` for sequences of at most `blocks` blocks."""
+    tiled = blocks > MOST_KEPT
+    block = max(32, power_of_2(blocks))
+    return {
+        "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
+        "NUM_SELECTED": spec.num_selected, "NUM_PADDED": power_of_2(spec.num_selected),
+        "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
+        "SPLITS": power_of_2(splits), "CJ": min(params.columns, block),
+        "BLOCK": min(block, 2048) if tiled else block, "TILED": tiled, "num_warps": params.num_warps,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def head_sizes(dk: int, dv: int, exact: bool) -> dict[str, Any]:
+    return {
+        "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv), "PRECISION": "ieee" if exact else "tf32",
+    }  # fmt: skip
+
+
+def num_parts(lanes: int, params: Launch, card: Card, tiles: int) -> int:
+    """Splits of a sequence of at most `tiles` tiles."""
+    return max(1, min(params.rows * card.multiprocessors // lanes, tiles, MAX_SPLITS))
+
+
+def same_rows(k: Tensor, v: Tensor) -> bool:
+    """Whether rows of k and v lie alike, so that one set of offsets serves both."""
+    return k.stride()[:2] == v.stride()[:2]
+
+
+def ring_or_pages(k: Tensor, places: Tensor, page: str) -> dict[str, int]:
+    ring = places.dim() == 1
+    return {"RING": k.shape[1] if ring else 0, page: 1 if ring else k.shape[1]}
