@@ -27,7 +27,7 @@ test: setup-dev
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
-	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/record
+	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/record tests/nn tests/generate
 
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev
@@ -36,6 +36,7 @@ test-long: setup-dev
 
 bench: setup
 	$(BIN)/python -m bench.attention
+	$(BIN)/python -m bench.generate
 
 docs: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

@@ -18,7 +18,7 @@ from nsa.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 API = {
-    "reference/layers.md": "# Layers\n\n::: nsa.nn\n\n::: nsa.nn.sampling.sample_tokens",
+    "reference/layers.md": "# Layers\n\n::: nsa.nn\n\n",
     "reference/operators.md": "# Operators\n\n::: nsa.ops\n\n::: nsa.ops.dispatch.counters",
     "reference/runs.md": "# Trained runs\n\n::: nsa.load_run\n\n::: nsa.train.trained.TrainedRun",
     "reference/errors.md": "# Errors\n\n"

@@ -11,7 +11,6 @@ import torch
 import nsa
 from nsa.config import load_config
 from nsa.nn import NSAAttention
-from nsa.nn.sampling import sample_tokens
 from nsa.ops import NSASpec
 from nsa.train import train
 
@@ -53,9 +52,7 @@ def train_a_model(folder: Path) -> Path:
 def let_it_write(run: Path) -> str:
     """3. The folder has all that is needed: the weights, the tokenizer and the configuration."""
     trained = nsa.load_run(run)
-    prompt = [trained.tokenizer.separator, *trained.tokenizer.encode("one two ").tolist()]
-    tokens = sample_tokens(trained.model, prompt, max_tokens=31, temperature=0.0)
-    return trained.tokenizer.decode(list(tokens))
+    return "".join(piece.text for piece in nsa.generate_tokens(trained, ["one two "], max_tokens=31, temperature=0.0))
 
 
 def main() -> None:

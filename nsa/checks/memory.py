@@ -17,6 +17,8 @@ from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ConfigError
+from nsa.nn.cache import KVCache
+from nsa.nn.model import Decoder
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
 from nsa.parallel.recompute import Granularity
@@ -77,6 +79,37 @@ class Card:
 def estimate(config: Config, nproc: int = 1, *, torch_version: str = torch.__version__) -> Estimate:
     """What each of `nproc` ranks needs on its GPU under this configuration and version of PyTorch."""
     return Planner(config, nproc, torch_version=torch_version).estimate()
+
+
+@dataclass(frozen=True)
+class CacheEstimate:
+    """Memory of generation with a cache (`nsa.nn.KVCache`), in the type in which the model computes. In bytes.
+
+    parts     of one more sequence of `tokens` tokens, by part of the cache
+    weights   of the model
+    """
+
+    tokens: int
+    dtype: str
+    parts: dict[str, int]
+    weights: int
+
+    def most_sequences(self, card: Card) -> int:
+        """How many such sequences fit a card beside the weights, without what a prompt needs while it is read."""
+        free = (card.gib - CONTEXT_GIB) / (1 + GAPS) * GIB - self.weights
+        return max(0, int(free / sum(self.parts.values())))
+
+
+def estimate_cache(config: Config, tokens: int) -> CacheEstimate:
+    """Nothing is allocated."""
+    if tokens < 1:
+        raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
+    name = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
+    with torch.device("meta"):
+        model = Decoder(config.model, config.nsa, _vocab_size(config)).to(_DTYPES[name])
+    one, two = (KVCache(model, sequences=n, max_length=tokens).memory() for n in (1, 2))
+    weights = model.num_parameters() * _DTYPES[name].itemsize
+    return CacheEstimate(tokens, name, {part: two[part] - one[part] for part in one}, weights)
 
 
 def find_card(text: str) -> Card:

@@ -1,13 +1,20 @@
 """`nsa generate`."""
 
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nsa import load_run
+from nsa import generate_tokens, load_run
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from nsa.generate.stream import Generated
+    from nsa.train.trained import TrainedRun
 
 Source = Annotated[
     Path,
@@ -23,48 +30,109 @@ def generate(
     source: Source,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
-    prompt: Annotated[str, typer.Option(help="Text to go on from; empty starts a new document.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 200,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to go on from; may be given several times. None starts a new document."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="More prompts, one in each line; lines without text are left out."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write for each prompt.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest only.")] = None,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this share.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
+    ] = None,
     beside_untrained: Annotated[
         bool, typer.Option("--beside-untrained", help="First show what the model wrote before training.")
     ] = False,
 ) -> None:
-    """Let a trained model write. A run keeps the text in its samples.jsonl, which the report shows."""
+    """Let a trained model write: all prompts are one batch, and text is printed as it comes. A run keeps it in its
+    samples.jsonl, which the report shows."""
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
+    if "" in (stop or []):
+        raise ConfigError("--stop: must not be empty; leave it out to write up to --max-tokens")
+    prompts = [*(prompt or []), *(_read_prompts(prompt_file) if prompt_file else [])] or [""]
 
-    from nsa.nn.model import Decoder, build_model
-    from nsa.nn.sampling import sample_tokens
+    from dataclasses import replace
+
+    from nsa.nn.model import build_model
     from nsa.parallel.numerics import numerics
     from nsa.record.samples import record_samples
 
     run = load_run(source, overrides=all_overrides(overrides, override))
-    config, tokenizer = run.config, run.tokenizer
-
-    def write(model: Decoder, title: str) -> None:
-        ids = [tokenizer.separator, *tokenizer.encode(prompt).tolist()]
-        drawn = sample_tokens(
-            model,
-            ids,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=tokenizer.separator,
-        )
-        written = tokenizer.decode(list(drawn))
-        print(f"--- {title} ---\n{prompt}{written}\n" if beside_untrained else prompt + written)
-        if model is run.model:
-            settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-            record_samples(run.weights, [prompt], [written], max_tokens=max_tokens, **settings)
-
+    config = run.config
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options |= {"max_tokens": max_tokens, "stop": stop or []}
     with numerics(config.runtime):
         if beside_untrained:
             untrained = build_model(config.model, config.nsa, run.model.vocab_size, config.train.seed)
-            write(untrained.to(run.model.head.weight.device).eval(), "before training")
-        write(run.model, "after training")
+            print("--- before training ---")
+            _write(replace(run, model=untrained.to(run.model.head.weight.device).eval()), prompts, options)
+            print("\n--- after training ---")
+        texts = _write(run, prompts, options)
+        if beside_untrained:
+            print()
+    record_samples(run.weights, prompts, texts, **options)
+
+
+def _write(run: "TrainedRun", prompts: list[str], options: dict[str, Any]) -> list[str]:
+    """Prints what the model writes, and to the standard error how fast. Returns the text after each prompt."""
+    from nsa.train.trained import in_compute_type
+
+    lengths = [len(run.tokenizer.encode(text)) + 1 for text in prompts]  # a separator comes first
+    trained = run.config.train.seq_len
+    if max(lengths) > trained:
+        said = f"a prompt of {max(lengths)} tokens is longer than the {trained} that the model was trained on"
+        print(f"note: {said} (train.seq_len); the text may be worse", file=sys.stderr)
+    started = time.perf_counter()
+    tokens = generate_tokens(in_compute_type(run), prompts, **options)
+    read = time.perf_counter()
+    count, texts = _print_stream(tokens, prompts)
+    written = time.perf_counter() - read
+    said = f"{count} tokens in {written:.2f} s ({count / written:.0f} tokens/s)"
+    print(f"{said}, after {sum(lengths)} tokens of prompts in {read - started:.2f} s", file=sys.stderr)
+    return texts
+
+
+def _read_prompts(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file: {file} cannot be read: {error}") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompt-file: {file} has no line with text; write a prompt in each line")
+    return prompts
+
+
+def _print_stream(tokens: Iterator["Generated"], prompts: Sequence[str]) -> tuple[int, list[str]]:
+    """Prints every prompt with its text: the first as it comes, each other when those before it have ended. Returns
+    the number of tokens, and the texts."""
+    count, shown, ended, waiting, texts = 0, 0, set[int](), [""] * len(prompts), [""] * len(prompts)
+
+    def show(number: int) -> None:
+        title = f"--- prompt {number + 1} ---\n" if len(prompts) > 1 else ""
+        print(title + printable(prompts[number]), end="", flush=True)
+
+    show(0)
+    for piece in tokens:
+        count += piece.token is not None
+        waiting[piece.prompt] += piece.text
+        texts[piece.prompt] += piece.text
+        if piece.end is not None:
+            ended.add(piece.prompt)
+        while shown < len(prompts):
+            print(printable(waiting[shown]), end="", flush=True)
+            waiting[shown] = ""
+            if shown not in ended:
+                break
+            print()
+            shown += 1
+            if shown < len(prompts):
+                show(shown)
+    return count, texts

@@ -22,6 +22,15 @@ _ROWS = {
     "ddp": "DDP buckets",
     "fsdp": "FSDP gathered units and messages",
 }
+_CACHE_ROWS = {
+    "sel": "tokens of the selected branch",
+    "cmp": "compressed tokens",
+    "win": "window branch",
+    "tail": "raw tail of the compressed branch",
+    "dense": "dense layers",
+    "window": "window layers",
+    "table": "page table",
+}
 
 
 def memory(
@@ -33,20 +42,30 @@ def memory(
         str | None,
         typer.Option("--card", help="24gb, a100-40gb, a100-80gb, h100, h200, ... or GiB.", show_default="this GPU"),
     ] = None,
+    cache: Annotated[
+        int | None,
+        typer.Option("--cache", metavar="TOKENS", help="Also what generating sequences of this length needs."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
+    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, estimate_cache, find_card, present_card
 
     asked = find_card(card) if card is not None else present_card()
+    cards = [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS]
+    cached = estimate_cache(resolved, cache) if cache is not None else None
     planner = Planner(resolved, nproc)
-    found = _report(planner, [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS])
+    found = _report(planner, cards)
+    if cached:
+        found["cache"] = asdict(cached) | {"most_sequences": {each.name: cached.most_sequences(each) for each in cards}}
     found["advice"] = planner.advice(asked) if asked else []
     if as_json:
         print(json.dumps(found, indent=1))
     else:
         _show(str(config), planner, found)
+        if cached:
+            _show_cache(found["cache"])
 
 
 def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
@@ -127,6 +146,23 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
         console.print(f"\nDOES NOT FIT {card['name']}: {needed:.1f} GiB of {card['gib']:.1f}. Each of these fits:")
         for line in found["advice"]:
             console.print(f"  {line}", soft_wrap=True)
+
+
+def _show_cache(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console, mib = Console(highlight=False), 2**20
+    held = _table(f"cache of a sequence of {found['tokens']} tokens, {found['dtype']}", "MiB")
+    for part, size in found["parts"].items():
+        if size:
+            held.add_row(_CACHE_ROWS[part], f"{size / mib:.2f}")
+    held.add_section()
+    held.add_row("one sequence", f"{sum(found['parts'].values()) / mib:.2f}")
+    held.add_row("weights", f"{found['weights'] / mib:.2f}")
+    console.print()
+    console.print(held)
+    for card, most in found["most_sequences"].items():
+        console.print(f"{card}: {most} such sequences at a time, beside the weights")
 
 
 def _table(*columns: str) -> "Table":

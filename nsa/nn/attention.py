@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
+from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
+from nsa.nn.layer_cache import NSALayerCache, decode_backend
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
     compressed_attention,
     nsa_attention,
+    nsa_decode,
     select_blocks,
     selected_attention,
     window_attention,
@@ -103,7 +106,14 @@ class NSAAttention(nn.Module):
             return MeanCompressor(self.spec, backend)
         return (MLPCompressor if phi == "mlp" else MeanMLPCompressor)(self.spec, head_dim, backend)
 
-    def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def build_cache(self, sizes: CacheSizes) -> NSALayerCache:
+        """What this layer keeps in a `KVCache`."""
+        groups, dims = self.num_kv_heads, (self.head_dim_k, self.head_dim_v)
+        return NSALayerCache(sizes, self.spec, groups, *dims, shared_kv=self.shared_kv)
+
+    def forward(
+        self, x_BSC: Tensor, *, cache: KVCache | CacheStep | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """x_BSC [batch, tokens, dim], of the type of the weights unless autocast is on -> the same shape. Token t of
         the output depends on tokens 0 to t of the input alone. Any number of tokens from 1 on is accepted.
 
@@ -111,12 +121,22 @@ class NSAAttention(nn.Module):
                      x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
                      a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
                      start anew in each.
+        cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
+                     output is that of the whole sequence at these tokens, without a gradient
 
         Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
         inside `nsa.ops.checked_values()`.
         """
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
+        if cache is None:
+            return self._whole(x_BSC, cu_seqlens)
+        step = begin(cache, self, x_BSC, cu_seqlens)
+        with torch.no_grad():
+            return self._whole(x_BSC, None, step) if step.is_fresh else self._continued(x_BSC, step)
+
+    def _whole(self, x_BSC: Tensor, cu_seqlens: Tensor | None, step: CacheStep | None = None) -> Tensor:
+        """Whole sequences, which also fill an empty cache."""
         spec, tokens = self.spec, x_BSC.shape[1]
         q_BSHK, pairs = self._projections(x_BSC)
         position_S, position_N = positions(tokens, spec, cu_seqlens, x_BSC.device)
@@ -126,13 +146,18 @@ class NSAAttention(nn.Module):
         q_BSHK = rotate(q_BSHK, token_tables)
         (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
         if self.compress == "after_rotation":
-            k_cmp_BNGK = self.phi_k(rotate(k_cmp, token_tables), cu_seqlens)
+            k_cmp = rotate(k_cmp, token_tables)
+            k_cmp_BNGK = self.phi_k(k_cmp, cu_seqlens)
         else:  # each compressed key is turned as one
             k_cmp_BNGK = rotate(self.phi_k(k_cmp, cu_seqlens), slot_tables)
         v_cmp_BNGV = self.phi_v(v_cmp, cu_seqlens)
         k_sel = rotate(k_sel, token_tables)
         k_win = k_sel if self.shared_kv else rotate(k_win, token_tables)
 
+        if step is not None:
+            kept: NSALayerCache = step.layer(self)
+            kept.write(step, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+            kept.write_compressed(step, k_cmp_BNGK, v_cmp_BNGV)
         arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
         if self.force_branch is None:
             gates_BSH3 = self.gate(x_BSC)
@@ -141,6 +166,36 @@ class NSAAttention(nn.Module):
             o_BSHV = self._one_branch(*arguments, cu_seqlens)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+    def _continued(self, x_BSC: Tensor, step: CacheStep) -> Tensor:
+        """New tokens of sequences that the cache holds already."""
+        kept: NSALayerCache = step.layer(self)
+        q_BSHK, pairs = self._projections(x_BSC)
+        (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
+        # All heads are rotated at once: a step takes the time of its launches.
+        turned = [q_BSHK, k_sel] if self.shared_kv else [q_BSHK, k_sel, k_win]
+        rotated = rotate(torch.cat(turned, dim=2), step.rotary(self.head_dim_k, self.rope_base))
+        q_BSHK, k_sel, *rest = rotated.split([x.shape[2] for x in turned], dim=2)
+        k_win = k_sel if self.shared_kv else rest[0]
+        is_turned = self.compress == "after_rotation"
+        if is_turned:
+            k_cmp = rotate(k_cmp, step.rotary(self.head_dim_k, self.rope_base))
+        gates_BSH3 = self._forced_gates(q_BSHK) if self.force_branch else self.gate(x_BSC)
+        outputs = []
+        for rows, piece in step.pieces():
+            kept.write(piece, *(x[:, rows] for x in (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)))
+            kept.compress(piece, self.phi_k, self.phi_v, None if is_turned else (self.head_dim_k, self.rope_base))
+            attended = (q_BSHK[:, rows], gates_BSH3[:, rows], *kept.views(piece), piece.positions, self.spec)
+            outputs.append(nsa_decode(*attended, backend=decode_backend(self.backend)))
+        o_BSHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
+
+    def _forced_gates(self, q_BSHK: Tensor) -> Tensor:
+        """1 for the forced branch, 0 for the others."""
+        gates = q_BSHK.new_zeros(*q_BSHK.shape[:3], len(BRANCHES))
+        gates[..., BRANCHES.index(self.force_branch or "cmp")] = 1.0
+        return gates
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

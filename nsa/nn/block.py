@@ -3,8 +3,11 @@
 Legend: B batch, S tokens, C channels.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from nsa.nn.cache import CacheStep
 from nsa.nn.dense import DenseAttention
 from nsa.nn.projection import project
 
@@ -32,8 +35,16 @@ class DecoderBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.mlp = mlp
 
-    def forward(self, x_BSC: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        lengths = {"max_seqlen": max_seqlen} if isinstance(self.attention, DenseAttention) else {}
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cu_seqlens=cu_seqlens, **lengths)
+    def forward(
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: CacheStep | None = None,
+    ) -> Tensor:
+        settings: dict[str, Any] = {"max_seqlen": max_seqlen} if isinstance(self.attention, DenseAttention) else {}
+        if cache is not None:
+            settings["cache"] = cache
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cu_seqlens=cu_seqlens, **settings)
         y_BSC: Tensor = x_BSC + self.mlp(self.mlp_norm(x_BSC))
         return y_BSC

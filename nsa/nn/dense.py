@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
+from nsa.nn.layer_cache import DenseLayerCache, decode_backend
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
+from nsa.ops.decode import paged_attention
 from nsa.ops.operators import Backend, backend_of, check_borders, positions, window_attention
 from nsa.ops.spec import NSASpec
 
@@ -57,14 +60,37 @@ class DenseAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
 
-    def forward(self, x_BSC: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        """x_BSC [batch, tokens, dim] -> the same shape, and `cu_seqlens`, as for `NSAAttention.forward`. `max_seqlen`
-        bounds the length of a packed document; without it, kernels assume the whole row."""
+    def build_cache(self, sizes: CacheSizes) -> DenseLayerCache:
+        """What this layer keeps in a `KVCache`."""
+        return DenseLayerCache(sizes, self.window, self.num_kv_heads, self.head_dim_k, self.head_dim_v)
+
+    def forward(
+        self,
+        x_BSC: Tensor,
+        *,
+        cache: KVCache | CacheStep | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """x_BSC [batch, tokens, dim] -> the same shape, `cache` and `cu_seqlens`, as for `NSAAttention.forward`.
+        `max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row."""
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
+        if cache is None:
+            return self._attend(x_BSC, cu_seqlens, max_seqlen, None)
+        step = begin(cache, self, x_BSC, cu_seqlens)
+        with torch.no_grad():
+            return self._attend(x_BSC, None, None, step)
+
+    def _attend(
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None
+    ) -> Tensor:
         tokens = x_BSC.shape[1]
-        position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
-        tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
+        if step is None:
+            position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
+            tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
+        else:
+            tables = step.rotary(self.head_dim_k, self.rope_base)
         # Values by themselves: they are kept for backward as they are, and would keep the product's queries and keys.
         q, k = project(x_BSC, [self.q, self.k])
         v = self.v(x_BSC)
@@ -73,7 +99,12 @@ class DenseAttention(nn.Module):
         v_BSGV = v.unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         q_BSHK = rotate(self.q_norm(q_BSHK).to(q.dtype), tables)
         k_BSGK = rotate(self.k_norm(k_BSGK).to(k.dtype), tables)
-        if self.window is None and cu_seqlens is None:
+        kept: DenseLayerCache | None = None if step is None else step.layer(self)
+        if step is not None and kept is not None and step.is_fresh:
+            kept.write(step, k_BSGK, v_BSGV)
+        if step is not None and kept is not None and not step.is_fresh:
+            o_BSHV = self._continued(q_BSHK, k_BSGK, v_BSGV, step, kept)
+        elif self.window is None and cu_seqlens is None:
             o_BSHV = _fused(q_BSHK, k_BSGK, v_BSGV)
         elif self.window is None and cu_seqlens is not None and _runs_varlen(q_BSHK, v_BSGV):
             o_BSHV = _varlen(q_BSHK, k_BSGK, v_BSGV, cu_seqlens, max_seqlen or tokens)
@@ -83,6 +114,15 @@ class DenseAttention(nn.Module):
             o_BSHV = window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+    def _continued(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStep, kept: DenseLayerCache) -> Tensor:
+        """New tokens of sequences that the cache holds already. Pages take any number of them, a ring its slack."""
+        outputs = []
+        for rows, piece in step.pieces() if kept.is_ring else [(slice(None), step)]:
+            kept.write(piece, k[:, rows], v[:, rows])
+            settings: dict[str, Any] = {"window": self.window, "backend": decode_backend(self.backend)}
+            outputs.append(paged_attention(q[:, rows], kept.view(piece), piece.positions, **settings))
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

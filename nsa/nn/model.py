@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
+from nsa.nn.cache import CacheStep, KVCache, begin
 from nsa.nn.dense import DenseAttention
 from nsa.ops.operators import Backend
 
@@ -61,16 +62,34 @@ class Decoder(nn.Module):
         _init(self.embedding.weight)
         _init(self.head.weight)
 
-    def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it."""
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: KVCache | CacheStep | None = None,
+    ) -> Tensor:
+        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it.
+        With a `cache` the tokens go on from those it holds, and there is no gradient."""
+        if cache is not None:
+            step = begin(cache, self, tokens_BS, cu_seqlens)
+            with torch.no_grad():
+                cached_BSV: Tensor = self.head(self.hidden(tokens_BS, cache=step))
+                return cached_BSV
         logits_BSV: Tensor = self.head(self.hidden(tokens_BS, cu_seqlens, max_seqlen))
         return logits_BSV
 
-    def hidden(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: CacheStep | None = None,
+    ) -> Tensor:
         """What the head reads, [B, S, C], for callers that need the logits of some tokens only."""
         x_BSC = self.embedding(tokens_BS)
         for block in self.blocks:
-            x_BSC = block(x_BSC, cu_seqlens, max_seqlen)
+            x_BSC = block(x_BSC, cu_seqlens, max_seqlen) if cache is None else block(x_BSC, cache=cache)
         y_BSC: Tensor = self.norm(x_BSC)
         return y_BSC
 

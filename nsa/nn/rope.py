@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 
-def rotary_tables(position_L: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [L, D/2] in float32 for integer positions."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_L.device) / head_dim
-    angle = position_L.to(torch.float32)[:, None] * base**-exponent
+def rotary_tables(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [L, D/2] in float32 for integer positions [L]; [B, L, D/2] for positions [B, L]."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position.device) / head_dim
+    angle = position.to(torch.float32)[..., None] * base**-exponent
     return angle.cos(), angle.sin()
 
 
 def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates every pair by its angle; computed in float32 (float64 for float64), rerotated in the dtype of x."""
     acc = torch.float64 if x_BLHD.dtype == torch.float64 else torch.float32
-    cos, sin = (table.to(acc).unsqueeze(1) for table in tables)  # [L, 1, D/2]
+    cos, sin = (table.to(acc).unsqueeze(-2) for table in tables)  # [L, 1, D/2]
     low, high = x_BLHD.to(acc).chunk(2, dim=-1)
     rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     return rotated.to(x_BLHD.dtype)

@@ -17,8 +17,9 @@ from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokeni
 from nsa.errors import CheckpointError
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.launch import pick_device
+from nsa.parallel.numerics import compute_precision
 from nsa.record.schema import CONFIG_FILE
-from nsa.train.state import chosen_kernels, vocabulary
+from nsa.train.state import AUTOCAST_TYPES, chosen_kernels, vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,16 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
     model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
     load_any_weights(model, weights)
     return TrainedRun(model.to(pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
+
+
+def in_compute_type(run: TrainedRun) -> TrainedRun:
+    """The run on a GPU with weights of the type in which it computes, of which a step reads half as many bytes. The
+    model is converted in place."""
+    device = run.model.head.weight.device
+    dtype = AUTOCAST_TYPES.get(compute_precision(run.config.runtime.precision, device))
+    if device.type == "cuda" and dtype is not None:
+        run.model.to(dtype)
+    return run
 
 
 def _named_checkpoint(path: Path, name: str) -> Path:

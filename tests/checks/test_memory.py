@@ -13,12 +13,24 @@ import psutil
 import pytest
 
 from nsa.checks import memory_trace
-from nsa.checks.memory import CARDS, COMPILED_SHARES, GIB, GRANULARITIES, Card, Planner, estimate, find_card
+from nsa.checks.memory import (
+    CARDS,
+    COMPILED_SHARES,
+    GIB,
+    GRANULARITIES,
+    Card,
+    Planner,
+    estimate,
+    estimate_cache,
+    find_card,
+)
 from nsa.checks.memory_trace import trace
 from nsa.cli.main import app
 from nsa.config import Config, load_config
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.errors import ConfigError
+from nsa.nn.cache import KVCache
+from nsa.nn.model import build_model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -409,3 +421,22 @@ def test_the_command_prints_json_and_rejects_bad_input(nsa_memory):
     with pytest.raises(ConfigError, match="--card") as refused:
         nsa_memory("--card", "a101")
     assert refused.value.exit_code == 2
+
+
+def test_the_cache_is_predicted_to_the_byte(nsa_memory):
+    """A real cache of three sequences is larger than one of two by what was predicted for a sequence."""
+    small = [*SMALL, "model.n_layers=3", "model.layer_pattern=[nsa,dense,window]", "runtime.precision=fp32"]
+    config = config_of(BASE, *small)
+    predicted = estimate_cache(config, 1000)
+    model = build_model(config.model, config.nsa, 256, seed=0)
+    two, three = (KVCache(model, sequences=n, max_length=1000).memory() for n in (2, 3))
+    assert predicted.parts == {part: three[part] - two[part] for part in two}
+    assert predicted.weights == sum(p.nbytes for p in model.parameters())
+    assert predicted.most_sequences(Card("none", 0.5)) == 0
+    printed = nsa_memory("--cache", "32768", "--card", "24gb")
+    found = json.loads(nsa_memory("--cache", "32768", "--card", "24gb", "--json"))["cache"]
+    assert found["parts"]["sel"] == 2 * 32768 * 2 * (16 + 16) * 2  # layers, tokens, heads, channels, bytes
+    assert f"one sequence {sum(found['parts'].values()) / 2**20:.2f}" in " ".join(printed.split())
+    assert f"24gb: {found['most_sequences']['24gb']} such sequences at a time" in printed
+    with pytest.raises(ConfigError, match="--cache"):
+        nsa_memory("--cache", "0")

@@ -15,7 +15,6 @@ from nsa.data.recall import Prompts
 from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.evals import scoring
 from nsa.evals.report import NUM_DEPTHS
-from nsa.nn.sampling import sample_tokens
 from nsa.train import train
 from tests.checkpoint.helpers import small, train_until
 
@@ -71,7 +70,7 @@ def test_the_loss_of_the_trained_length_is_the_validation_of_the_run(folder):
 
 
 def greedy(model, tokens, count):
-    return list(sample_tokens(model, tokens.tolist(), max_tokens=count, temperature=0))
+    return [piece.token for piece in nsa.generate_tokens(model, [tokens.tolist()], max_tokens=count, temperature=0)]
 
 
 class Answered(Prompts):

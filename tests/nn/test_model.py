@@ -1,4 +1,4 @@
-"""The decoder: sizes, counts, sampling."""
+"""The decoder: sizes and counts."""
 
 import math
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from nsa.config.schema import ModelConfig, NSAConfig
-from nsa.errors import ArgumentError
 from nsa.nn.flops import flops_per_token, mean_keys_read
 from nsa.nn.model import build_model
-from nsa.nn.sampling import pick, sample_tokens
 from nsa.ops import NSASpec
 
 TINY = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16)
@@ -74,33 +72,3 @@ def test_sparse_attention_is_cheaper_on_long_sequences_and_not_on_short_ones():
     assert short.sparse > short.dense_equivalent
     linear = 6 * (model.num_parameters() - model.embedding.weight.numel())
     assert long.dense_equivalent == pytest.approx(linear + 3 * 2 * 4 * 32 * 2 * (16_384 + 1) / 2)
-
-
-def test_sampling_repeats_with_its_seed_and_stops_at_the_separator():
-    model = build_model(TINY, NSA, 256, seed=0)
-    draw = lambda seed: list(sample_tokens(model, [255], max_tokens=20, seed=seed))  # noqa: E731
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
-    first = draw(1)
-    assert list(sample_tokens(model, [255], max_tokens=20, seed=1, stop=first[3])) == first[: first.index(first[3])]
-    with pytest.raises(ArgumentError, match="prompt"):
-        next(sample_tokens(model, [], max_tokens=1))
-
-
-def test_temperature_top_k_and_top_p_cut_the_distribution():
-    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
-
-    def seen(**options):
-        generator = torch.Generator().manual_seed(0)
-        settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
-        return {pick(logits, generator=generator, **settings) for _ in range(300)}
-
-    assert seen() == {0, 1, 2, 3}
-    assert seen(top_k=2) == {1, 2}
-    assert seen(top_p=0.6) == {1, 2}
-    assert seen(top_p=0.01) == {1}
-    assert seen(temperature=0.0) == {1}
-    assert seen(temperature=0.01) == {1}
-    for bad in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
-        with pytest.raises(ArgumentError, match=next(iter(bad))):
-            seen(**bad)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nsa.nn import NSAAttention
-from nsa.nn.projection import project
+from nsa.nn.projection import FEW_TOKENS, project
 
 SIZES = (48, 16, 32)
 
@@ -52,6 +52,15 @@ def test_plain_layers_are_one_product_with_the_same_results_and_gradients(produc
     sum(y.square().sum() for y in want).backward()
     for a, b in zip(together.parameters(), apart.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_the_weights_of_a_few_tokens_without_a_gradient_are_not_joined(products):
+    chosen, x = layers(), torch.randn(2, FEW_TOKENS, 24)
+    with torch.no_grad():
+        few, many = project(x[:, : FEW_TOKENS // 2], list(chosen)), project(x, list(chosen))
+    assert len(products) == 3 + 1
+    for a, b in zip(few, many, strict=True):
+        torch.testing.assert_close(a, b[:, : FEW_TOKENS // 2])
 
 
 def test_a_layer_that_was_replaced_is_called(products):

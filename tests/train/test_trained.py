@@ -115,7 +115,7 @@ def test_weights_of_another_program_are_refused(run, tmp_path):
 
 
 def test_the_command_generates_from_any_folder_after_the_tokenizer_is_gone(run):
-    texts = [generate(source, "--prompt", "the ").output for source in (run, checkpoint_of(run, 6))]
+    texts = [generate(source, "--prompt", "the ").stdout for source in (run, checkpoint_of(run, 6))]
     assert texts[0] == texts[1]
     assert texts[0].startswith("the ")
 

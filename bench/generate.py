@@ -1,0 +1,141 @@
+"""Tokens/s of whole models that generate with a cache, on a CUDA GPU: `make bench`, or `python -m bench.generate`.
+
+The weights are random, and so is what the cache holds, as if a context of that length had been read. A step of one
+token for every sequence is timed as `nsa generate` runs it, with the choice of the token and its way to the host. The
+logits after a prompt and steps are first compared with those of the whole sequence; a model that is wrong gets no time.
+Beside the time stand the bytes that a step must read and how long the memory of the GPU needs for them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.attention import machine
+from nsa.config import Config, load_config
+from nsa.generate.batch import StepGraphs
+from nsa.generate.sampling import Sampling, draw
+from nsa.nn import KVCache
+from nsa.nn.model import Decoder, build_model
+from nsa.ops.layout import num_compressed
+
+VOCABULARY = 50_257
+TYPE = torch.bfloat16
+LIMIT = 3e-2  # relative error of the logits
+STEPS = 50
+
+
+def build(config: Config) -> Decoder:
+    return build_model(config.model, config.nsa, VOCABULARY, seed=0).to("cuda", TYPE).eval()
+
+
+@torch.no_grad()
+def error(model: Decoder, prompt: int = 1000, steps: int = 40) -> float:
+    """Relative error of the logits of `steps` steps after a prompt, against the whole sequence."""
+    tokens = torch.randint(0, VOCABULARY, (2, prompt + steps), device="cuda")
+    want = model(tokens)[:, prompt:].float()
+    cache = KVCache(model, sequences=2, max_length=prompt + steps)
+    model(tokens[:, :prompt], cache=cache)
+    got = torch.cat([model(token, cache=cache) for token in tokens[:, prompt:].split(1, dim=1)], dim=1).float()
+    return float((got - want).norm() / want.norm())
+
+
+def bytes_of_step(config: Config, model: Decoder, context: int, batch: int) -> dict[str, int]:
+    """What a step reads at least: every weight once, and of every sequence what the branches of its layers look at."""
+    weights = model.num_parameters() - (0 if config.model.tied_head else model.embedding.weight.numel())
+    spec, sizes = config.nsa.spec(), config.model
+    window = min(context, spec.window)
+    tokens = {
+        "nsa": num_compressed(context, spec) + min(context, spec.num_selected * spec.sel_block) + window,
+        "dense": context,
+        "window": window,
+    }
+    per_token = sizes.n_kv_heads * (sizes.head_dim_k + sizes.head_dim_v) * TYPE.itemsize
+    cached = batch * per_token * sum(tokens[kind] for kind in sizes.layer_kinds())
+    return {"weights": weights * TYPE.itemsize, "cache": cached}
+
+
+@torch.no_grad()
+def measure(config: Config, model: Decoder, context: int, batch: int, bandwidth_tbs: float) -> dict[str, Any]:
+    cache = KVCache(model, sequences=batch, max_length=context + 2 * STEPS)
+    rows = [cache.add() for _ in range(batch)]
+    cache.append(context)
+    for layer in cache.layers.values():
+        for tensors in layer.parts().values():
+            for tensor in tensors:
+                tensor.normal_()
+    graphs, generators = StepGraphs(model, cache, rows), [torch.Generator() for _ in rows]
+    tokens, times, device_times = [0] * batch, [], []
+    for step in range(STEPS + 5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = time.perf_counter()
+        start.record()
+        logits = graphs.run(tokens, rows)
+        end.record()
+        tokens = draw(logits, Sampling(0.8, None, 0.95), generators).tolist()
+        if step >= 5:
+            times.append(time.perf_counter() - began)
+            device_times.append(start.elapsed_time(end))
+    read = bytes_of_step(config, model, context, batch)
+    limit_ms = sum(read.values()) / (bandwidth_tbs * 1e9)
+    step_ms = statistics.median(device_times)
+    return {
+        "context": context,
+        "batch": batch,
+        "tokens_per_s": batch / statistics.median(times),
+        "step_ms": step_ms,  # of the model alone
+        "bytes": read,
+        "limit_ms": limit_ms,
+        "of_limit": step_ms / limit_ms,
+        "cache_gib": sum(cache.memory().values()) / 2**30,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--configs", default="m7c_125m,llama_1b")
+    parser.add_argument("--attention", default="nsa,dense")
+    parser.add_argument("--contexts", default="8192,32768")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s of the GPU's memory; an H200's unless given")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/generate.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.generate needs a CUDA GPU; none is visible", file=sys.stderr)
+        return 1
+    results: list[dict[str, Any]] = []
+    table = Table("model", "attention", "context", "batch", "tokens/s", "step ms", "limit ms", "of limit")
+    for name in options.configs.split(","):
+        for attention in options.attention.split(","):
+            config = load_config(name, [f"model.attention={attention}"])
+            model = build(config)
+            found = error(model)
+            if not found <= LIMIT:
+                print(f"{name}, {attention}: logits are off by {found:.1e}, more than {LIMIT}", file=sys.stderr)
+                return 1
+            for context in map(int, options.contexts.split(",")):
+                for batch in map(int, options.batches.split(",")):
+                    sizes = {"model": name, "attention": attention, "error": found}
+                    results.append(sizes | measure(config, model, context, batch, options.bandwidth))
+                    print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+                    torch.cuda.empty_cache()
+            del model
+    for row in results:
+        numbers = [f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.3f}", f"{row['limit_ms']:.3f}"]
+        place = [row["model"], row["attention"], f"{row['context']:,}", str(row["batch"])]
+        table.add_row(*place, *numbers, f"{row['of_limit']:.2f}x")
+    Console(width=120).print(table)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({**machine(), "bandwidth_tbs": options.bandwidth, "results": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Text from a trained model: sampling, decoding with a cache, CUDA graphs."""

@@ -1,0 +1,51 @@
+"""Choosing the next tokens of a batch from a model's logits.
+
+Every row draws from a generator of its own, so what it draws does not depend on the rows beside it. The generators are
+the CPU's on every device.
+
+Legend: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature   0 always takes the likeliest token
+    top_k         draws from the k likeliest only; None from all
+    top_p         draws from the fewest likeliest that make up this share; after top_k
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0.0:
+            raise ArgumentError("temperature", f"must be at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ArgumentError("top_k", f"must be at least 1, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ArgumentError("top_p", f"must be above 0 and at most 1, got {self.top_p}")
+
+
+def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """One token for every row: [B], on the device of the logits."""
+    if sampling.temperature == 0.0:
+        return logits_BV.argmax(-1)
+    uniform = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    values, order = torch.sort(logits_BV.float() / sampling.temperature, descending=True, stable=True)
+    p = values[:, : sampling.top_k].softmax(-1)
+    # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
+    p = torch.where(p.cumsum(-1) - p < sampling.top_p, p, 0.0)
+    # The token whose share of the sum, laid end to end, the uniform number falls into.
+    ends = p.cumsum(-1)
+    drawn = torch.searchsorted(ends, uniform.to(ends) * ends[:, -1:], right=True)
+    drawn = drawn.minimum((p > 0.0).sum(-1, keepdim=True) - 1)  # a number that rounding moved to the very end
+    return order.gather(1, drawn).squeeze(1)

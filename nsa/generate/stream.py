@@ -1,0 +1,90 @@
+"""Generation as other programs use it: an iterator of tokens and text."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from nsa.data.tokenizers import Tokenizer
+from nsa.errors import ArgumentError
+from nsa.generate.batch import TokenBatch
+from nsa.generate.sampling import Sampling
+from nsa.generate.text import TextStream
+from nsa.nn.model import Decoder
+
+
+class Run(Protocol):
+    """What `nsa.load_run` returns, as far as it is needed here."""
+
+    @property
+    def model(self) -> Decoder: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
+class Generated(NamedTuple):
+    """One token of one prompt.
+
+    prompt   the number of the prompt
+    token    its id; None where generation ended at a stop token or the separator
+    text     what it completes: whole characters alone, so that it may be empty, or more than the token's own
+    end      None, or why this is the prompt's last: "stop" for a stop token or text, "length" for `max_tokens`
+    """
+
+    prompt: int
+    token: int | None
+    text: str
+    end: Literal["stop", "length"] | None
+
+
+def generate_tokens(
+    source: Run | Decoder,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str] | Sequence[int] = (),
+) -> Iterator[Generated]:
+    """See `nsa.generate_tokens`."""
+    model, tokenizer = (source, None) if isinstance(source, Decoder) else (source.model, source.tokenizer)
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) == (tokenizer is not None) for prompt in prompts):
+        wanted = "a list of texts" if tokenizer else "a list of lists of token ids, since a model has no tokenizer"
+        raise ArgumentError("prompts", f"must be {wanted}")
+    if max_tokens < 1:
+        raise ArgumentError("max_tokens", f"must be at least 1, got {max_tokens}")
+    seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ArgumentError("seed", f"must be one number, or one for each of {len(prompts)} prompts; got {len(seeds)}")
+    texts = [text for text in stop if isinstance(text, str)]
+    stops = {token for token in stop if isinstance(token, int)}
+    if "" in texts or (texts and tokenizer is None):
+        raise ArgumentError("stop", "must be texts that are not empty, or with a model alone token ids")
+    ids: list[list[int]] = []
+    for prompt in prompts:
+        if tokenizer is not None and isinstance(prompt, str):
+            ids.append([tokenizer.separator, *tokenizer.encode(prompt).tolist()])  # as the start of a document
+        else:
+            ids.append([int(token) for token in prompt])
+    if tokenizer is not None:
+        stops.add(tokenizer.separator)
+    streams = [TextStream(tokenizer.decode if tokenizer else lambda _: "", texts) for _ in prompts]
+    batch = TokenBatch(model, ids, max_tokens, Sampling(temperature, top_k, top_p), seeds)
+    return _generate(batch, streams, stops, max_tokens)
+
+
+def _generate(batch: TokenBatch, streams: list[TextStream], stops: set[int], max_tokens: int) -> Iterator[Generated]:
+    for count in range(1, max_tokens + 1):
+        for row, token in batch.next().items():
+            stream, is_stop = streams[row], token in stops
+            text = "" if is_stop else stream.push(token)
+            end: Literal["stop", "length"] | None = "length" if count == max_tokens else None
+            if is_stop or stream.stopped:
+                end = "stop"
+            if end is not None:
+                text += stream.finish()
+                batch.end(row)
+            yield Generated(row, None if is_stop else token, text, end)
+        if not batch.rows:
+            return

@@ -1,0 +1,407 @@
+"""The cache with which a model decodes: who owns which page, how long every sequence is, and one forward pass over it.
+
+A cache serves one model and many sequences, which come and go. Every sequence has a number, a length, and pages of one
+pool; all layers use the same page table, each with tensors of its own (`nsa.nn.layer_cache`). The host decides and
+knows everything here; the device has copies, and nothing is ever read back from it.
+
+Legend: B rows of a forward pass, n tokens of a row.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import ArgumentError, CacheFullError
+from nsa.nn.rope import rotary_tables
+from nsa.ops.layout import num_compressed
+from nsa.ops.spec import NSASpec
+
+LEAST_PAGE = 64  # tokens
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """What the tensors of every layer have in common. Page 0 and the last ring take what is not to be kept."""
+
+    pages: int
+    page_size: int
+    rings: int
+    slack: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def paged(self, places: int, heads: int, dim: int) -> Tensor:
+        return torch.zeros(self.pages, places, heads, dim, dtype=self.dtype, device=self.device)
+
+    def ring(self, needed: int, heads: int, dim: int) -> Tensor:
+        return torch.zeros(self.rings, needed + self.slack, heads, dim, dtype=self.dtype, device=self.device)
+
+
+class KVCache:
+    """Keys and values of up to `sequences` sequences of up to `max_length` tokens, for decoding with `model`.
+
+    model        a Decoder, an attention layer, or any module that contains attention layers of nsa
+    sequences    how many there may be at a time
+    max_length   the most tokens of one sequence
+    tokens       the most tokens of all sequences together; None holds `sequences` of full length
+    slack        tokens by which rings exceed what a layer needs: `crop` can take back that many, and a forward pass
+                 over a cache that holds tokens already is computed in pieces of that many
+    dtype        of keys and values; None takes the type in which the model computes
+
+    `model(tokens, cache=cache)` appends tokens to every sequence. The first call on a cache without sequences adds
+    one for every row. For rows of different lengths, or only some of the sequences, pass `cache.append(counts,
+    sequences)` instead. Where a forward pass fails half-way, `crop` or `free` its sequences.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sequences: int,
+        max_length: int,
+        tokens: int | None = None,
+        slack: int = 64,
+        dtype: torch.dtype | None = None,
+    ):
+        for name, value in (("sequences", sequences), ("max_length", max_length), ("slack", slack)):
+            if value < 1:
+                raise ArgumentError(name, f"must be at least 1, got {value}")
+        if tokens is not None and tokens < 1:
+            raise ArgumentError("tokens", f"must be at least 1, got {tokens}")
+        self.model: nn.Module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        layers: list[Any] = [m for m in self.model.modules() if hasattr(m, "build_cache")]
+        if not layers:
+            raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
+        self.max_length, self.slack = max_length, slack
+        self.page_size = page_size([layer.spec for layer in layers if hasattr(layer, "spec")])
+        self.width = -(-max_length // self.page_size)  # pages of the longest sequence
+        pages = sequences * self.width
+        if tokens is not None:  # every sequence may leave a page unfinished
+            pages = min(pages, tokens // self.page_size + sequences)
+        weight: Tensor = layers[0].q.weight
+        sizes = CacheSizes(
+            pages + 1, self.page_size, sequences + 1, slack, dtype or _compute_type(weight), weight.device
+        )
+        self.dtype, self.device, self.max_sequences = sizes.dtype, sizes.device, sequences
+        self.layers = {layer: layer.build_cache(sizes) for layer in layers}
+        self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
+        self.shortest_ring = min((c.shortest_ring for c in self.layers.values() if c.shortest_ring), default=None)
+
+        self._free_pages = list(range(pages, 0, -1))
+        self._free_slots = list(range(sequences - 1, -1, -1))
+        self._pages: dict[int, list[int]] = {}  # by sequence, in the order they were added
+        self._length = [0] * sequences
+        self._longest = [0] * sequences  # since the rings were last whole
+        self._table = torch.zeros(sequences, self.width, dtype=torch.int32)
+        self.table = torch.zeros_like(self._table, device=self.device)
+        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
+        self._stale_table = self._stale_lengths = False  # whether the device's are behind the host's
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers of all sequences, in the order they were added."""
+        return list(self._pages)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of the pages that no sequence has."""
+        return len(self._free_pages) * self.page_size
+
+    def length(self, sequence: int) -> int:
+        self._check(sequence)
+        return self._length[sequence]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by part: sel, cmp, win and tail of NSA layers, dense, window, and the page table."""
+        parts: dict[str, int] = {}
+        for layer in self.layers.values():
+            for part, tensors in layer.parts().items():
+                parts[part] = parts.get(part, 0) + sum(x.nbytes for x in tensors)
+        return parts | {"table": self.table.nbytes + self.lengths.nbytes}
+
+    def add(self) -> int:
+        """A new sequence without tokens: its number."""
+        if not self._free_slots:
+            raise CacheFullError(
+                f"the cache holds {self.max_sequences} sequences already; free one, or make it with more `sequences`"
+            )
+        sequence = self._free_slots.pop()
+        self._pages[sequence] = []
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        """Removes a sequence; its pages serve others."""
+        self.crop(0, sequence)
+        del self._pages[sequence]
+        self._free_slots.append(sequence)
+
+    def crop(self, length: int, sequence: int | None = None) -> None:
+        """Takes tokens back until `length` are left; None: of every sequence that is longer.
+
+        Rings hold the newest tokens alone. Where they have wrapped around, at most `slack` tokens can be taken back,
+        counted from the longest that the sequence has been, or all of them.
+        """
+        if sequence is None:
+            chosen = [s for s in self._pages if self._length[s] > length]
+        else:
+            self._check(sequence)
+            chosen = [sequence]
+        for s in chosen:
+            self._check_crop(length, s)
+        for s in chosen:
+            kept = -(-length // self.page_size)
+            while len(self._pages[s]) > kept:
+                self._free_pages.append(self._pages[s].pop())
+            self._length[s] = length
+            if length == 0:
+                self._longest[s] = 0
+            self._stale_lengths = True
+
+    def _check_crop(self, length: int, sequence: int) -> None:
+        current = self._length[sequence]
+        if not 0 <= length <= current:
+            raise ArgumentError("length", f"sequence {sequence} has {current} tokens; cannot crop it to {length}")
+        longest, ring = self._longest[sequence], self.shortest_ring
+        if length and ring is not None and longest > max(ring, length + self.slack + 1):
+            raise ArgumentError(
+                "length",
+                f"sequence {sequence} has had {longest} tokens, of which the last {self.slack} can be taken back; "
+                f"{length} would be {longest - length}. Crop to 0 and compute it again, or make the cache with more "
+                "`slack`",
+            )
+
+    def append(self, counts: int | Sequence[int], sequences: Sequence[int] | None = None) -> "CacheStep":
+        """Room for new tokens, and the forward pass that fills it: pass it to the model as `cache`.
+
+        counts      how many tokens each row brings; a row that brings fewer than the longest is padded at the end. The
+                    output at padding means nothing
+        sequences   the sequence of each row; None takes all, in the order they were added
+
+        Lengths count the new tokens from now on. Nothing is changed where it raises.
+        """
+        rows = self.sequences if sequences is None else list(sequences)
+        new = [counts] * len(rows) if isinstance(counts, int) else list(counts)
+        starts = self.reserve(new, rows)
+        slots = torch.tensor(rows, dtype=torch.int32).to(self.device, non_blocking=True)
+        count_B = torch.tensor(new, dtype=torch.int32).to(self.device, non_blocking=True)
+        ends = [start + count for start, count in zip(starts, new, strict=True)]
+        width = max(1, -(-max(ends) // self.page_size))
+        is_fresh = not any(start for start, count in zip(starts, new, strict=True) if count)
+        return CacheStep(self, slots, count_B, max(new), width, is_fresh, self.completes(starts, new))
+
+    def reserve(self, counts: Sequence[int], sequences: Sequence[int]) -> list[int]:
+        """The host's part of `append`: pages for the new tokens. Returns the lengths before them, which the device
+        has until a `CacheStep` is made, or replayed as part of a CUDA graph."""
+        if len(counts) != len(sequences) or not sequences:
+            raise ArgumentError("counts", f"must be one for each of {len(sequences)} sequences, got {len(counts)}")
+        if len(set(sequences)) != len(sequences):
+            raise ArgumentError("sequences", f"names a sequence twice: {list(sequences)}")
+        if min(counts) < 0 or max(counts) < 1:
+            raise ArgumentError("counts", f"must be at least 0, and 1 in some row; got {list(counts)}")
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._check(sequence)
+            if self._length[sequence] + count > self.max_length:
+                raise CacheFullError(
+                    f"sequence {sequence} has {self._length[sequence]} tokens and {count} more would exceed the "
+                    f"{self.max_length} of `max_length`; crop it, or make the cache with a larger one"
+                )
+        starts = [self._length[s] for s in sequences]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        needed = [-(-end // self.page_size) - len(self._pages[s]) for s, end in zip(sequences, ends, strict=True)]
+        if sum(needed) > len(self._free_pages):
+            raise CacheFullError(
+                f"out of pages: {sum(counts)} new tokens need {sum(needed)} pages of {self.page_size} tokens and "
+                f"{len(self._free_pages)} are free; free or crop sequences, or make the cache with more `tokens`"
+            )
+        if self._stale_lengths:
+            self.lengths.copy_(torch.tensor(self._length, dtype=torch.int32), non_blocking=True)
+        for s, end, missing in zip(sequences, ends, needed, strict=True):
+            pages = self._pages[s]
+            for _ in range(missing):
+                self._table[s, len(pages)] = self._free_pages[-1]
+                pages.append(self._free_pages.pop())
+                self._stale_table = True
+            self._length[s] = end
+            self._longest[s] = max(self._longest[s], end)
+        if self._stale_table:
+            self.table.copy_(self._table, non_blocking=True)
+        self._stale_table = self._stale_lengths = False
+        return starts
+
+    def completes(self, starts: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether one of the new tokens completes a compressed block."""
+        return any(
+            num_compressed(start + count, spec) > num_compressed(start, spec)
+            for spec in self.specs
+            for start, count in zip(starts, counts, strict=True)
+        )
+
+    def _check(self, sequence: int) -> None:
+        if sequence not in self._pages:
+            raise ArgumentError("sequence", f"there is no sequence {sequence}; there are {self.sequences}")
+
+
+class CacheStep:
+    """One forward pass over a cache: what its layers need to know, computed once for all of them.
+
+    slots_B      int32, the sequence of each row
+    positions    int32 [B, n], of every token in its sequence; -1 for padding
+    table        int32 [B, width], the pages of each row
+    is_fresh     whether the sequences had no tokens before: then the pass is that of the whole sequences
+    completes    whether a compressed block may be completed
+
+    Creating it advances the lengths on the device, by `count_B`. It reads no value from the device.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots_B: Tensor, count_B: Tensor, tokens: int, width: int, is_fresh: bool, completes: bool
+    ):
+        self.cache, self.slots_B, self.is_fresh, self.completes = cache, slots_B, is_fresh, completes
+        place_n = torch.arange(tokens, dtype=torch.int32, device=slots_B.device)
+        start_B = cache.lengths.index_select(0, slots_B)
+        self.positions = torch.where(place_n < count_B[:, None], start_B[:, None] + place_n, -1)
+        self.table = cache.table[:, :width].index_select(0, slots_B)
+        cache.lengths.index_add_(0, slots_B, count_B)
+        self._shared: dict[Any, Any] = {}
+
+    def layer(self, module: nn.Module) -> Any:
+        """The tensors of one attention layer."""
+        found = self.cache.layers.get(module)
+        if found is None:
+            raise _other_model(self.cache, module)
+        return found
+
+    def shared(self, key: Any, compute: Callable[[], Found]) -> Found:
+        """`compute()`, once for all layers."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        found: Found = self._shared[key]
+        return found
+
+    def pieces(self) -> list[tuple[slice, "CacheStep"]]:
+        """The pass in pieces that fit into the slack of rings, each a pass of its own."""
+        tokens, most = self.positions.shape[1], self.cache.slack
+        if tokens <= most:
+            return [(slice(None), self)]
+        return self.shared("pieces", lambda: [self._piece(slice(a, a + most)) for a in range(0, tokens, most)])
+
+    def _piece(self, tokens: slice) -> tuple[slice, "CacheStep"]:
+        piece = copy(self)
+        piece.positions, piece._shared = self.positions[:, tokens].contiguous(), {}
+        return tokens, piece
+
+    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
+        """Rotary tables of the positions; `settings` as for `rotary_tables`."""
+        return self.shared(("rotary", *settings), lambda: rotary_tables(self.positions, *settings))
+
+    def token_index(self) -> Tensor:
+        """[B*n] the place of every token in the pages of a layer, laid end to end."""
+        return self.shared("tokens", lambda: self.in_pages(self.positions, self.cache.page_size).flatten())
+
+    def in_pages(self, number: Tensor, places: int) -> Tensor:
+        """The same for tokens by number [B, ...], of which a page holds `places`; negative: page 0."""
+        page = self.table.gather(1, (number // places).clamp(0, self.table.shape[1] - 1).flatten(1).to(torch.int64))
+        index = page.view(number.shape).to(torch.int64) * places + number % places
+        return index.where(number >= 0, 0)
+
+    def ring_index(self, ring: int) -> Tensor:
+        """[B*n] the place of every token in the rings of a layer, laid end to end. Only the newest are kept."""
+
+        def compute() -> Tensor:
+            position, slots = self.positions, self.cache.max_sequences
+            is_kept = (position >= 0) & (position > position.amax(1, keepdim=True) - ring)
+            slot = self.slots_B[:, None].to(torch.int64)
+            return torch.where(is_kept, slot * ring + position % ring, slots * ring).flatten()
+
+        return self.shared(("ring", ring), compute)
+
+    def compressed(self, spec: NSASpec) -> "NewCompressed":
+        return self.shared(spec, lambda: NewCompressed(self, spec))
+
+
+class NewCompressed:
+    """The compressed tokens that a pass may complete, m for every row, as many as its shape allows.
+
+    first    [B, m] the position of its first token
+    index    [B*m] its place in the pages of a layer, laid end to end; in page 0 where it is not complete
+    """
+
+    def __init__(self, step: CacheStep, spec: NSASpec):
+        self.spec, position = spec, step.positions
+        tokens = position.shape[1]
+        most = num_compressed(tokens, spec) if step.is_fresh else -(-tokens // spec.cmp_stride)
+        oldest_B = ((position[:, 0] - spec.cmp_block + spec.cmp_stride) // spec.cmp_stride).clamp(min=0)
+        number = oldest_B[:, None] + torch.arange(most, dtype=torch.int32, device=position.device)
+        last = number * spec.cmp_stride + spec.cmp_block - 1
+        self.step, self.first = step, number * spec.cmp_stride
+        number = torch.where(last <= position.amax(1, keepdim=True), number, -1)
+        self.index = step.in_pages(number, step.cache.page_size // spec.cmp_stride).flatten()
+        place = torch.arange(spec.cmp_block, dtype=torch.int32, device=position.device)
+        self._tokens = self.first[..., None] + place
+
+    def tail_index(self, ring: int) -> Tensor:
+        """[B, m, cmp_block] the places of its tokens in the rings of a layer, laid end to end."""
+        slot = self.step.slots_B[:, None, None].to(torch.int64)
+        return self.step.shared(("tail", self.spec), lambda: slot * ring + self._tokens % ring)
+
+    def page_index(self) -> Tensor:
+        """The same in the pages."""
+        return self.step.shared(
+            ("tail pages", self.spec), lambda: self.step.in_pages(self._tokens, self.step.cache.page_size)
+        )
+
+    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
+        """Rotary tables of its key; `settings` as for `rotary_tables`."""
+        return self.step.shared(("compressed", self.spec, *settings), lambda: rotary_tables(self.first, *settings))
+
+
+def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: Tensor | None = None) -> CacheStep:
+    """The forward pass of `module` over a cache, for an input x [batch, tokens, ...]."""
+    batch, tokens = x.shape[:2]
+    if cu_seqlens is not None:
+        raise ArgumentError(
+            "cu_seqlens", "packs documents into one row, and a cache has a row for each; pass one of them"
+        )
+    if isinstance(cache, CacheStep):
+        wanted = list(cache.positions.shape)
+        if [batch, tokens] != wanted:
+            raise ArgumentError(
+                "cache", f"was made for {wanted} tokens by `append`, and the input has {[batch, tokens]}"
+            )
+        return cache
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("cache", f"must be a KVCache, or what its `append` returned; got {type(cache).__name__}")
+    if cache.model is not module:
+        raise _other_model(cache, module)
+    if not cache.sequences and batch <= cache.max_sequences:
+        for _ in range(batch):
+            cache.add()
+    if batch != len(cache.sequences):
+        raise ArgumentError("cache", f"holds {len(cache.sequences)} sequences, and the input has {batch} rows")
+    return cache.append(tokens)
+
+
+def page_size(specs: Sequence[NSASpec]) -> int:
+    """Tokens of a page: whole selection blocks of every layer, and enough of them to be read in one go."""
+    block = math.lcm(*(spec.sel_block for spec in specs))
+    return block * -(-LEAST_PAGE // block)
+
+
+def _compute_type(weight: Tensor) -> torch.dtype:
+    kind = weight.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast and weight.dtype != torch.float64 else weight.dtype
+
+
+def _other_model(cache: KVCache, module: nn.Module) -> ArgumentError:
+    kind = type(module).__name__
+    if module in cache.layers:  # a layer would advance the lengths of all
+        return ArgumentError("cache", f"is that of a whole model; pass to a {kind} in it what `append` returned")
+    return ArgumentError("cache", f"was made for another model, not for this {kind}; make one with KVCache(model, ...)")

@@ -1,0 +1,140 @@
+"""Generated tokens: those of the whole sequence, of each prompt alone, of a seed; and what a caller gets of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import nsa
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.errors import ArgumentError
+from nsa.generate.sampling import Sampling, draw
+from tests.nn.test_cache import VARIANTS, VOCABULARY, small
+
+
+def tokens_of(generated, prompt=0):
+    return [piece.token for piece in generated if piece.prompt == prompt and piece.token is not None]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small()
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Weights of no training, with a vocabulary of bytes."""
+    from nsa.config.load import parse_config
+    from nsa.nn.model import build_model
+
+    config = parse_config(
+        {}, "test", ["model.dim=32", "model.n_layers=1", "model.head_dim_k=16", "model.head_dim_v=16"]
+    )
+    return SimpleNamespace(model=build_model(config.model, config.nsa, 256, 0).eval(), tokenizer=ByteTokenizer())
+
+
+@pytest.mark.parametrize("variant", ["pattern", "shared mlp"])
+def test_greedy_generation_equals_the_one_without_a_cache(variant):
+    model = small(*VARIANTS[variant])
+    prompt = torch.randint(0, VOCABULARY, (1, 21))
+    got = tokens_of(nsa.generate_tokens(model, prompt.tolist(), max_tokens=60, temperature=0.0))
+    whole = prompt
+    for _ in range(60):
+        whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], dim=1)
+    assert got == whole[0, 21:].tolist()
+
+
+def test_a_prompt_draws_the_same_alone_and_in_any_batch(model):
+    prompts = [torch.randint(0, VOCABULARY, (n,)).tolist() for n in (1, 40, 7)]
+    options = {"max_tokens": 12, "temperature": 1.5, "seed": 3, "top_p": 0.9}
+    batch = list(nsa.generate_tokens(model, prompts, **options))
+    for number, prompt in enumerate(prompts):
+        assert tokens_of(batch, number) == tokens_of(nsa.generate_tokens(model, [prompt], **options))
+    again = list(nsa.generate_tokens(model, prompts[::-1], **options))
+    assert tokens_of(again, 0) == tokens_of(batch, 2)
+    seeds = list(nsa.generate_tokens(model, [prompts[1]] * 2, **(options | {"seed": [3, 4]})))
+    assert tokens_of(seeds, 0) == tokens_of(batch, 1) != tokens_of(seeds, 1)
+
+
+def test_rows_end_at_their_own_stop_token_and_the_others_go_on(model):
+    prompts = [[1, 2, 3], [9]]
+    free = list(nsa.generate_tokens(model, prompts, max_tokens=20, seed=1))
+    stop = tokens_of(free, 0)[3]
+    pieces = list(nsa.generate_tokens(model, prompts, max_tokens=20, seed=1, stop=[stop]))
+    for number in range(2):
+        want = tokens_of(free, number)
+        ended = want.index(stop) if stop in want else None
+        assert tokens_of(pieces, number) == want[:ended]
+        (last,) = [piece for piece in pieces if piece.prompt == number and piece.end is not None]
+        assert (last.end, last.token is None) == (("length", False) if ended is None else ("stop", True))
+    assert tokens_of(pieces, 0) == tokens_of(free, 0)[: tokens_of(free, 0).index(stop)]
+
+
+def test_the_first_token_comes_before_the_last_is_computed(model, monkeypatch):
+    calls = []
+    original = type(model).hidden
+    monkeypatch.setattr(type(model), "hidden", lambda self, *args: calls.append(1) or original(self, *args))
+    stream = nsa.generate_tokens(model, [[1, 2]], max_tokens=9)
+    for expected in range(1, 10):
+        next(stream)
+        assert len(calls) == expected  # the prompt, then one step before each further token
+    assert list(stream) == []
+
+
+def test_texts_in_texts_out(run):
+    prompts = ["def", "a longer prompt é"]
+    pieces = list(nsa.generate_tokens(run, prompts, max_tokens=30, seed=2))
+    for number in range(2):
+        ids = tokens_of(pieces, number)
+        text = "".join(piece.text for piece in pieces if piece.prompt == number)
+        assert text == run.tokenizer.decode(ids)
+        assert run.tokenizer.separator not in ids
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "argument"),
+    [
+        ([], {}, "prompts"),
+        ([[]], {}, "prompts"),
+        ([[VOCABULARY]], {}, "prompts"),
+        ([[-1]], {}, "prompts"),
+        (["text"], {}, "prompts"),
+        ("text", {}, "prompts"),
+        ([[1]], {"max_tokens": 0}, "max_tokens"),
+        ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"temperature": float("nan")}, "temperature"),
+        ([[1]], {"top_k": 0}, "top_k"),
+        ([[1]], {"top_p": 0.0}, "top_p"),
+        ([[1]], {"top_p": 1.1}, "top_p"),
+        ([[1]], {"seed": [1, 2]}, "seed"),
+        ([[1]], {"stop": ["text"]}, "stop"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_at_the_call(model, prompts, options, argument):
+    with pytest.raises(ArgumentError) as refused:
+        nsa.generate_tokens(model, prompts, **options)
+    assert refused.value.argument == argument
+
+
+def test_temperature_top_k_and_top_p_cut_the_distribution():
+    logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
+
+    def counts(**options):
+        generator = torch.Generator().manual_seed(0)
+        drawn = draw(logits.expand(2000, -1), Sampling(**options), [generator] * 2000)
+        return drawn.bincount(minlength=4) / 2000
+
+    torch.testing.assert_close(counts(), logits[0].exp(), rtol=0.0, atol=0.03)
+    torch.testing.assert_close(counts(temperature=0.5), (2 * logits[0]).softmax(-1), rtol=0.0, atol=0.03)
+
+    def seen(**options):
+        return set(counts(**options).nonzero().flatten().tolist())
+
+    assert seen() == {0, 1, 2, 3}
+    assert seen(top_k=2) == {1, 2}
+    assert seen(top_k=9) == {0, 1, 2, 3}
+    assert seen(top_p=0.6) == {1, 2}
+    assert seen(top_k=2, top_p=0.5) == {1}
+    assert seen(top_p=0.01) == {1}
+    assert seen(temperature=0.0) == {1}
+    assert seen(temperature=0.01) == {1}

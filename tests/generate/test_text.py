@@ -1,0 +1,60 @@
+"""Text piece by piece: whole characters, stop texts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa.data.tokenizers import ByteTokenizer
+from nsa.generate.text import TextStream
+
+DECODE = ByteTokenizer().decode
+
+
+def pieces(data: bytes, stop: list[str] | None = None) -> list[str]:
+    stream, found = TextStream(DECODE, stop or []), []
+    for byte in data:
+        found.append(stream.push(byte))
+        if stream.stopped:
+            break
+    return [*found, stream.finish()]
+
+
+def test_a_character_comes_when_its_last_byte_does():
+    assert pieces("aé€😀".encode()) == ["a", "", "é", "", "", "€", "", "", "", "😀", ""]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"\x80", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x9f", b"\xfe"]))
+)
+def test_together_they_are_the_text_whatever_the_bytes(given_bytes):
+    data = b"".join(given_bytes)
+    assert "".join(pieces(data)) == DECODE(list(data))
+
+
+def test_bytes_that_are_no_character_come_with_the_next_one():
+    assert pieces(b"\x80\x80a") == ["", "\ufffd", "\ufffda", ""]
+
+
+@pytest.mark.parametrize(
+    ("stop", "wanted"),
+    [
+        (["\n\n"], "ab\nc"),
+        (["zz"], "ab\nc\n\nd"),
+        (["c\n", "\n\n"], "ab\n"),
+        (["d"], "ab\nc\n\n"),
+        (["b\nc\n\nd!"], "ab\nc\n\nd"),
+        (["a"], ""),
+    ],
+)
+def test_text_ends_before_the_first_stop_text(stop, wanted):
+    assert "".join(pieces(b"ab\nc\n\nd", stop)) == wanted
+
+
+def test_the_start_of_a_stop_text_is_held_back_until_it_is_none():
+    assert pieces(b"ab\nc", ["\n\n"]) == ["a", "b", "", "\nc", ""]
+
+
+def test_a_tokenizer_that_puts_spaces_between_tokens_keeps_them():
+    words = ["the", "cat", "sat"]
+    stream = TextStream(lambda ids: " ".join(words[i] for i in ids))
+    assert "".join([*(stream.push(i) for i in range(3)), stream.finish()]) == "the cat sat"

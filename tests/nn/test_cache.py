@@ -1,0 +1,306 @@
+"""Decoding with a cache gives what the whole sequence gives, however the tokens are split, joined and taken back."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa.config.load import parse_config
+from nsa.errors import ArgumentError, CacheFullError
+from nsa.nn import Decoder, KVCache, NSAAttention
+from nsa.nn.cache import CacheStep
+from nsa.nn.dense import DenseAttention
+from nsa.nn.model import build_model
+from nsa.ops import NSASpec
+
+SPEC = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=1, window=24)
+# Around the ends of a stride, a compressed block, a selection block, the window, its ring with a slack of 5, a page.
+BORDERS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 23, 24, 25, 29, 30, 32, 33, 63, 64, 65, 90)
+VOCABULARY = 64
+PATTERN = "model.layer_pattern=[nsa,dense,window]"
+VARIANTS = {
+    "pattern": [PATTERN, "model.n_layers=3"],
+    "mlp": ["nsa.phi=mlp", "model.qk_norm=true"],
+    "shared": ["nsa.shared_kv=true", "model.qk_norm=true"],
+    "shared mlp": ["nsa.shared_kv=true", "nsa.phi=mlp", "nsa.gate=softmax"],
+    "cmp": ["nsa.force_branch=cmp"],
+    "sel": ["nsa.force_branch=sel"],
+    "win": ["nsa.force_branch=win"],
+}
+
+
+def small(*overrides: str, seed: int = 0) -> Decoder:
+    sizes = "model.dim=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.head_dim_k=16 model.head_dim_v=32"
+    spec = [f"nsa.{name}={value}" for name, value in vars(SPEC).items()]
+    config = parse_config({}, "test", [*sizes.split(), *spec, *overrides])
+    model = build_model(config.model, config.nsa, VOCABULARY, seed).double().eval()
+    randomize_gates(model)
+    return model
+
+
+def randomize_gates(module: nn.Module) -> None:
+    """They start equal for all tokens, which would hide a mistake."""
+    for name, parameter in module.named_parameters():
+        if "gate.out" in name:
+            nn.init.normal_(parameter)
+
+
+def layer_of(kind: str, **options: object) -> NSAAttention | DenseAttention:
+    if kind == "nsa":
+        layer: NSAAttention | DenseAttention = NSAAttention(24, 4, 2, 16, 32, SPEC, **options)
+    else:
+        layer = DenseAttention(24, 4, 2, 16, 32, window=None if kind == "dense" else SPEC.window)
+    randomize_gates(layer)
+    return layer.double().eval()
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def in_chunks(model: nn.Module, x: Tensor, cache: KVCache, sizes: list[int]) -> Tensor:
+    return torch.cat([model(chunk, cache=cache) for chunk in x.split(sizes, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("nsa", {}), ("nsa", {"phi": "mlp"}), ("nsa", {"shared_kv": True}), ("dense", {}), ("window", {})],
+    ids=["nsa", "mlp", "shared", "dense", "window"],
+)
+def test_a_prompt_of_any_length_and_single_steps_equal_the_whole_sequence(kind, options):
+    layer = layer_of(kind, **options)
+    x = torch.randn(1, BORDERS[-1] + 3, 24, dtype=torch.float64)
+    want = layer(x)
+    for length in BORDERS:
+        cache = KVCache(layer, sequences=1, max_length=x.shape[1], slack=5)
+        same(in_chunks(layer, x[:, : length + 3], cache, [length, 1, 1, 1]), want[:, : length + 3])
+    cache = KVCache(layer, sequences=1, max_length=x.shape[1], slack=5)
+    same(in_chunks(layer, x, cache, [1] * x.shape[1]), want)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_chunking_of_a_batch_equals_the_whole_sequence(variant):
+    model = small(*VARIANTS[variant])
+    tokens = torch.randint(0, VOCABULARY, (2, 130))
+    want = model(tokens).detach()
+    for seed in range(3):
+        drawn = random.Random(seed)
+        sizes: list[int] = []
+        while sum(sizes) < 130:
+            sizes.append(min(130 - sum(sizes), drawn.choice([1, 2, 3, 5, 8, 17, 40, 90])))
+        cache = KVCache(model, sequences=2, max_length=130, slack=drawn.choice([1, 3, 16, 64]))
+        same(in_chunks(model, tokens, cache, sizes), want)
+
+
+def test_rows_of_different_lengths_equal_each_alone():
+    model = small(PATTERN, "model.n_layers=3")
+    tokens = torch.randint(0, VOCABULARY, (3, 120))
+    want = model(tokens).detach()
+    cache = KVCache(model, sequences=3, max_length=120, slack=8)
+    rows = [cache.add() for _ in range(3)]
+    at, drawn = [0, 0, 0], random.Random(0)
+    for counts in [[33, 7, 0], [1, 1, 50], [1, 0, 1], *([drawn.randint(0, 12) for _ in rows] for _ in range(6))]:
+        chunk = torch.zeros(3, max(counts), dtype=torch.int64)
+        for row, count in enumerate(counts):
+            chunk[row, :count] = tokens[row, at[row] : at[row] + count]
+        got = model(chunk, cache=cache.append(counts, rows))
+        for row, count in enumerate(counts):
+            same(got[row, :count], want[row, at[row] : at[row] + count])
+            at[row] += count
+    assert [cache.length(row) for row in rows] == at == cache.lengths.tolist()
+
+
+@pytest.mark.parametrize("variant", ["pattern", "shared", "mlp"])
+def test_tokens_that_were_taken_back_leave_no_trace(variant):
+    """As when drafted tokens are verified, and some of them rejected."""
+    model, slack = small(*VARIANTS[variant]), 9
+    tokens, drafts = torch.randint(0, VOCABULARY, (2, 1, 100))
+    want, drawn = model(tokens).detach(), random.Random(0)
+    cache = KVCache(model, sequences=1, max_length=110, slack=slack)
+    at = 30
+    same(model(tokens[:, :at], cache=cache), want[:, :at])
+    while at < 90:
+        right, wrong = drawn.randint(1, slack // 2), drawn.randint(0, slack // 2)
+        chunk = torch.cat([tokens[:, at : at + right], drafts[:, :wrong]], dim=1)
+        same(model(chunk, cache=cache)[:, :right], want[:, at : at + right])
+        at += right
+        cache.crop(at)
+    assert cache.length(0) == at
+
+
+def test_a_thousand_operations_agree_with_plain_lists_of_tokens():
+    """Append, crop, free and join, in a pool that is often full; a refused operation changes nothing."""
+    model = small(PATTERN, "model.n_layers=3", "model.dim=16", "model.mlp_dim=16")
+    cache = KVCache(model, sequences=4, max_length=200, tokens=256, slack=7)
+    drawn, lists, refused = random.Random(0), dict[int, list[int]](), 0
+    for _ in range(1000):
+        kind = drawn.choice(["append"] * 6 + ["crop"] * 2 + ["free", "join"])
+        before = ({s: len(tokens) for s, tokens in lists.items()}, cache.free_tokens)
+        try:
+            if kind == "join":
+                lists[cache.add()] = []
+            elif lists and kind == "free":
+                sequence = drawn.choice(list(lists))
+                cache.free(sequence)
+                del lists[sequence]
+            elif lists and kind == "crop":
+                sequence = drawn.choice(list(lists))
+                length = max(0, len(lists[sequence]) - drawn.choice([0, 1, 5, 7, 8, 30]))
+                cache.crop(length, sequence)
+                del lists[sequence][length:]
+            elif lists:
+                rows = drawn.sample(list(lists), drawn.randint(1, len(lists)))
+                append(model, cache, lists, rows, [drawn.choice([0, 1, 1, 1, 4, 40]) for _ in rows], drawn)
+        except (CacheFullError, ArgumentError):
+            refused += 1
+            assert ({s: cache.length(s) for s in cache.sequences}, cache.free_tokens) == before
+        assert {s: cache.length(s) for s in cache.sequences} == {s: len(tokens) for s, tokens in lists.items()}
+    assert 20 < refused < 500
+    for sequence, known in lists.items():  # what is left is still right
+        if known:
+            new = [1, 2, 3]
+            got = model(torch.tensor([new]), cache=cache.append(3, [sequence]))
+            same(got[0], model(torch.tensor([known + new]))[0, -3:])
+    for sequence in list(lists):
+        cache.free(sequence)
+    assert cache.free_tokens == 256 + 4 * cache.page_size
+
+
+def append(model, cache, lists, rows, counts, drawn):
+    new = [[drawn.randrange(VOCABULARY) for _ in range(count)] for count in counts]
+    step = cache.append(counts, rows)
+    got = model(torch.tensor([tokens + [0] * (max(counts) - len(tokens)) for tokens in new]), cache=step)
+    for place, (sequence, tokens) in enumerate(zip(rows, new, strict=True)):
+        lists[sequence] += tokens
+        if tokens and drawn.random() < 0.1:  # the last token, which saw all others
+            whole = model(torch.tensor([lists[sequence]]))
+            same(got[place, len(tokens) - 1], whole[0, -1])
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    model, other = small(), small(seed=1)
+    tokens = torch.randint(0, VOCABULARY, (2, 160))
+    cache = KVCache(model, sequences=2, max_length=150, tokens=150, slack=4)
+    model(tokens[:, :60], cache=cache)
+    refused = [
+        (
+            CacheFullError,
+            r"sequence 0 has 60 tokens and 91 more .* 150 of `max_length`",
+            tokens[:, 60:151],
+            cache,
+            model,
+        ),
+        (CacheFullError, "140 new tokens need 4 pages of 64 tokens and 2 are free", tokens[:, 60:130], cache, model),
+        (ArgumentError, "cache: holds 2 sequences, and the input has 1 rows", tokens[:1, 60:61], cache, model),
+        (ArgumentError, "cache: was made for another model, not for this Decoder", tokens[:, 60:61], cache, other),
+        (ArgumentError, "cache: must be a KVCache", tokens[:, 60:61], {}, model),
+    ]
+    for error, message, chunk, given, used in refused:
+        with pytest.raises(error, match=message):
+            used(chunk, cache=given)
+    for call, message in [
+        (lambda: cache.crop(61, 0), "length: sequence 0 has 60 tokens; cannot crop it to 61"),
+        (lambda: cache.crop(54, 1), "the last 4 can be taken back"),
+        (lambda: cache.append(1, [0, 0]), "sequences: names a sequence twice"),
+        (lambda: cache.append(1, [5]), "there is no sequence 5; there are"),
+        (lambda: cache.append([1, -1]), "counts: must be at least 0"),
+        (lambda: cache.append([1, 1, 1]), "counts: must be one for each of 2 sequences, got 3"),
+        (lambda: KVCache(nn.Linear(2, 2), sequences=1, max_length=1), "model: has no attention layer"),
+        (lambda: KVCache(model, sequences=1, max_length=0), "max_length: must be at least 1"),
+    ]:
+        with pytest.raises(ArgumentError, match=message):
+            call()
+    with pytest.raises(CacheFullError, match="holds 2 sequences already"):
+        cache.add()
+    same(model(tokens[:, 60:63], cache=cache), model(tokens[:, :63])[:, -3:])
+
+
+def test_a_step_belongs_to_its_input_and_its_layers():
+    model, layer = small(), layer_of("nsa")
+    cache = KVCache(model, sequences=2, max_length=64)
+    for _ in range(2):
+        cache.add()
+    with pytest.raises(ArgumentError, match=r"made for \[2, 3\] tokens by `append`, and the input has \[2, 4\]"):
+        model(torch.zeros(2, 4, dtype=torch.int64), cache=cache.append(3))
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match="made for another model, not for this NSAAttention"):
+        layer(x, cache=cache.append(3))
+    inner = model.blocks[0].attention
+    with pytest.raises(ArgumentError, match="is that of a whole model; pass to a NSAAttention in it what `append`"):
+        inner(torch.randn(2, 3, 32, dtype=torch.float64), cache=cache)
+    with pytest.raises(ArgumentError, match="cu_seqlens: packs documents"):
+        layer(
+            x[:1], cache=KVCache(layer, sequences=1, max_length=9), cu_seqlens=torch.tensor([0, 3], dtype=torch.int32)
+        )
+    with pytest.raises(ArgumentError, match=r"cache: holds torch\.float32 and the layer computes in torch\.float64"):
+        layer(x, cache=KVCache(layer, sequences=2, max_length=9, dtype=torch.float32))
+
+
+def test_a_failed_crop_is_possible_from_the_start_again():
+    model = small()
+    tokens = torch.randint(0, VOCABULARY, (1, 100))
+    cache = KVCache(model, sequences=1, max_length=100, slack=4)
+    model(tokens, cache=cache)
+    with pytest.raises(ArgumentError, match="Crop to 0 and compute it again"):
+        cache.crop(50)
+    cache.crop(0)
+    same(model(tokens[:, :50], cache=cache), model(tokens[:, :50]))
+
+
+def test_a_cache_is_only_as_large_as_its_branches_need():
+    long, short = (KVCache(small(PATTERN, "model.n_layers=3"), sequences=2, max_length=n).memory() for n in (640, 64))
+    assert (long["win"], long["tail"], long["window"]) == (short["win"], short["tail"], short["window"])
+    page = 64 * 2 * (16 + 32) * 8  # tokens, heads, keys and values, bytes
+    assert long["sel"] == long["dense"] == (2 * 10 + 1) * page
+    assert long["cmp"] == long["sel"] // SPEC.cmp_stride
+    shared = KVCache(small("nsa.shared_kv=true"), sequences=2, max_length=640).memory()
+    separate = KVCache(small(), sequences=2, max_length=640).memory()
+    assert shared["win"] == 0
+    assert shared["tail"] == separate["tail"] // 3  # keys of 16 channels, no values of 32
+    assert shared["sel"] == separate["sel"]
+
+
+def test_a_cached_pass_has_no_gradient_and_training_does_not_see_the_cache():
+    model = small(PATTERN, "model.n_layers=3")
+    tokens = torch.randint(0, VOCABULARY, (1, 40))
+    cache = KVCache(model, sequences=1, max_length=40)
+    before = model(tokens)
+    assert not model(tokens[:, :30], cache=cache).requires_grad
+    assert not model(tokens[:, 30:], cache=cache).requires_grad
+    assert not any(x.requires_grad for layer in cache.layers.values() for part in layer.parts().values() for x in part)
+    assert torch.equal(model(tokens), before)
+    assert before.requires_grad
+
+
+def test_under_autocast_the_cache_has_the_type_of_the_products():
+    layer = layer_of("nsa").float()
+    x = torch.randn(1, 40, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        cache = KVCache(layer, sequences=1, max_length=40)
+        assert cache.dtype == torch.bfloat16
+        got = in_chunks(layer, x, cache, [33, 7])
+        want = layer(x)
+    assert (got - want).float().norm() <= 2e-2 * want.float().norm()
+
+
+def test_a_step_of_fixed_shape_serves_every_length():
+    """What a CUDA graph replays: always the same tensors, the whole page table, rows that have ended as padding."""
+    model = small(PATTERN, "model.n_layers=3")
+    tokens = torch.randint(0, VOCABULARY, (2, 100))
+    want = model(tokens).detach()
+    cache = KVCache(model, sequences=2, max_length=200, slack=5)
+    rows = [cache.add(), cache.add()]
+    model(tokens[:, :20], cache=cache.append([20, 9], rows))
+    slots, count = torch.tensor(rows, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for step in range(70):
+        if step == 50:
+            cache.free(rows.pop())
+            count[1] = 0
+        cache.reserve([1] * len(rows), rows)
+        at = [20 + step, min(9 + step, 59)]
+        fixed = CacheStep(cache, slots, count, 1, cache.width, is_fresh=False, completes=True)
+        got = model(tokens[[0, 1], at][:, None], cache=fixed)
+        for row in range(len(rows)):
+            same(got[row, 0], want[row, at[row]])
+    assert cache.length(rows[0]) == int(cache.lengths[rows[0]]) == 90
