@@ -18,11 +18,12 @@ SIZES = ["model.dim=32", "model.n_layers=1", "model.head_dim_k=16", "model.head_
 
 
 @pytest.fixture
-def generate(monkeypatch):
+def generate(monkeypatch, tmp_path):
     """The command over a model that was not trained."""
     config = parse_config({}, "test", [*SIZES, "runtime.device=cpu"])
     model = build_model(config.model, config.nsa, 256, 0).eval()
-    monkeypatch.setattr(command, "load_run", lambda *_, **__: TrainedRun(model, ByteTokenizer(), config, None))
+    run = TrainedRun(model, ByteTokenizer(), config, tmp_path / "model.safetensors")
+    monkeypatch.setattr(command, "load_run", lambda *_, **__: run)
     return lambda *arguments: CliRunner().invoke(app, ["generate", "run", *arguments], catch_exceptions=False)
 
 
@@ -74,7 +75,7 @@ def test_the_first_prompt_is_printed_as_it_comes_and_the_others_in_turn(monkeypa
             yield piece
             seen.append(shown.getvalue())
 
-    assert command._print_stream(tokens(), ["P", "Q"]) == 3
+    assert command._print_stream(tokens(), ["P", "Q"]) == (3, ["ab", "x"])
     first = "--- prompt 1 ---\nP"
     assert seen == [first + "a", first + "a", first + "ab", first + "ab\n--- prompt 2 ---\nQx\n"]
 
