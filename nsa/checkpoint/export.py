@@ -48,13 +48,18 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def export_weights(checkpoint: Path, target: Path) -> int:
-    """Writes the weights as safetensors; how many tensors there are."""
-    weights = read_weights(checkpoint)
+def export_weights(source: Path, target: Path) -> int:
+    """Writes the weights of a path that `find_weights` returned as one safetensors file; how many tensors there are."""
+    if source.is_file():
+        read_metadata(source)
+        write_atomically(target, source.read_bytes())
+        with safe_open(target, "pt") as file:
+            return len(file.keys())
+    weights = read_weights(source)
     try:
-        metadata = weights_metadata(read_step(checkpoint), read_state(checkpoint)["config"])
+        metadata = weights_metadata(read_step(source), read_state(source)["config"])
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint}: its saved configuration cannot be read: no {error}") from None
+        raise CheckpointError(f"{source}: its saved configuration cannot be read: no {error}") from None
     write_atomically(target, serialize_weights(weights, **metadata))
     return len(weights)
 

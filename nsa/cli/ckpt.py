@@ -64,12 +64,11 @@ def export(
     source: Source,
     target: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="The file to write.", show_default=False)],
 ) -> None:
-    """Write a checkpoint's weights as one safetensors file."""
+    """Write a checkpoint's weights as one safetensors file: `nsa export --format safetensors` of a checkpoint."""
     from nsa.checkpoint.export import export_weights, find_checkpoint
 
     checkpoint = find_checkpoint(source)
-    count = export_weights(checkpoint, target)
-    print(f"{target}: {count} tensors of {checkpoint}")
+    print(f"{target}: {export_weights(checkpoint, target)} tensors of {checkpoint}")
 
 
 def _root(run_dir: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from nsa import __version__
-from nsa.cli import ckpt, config, data, doctor, eval, generate, memory, ready, report, trace, train, watch
+from nsa.cli import ckpt, config, data, doctor, eval, generate, hf, memory, ready, report, trace, train, watch
 from nsa.cli.start import missing_module
 from nsa.errors import NSAError, Preempted
 
@@ -32,6 +32,8 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.evaluate)
+app.command("export")(hf.export)
+app.command("import")(hf.import_)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.command("trace")(trace.trace)

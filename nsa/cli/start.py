@@ -25,6 +25,8 @@ def missing_module(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError):
         return None
     name = (error.name or "").partition(".")[0]
+    if name == "transformers":
+        return "the package 'transformers' is not installed; this command needs it: pip install 'nsa[hf]'"
     if name in TRAIN_PACKAGES:
         return f"the package {name!r} is not installed; the nsa command needs it: pip install 'nsa[train]'"
     if name in sys.stdlib_module_names:

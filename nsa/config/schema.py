@@ -29,6 +29,23 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class RopeScalingConfig(Section):
+    """Lower rotary frequencies, as `nsa.nn.rope.RopeScaling` defines them."""
+
+    factor: Annotated[float, Field(ge=1.0)] = Field(1.0, description="what frequencies are divided by")
+    original_length: Positive | None = Field(
+        None, description="context the model was first trained with: high frequencies stay (Llama 3.1); all when unset"
+    )
+    low_freq_factor: Annotated[float, Field(gt=0.0)] = Field(1.0, description="turns in it below which one is divided")
+    high_freq_factor: Annotated[float, Field(gt=0.0)] = Field(4.0, description="turns in it above which one stays")
+
+    @model_validator(mode="after")
+    def _check_factors(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise field_error("high_freq_factor", f"must be above low_freq_factor, {self.low_freq_factor:g}")
+        return self
+
+
 class ModelConfig(Section):
     """The Llama-style decoder."""
 
@@ -48,8 +65,12 @@ class ModelConfig(Section):
     qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of every head, before rotary positions")
     tied_head: bool = Field(False, description="the output head shares the embedding's weight")
     rope_base: Annotated[float, Field(gt=1.0)] = Field(10_000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="lower rotary frequencies for a longer context")
+    qkv_bias: bool = Field(False, description="biases in the projections of queries, keys and values")
     norm_eps: Annotated[float, Field(gt=0.0)] = Field(1e-5, description="added inside RMSNorm")
-    vocab_size: Positive | None = Field(None, description="taken from the tokenizer when unset; must equal it")
+    vocab_size: Positive | None = Field(
+        None, description="taken from the tokenizer when unset; more leaves rows that no token uses"
+    )
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -228,6 +249,16 @@ class TrainConfig(Section):
     )
     init_from: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="run folder, checkpoint or .safetensors file whose weights to start from"
+    )
+    freeze: list[Annotated[str, Field(min_length=1)]] = Field(
+        [],
+        description="parameters that do not learn: patterns such as 'embedding.*' on their names; '!' before one takes "
+        "it back, the last that matches decides",
+    )
+    teacher: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="run folder, checkpoint or .safetensors file of a model whose distribution over the next token is "
+        "learned instead of the tokens (KL divergence)",
     )
     profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = Field(
         None, description="first and last step to profile, counted from 1"

@@ -182,6 +182,7 @@ class GPT2Tokenizer(_SubwordTokenizer):
         import tiktoken
         from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
+        self.ranks = ranks
         self.separator = len(ranks)
         self.vocab_size = len(ranks) + 1
         self.dtype = np.min_scalar_type(self.separator)
@@ -229,20 +230,20 @@ class JsonTokenizer(_SubwordTokenizer):
             raise DataError(f"{name}: not a valid tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._separator_token = _choose_separator(name, vocabulary, separator)
-        self.separator = vocabulary[self._separator_token]
+        self.separator_token = _choose_separator(name, vocabulary, separator)
+        self.separator = vocabulary[self.separator_token]
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > _MAX_ID:
             raise DataError(f"{name}: has the token id {self.vocab_size - 1}; at most {_MAX_ID - 1} can be used")
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
         rules = [spec.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
-        identity = json.dumps([rules, self.longest_piece, self._separator_token, self.separator], sort_keys=True)
+        identity = json.dumps([rules, self.longest_piece, self.separator_token, self.separator], sort_keys=True)
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._learn_tokens(spec, vocabulary)
 
     def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, str, str]]:
         # The library's own pickle forgets encode_special_tokens.
-        return type(self), (self.name, self.text, self._separator_token)
+        return type(self), (self.name, self.text, self.separator_token)
 
     def _learn_tokens(self, spec: dict[str, Any], vocabulary: dict[str, int]) -> None:
         """Sets the length of every token, and the ordinary tokens for text that would be a special token."""

@@ -15,7 +15,7 @@ from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import NSALayerCache, decode_backend
 from nsa.nn.projection import check_input, project
-from nsa.nn.rope import rotary_tables, rotate
+from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
     compressed_attention,
@@ -49,7 +49,9 @@ class NSAAttention(nn.Module):
     force_branch   the output is that branch alone; parameters that are then unused are frozen
     rope_base      base of the rotary frequencies, which are base**(-2i / head_dim_k) for channel pair i; larger for
                    longer sequences
+    rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
+    qkv_bias       the projections of queries, keys and values have a bias
     norm_eps       epsilon of these norms
     backend        passed to nsa.ops: None takes the fastest that can run; a name, or names by operator
 
@@ -73,7 +75,9 @@ class NSAAttention(nn.Module):
         shared_kv: bool = False,
         force_branch: Branch | None = None,
         rope_base: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
+        qkv_bias: bool = False,
         norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
@@ -84,12 +88,12 @@ class NSAAttention(nn.Module):
         self.head_dim_k = _head_size("head_dim_k", head_dim_k)
         self.head_dim_v = _head_size("head_dim_v", head_dim_v or head_dim_k)
         self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
-        self.rope_base, self.backend = rope_base, backend
+        self.rope_base, self.rope_scaling, self.backend = rope_base, rope_scaling, backend
 
         pairs = 1 if shared_kv else len(BRANCHES)
-        self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=False)
-        self.k = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=False) for _ in range(pairs))
-        self.v = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_v, bias=False) for _ in range(pairs))
+        self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=qkv_bias)
+        self.k = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=qkv_bias) for _ in range(pairs))
+        self.v = nn.ModuleList(nn.Linear(dim, num_kv_heads * self.head_dim_v, bias=qkv_bias) for _ in range(pairs))
         self.q_norm = nn.RMSNorm(self.head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.ModuleList(
             nn.RMSNorm(self.head_dim_k, eps=norm_eps) if qk_norm else nn.Identity() for _ in range(pairs)
@@ -140,8 +144,8 @@ class NSAAttention(nn.Module):
         spec, tokens = self.spec, x_BSC.shape[1]
         q_BSHK, pairs = self._projections(x_BSC)
         position_S, position_N = positions(tokens, spec, cu_seqlens, x_BSC.device)
-        token_tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
-        slot_tables = rotary_tables(position_N, self.head_dim_k, self.rope_base)
+        token_tables = rotary_tables(position_S, self.head_dim_k, self.rope_base, self.rope_scaling)
+        slot_tables = rotary_tables(position_N, self.head_dim_k, self.rope_base, self.rope_scaling)
 
         q_BSHK = rotate(q_BSHK, token_tables)
         (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
@@ -172,19 +176,20 @@ class NSAAttention(nn.Module):
         kept: NSALayerCache = step.layer(self)
         q_BSHK, pairs = self._projections(x_BSC)
         (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
+        rotary = (self.head_dim_k, self.rope_base, self.rope_scaling)
         # All heads are rotated at once: a step takes the time of its launches.
         turned = [q_BSHK, k_sel] if self.shared_kv else [q_BSHK, k_sel, k_win]
-        rotated = rotate(torch.cat(turned, dim=2), step.rotary(self.head_dim_k, self.rope_base))
+        rotated = rotate(torch.cat(turned, dim=2), step.rotary(*rotary))
         q_BSHK, k_sel, *rest = rotated.split([x.shape[2] for x in turned], dim=2)
         k_win = k_sel if self.shared_kv else rest[0]
         is_turned = self.compress == "after_rotation"
         if is_turned:
-            k_cmp = rotate(k_cmp, step.rotary(self.head_dim_k, self.rope_base))
+            k_cmp = rotate(k_cmp, step.rotary(*rotary))
         gates_BSH3 = self._forced_gates(q_BSHK) if self.force_branch else self.gate(x_BSC)
         outputs = []
         for rows, piece in step.pieces():
             kept.write(piece, *(x[:, rows] for x in (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)))
-            kept.compress(piece, self.phi_k, self.phi_v, None if is_turned else (self.head_dim_k, self.rope_base))
+            kept.compress(piece, self.phi_k, self.phi_v, None if is_turned else rotary)
             attended = (q_BSHK[:, rows], gates_BSH3[:, rows], *kept.views(piece), piece.positions, self.spec)
             outputs.append(nsa_decode(*attended, backend=decode_backend(self.backend)))
         o_BSHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
 from nsa.nn.layer_cache import DenseLayerCache, decode_backend
 from nsa.nn.projection import check_input, project
-from nsa.nn.rope import rotary_tables, rotate
+from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.ops.decode import paged_attention
 from nsa.ops.operators import Backend, backend_of, check_borders, positions, window_attention
 from nsa.ops.spec import NSASpec
@@ -30,7 +30,9 @@ class DenseAttention(nn.Module):
     head_dim_v     size of a value head
     rope_base      base of the rotary frequencies, as for NSAAttention
     window         tokens that a query reads, its own included; None reads the whole past
+    rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before rotary positions
+    qkv_bias       the projections of queries, keys and values have a bias
     norm_eps       epsilon of these norms
     backend        as for NSAAttention; of interest where the window operator runs
     """
@@ -45,17 +47,20 @@ class DenseAttention(nn.Module):
         rope_base: float = 10_000.0,
         *,
         window: int | None = None,
+        rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
+        qkv_bias: bool = False,
         norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
         super().__init__()
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
-        self.rope_base, self.window, self.backend = rope_base, window, backend
-        self.q = nn.Linear(dim, num_heads * head_dim_k, bias=False)
-        self.k = nn.Linear(dim, num_kv_heads * head_dim_k, bias=False)
-        self.v = nn.Linear(dim, num_kv_heads * head_dim_v, bias=False)
+        self.rope_base, self.rope_scaling = rope_base, rope_scaling
+        self.window, self.backend = window, backend
+        self.q = nn.Linear(dim, num_heads * head_dim_k, bias=qkv_bias)
+        self.k = nn.Linear(dim, num_kv_heads * head_dim_k, bias=qkv_bias)
+        self.v = nn.Linear(dim, num_kv_heads * head_dim_v, bias=qkv_bias)
         self.q_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
@@ -88,9 +93,9 @@ class DenseAttention(nn.Module):
         tokens = x_BSC.shape[1]
         if step is None:
             position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
-            tables = rotary_tables(position_S, self.head_dim_k, self.rope_base)
+            tables = rotary_tables(position_S, self.head_dim_k, self.rope_base, self.rope_scaling)
         else:
-            tables = step.rotary(self.head_dim_k, self.rope_base)
+            tables = step.rotary(self.head_dim_k, self.rope_base, self.rope_scaling)
         # Values by themselves: they are kept for backward as they are, and would keep the product's queries and keys.
         q, k = project(x_BSC, [self.q, self.k])
         v = self.v(x_BSC)

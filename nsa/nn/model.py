@@ -14,6 +14,7 @@ from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.cache import CacheStep, KVCache, begin
 from nsa.nn.dense import DenseAttention
+from nsa.nn.rope import RopeScaling
 from nsa.ops.operators import Backend
 
 if TYPE_CHECKING:  # the layers need torch alone; pydantic, behind the configuration, is of the extra `train`
@@ -58,6 +59,8 @@ class Decoder(nn.Module):
                     module = getattr(branch, name, None)
                     for linear in _linears(module) if isinstance(module, nn.Linear | nn.ModuleList) else ():
                         _init(linear.weight)
+                        if linear.bias is not None:
+                            nn.init.zeros_(linear.bias)
                 _init(branch.out.weight, (2 * len(self.blocks)) ** -0.5)
         _init(self.embedding.weight)
         _init(self.head.weight)
@@ -99,25 +102,21 @@ class Decoder(nn.Module):
 
 
 def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend: Backend = None) -> nn.Module:
+    sizes = (model.dim, model.n_heads, model.n_kv_heads, model.head_dim_k, model.head_dim_v)
+    scaling = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
     if kind != "nsa":
         return DenseAttention(
-            model.dim,
-            model.n_heads,
-            model.n_kv_heads,
-            model.head_dim_k,
-            model.head_dim_v,
+            *sizes,
             model.rope_base,
             window=nsa.window if kind == "window" else None,
+            rope_scaling=scaling,
             qk_norm=model.qk_norm,
+            qkv_bias=model.qkv_bias,
             norm_eps=model.norm_eps,
             backend=backend,
         )
     return NSAAttention(
-        model.dim,
-        model.n_heads,
-        model.n_kv_heads,
-        model.head_dim_k,
-        model.head_dim_v,
+        *sizes,
         nsa.spec(),
         phi=nsa.phi,
         compress=nsa.compress,
@@ -125,7 +124,9 @@ def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend
         shared_kv=nsa.shared_kv,
         force_branch=nsa.force_branch,
         rope_base=model.rope_base,
+        rope_scaling=scaling,
         qk_norm=model.qk_norm,
+        qkv_bias=model.qkv_bias,
         norm_eps=model.norm_eps,
         backend=backend,
     )

@@ -6,14 +6,44 @@ round.
 Legend: B batch, L positions, H heads, D head size.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def rotary_tables(position: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+class RopeScaling(NamedTuple):
+    """Lower frequencies for a context longer than the one a model was first trained with.
+
+    Frequencies that turn less than `low_freq_factor` times within `original_length` tokens are divided by `factor`,
+    those that turn more than `high_freq_factor` times stay, those between are interpolated (Llama 3.1). Without
+    `original_length` all are divided (linear scaling).
+    """
+
+    factor: float
+    original_length: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def apply(self, frequency: Tensor) -> Tensor:
+        if self.original_length is None:
+            return frequency / self.factor
+        turns = frequency * self.original_length / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return frequency * (kept + (1.0 - kept) / self.factor)
+
+
+def rotary_tables(
+    position: Tensor, head_dim: int, base: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin [L, D/2] in float32 for integer positions [L]; [B, L, D/2] for positions [B, L]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position.device) / head_dim
-    angle = position.to(torch.float32)[..., None] * base**-exponent
+    frequency = base**-exponent
+    if scaling is not None:
+        frequency = scaling.apply(frequency)
+    angle = position.to(torch.float32)[..., None] * frequency
     return angle.cos(), angle.sin()
 
 

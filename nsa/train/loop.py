@@ -30,6 +30,7 @@ from nsa.train.session import Session, StartOptions
 from nsa.train.signals import StopRequest
 from nsa.train.state import RunState, build_state, micro_batch_size
 from nsa.train.step import StepResult, Validation, train_step, validate
+from nsa.train.trained import load_teacher
 
 
 def train(
@@ -93,6 +94,7 @@ def _run(config: Config, folder: Path, world: World, options: StartOptions) -> N
             micro_batch = micro_batch_size(config, world.size)
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
+            state.teacher = load_teacher(config, state)
             session = Session(config, folder, state, micro_batch, monitor, stop, options)
             with monitor.console:
                 save_wait_s = 0.0

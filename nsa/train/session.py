@@ -171,6 +171,11 @@ class Session:
                 f"bucket_mb={used.bucket_mb}, bucket_view={used.bucket_view}, "
                 f"broadcast_buffers={used.broadcast_buffers}"
             )
+        if config.train.freeze:
+            learning = sum(p.numel() for p in state.trainable)
+            yield f"frozen  all but {learning:,} parameters of this rank (train.freeze)"
+        if config.train.teacher:
+            yield f"teacher {config.train.teacher}: the training loss is the KL divergence from it"
         if config.nsa.force_branch:
             yield f"branch  {config.nsa.force_branch} alone"
         yield f"folder  {self.folder}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -73,6 +74,7 @@ class RunState:
     precision: str
     grad_clip: float
     progress: Progress = field(default_factory=Progress)
+    teacher: Decoder | None = None  # on every rank whole
     data: str | None = None  # fingerprint of what the run reads
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ def build_state(
             load_any_weights(model, find_weights(Path(config.train.init_from)))
         except CheckpointError as error:
             raise CheckpointError(f"train.init_from: {error}") from None
+    freeze(model, config.train.freeze)
     apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
     if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole
         model.to(world.device)
@@ -116,6 +119,24 @@ def build_state(
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
     return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Switches gradients off for the parameters that `train.freeze` names."""
+    frozen: dict[str, bool] = {}
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        found = [name for name in parameters if fnmatchcase(name, pattern.removeprefix("!"))]
+        if not found:
+            raise ConfigError(
+                f"train.freeze: {pattern!r} matches no parameter; there are {', '.join(list(parameters)[:4])}, ..."
+            )
+        frozen.update(dict.fromkeys(found, not pattern.startswith("!")))
+    for name, is_frozen in frozen.items():
+        if is_frozen:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("train.freeze: leaves no parameter that learns")
 
 
 def chosen_kernels(config: Config) -> Backend:
@@ -147,9 +168,9 @@ def micro_batch_size(config: Config, world_size: int) -> int:
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     wanted = config.model.vocab_size
-    if wanted is not None and wanted != tokenizer.vocab_size:
+    if wanted is not None and wanted < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size: {wanted} differs from the {tokenizer.vocab_size} of tokenizer "
+            f"model.vocab_size: {wanted} is less than the {tokenizer.vocab_size} of tokenizer "
             f"{config.data.tokenizer!r}; leave it unset to take the tokenizer's"
         )
-    return tokenizer.vocab_size
+    return wanted or tokenizer.vocab_size

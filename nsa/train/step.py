@@ -10,7 +10,7 @@ from torch import nn
 from nsa import faults
 from nsa.data.loader import Batch, Loader
 from nsa.data.sequences import IGNORED
-from nsa.nn.loss import loss_sum
+from nsa.nn.loss import divergence_sum, loss_sum
 from nsa.ops.observe import Observer, observing
 from nsa.parallel.collectives import sum_over_ranks
 from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
@@ -46,8 +46,14 @@ def train_step(
     total = torch.zeros((), device=state.device)
     for batch, is_last in _mark_last(batches):
         with gradient_sync(state.module, wanted=is_last):
-            with state.autocast(), observing(observer):
-                loss = loss_sum(state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen), batch.targets) / targets
+            with state.autocast():
+                taught = teacher_logits(state, batch)
+                with observing(observer):
+                    logits = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
+                if taught is None:
+                    loss = loss_sum(logits, batch.targets) / targets
+                else:
+                    loss = divergence_sum(logits, taught, batch.targets != IGNORED) / targets
             observer = None
             if faults.makes_nan("step.loss"):
                 loss = loss * math.nan
@@ -71,6 +77,15 @@ def train_step(
     state.scale.succeeded()
     faults.point("step.end")
     return result
+
+
+@torch.no_grad()
+def teacher_logits(state: RunState, batch: Batch) -> torch.Tensor | None:
+    """What the teacher of `train.teacher` makes of a batch."""
+    if state.teacher is None:
+        return None
+    logits: torch.Tensor = state.teacher(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
+    return logits
 
 
 def _unscaled_norm(state: RunState) -> torch.Tensor:

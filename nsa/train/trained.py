@@ -14,12 +14,12 @@ from nsa.checkpoint.load import read_state
 from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
-from nsa.errors import CheckpointError
+from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.launch import pick_device
 from nsa.parallel.numerics import compute_precision
 from nsa.record.schema import CONFIG_FILE
-from nsa.train.state import AUTOCAST_TYPES, chosen_kernels, vocabulary
+from nsa.train.state import AUTOCAST_TYPES, RunState, chosen_kernels, vocabulary
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,22 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
     model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
     load_any_weights(model, weights)
     return TrainedRun(model.to(pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
+
+
+def load_teacher(config: Config, state: RunState) -> Decoder | None:
+    """The model of `train.teacher`, on the device of the run."""
+    if config.train.teacher is None:
+        return None
+    try:
+        run = load_run(config.train.teacher, overrides=[f"runtime.device={state.device.type}"])
+    except NSAError as error:
+        raise type(error)(f"train.teacher: {error}") from None
+    if run.tokenizer.fingerprint != state.tokenizer.fingerprint or run.model.vocab_size != state.model.vocab_size:
+        raise ConfigError(
+            f"train.teacher: {config.train.teacher} has another vocabulary ({run.config.data.tokenizer!r}, "
+            f"{run.model.vocab_size} tokens) than this run ({config.data.tokenizer!r}, {state.model.vocab_size})"
+        )
+    return run.model.to(state.device).requires_grad_(False)
 
 
 def in_compute_type(run: TrainedRun) -> TrainedRun:

@@ -93,6 +93,12 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     if "runs/quickstart" in "".join(page.blocks("python")):
         small = ["train.steps=1", "train.batch_size=2", "train.eval_sequences=1", "data.source=synthetic"]
         run_nsa(tmp_path, "train", str(ROOT / "configs" / "quickstart.yaml"), *small, "telemetry.tensorboard=false")
+    if "quickstart-hf" in "".join(page.blocks("python")):
+        pytest.importorskip("transformers")
+        from nsa.hf.exporter import export_model
+        from tests.hf.runs import make_run
+
+        export_model(make_run(tmp_path / "run", "mean"), tmp_path / "quickstart-hf")
     names: dict[str, object] = {"__name__": "__main__"}
     for block in page.blocks("python"):
         exec(compile(block, str(page), "exec"), names)

@@ -1,0 +1,84 @@
+"""`nsa import`, `nsa export`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+
+
+class Attention(StrEnum):
+    NSA = "nsa"
+
+
+class Format(StrEnum):
+    HF = "hf"
+    SAFETENSORS = "safetensors"
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder of a Llama, Mistral, Qwen2 or Qwen3 model.", show_default=False),
+    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="New folder to write.", show_default=False)],
+    overrides: Overrides = None,
+    override: JoinedOverrides = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="nsa converts the attention layers; as they are when unset.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="File or name whose other sections the run gets, for example convert.")
+    ] = None,
+    copy_kv: Annotated[
+        bool, typer.Option("--copy-kv", help="Converted layers get keys and values for each branch, as copies.")
+    ] = False,
+) -> None:
+    """Turn a Hugging Face model into a run folder, for `nsa generate` and for train.init_from."""
+    from nsa.hf.importer import import_model
+
+    made = import_model(
+        source,
+        run_dir,
+        attention="nsa" if attention else None,
+        shared_kv=not copy_kv,
+        base=config,
+        overrides=all_overrides(overrides, override),
+    )
+    kinds = made.model.layer_kinds()
+    layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    print(f"{run_dir}: {layers} layers of width {made.model.dim}, {made.model.vocab_size:,} tokens")
+    print(f"train from it with train.init_from={run_dir}")
+
+
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR|CHECKPOINT|FILE",
+            help="A run (its weights, else its newest checkpoint), one checkpoint, or a .safetensors file of a run.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="DIR|FILE", help="The folder or the file to write.", show_default=False)
+    ],
+    format_: Annotated[
+        Format, typer.Option("--format", help="A folder for Hugging Face transformers, or the weights as one file.")
+    ] = Format.HF,
+) -> None:
+    """Write a trained model for other programs."""
+    if format_ is Format.SAFETENSORS:
+        from nsa.checkpoint.export import export_weights, find_weights
+
+        found = find_weights(source)
+        print(f"{target}: {export_weights(found, target)} tensors of {found}")
+        return
+    from nsa import load_run
+    from nsa.hf.exporter import export_model
+
+    run = load_run(source, overrides=["runtime.device=cpu"])
+    export_model(run, target)
+    print(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}, for AutoModelForCausalLM")

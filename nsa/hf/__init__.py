@@ -1,0 +1,17 @@
+"""Models of this project in the Hugging Face world, and theirs here.
+
+`import nsa.hf` registers the classes with transformers: `AutoModelForCausalLM.from_pretrained(FOLDER)` then loads what
+`nsa export` wrote. Without transformers (the extra `hf`) only `nsa.hf.importer` can be used.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("transformers") is not None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nsa.hf.modeling import NSACache, NSAForCausalLM, NSALMConfig
+
+    AutoConfig.register(NSALMConfig.model_type, NSALMConfig, exist_ok=True)
+    AutoModelForCausalLM.register(NSALMConfig, NSAForCausalLM, exist_ok=True)
+
+    __all__ = ["NSACache", "NSAForCausalLM", "NSALMConfig"]

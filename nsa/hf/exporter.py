@@ -1,0 +1,134 @@
+"""Writes what a run trained as a folder that transformers loads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nsa import __version__
+from nsa.checkpoint.export import read_metadata
+from nsa.checkpoint.load import read_step
+from nsa.data.tokenizers import BUILT_IN
+from nsa.errors import CheckpointError, ConfigError
+from nsa.hf.tokenizer import fast_tokenizer
+from nsa.record.schema import METRICS_FILE, read_json
+
+if TYPE_CHECKING:
+    from nsa.train.trained import TrainedRun
+
+LARGEST_SHARD = "5GB"
+# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf.
+_CODE_FILE = "modeling_nsa.py"
+_CODE = """# The classes are those of the installed package: pip install 'nsa[hf]'
+from nsa.hf import NSAForCausalLM, NSALMConfig
+
+__all__ = ["NSAForCausalLM", "NSALMConfig"]
+"""
+
+
+def export_model(run: "TrainedRun", folder: Path) -> None:
+    """config.json, safetensors (in shards where they are large), tokenizer, generation_config.json, a model card.
+
+    `folder` is new or empty; it appears whole or not at all.
+    """
+    from transformers import GenerationConfig
+
+    from nsa.hf.modeling import NSAForCausalLM, NSALMConfig
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists already and is not an empty folder; give a new one")
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), run.tokenizer.separator)
+    config = NSALMConfig(
+        run.config.model.model_dump(mode="json"),
+        run.config.nsa.model_dump(mode="json"),
+        run.model.vocab_size,
+        run.config.train.seq_len,
+        tokenizer=run.tokenizer.name if run.tokenizer.name in BUILT_IN else None,
+        architectures=[NSAForCausalLM.__name__],
+        auto_map={
+            "AutoConfig": f"{Path(_CODE_FILE).stem}.{NSALMConfig.__name__}",
+            "AutoModelForCausalLM": f"{Path(_CODE_FILE).stem}.{NSAForCausalLM.__name__}",
+        },
+        **special,
+    )
+    with torch.device("meta"):
+        model = NSAForCausalLM(config)
+    model.decoder = run.model
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        model.save_pretrained(aside, max_shard_size=LARGEST_SHARD)
+        fast_tokenizer(run.tokenizer, run.config.train.seq_len).save_pretrained(aside)
+        GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **special).save_pretrained(aside)
+        (aside / _CODE_FILE).write_text(_CODE)
+        (aside / "README.md").write_text(model_card(run, folder.name))
+        if folder.exists():
+            folder.rmdir()
+        aside.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def model_card(run: "TrainedRun", name: str) -> str:
+    config, model = run.config, run.config.model
+    kinds = model.layer_kinds()
+    layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    rows = {
+        "parameters": f"{run.model.num_parameters():,}",
+        "layers": f"{layers}, width {model.dim}",
+        "query and key/value heads": f"{model.n_heads} and {model.n_kv_heads}",
+        "sizes of keys and values": f"{model.head_dim_k} and {model.head_dim_v}",
+        "vocabulary": f"{run.model.vocab_size:,} ({Path(config.data.tokenizer).name})",
+        "context in training": f"{config.train.seq_len:,} tokens",
+        **_numbers(run),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [nsa, native-sparse-attention]
+---
+
+# {name}
+
+A language model with Native Sparse Attention (arXiv 2502.11089), trained with nsa {__version__}.
+
+| | |
+|---|---|
+{table}
+
+```python
+import nsa.hf  # pip install 'nsa[hf]'; or trust_remote_code=True below
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
+```
+
+The configuration of attention: `{json.dumps(config.nsa.model_dump(mode="json"))}`.
+"""
+
+
+def _numbers(run: "TrainedRun") -> dict[str, str]:
+    """What the run folder knows of the training behind these weights."""
+    weights = run.weights
+    step = read_step(weights) if weights.is_dir() else read_metadata(weights).get("step")
+    found = {"training step": f"{step:,}"} if isinstance(step, int) and step > 0 else {}
+    try:
+        metrics: dict[str, Any] = read_json(weights.parent / METRICS_FILE) if weights.is_file() else {}
+    except (OSError, ValueError):
+        metrics = {}
+    if isinstance(tokens := metrics.get("tokens"), int):
+        found["training tokens"] = f"{tokens:,}"
+    if isinstance(loss := metrics.get("val_loss"), float):
+        found["validation loss"] = f"{loss:.4f} nats per token"
+    if isinstance(bits := metrics.get("val_bits_per_byte"), float):
+        found["validation bits per byte"] = f"{bits:.4f}"
+    return found

@@ -1,0 +1,320 @@
+"""Reads a Hugging Face folder of the Llama family into a run folder, with dense attention or converted to NSA.
+
+Nothing in the folder is executed: weights are safetensors, and a model that brings code is refused. What this project's
+decoder cannot represent is refused by name, so that an imported model computes what it computed there.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nsa.checkpoint.export import serialize_weights, weights_metadata
+from nsa.checkpoint.files import write_atomically
+from nsa.config import Config, load_config, parse_config
+from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
+from nsa.errors import CheckpointError, ConfigError
+from nsa.nn.gate import BranchGate
+from nsa.nn.model import build_model
+from nsa.record.schema import WEIGHTS_FILE
+from nsa.train.folder import write_config
+
+HF_CONFIG = "config.json"
+OWN_TYPE = "nsa"  # the model_type of what `nsa export` writes
+HF_TOKENIZER_CONFIG = "tokenizer_config.json"
+HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_JSON = 64 << 20
+# The logit at which the compressed branch of a converted model starts: a weight of 0.7 %, and a gradient.
+CMP_GATE_LOGIT = -5.0
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_OWN = "decoder."  # before every name that `nsa export` writes
+_OWN_LAYER = re.compile(r"decoder\.blocks\.(\d+)\.(.+)\.(weight|bias)")
+_OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+_INSIDE = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.o_proj": "attention.out",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.out",
+}
+_PER_BRANCH = ("attention.k", "attention.v", "attention.k_norm")  # lists in an NSA layer
+
+
+def import_model(
+    source: Path,
+    run: Path,
+    *,
+    attention: Literal["nsa"] | None = None,
+    shared_kv: bool = True,
+    base: str | Path | None = None,
+    overrides: Iterable[str] = (),
+) -> Config:
+    """Writes config.yaml, model.safetensors and tokenizer.json into `run`, a new or empty folder.
+
+    attention   None gives the model as it is; "nsa" makes every layer NSA, or those that an override of
+                model.layer_pattern names, and starts close to the dense model: queries, keys, values and output keep
+                their weights, and the gate starts with half the selected branch, half the window
+    shared_kv   whether the branches of a converted layer share keys and values, or each has a copy
+    base        configuration whose other sections the run gets; None takes the defaults
+    """
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise ConfigError(f"{run}: exists already and is not an empty folder; give a new one")
+    described = _read_json(source / HF_CONFIG)
+    content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
+    converted = content["nsa"] | {"shared_kv": shared_kv}
+    if described.get("model_type") == OWN_TYPE:
+        content |= _own_sections(described, str(source / HF_CONFIG))
+    else:
+        content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
+    if attention == "nsa":
+        content["model"] |= {"attention": "nsa", "layer_pattern": None}
+        content["nsa"] = converted
+    tokenizer, kept = _tokenizer(source, content["model"]["vocab_size"], described)
+    if kept:
+        tokenizer = str((run / TOKENIZER_FILE).resolve())
+    content["data"] |= {"tokenizer": tokenizer, "separator": _separator(source) if kept else None}
+    config = parse_config(content, str(source), list(overrides))
+    weights = converted_weights(source, config)
+    run.mkdir(parents=True, exist_ok=True)
+    if kept:
+        write_atomically(run / TOKENIZER_FILE, kept)
+    metadata = weights_metadata(0, config.to_dict())
+    write_atomically(run / WEIGHTS_FILE, serialize_weights(weights, **metadata))
+    write_config(run, config)
+    return config
+
+
+def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The `model` section of a Hugging Face configuration of the Llama family."""
+    family = described.get("model_type")
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(f"{origin}: {what}")
+
+    if described.get("auto_map"):
+        raise refuse("the model brings its own code (auto_map), which is never executed here")
+    if family not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise refuse(f"model_type {family!r} is not supported; there are llama, mistral, qwen2 and qwen3")
+    if described.get("quantization_config"):
+        raise refuse("the weights are quantized (quantization_config); import the original")
+    if described.get("hidden_act", "silu") != "silu":
+        raise refuse(f"hidden_act {described['hidden_act']!r} is not supported; the MLP here is SwiGLU (silu)")
+    for key in ("mlp_bias", "attention_bias"):
+        if described.get(key):
+            raise refuse(f"{key} is not supported")
+    if _slides(described):
+        raise refuse("sliding_window is not supported; layers here attend to the whole past")
+    try:
+        heads, width = int(described["num_attention_heads"]), int(described["hidden_size"])
+        head_dim = int(described.get("head_dim") or width // heads)
+        section = {
+            "dim": width,
+            "n_layers": int(described["num_hidden_layers"]),
+            "n_heads": heads,
+            "n_kv_heads": int(described.get("num_key_value_heads") or heads),
+            "head_dim_k": head_dim,
+            "head_dim_v": head_dim,
+            "mlp_dim": int(described["intermediate_size"]),
+            "vocab_size": int(described["vocab_size"]),
+            "norm_eps": float(described.get("rms_norm_eps", 1e-6)),
+            "tied_head": bool(described.get("tie_word_embeddings", False)),
+            "qk_norm": family == "qwen3",
+            "qkv_bias": family == "qwen2",
+        }
+    except KeyError as error:
+        raise refuse(f"has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise refuse(f"cannot be read: {error}") from None
+    return section | _rotary(described, refuse)
+
+
+def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The sections that `nsa export` wrote."""
+    found = {name: described.get(name) for name in ("model", "nsa")}
+    if not all(isinstance(section, dict) for section in found.values()):
+        raise CheckpointError(f"{origin}: has no sections model and nsa")
+    return {"model": {**found["model"], "vocab_size": described.get("vocab_size")}, "nsa": found["nsa"]}  # type: ignore[dict-item]
+
+
+def _slides(described: dict[str, Any]) -> bool:
+    """Whether any layer has a sliding window. Qwen files name one that use_sliding_window switches off."""
+    if "sliding_attention" in (described.get("layer_types") or []):
+        return True
+    if described.get("model_type") in ("qwen2", "qwen3"):
+        return bool(described.get("use_sliding_window"))
+    return described.get("sliding_window") is not None
+
+
+def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
+    """rope_base and rope_scaling, from `rope_parameters` or from the two keys of older files."""
+    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise refuse(f"rope_scaling must be a mapping, got {rope!r}")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    try:
+        found: dict[str, Any] = {"rope_base": float(rope.get("rope_theta") or described.get("rope_theta") or 10_000.0)}
+        if float(rope.get("partial_rotary_factor") or described.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise refuse("partial_rotary_factor is not supported; rotary positions here turn whole heads")
+        if kind == "linear":
+            found["rope_scaling"] = {"factor": float(rope["factor"])}
+        elif kind == "llama3":
+            found["rope_scaling"] = {
+                "factor": float(rope["factor"]),
+                "original_length": int(rope["original_max_position_embeddings"]),
+                "low_freq_factor": float(rope["low_freq_factor"]),
+                "high_freq_factor": float(rope["high_freq_factor"]),
+            }
+        elif kind != "default":
+            raise refuse(f"rope_type {kind!r} is not supported; there are default, linear and llama3")
+    except KeyError as error:
+        raise refuse(f"rope_scaling of type {kind} has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise refuse(f"rope_scaling cannot be read: {error}") from None
+    return found
+
+
+def converted_weights(source: Path, config: Config) -> dict[str, Tensor]:
+    """Every parameter of the decoder that `config` describes: from the folder, or as initialised where NSA is new."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in build_model(config.model, config.nsa, vocab_size, 0).named_parameters()}
+    found: dict[str, Tensor] = {}
+    kinds = config.model.layer_kinds()
+    for name, tensor in _read_tensors(source):
+        if name.endswith("rotary_emb.inv_freq"):  # a table that old versions saved
+            continue
+        targets = _targets(name, kinds, config.nsa.shared_kv)
+        if config.model.tied_head and targets == ["head.weight"]:
+            continue
+        for place, target in enumerate(targets):
+            if target not in shapes:
+                raise CheckpointError(f"{source}: {name} has no place in a model of {HF_CONFIG}'s kind")
+            if shapes[target] != tensor.shape:
+                wanted = f"{list(shapes[target])} by {HF_CONFIG}"
+                raise CheckpointError(f"{source}: {name} is {list(tensor.shape)} in its file and {wanted}")
+            found[target] = tensor.clone() if place else tensor  # one tensor would be stored once
+    missing = sorted(set(shapes) - set(found))
+    if lost := [name for name in missing if not re.search(r"\.(gate|phi_[kv])\.", name) or ".mlp." in name]:
+        raise CheckpointError(f"{source}: its weights lack what {HF_CONFIG} describes: no tensor for {lost[:3]}")
+    return found | _initial(config, vocab_size, missing)
+
+
+def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:
+    """Parameters that a dense model does not have: gates that start with half the selected branch and half the
+    window, and compressors."""
+    if not names:
+        return {}
+    slim = config.model.model_copy(update={"vocab_size": None, "mlp_dim": 1, "tied_head": True})
+    fresh = build_model(slim, config.nsa, 1, config.train.seed)
+    for module in fresh.modules():
+        if isinstance(module, BranchGate):
+            with torch.no_grad():
+                module.out.bias.view(-1, 3)[:, 0] = CMP_GATE_LOGIT
+    parameters = dict(fresh.named_parameters())
+    return {name: parameters[name].detach() for name in names}
+
+
+def _targets(name: str, kinds: list[Any], shared_kv: bool) -> list[str]:
+    """Our names of a tensor; several where the branches of a layer get a copy each."""
+    if name in _OUTSIDE:
+        return [_OUTSIDE[name]]
+    match = _LAYER.fullmatch(name) or _OWN_LAYER.fullmatch(name)
+    if match is None or int(match[1]) >= len(kinds):
+        return [name.removeprefix(_OWN)]  # if it has no place, this is reported
+    layer, part = int(match[1]), _INSIDE.get(match[2], match[2])
+    if part not in _PER_BRANCH or kinds[layer] != "nsa":
+        return [f"blocks.{layer}.{part}.{match[3]}"]
+    return [f"blocks.{layer}.{part}.{branch}.{match[3]}" for branch in range(1 if shared_kv else 3)]
+
+
+def _read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in _weight_files(source):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: is no whole safetensors file: {error}") from None
+
+
+def _weight_files(source: Path) -> list[Path]:
+    if (source / HF_WEIGHTS).is_file():
+        return [source / HF_WEIGHTS]
+    if not (source / HF_INDEX).is_file():
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in source.glob(pattern))
+        why = f"; {pickles[0]} is a pickle, which can execute code and is not read" if pickles else ""
+        raise CheckpointError(f"{source}: has neither {HF_WEIGHTS} nor {HF_INDEX}{why}")
+    files = _read_json(source / HF_INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{source / HF_INDEX}: has no weight_map")
+    names = sorted(set(map(str, files.values())))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{source / HF_INDEX}: {name!r} is no name of a safetensors file in this folder")
+        if not (source / name).is_file():
+            raise CheckpointError(f"{source}: shard {name} of {HF_INDEX} is missing")
+    return [source / name for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise CheckpointError(f"{path}: is larger than {LARGEST_JSON >> 20} MiB")
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; give the folder of a Hugging Face model") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return content
+
+
+def _separator(source: Path) -> str | None:
+    """The token that begins a text: what the folder names as first token, else as last."""
+    if not (source / HF_TOKENIZER_CONFIG).is_file():
+        return None
+    described = _read_json(source / HF_TOKENIZER_CONFIG)
+    for name in ("bos_token", "eos_token"):
+        token = described.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            return token
+    return None
+
+
+def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tuple[str, bytes | None]:
+    """The name of the folder's tokenizer and the bytes of its file. Without one, a vocabulary of 256 is bytes."""
+    if described.get("model_type") == OWN_TYPE and described.get("tokenizer") in BUILT_IN:
+        return str(described["tokenizer"]), None
+    file = source / TOKENIZER_FILE
+    if not file.is_file():
+        if vocab_size == ByteTokenizer.vocab_size:
+            return ByteTokenizer.name, None
+        raise CheckpointError(
+            f"{source}: has no {TOKENIZER_FILE}; transformers writes one: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    tokenizer = load_tokenizer(str(file), separator=_separator(source))
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{file}: has {tokenizer.vocab_size} tokens, the model {vocab_size}; they do not belong together"
+        )
+    return TOKENIZER_FILE, file.read_bytes()

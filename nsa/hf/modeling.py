@@ -1,0 +1,204 @@
+"""The decoder as a causal language model of transformers: configuration, model, cache.
+
+Rows of a batch may be padded on either side; `attention_mask` says where. Inside, every row starts with its first
+token, since positions, blocks and windows of NSA count from there.
+
+Legend: B batch, S tokens, C channels, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.errors import ArgumentError
+from nsa.nn.cache import KVCache
+from nsa.nn.model import Decoder
+
+
+class NSALMConfig(PreTrainedConfig):
+    """`model` and `nsa` are the sections of this project's configuration, as plain data."""
+
+    model_type = "nsa"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        model: dict[str, Any] | None = None,
+        nsa: dict[str, Any] | None = None,
+        vocab_size: int = 256,
+        max_position_embeddings: int = 2048,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        **options: Any,
+    ):
+        sections = ModelConfig(**(model or {})), NSAConfig(**(nsa or {}))
+        self.model, self.nsa = (section.model_dump(mode="json") for section in sections)
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.hidden_size, self.num_hidden_layers = sections[0].dim, sections[0].n_layers
+        self.num_attention_heads, self.num_key_value_heads = sections[0].n_heads, sections[0].n_kv_heads
+        self.tie_word_embeddings = sections[0].tied_head
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        options.pop("tie_word_embeddings", None)
+        super().__init__(**options)
+
+
+class NSACache(Cache):
+    """`nsa.nn.cache.KVCache` for `generate()`: as many sequences as the batch has rows.
+
+    Beam search, which reorders rows, is not supported.
+    """
+
+    def __init__(self, model: "NSAForCausalLM", batch_size: int, max_length: int):
+        super().__init__(layers=[])
+        self.kv = KVCache(model.decoder, sequences=batch_size, max_length=max_length)
+        for _ in range(batch_size):
+            self.kv.add()
+        self._tokens = 0  # of a row, padding included
+
+    def __len__(self) -> int:
+        return len(self.kv.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.kv.max_length
+
+    def append(self, counts: list[int], width: int) -> Any:
+        """The step of a forward pass over `width` tokens a row, of which `counts` are no padding."""
+        step = self.kv.append(counts)
+        self._tokens += width
+        return step
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back that many tokens of every row, which are no padding; transformers gives their number negated."""
+        for sequence in self.kv.sequences:
+            self.kv.crop(self.kv.length(sequence) - abs(tokens_to_remove), sequence)
+        self._tokens -= abs(tokens_to_remove)
+
+    def reset(self) -> None:
+        self.kv.crop(0)
+        self._tokens = 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: rings have the slack that `crop` needs."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise _refused("beam search")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _refused("repeating the rows of a filled cache")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise _refused("selecting rows of a filled cache")
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+
+class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+    """The decoder with transformers' interface; its parameters are `decoder.*` with this project's names."""
+
+    config_class = NSALMConfig
+    base_model_prefix = "decoder"
+    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012  (read by transformers)
+    _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}  # noqa: RUF012  (read by transformers)
+
+    def __init__(self, config: NSALMConfig):
+        super().__init__(config)
+        self.decoder = Decoder(ModelConfig(**config.model), NSAConfig(**config.nsa), config.vocab_size)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Nothing: the decoder initialises itself."""
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.decoder.embedding
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.decoder.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: NSACache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """attention_mask  [B, tokens so far and new], 1 for tokens and 0 for padding before or after them
+        position_ids    for one row without a mask: where they return to 0, a packed document starts; otherwise they
+                        follow from the mask and are not read
+        """
+        if inputs_embeds is not None:
+            raise ArgumentError("inputs_embeds", "is not supported; pass input_ids")
+        if past_key_values is not None and not isinstance(past_key_values, NSACache):
+            raise ArgumentError("past_key_values", f"must be an NSACache, got {type(past_key_values).__name__}")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ArgumentError("attention_mask", f"must be [batch, tokens], got {list(attention_mask.shape)}")
+        width = input_ids.shape[1]
+        mask = None if attention_mask is None else attention_mask[:, -width:].bool()
+        if mask is not None and bool(mask.all()):
+            mask = None
+        order = None if mask is None else torch.argsort(~mask, dim=1, stable=True)  # tokens before padding
+        tokens_BS = input_ids if order is None else input_ids.gather(1, order)
+        if past_key_values is None and use_cache and not self.training:
+            past_key_values = NSACache(self, len(input_ids), max(width + 1, self.config.max_position_embeddings))
+        if past_key_values is not None:
+            counts = [width] * len(input_ids) if mask is None else mask.sum(1).tolist()
+            with torch.no_grad():
+                hidden_BSC = self.decoder.hidden(tokens_BS, cache=past_key_values.append(counts, width))
+        else:
+            documents = None if attention_mask is not None else _documents(position_ids, input_ids)
+            hidden_BSC = self.decoder.hidden(tokens_BS, documents)
+        if order is not None:
+            inverse = torch.argsort(order, dim=1)
+            hidden_BSC = hidden_BSC.gather(1, inverse[..., None].expand_as(hidden_BSC))
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BSV = self.decoder.head(hidden_BSC[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
+        if generation_config.num_beams > 1:
+            raise _refused("beam search")
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return None
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise _refused(f"cache_implementation={generation_config.cache_implementation!r}")
+        rows = batch_size * (generation_config.num_return_sequences or 1)
+        model_kwargs["past_key_values"] = NSACache(self, rows, max_cache_length + 1)
+        return None
+
+
+def _documents(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    """`cu_seqlens` of packed documents, where positions of a single row return to 0."""
+    if position_ids is None or len(input_ids) != 1:
+        return None
+    starts = (position_ids.reshape(-1) == 0).nonzero().flatten()
+    if len(starts) < 2:
+        return None
+    end = starts.new_tensor([input_ids.shape[1]])
+    return torch.cat([starts, end]).to(torch.int32)
+
+
+def _refused(what: str) -> ArgumentError:
+    return ArgumentError("generation", f"{what} is not supported by the NSA cache; use greedy decoding or sampling")

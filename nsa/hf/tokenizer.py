@@ -1,0 +1,89 @@
+"""This project's tokenizers as `PreTrainedTokenizerFast`, which encodes text to the same ids.
+
+The separator stands before every document in training, so the tokenizer puts it before every text
+(`add_special_tokens=False` leaves it out), and generation ends with it.
+"""
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from nsa.data.tokenizers import ByteTokenizer, GPT2Tokenizer, JsonTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SEPARATOR = "<|endoftext|>"
+
+
+def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenizerFast":
+    import tokenizers
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, JsonTokenizer):
+        backend = tokenizers.Tokenizer.from_str(tokenizer.text)
+        backend.no_truncation()
+        backend.no_padding()
+        separator = tokenizer.separator_token
+    elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
+        backend, separator = _byte_level(tokenizer), SEPARATOR
+    else:
+        raise TypeError(f"unknown tokenizer {type(tokenizer).__name__}")
+    backend.encode_special_tokens = True
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{separator} $A",
+        pair=f"{separator} $A {separator} $B",
+        special_tokens=[(separator, tokenizer.separator)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=separator,
+        eos_token=separator,
+        pad_token=separator,
+        split_special_tokens=True,  # text never becomes a special token
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_level(tokenizer: ByteTokenizer | GPT2Tokenizer) -> Any:
+    """Byte-level BPE: GPT-2's merges, or none for bytes."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    letter = _letters()
+    if isinstance(tokenizer, GPT2Tokenizer):
+        ranks = tokenizer.ranks
+        made = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
+        halves = [_halves(token, ranks) for token in made]
+        merges = [(_as_text(left, letter), _as_text(right, letter)) for left, right in halves]
+        vocabulary = {_as_text(token, letter): rank for token, rank in ranks.items()}
+    else:
+        merges, vocabulary = [], {letter[i]: i for i in range(256) if i != tokenizer.separator}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
+    return backend
+
+
+def _letters() -> list[str]:
+    """The character by which byte-level BPE names every byte: itself where it can be printed, else one from 256 on."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+def _as_text(token: bytes, letter: list[str]) -> str:
+    return "".join(letter[byte] for byte in token)
+
+
+def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The last merge that makes a token: BPE with the merges that come before it leaves two parts."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+        at = pairs.index(min(pairs))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]

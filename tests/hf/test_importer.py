@@ -1,0 +1,186 @@
+"""Hugging Face models of the Llama family become run folders that compute the same."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from nsa import load_run
+from nsa.errors import CheckpointError, ConfigError
+from nsa.hf.importer import import_model
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 6}),
+}
+
+
+def make(folder, kind="Llama", seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **options}
+    if kind == "Qwen2":
+        sizes.pop("head_dim")
+        sizes["hidden_size"] = 96
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:  # these start as constants
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, make(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(tmp_path, name):
+    kind, options = MODELS[name]
+    theirs = make(tmp_path / "hf", kind, **options)
+    import_model(tmp_path / "hf", tmp_path / "run")
+    run = load_run(tmp_path / "run", overrides=["runtime.device=cpu"])
+    tokens = torch.randint(0, 256, (2, 130))
+    with torch.no_grad():
+        torch.testing.assert_close(run.model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_sharded_weights_are_read(tmp_path, llama):
+    folder, theirs = llama
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    import_model(tmp_path / "hf", tmp_path / "sharded")
+    import_model(folder, tmp_path / "whole")
+    a, b = (load_run(tmp_path / name).model.state_dict() for name in ("sharded", "whole"))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_a_converted_model_starts_as_the_dense_one_within_its_window(tmp_path, llama):
+    folder, theirs = llama
+    tokens = torch.randint(0, 256, (2, 130))
+    with torch.no_grad():
+        want = theirs(tokens).logits.log_softmax(-1)
+    found = {}
+    for name, options in {
+        "shared": {},
+        "copies": {"shared_kv": False},
+        "pattern": {"overrides": ["model.layer_pattern=[dense,nsa]"]},
+    }.items():
+        import_model(folder, tmp_path / name, attention="nsa", **options)
+        run = load_run(tmp_path / name)
+        with torch.no_grad():
+            got = run.model(tokens).log_softmax(-1)
+        found[name] = float((want.exp() * (want - got)).sum(-1).mean())
+    untrained = float((want.exp() * (want + torch.log(torch.tensor(256.0)))).sum(-1).mean())
+    assert max(found.values()) < 0.01 * untrained, (found, untrained)
+
+
+REFUSED = {
+    "another architecture": ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+    "its own code": ({"auto_map": {"AutoModel": "evil.Model"}}, "never executed"),
+    "a window": ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is not supported"),
+    "a rope it lacks": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+    "an activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "a bias": ({"attention_bias": True}, "attention_bias is not supported"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
+    "sizes of another model": ({"intermediate_size": 96}, r"mlp.*is \[48, 80\].*\[48, 96\]"),
+    "more layers than weights": ({"num_hidden_layers": 3}, "no tensor for"),
+    "a head size without kernels": ({"head_dim": 20, "num_attention_heads": 6}, "head_dim_k"),
+    "no sizes": ({"hidden_size": None}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_represented_is_refused_by_name(tmp_path, llama, name):
+    changes, message = REFUSED[name]
+    folder = shutil.copytree(llama[0], tmp_path / "hf")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        import_model(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def _pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _traversal(folder):
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _missing_shard(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _cut(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def _deep(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def _no_config(folder):
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_pickle, "is a pickle, which can execute code"),
+        (_traversal, "is no name of a safetensors file in this folder"),
+        (_missing_shard, "shard model-00001-of-00002.safetensors .* is missing"),
+        (_cut, "is no whole safetensors file"),
+        (_deep, "cannot be read"),
+        (_no_config, "no such file"),
+    ],
+)
+def test_a_hostile_folder_is_refused(tmp_path, llama, damage, message):
+    folder = shutil.copytree(llama[0], tmp_path / "hf")
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        import_model(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_content_is_left_alone(tmp_path, llama):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        import_model(llama[0], tmp_path / "run")

@@ -1,0 +1,196 @@
+"""A trained run in transformers: loaded, generating, trained further, with adapters, and back."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nsa import generate_tokens, load_run
+from nsa.errors import ArgumentError, ConfigError
+from nsa.hf.exporter import export_model
+from nsa.hf.importer import import_model
+from nsa.hf.tokenizer import fast_tokenizer
+from tests.hf.runs import VARIANTS, make_run
+
+transformers = pytest.importorskip("transformers")
+from nsa.hf import NSACache, NSAForCausalLM  # noqa: E402  (needs transformers)
+
+PROMPTS = ["def main(", "import torch\n\n\nclass Model:", "x"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("run"), "mean")
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    export_model(run, folder)
+    return folder
+
+
+def load(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_text_survive_the_round_trip(tmp_path, variant):
+    run = make_run(tmp_path / "run", variant)
+    export_model(run, tmp_path / "hf")
+    model = load(tmp_path / "hf")
+    tokens = torch.randint(0, 255, (2, 150))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, run.model(tokens), atol=1e-5, rtol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    assert not inputs["attention_mask"].all()
+    drawn = model.generate(**inputs, max_new_tokens=40, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    want = {row: [] for row in range(len(PROMPTS))}
+    for piece in generate_tokens(run, PROMPTS, max_tokens=40, temperature=0.0):
+        want[piece.prompt] += [] if piece.token is None else [piece.token]
+    separator = run.tokenizer.separator
+    got = {row: [t for t in ids.tolist() if t != separator] for row, ids in enumerate(drawn)}
+    assert got == want
+    back = import_model(tmp_path / "hf", tmp_path / "back")
+    assert back.model.layer_kinds() == run.config.model.layer_kinds()
+    with torch.no_grad():
+        torch.testing.assert_close(load_run(tmp_path / "back").model(tokens), run.model(tokens), atol=0, rtol=0)
+
+
+def test_half_precision_stays_close(run, exported):
+    model = load(exported, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    tokens = torch.randint(0, 255, (1, 100))
+    with torch.no_grad():
+        got, want = model(tokens).logits.float().log_softmax(-1), run.model(tokens).log_softmax(-1)
+    assert float((want.exp() * (want - got)).sum(-1).mean()) < 1e-3
+
+
+def test_padding_on_either_side_changes_nothing(run, exported):
+    model = load(exported)
+    rows = [torch.randint(0, 255, (length,)) for length in (90, 33, 1)]
+    for side in ("left", "right"):
+        tokens, mask = torch.zeros(3, 90, dtype=torch.int64), torch.zeros(3, 90, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            at = slice(90 - len(row), None) if side == "left" else slice(0, len(row))
+            tokens[i, at], mask[i, at] = row, 1
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=mask).logits
+            for i, row in enumerate(rows):
+                torch.testing.assert_close(logits[i, mask[i].bool()], run.model(row[None])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_positions_that_restart_are_packed_documents(run, exported):
+    model = load(exported)
+    parts = [torch.randint(0, 255, (1, length)) for length in (70, 41)]
+    position_ids = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    with torch.no_grad():
+        packed = model(torch.cat(parts, 1), position_ids=position_ids).logits
+        alone = torch.cat([run.model(part) for part in parts], 1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_assisted_decoding_takes_back_rejected_tokens(run, exported):
+    model = load(exported)
+    tokens = torch.randint(0, 255, (1, 60))
+    plain = model.generate(tokens, max_new_tokens=30, do_sample=False)
+    drafted = model.generate(tokens, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)
+    assert torch.equal(plain, drafted)
+
+
+def test_without_a_cache_generation_is_the_same(exported):
+    model = load(exported)
+    tokens = torch.randint(0, 255, (2, 45))
+    cached, plain = (model.generate(tokens, max_new_tokens=20, do_sample=False, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, plain)
+
+
+def test_what_is_not_supported_is_refused_by_name(exported):
+    model = load(exported)
+    tokens = torch.randint(0, 255, (1, 10))
+    with pytest.raises(ArgumentError, match="beam search is not supported"):
+        model.generate(tokens, num_beams=2, max_new_tokens=2)
+    with pytest.raises(ArgumentError, match="must be an NSACache, got DynamicCache"):
+        model(tokens, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ArgumentError, match="inputs_embeds"):
+        model(None, inputs_embeds=torch.zeros(1, 3, 48))
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        export_model(None, exported)
+
+
+def test_the_cache_can_be_used_by_hand(run, exported):
+    model = load(exported)
+    tokens = torch.randint(0, 255, (2, 50))
+    cache = NSACache(model, batch_size=2, max_length=64)
+    with torch.no_grad():
+        logits = [model(part, past_key_values=cache).logits for part in tokens.split([30, 1, 19], dim=1)]
+        torch.testing.assert_close(torch.cat(logits, 1), run.model(tokens), atol=1e-5, rtol=1e-5)
+    assert cache.get_seq_length() == 50
+
+
+@pytest.mark.parametrize("name", ["bytes", "json", "gpt2"])
+def test_the_tokenizer_encodes_the_same(tmp_path, name):
+    from tests.hf.runs import TEXT, tokenizer_named
+
+    ours = tokenizer_named(name, tmp_path)
+    fast_tokenizer(ours, 512).save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert isinstance(theirs, transformers.PreTrainedTokenizerFast)
+    for text in [TEXT, "", " two  spaces\t\n", "naïve ÿ ß 日本語 🙂", "say <|endoftext|> aloud"]:
+        ids = ours.encode(text).tolist()
+        assert theirs.encode(text, add_special_tokens=False) == ids
+        assert theirs.encode(text) == [ours.separator, *ids]
+        assert theirs.decode(ids) == ours.decode(ids)
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
+
+
+def test_trust_remote_code_alone_loads_it(exported):
+    code = (
+        "from transformers import AutoModelForCausalLM as M;"
+        f"print(type(M.from_pretrained({str(exported)!r}, trust_remote_code=True)).__name__)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == NSAForCausalLM.__name__, ended.stderr
+
+
+def test_the_trainer_lowers_the_loss(tmp_path, exported):
+    model = load(exported)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 255, (8, 64))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    with torch.no_grad():
+        before = float(model(tokens, labels=tokens).loss)
+    settings = transformers.TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=8,
+        max_steps=8,
+        learning_rate=3e-3,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    transformers.Trainer(model, settings, train_dataset=data).train()
+    with torch.no_grad():
+        assert float(model.eval()(tokens, labels=tokens).loss) < before - 0.05
+
+
+def test_lora_trains_its_own_parameters_and_reaches_all(exported):
+    peft = pytest.importorskip("peft")
+    names = [r".*attention\.(q|out)", r".*attention\.[kv]\.[012]", r".*mlp\.(gate|up|out)"]
+    pattern = "|".join(f"({name})" for name in names)
+    model = peft.get_peft_model(load(exported), peft.LoraConfig(r=4, target_modules=pattern, task_type="CAUSAL_LM"))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trainable) == 2 * 2 * (1 + 1 + 6 + 3)
+    assert all("lora_" in name for name in trainable)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
+    tokens = torch.randint(0, 255, (2, 100))
+    for _ in range(2):  # the second factor of an adapter starts at 0, and the first has no gradient until it moved
+        optimizer.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable.values())
+    assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if not p.requires_grad)
