@@ -61,7 +61,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for source in [*written, *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]:
         for target, _ in LINK.findall((ROOT / source).read_text(encoding="utf-8")):
             path = _in_repository(source, target)
-            if (place := _place(path)).startswith("source/") and place not in files.src_uris:
+            is_new = (place := _place(path)).startswith("source/") and place not in files.src_uris
+            if is_new and (ROOT / path).is_file():  # else it is no link, or one that mkdocs reports
                 files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     return files
 
