@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import machine
+from bench.timing import machine
 from nsa.config import Config, load_config
 from nsa.generate.batch import StepGraphs
 from nsa.generate.sampling import Sampling, draw
