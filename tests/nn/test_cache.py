@@ -24,6 +24,8 @@ VARIANTS = {
     "mlp": ["nsa.phi=mlp", "model.qk_norm=true"],
     "shared": ["nsa.shared_kv=true", "model.qk_norm=true"],
     "shared mlp": ["nsa.shared_kv=true", "nsa.phi=mlp", "nsa.gate=softmax"],
+    "rotated first": ["nsa.compress=after_rotation", "nsa.phi=mean_mlp"],
+    "shared, rotated first": ["nsa.compress=after_rotation", "nsa.shared_kv=true"],
     "cmp": ["nsa.force_branch=cmp"],
     "sel": ["nsa.force_branch=sel"],
     "win": ["nsa.force_branch=win"],
@@ -40,9 +42,9 @@ def small(*overrides: str, seed: int = 0) -> Decoder:
 
 
 def randomize_gates(module: nn.Module) -> None:
-    """They start equal for all tokens, which would hide a mistake."""
+    """They start equal for all tokens, and an MLP beside the mean at zero, which would hide a mistake."""
     for name, parameter in module.named_parameters():
-        if "gate.out" in name:
+        if "gate.out" in name or ("phi_" in name and ".out." in name):
             nn.init.normal_(parameter)
 
 
