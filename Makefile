@@ -1,7 +1,7 @@
 # make train   set up, train the quickstart model, generate text
 # make test    the test suite      make lint   style, types, import order
 # make test-long   the full matrices of kills, sabotage and torch.compile
-# make bench   kernels against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
+# make bench   kernels and decoding against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
 # make docs    the guide and the reference as a site in build/docs
 # make setup   only the environment in .venv
 
@@ -36,6 +36,7 @@ test-long: setup-dev
 
 bench: setup
 	$(BIN)/python -m bench.attention
+	$(BIN)/python -m bench.decode
 	$(BIN)/python -m bench.generate
 
 docs: setup-dev

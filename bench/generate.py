@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import machine
+from bench.timing import machine
 from nsa.config import Config, load_config
 from nsa.generate.batch import StepGraphs
 from nsa.generate.sampling import Sampling, draw
@@ -29,7 +30,7 @@ from nsa.ops.layout import num_compressed
 VOCABULARY = 50_257
 TYPE = torch.bfloat16
 LIMIT = 3e-2  # relative error of the logits
-STEPS = 50
+STEPS = 50  # a few more are taken to warm up and to count kernels
 
 
 def build(config: Config) -> Decoder:
@@ -62,6 +63,15 @@ def bytes_of_step(config: Config, model: Decoder, context: int, batch: int) -> d
     return {"weights": weights * TYPE.itemsize, "cache": cached}
 
 
+def count_kernels(call: Callable[[], Any]) -> tuple[int, float]:
+    """How many kernels and copies ran on the GPU, and the milliseconds in them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    found = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(found), sum(event.device_time for event in found) / 1000
+
+
 @torch.no_grad()
 def measure(config: Config, model: Decoder, context: int, batch: int, bandwidth_tbs: float) -> dict[str, Any]:
     cache = KVCache(model, sequences=batch, max_length=context + 2 * STEPS)
@@ -83,6 +93,7 @@ def measure(config: Config, model: Decoder, context: int, batch: int, bandwidth_
         if step >= 5:
             times.append(time.perf_counter() - began)
             device_times.append(start.elapsed_time(end))
+    launches, kernels_ms = count_kernels(lambda: graphs.run(tokens, rows))
     read = bytes_of_step(config, model, context, batch)
     limit_ms = sum(read.values()) / (bandwidth_tbs * 1e9)
     step_ms = statistics.median(device_times)
@@ -91,6 +102,8 @@ def measure(config: Config, model: Decoder, context: int, batch: int, bandwidth_
         "batch": batch,
         "tokens_per_s": batch / statistics.median(times),
         "step_ms": step_ms,  # of the model alone
+        "launches": launches,
+        "kernels_ms": kernels_ms,  # inside kernels; the rest of the step lies between them
         "bytes": read,
         "limit_ms": limit_ms,
         "of_limit": step_ms / limit_ms,
@@ -111,7 +124,8 @@ def main() -> int:
         print("bench.generate needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
     results: list[dict[str, Any]] = []
-    table = Table("model", "attention", "context", "batch", "tokens/s", "step ms", "limit ms", "of limit")
+    columns = ("tokens/s", "step ms", "launches", "in kernels", "limit ms", "of limit")
+    table = Table("model", "attention", "context", "batch", *columns)
     for name in options.configs.split(","):
         for attention in options.attention.split(","):
             config = load_config(name, [f"model.attention={attention}"])
@@ -128,7 +142,8 @@ def main() -> int:
                     torch.cuda.empty_cache()
             del model
     for row in results:
-        numbers = [f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.3f}", f"{row['limit_ms']:.3f}"]
+        numbers = [f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.3f}", str(row["launches"])]
+        numbers += [f"{row['kernels_ms']:.3f}", f"{row['limit_ms']:.3f}"]
         place = [row["model"], row["attention"], f"{row['context']:,}", str(row["batch"])]
         table.add_row(*place, *numbers, f"{row['of_limit']:.2f}x")
     Console(width=120).print(table)

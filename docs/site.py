@@ -21,7 +21,7 @@ API = {
     "reference/layers.md": "# Layers\n\n::: nsa.nn",
     "reference/operators.md": "# Operators\n\n::: nsa.ops\n\n::: nsa.ops.dispatch.counters",
     "reference/runs.md": "# Trained runs\n\n::: nsa.load_run\n\n::: nsa.train.trained.TrainedRun\n\n"
-    "::: nsa.generate_tokens",
+    "::: nsa.generate_tokens\n\n::: nsa.generate.stream.Generated",
     "reference/errors.md": "# Errors\n\n"
     "[Reliability](../reliability.md#exit-codes) lists their exit codes and what to do about each.\n\n"
     "::: nsa.errors",

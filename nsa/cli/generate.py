@@ -66,8 +66,8 @@ def generate(
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     config = run.config
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options |= {"max_tokens": max_tokens, "stop": stop or []}
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options |= {"seed": seed} | ({"stop": stop} if stop else {})
     with numerics(config.runtime):
         if beside_untrained:
             untrained = build_model(config.model, config.nsa, run.model.vocab_size, config.train.seed)

@@ -17,7 +17,9 @@ from nsa.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature   0 always takes the likeliest token
+    """How a token is chosen.
+
+    temperature   0 always takes the likeliest token
     top_k         draws from the k likeliest only; None from all
     top_p         draws from the fewest likeliest that make up this share; after top_k
     """

@@ -59,8 +59,8 @@ def generate_tokens(
         raise ArgumentError("seed", f"must be one number, or one for each of {len(prompts)} prompts; got {len(seeds)}")
     texts = [text for text in stop if isinstance(text, str)]
     stops = {token for token in stop if isinstance(token, int)}
-    if "" in texts or (texts and tokenizer is None):
-        raise ArgumentError("stop", "must be texts that are not empty, or with a model alone token ids")
+    if isinstance(stop, str) or "" in texts or (texts and tokenizer is None):
+        raise ArgumentError("stop", "must be a list of texts that are not empty, or with a model alone of token ids")
     ids: list[list[int]] = []
     for prompt in prompts:
         if tokenizer is not None and isinstance(prompt, str):

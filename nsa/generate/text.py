@@ -33,8 +33,10 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back."""
-        rest, self._held = self._cut(self._text()[self._given :]) + self._held, ""
-        return "" if self.stopped else rest
+        if self.stopped:
+            return ""
+        piece = self._cut(self._text()[self._given :])
+        return piece + self._held  # which is empty after a stop text
 
     def _text(self) -> str:
         return self._decode(self._before + self._tokens)[len(self._decode(self._before)) :]

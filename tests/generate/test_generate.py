@@ -108,6 +108,7 @@ def test_texts_in_texts_out(run):
         ([[1]], {"top_p": 1.1}, "top_p"),
         ([[1]], {"seed": [1, 2]}, "seed"),
         ([[1]], {"stop": ["text"]}, "stop"),
+        ([[1]], {"stop": "text"}, "stop"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_at_the_call(model, prompts, options, argument):

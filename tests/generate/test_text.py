@@ -54,6 +54,13 @@ def test_the_start_of_a_stop_text_is_held_back_until_it_is_none():
     assert pieces(b"ab\nc", ["\n\n"]) == ["a", "b", "", "\nc", ""]
 
 
+def test_a_stop_text_in_what_is_held_to_the_end_keeps_what_came_before_it():
+    assert pieces(b"ab\x80", ["\ufffd"]) == ["a", "b", "", ""]
+    stream = TextStream(DECODE, ["x\ufffd"])
+    assert [stream.push(byte) for byte in b"ax\x80"] == ["a", "", ""]
+    assert (stream.finish(), stream.stopped) == ("", True)
+
+
 def test_a_tokenizer_that_puts_spaces_between_tokens_keeps_them():
     words = ["the", "cat", "sat"]
     stream = TextStream(lambda ids: " ".join(words[i] for i in ids))

@@ -25,8 +25,8 @@ VARIANTS = {
     "shared": ["nsa.shared_kv=true", "model.qk_norm=true"],
     "shared mlp": ["nsa.shared_kv=true", "nsa.phi=mlp", "nsa.gate=softmax"],
     "mean_mlp": ["nsa.phi=mean_mlp", "model.qkv_bias=true", "model.rope_scaling.factor=4.0"],
-    "turned": ["nsa.compress=after_rotation"],
-    "shared turned": ["nsa.compress=after_rotation", "nsa.shared_kv=true"],
+    "rotated first": ["nsa.compress=after_rotation", "nsa.phi=mean_mlp"],
+    "shared, rotated first": ["nsa.compress=after_rotation", "nsa.shared_kv=true"],
     "cmp": ["nsa.force_branch=cmp"],
     "sel": ["nsa.force_branch=sel"],
     "win": ["nsa.force_branch=win"],
@@ -43,9 +43,9 @@ def small(*overrides: str, seed: int = 0) -> Decoder:
 
 
 def randomize_gates(module: nn.Module) -> None:
-    """They start equal for all tokens, which would hide a mistake."""
+    """They start equal for all tokens, and an MLP beside the mean at zero, which would hide a mistake."""
     for name, parameter in module.named_parameters():
-        if "gate.out" in name:
+        if "gate.out" in name or ("phi_" in name and ".out." in name):
             nn.init.normal_(parameter)
 
 

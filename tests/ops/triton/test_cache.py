@@ -21,12 +21,12 @@ def test_prompt_and_steps_equal_the_whole_sequence(kind, options):
     else:
         layer = DenseAttention(24, 4, 2, 16, 32, **options)
     randomize_gates(layer)
-    x = torch.randn(2, 47, 24)
+    x = torch.randn(1, 42, 24)
     with torch.no_grad():
         layer.backend = "reference"
         want = layer(x)
-        cache = KVCache(layer, sequences=2, max_length=80, slack=6)
+        cache = KVCache(layer, sequences=1, max_length=80, slack=6)
         before = in_chunks(layer, x[:, :38], cache, [31, 7])
         layer.backend = "triton"
-        got = in_chunks(layer, x[:, 38:], cache, [1, 1, 5, 2])
+        got = in_chunks(layer, x[:, 38:], cache, [1, 3])
     assert (torch.cat([before, got], dim=1) - want).norm() <= 1e-5 * want.norm()
