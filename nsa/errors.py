@@ -1,13 +1,28 @@
-"""Every error that a user can meet, with its exit code.
+"""Every error that a user can meet, with its exit code, and how text from elsewhere is shown to them.
 
 A message says what was wrong, where, and what to do about it. Asserts elsewhere are for what cannot happen.
 """
 
+import re
+
+# What acts on a terminal: controls other than a tab and the end of a line, marks that reverse the direction of text,
+# and halves of a pair, which cannot be encoded (a file name that is no UTF-8 has them).
+_ACTING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
+
+
+def printable(text: object) -> str:
+    r"""The text with control characters escaped, such as \x1b. Everything that may come from data, a file, a server or
+    a model passes through here before it is printed: it must not control a terminal."""
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
 
 class NSAError(Exception):
-    """Base of all errors raised on purpose; the command line prints it without a traceback."""
+    """Base of all errors raised on purpose; the command line prints it without a traceback. Its text is printable."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(NSAError):

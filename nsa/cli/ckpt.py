@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from nsa.cli.output import say
 from nsa.errors import CheckpointError
 
 app = typer.Typer(help="Look at, check and export checkpoints.", no_args_is_help=True)
@@ -37,7 +38,7 @@ def list_checkpoints(run_dir: RunFolder) -> None:
             )
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             about = f"cannot be read: {error}"
-        print(f"{path.name} | {about}{' | ' if marks else ''}{', '.join(marks)}")
+        say(f"{path.name} | {about}{' | ' if marks else ''}{', '.join(marks)}")
 
 
 @app.command()
@@ -54,7 +55,7 @@ def verify(source: Source) -> None:
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            print(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
+            say(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
     if problems:
         raise CheckpointError("\n".join(problems))
 
@@ -69,7 +70,7 @@ def export(
 
     checkpoint = find_checkpoint(source)
     count = export_weights(checkpoint, target)
-    print(f"{target}: {count} tensors of {checkpoint}")
+    say(f"{target}: {count} tensors of {checkpoint}")
 
 
 def _root(run_dir: Path) -> Path:

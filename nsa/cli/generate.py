@@ -7,6 +7,7 @@ import typer
 
 from nsa import load_run
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 from nsa.errors import ConfigError
 
 Source = Annotated[
@@ -57,7 +58,7 @@ def generate(
             stop=tokenizer.separator,
         )
         text = prompt + tokenizer.decode(list(drawn))
-        print(f"--- {title} ---\n{text}\n" if beside_untrained else text)
+        say(f"--- {title} ---\n{text}\n" if beside_untrained else text)
 
     with numerics(config.runtime):
         if beside_untrained:

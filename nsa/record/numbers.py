@@ -4,6 +4,8 @@ import math
 import time
 from typing import Any
 
+from nsa.errors import printable
+
 DASH = "-"
 
 
@@ -65,7 +67,7 @@ def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def one_line(text: str, most: int = 2000) -> str:
-    """Without line breaks and control characters: text of a file must not control a terminal."""
-    text = "".join(c if c.isprintable() else " " for c in text[: most + 1])
+    """Without line breaks, control characters escaped: text of a file must not control a terminal."""
+    text = "".join(c if c.isprintable() else " " for c in printable(text[: most + 1]))
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"
