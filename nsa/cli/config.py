@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
 from nsa.cli.output import say
 from nsa.config import load_config, shipped_names
 from nsa.config.load import SHIPPED, ConfigWarning, warn_if_unlikely
 from nsa.errors import ConfigError, DataError
+from nsa.plain_yaml import dump_yaml
 
 app = typer.Typer(help="Look at configurations without running them.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ def list_shipped() -> None:
 def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverrides = None) -> None:
     """Print the resolved configuration: the file, the overrides, the environment, and every default."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    say(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
+    say(dump_yaml(resolved.to_dict()), end="")
 
 
 @app.command()

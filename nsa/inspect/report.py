@@ -4,7 +4,6 @@ follows the reader's choice of light or dark.
 Everything from a file is escaped, and the page forbids scripts besides: text of a run cannot act in a browser.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
 from nsa.inspect.timeline import BAD
 from nsa.record import schema
+from nsa.record.atomic_file import write_whole
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
 MAX_ENTRIES = 500
@@ -35,13 +35,9 @@ def write_report(view: RunView, target: Path) -> None:
 
 def write_page(text: str, target: Path) -> None:
     """Whole or not at all."""
-    beside = target.with_name(target.name + ".tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
+        write_whole(target, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
         raise LaunchError(f"{target}: cannot be written: {error.strerror}; choose another place with --out") from None
 
 

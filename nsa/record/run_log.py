@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 from nsa.errors import printable
+from nsa.files import regular
 from nsa.record.schema import RUN_LOG
 
 
@@ -20,7 +21,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         try:
-            self._file = self.path.open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._file = open(self.path, "a", encoding="utf-8", errors="replace", buffering=1, opener=regular)
             self._file.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
         except OSError:
             self.failures += 1
