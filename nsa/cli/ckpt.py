@@ -36,7 +36,7 @@ def list_checkpoints(run_dir: RunFolder) -> None:
                 f"validation {'-' if val is None else format(val, '.4f')} | "
                 f"{state['strategy']} x {state['world_size']} | {size:.1f} MiB"
             )
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             about = f"cannot be read: {error}"
         say(f"{path.name} | {about}{' | ' if marks else ''}{', '.join(marks)}")
 
@@ -53,7 +53,10 @@ def verify(source: Source) -> None:
         try:
             files = verify_one(path)
         except CheckpointError as error:
-            problems.append(str(error))
+            if path.exists():
+                problems.append(str(error))
+            else:  # a run renames what it deletes first
+                say(f"{path}: deleted by the run while it was read")
         else:
             say(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
     if problems:

@@ -43,7 +43,7 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float, ge
         raise ArgumentError("top_k", f"must be at least 1, got {top_k}")
     if not 0.0 < top_p <= 1.0:
         raise ArgumentError("top_p", f"must be above 0 and at most 1, got {top_p}")
-    if temperature == 0.0:
+    if temperature < 1e-30:  # 0, or so small that dividing by it would overflow
         return int(logits.argmax())
     values, order = torch.sort(logits / temperature, descending=True, stable=True)
     if top_k is not None:

@@ -78,7 +78,7 @@ def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
     if metrics is None or (accept_changes and changed_keys(folder, config)):
         return None
     refuse_other_config(folder, config)
-    return int(metrics["steps"]) if metrics["steps"] == config.train.steps else None
+    return config.train.steps if metrics.get("steps") == config.train.steps else None
 
 
 def _run(config: Config, folder: Path, world: World, options: StartOptions) -> None:

@@ -100,7 +100,8 @@ def test_temperature_top_k_and_top_p_cut_the_distribution():
     assert seen(top_p=0.6) == {1, 2}
     assert seen(top_p=0.01) == {1}
     assert seen(temperature=0.0) == {1}
-    assert seen(temperature=0.01) == {1}
+    for tiny in (0.01, 1e-29, 1e-40, 1e-300):
+        assert seen(temperature=tiny) == {1}
     for bad in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}):
         with pytest.raises(ArgumentError, match=next(iter(bad))):
             seen(**bad)
