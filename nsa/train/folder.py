@@ -16,7 +16,8 @@ from nsa.files import regular
 from nsa.plain_yaml import dump_yaml
 from nsa.record.schema import CONFIG_FILE, FOLDERS, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
 
-_HALF_WRITTEN = re.compile(r"\..+\.\d+")  # a file that is renamed when it is whole; a kill leaves it
+# A file that is renamed when it is whole: a kill leaves it.
+_HALF_WRITTEN = re.compile(r"\..+\.(json|safetensors|txt|yaml)\.\d+")
 
 
 @contextmanager

@@ -230,7 +230,8 @@ def test_a_report_is_not_written_through_a_link(run, tmp_path):
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
-    for name in (".model.safetensors.123", ".metrics.json.77", "kept.txt", ".hidden"):
+    kept = {"kept.txt", ".hidden", ".notes.1", "model.safetensors"}
+    for name in (".model.safetensors.123", ".metrics.json.77", *kept):
         (tmp_path / name).write_bytes(VICTIM)
     with claim_folder(tmp_path):
-        assert {path.name for path in tmp_path.iterdir()} == {".lock", "kept.txt", ".hidden"}
+        assert {path.name for path in tmp_path.iterdir()} == {".lock", *kept}
