@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from nsa.checkpoint.format import METADATA_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
 from nsa.errors import CheckpointError
-from nsa.files import open_regular, read_regular
+from nsa.files import LARGEST_DOCUMENT, open_regular, read_regular
 
 _TYPES = {
     "torch.distributed.checkpoint.metadata": {
@@ -150,7 +150,7 @@ class _Reader(FileSystemReader):
         if METADATA_FILE not in self._files:
             raise CheckpointError(f"{path}: is not in the manifest")
         try:
-            with open_regular(path) as file:
+            with open_regular(path, LARGEST_DOCUMENT) as file:
                 metadata = _Unpickler(file).load()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
