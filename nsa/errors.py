@@ -17,9 +17,12 @@ def printable(text: object) -> str:
 
 
 class NSAError(Exception):
-    """Base of all errors raised on purpose; the command line prints it without a traceback."""
+    """Base of all errors raised on purpose; the command line prints it without a traceback. Its text is printable."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(NSAError):

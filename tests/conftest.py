@@ -3,6 +3,7 @@ keeps both test processes busy to the end."""
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import settings
+
+from nsa import files
 
 # Folders of long tests and of tests that start processes. They run first: short tests even out the end, and tests
 # that measure time run beside short ones.
@@ -24,6 +27,23 @@ settings.load_profile("fixed")
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """`no_room("run.log")`: what is written into files of that name finds the disk full, or whatever `instead` is."""
+
+    def take(*names: str, instead: str = "/dev/full") -> None:
+        real = files.regular
+
+        def opened(path, flags):
+            written = flags & (os.O_WRONLY | os.O_RDWR) and Path(path).name in names
+            return os.open(instead, flags) if written else real(path, flags)
+
+        for module in [m for m in sys.modules.values() if getattr(m, "regular", None) is real]:
+            monkeypatch.setattr(module, "regular", opened)
+
+    return take
 
 
 def pytest_collection_modifyitems(config, items):

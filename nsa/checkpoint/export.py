@@ -1,20 +1,23 @@
 """A model's weights in one place: loaded into a model from wherever they lie, or written as one safetensors file."""
 
+import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify
 from nsa.checkpoint.load import fill, read_state, read_step, saved_shapes
 from nsa.errors import CheckpointError
+from nsa.files import regular
 from nsa.record.schema import WEIGHTS_FILE
 
 
@@ -73,30 +76,67 @@ def weights_metadata(step: int, config: Any) -> dict[str, Any]:
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """What `weights_metadata` made of a safetensors file; empty where another program wrote it."""
+    with _opened(path) as file:
+        return _about(file)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Those of a safetensors file. One that `serialize_weights` made is compared with the checksum in it."""
+    with _opened(path) as file:
+        about, tensors = _about(file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if "sha256" in about and about.pop("sha256") != _checksum(tensors, about):
+        raise CheckpointError(f"{path}: its content differs from the SHA-256 in it; the file is damaged")
+    return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
+        with open(Path(path).resolve(), "rb", opener=regular):  # the library would wait for a pipe
+            pass
         with safe_open(path, "pt") as file:
-            content = json.loads((file.metadata() or {}).get("nsa", "{}"))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; has the run finished?") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: is no whole safetensors file: {error.strerror or error}") from None
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no whole safetensors file: {error}") from None
+
+
+def _about(file: Any) -> dict[str, Any]:
+    content = json.loads((file.metadata() or {}).get("nsa", "{}"))
     return content if isinstance(content, dict) else {}
 
 
+def _checksum(tensors: Mapping[str, Tensor], about: dict[str, Any]) -> str:
+    """Of the tensors with their names, types and shapes, and of what the file says of itself."""
+    found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
 def serialize_weights(tensors: Mapping[str, Tensor], **metadata: Any) -> bytes:
-    """The bytes of a safetensors file. A tensor that several names share is stored under the first."""
+    """The bytes of a safetensors file, with a checksum. A tensor that several names share is stored under the first."""
     stored: dict[int, str] = {}
     for name, tensor in tensors.items():
         stored.setdefault(id(tensor), name)
     whole = {name: tensors[name].detach().cpu().contiguous() for name in stored.values()}
+    metadata["sha256"] = _checksum(whole, metadata)
     return bytes(save(whole, metadata={"nsa": json.dumps(metadata, sort_keys=True)}))
 
 
 def find_weights(path: Path) -> Path:
     """The safetensors file or the verified checkpoint that `path` names: itself, the weights of a finished run, or the
     newest sound checkpoint of a run that has checkpoints only."""
-    is_checkpoint = (path / MANIFEST_FILE).exists()
-    if is_checkpoint or ((path / FOLDER).is_dir() and not (path / WEIGHTS_FILE).exists()):
+    is_checkpoint, weights = (path / MANIFEST_FILE).exists(), path / WEIGHTS_FILE
+    if is_checkpoint or ((path / FOLDER).is_dir() and not weights.exists()):
         return find_checkpoint(path)
-    return path / WEIGHTS_FILE if path.is_dir() else path
+    if weights.is_symlink():
+        raise CheckpointError(f"{weights}: it is a symbolic link, which is not followed inside a run folder")
+    return weights if path.is_dir() else path
 
 
 def load_any_weights(model: nn.Module, path: Path) -> None:
@@ -109,12 +149,7 @@ def load_any_weights(model: nn.Module, path: Path) -> None:
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Fills the model from a safetensors file. A name or a shape that does not fit is an error."""
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; has the run finished?") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: is no whole safetensors file: {error}") from None
+    tensors = read_tensors(path)
     own = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}
     for name, tensor in own.items():

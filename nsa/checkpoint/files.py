@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 
 from nsa.errors import CheckpointError
+from nsa.files import regular
 
 
 def write_flushed(path: Path, content: bytes) -> None:
     """Writes in place and waits until it is on disk."""
-    with path.open("wb") as file:
+    with open(path, "wb", opener=regular) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -37,5 +38,5 @@ def flush_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,6 +22,7 @@ from typing import Any
 
 from nsa.checkpoint.files import sha256_of, write_flushed
 from nsa.errors import CheckpointError
+from nsa.files import read_regular
 from nsa.record.schema import CHECKPOINTS_FOLDER
 
 FOLDER = CHECKPOINTS_FOLDER
@@ -34,7 +35,6 @@ MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of the names of tensors
 MANIFEST_VERSION = 1
 STATE_VERSION = 1
 _STEP = re.compile(r"step_(\d{8,})")
-_LARGEST_MANIFEST = 64 * 2**20  # bytes
 
 
 def name_of(step: int) -> str:
@@ -83,7 +83,7 @@ def newest_verified(root: Path, on_damage: Callable[[CheckpointError], None]) ->
 def pointed(root: Path, pointer: str) -> str | None:
     """The name in `latest` or `best`; None where there is none that could be a checkpoint's."""
     try:
-        name = (root / pointer).read_text(encoding="utf-8", errors="replace").strip()
+        name = read_regular(root / pointer).decode(errors="replace").strip()
     except OSError:
         return None
     return name if _STEP.fullmatch(name) else None
@@ -107,9 +107,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """The manifest of a checkpoint. Only plain names of files in this very folder are accepted."""
     path = folder / MANIFEST_FILE
     try:
-        if path.stat().st_size > _LARGEST_MANIFEST:
-            raise CheckpointError(f"{path}: is too large to be a manifest")
-        raw = path.read_bytes()
+        raw = read_regular(path)
         content = json.loads(raw)
         version, files = content["version"], content["files"]
         entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}

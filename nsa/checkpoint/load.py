@@ -12,18 +12,26 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nsa.checkpoint.format import METADATA_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
 from nsa.errors import CheckpointError
+from nsa.files import LARGEST_DOCUMENT, open_regular, read_regular
 
 _TYPES = {
     "torch.distributed.checkpoint.metadata": {
@@ -40,6 +48,12 @@ _TYPES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
 }
+_PROPERTIES = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)  # the state of a TensorProperties
+# Sets hash what they hold, a byte array takes as much memory as it claims, the others call what they name.
+_REFUSED = (
+    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.DICT, pickle.BYTEARRAY8, pickle.NEXT_BUFFER),
+    *(pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX),
+)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -55,9 +69,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def read_step(checkpoint: Path) -> int:
     """The step that was saved, whatever its folder is called."""
     try:
-        return int(read_state(checkpoint)["progress"]["step"])
+        step = int(read_state(checkpoint)["progress"]["step"])
+        if not 0 <= step < 2**63:
+            raise ValueError(f"it is {step}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint / STATE_FILE}: has no step: {error}") from None
+    return step
 
 
 def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
@@ -94,8 +111,15 @@ def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup 
     try:
         load(dict(tensors), storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        causes = "; ".join(dict.fromkeys(str(cause[0]) or type(cause[0]).__name__ for cause in error.failures.values()))
+        causes = "; ".join(dict.fromkeys(_cause(failure[0]) for failure in error.failures.values()))
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {causes}") from None
+
+
+def _cause(error: BaseException) -> str:
+    """Without torch's advice to load with weights_only=False, which would run the code in the file."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "a shard holds something else than a tensor (weights-only loading refuses it)"
+    return str(error) or type(error).__name__
 
 
 def silence_torch() -> None:
@@ -107,7 +131,7 @@ def silence_torch() -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):
@@ -126,7 +150,7 @@ class _Reader(FileSystemReader):
         if METADATA_FILE not in self._files:
             raise CheckpointError(f"{path}: is not in the manifest")
         try:
-            with path.open("rb") as file:
+            with open_regular(path, LARGEST_DOCUMENT) as file:
                 metadata = _Unpickler(file).load()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
@@ -148,10 +172,11 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle._Unpickler):
     """Builds the listed types and nothing else; anything that could run code is an error.
 
-    This is the unpickler in Python: the one in C sets attributes of whatever it found, even of a class.
+    This is the unpickler in Python: the one in C sets attributes of whatever it found, even of a class. Nothing nested
+    is hashed, compared or printed here: sixty tuples that hold the one before twice would take for ever.
     """
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # noqa: RUF012
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _TYPES.get(module, ()):
@@ -164,9 +189,62 @@ class _Unpickler(pickle._Unpickler):
         built = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(built, type) or not is_dataclass(built):
             raise CheckpointError("refused: it changes something that was there before")
+        if isinstance(built, TensorProperties) and not _are(self.stack[-1], _PROPERTIES):  # type: ignore[attr-defined]
+            raise CheckpointError("refused: the properties of a tensor are none")
         super().load_build()  # type: ignore[misc]
 
-    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+    def load_call(self) -> None:
+        """REDUCE and NEWOBJ: what is called gets nothing, one number, one text or the sizes of a tensor."""
+        given: Any = self.stack[-1]  # type: ignore[attr-defined]
+        inner = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+        if not (type(inner) in (int, str) or (isinstance(inner, tuple) and all(type(size) is int for size in inner))):
+            raise CheckpointError("refused: it calls something with more than a number, a text or sizes")
+
+    def load_reduce(self) -> None:
+        self.load_call()
+        super().load_reduce()  # type: ignore[misc]
+
+    def load_newobj(self) -> None:
+        self.load_call()
+        super().load_newobj()  # type: ignore[misc]
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])  # type: ignore[attr-defined]
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])  # type: ignore[attr-defined]
+        super().load_setitems()  # type: ignore[misc]
+
+    def refuse(self) -> None:
+        raise CheckpointError("refused: it builds something that no checkpoint of ours needs")
+
+    dispatch |= {
+        pickle.BUILD[0]: load_build,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        **dict.fromkeys((code[0] for code in _REFUSED), refuse),
+    }
+
+
+def _check_keys(keys: list[Any]) -> None:
+    """Texts, numbers, and where in a tensor a part begins: all are hashed at once."""
+    for key in keys:
+        plain = type(key) in (str, int) or (
+            isinstance(key, MetadataIndex) and type(vars(key).get("fqn")) is str and _is_offset(vars(key).get("offset"))
+        )
+        if not plain:
+            raise CheckpointError(f"refused: a key of its tables is of type {type(key).__name__}")
+
+
+def _is_offset(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Size)
+
+
+def _are(values: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(values, tuple) and tuple(map(type, values)) == types
 
 
 def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStorageMetadata]:
@@ -175,7 +253,8 @@ def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStor
         raise CheckpointError(f"{folder / METADATA_FILE}: holds no checkpoint metadata")
     for name, entry in entries.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{folder / METADATA_FILE}: entry {name!r} is no tensor; such entries are refused")
+            which = repr(name) if isinstance(name, str | int) else f"of type {type(name).__name__}"
+            raise CheckpointError(f"{folder / METADATA_FILE}: entry {which} is no tensor; such entries are refused")
         if not _is_whole(entry):
             raise CheckpointError(f"{folder / METADATA_FILE}: the parts of {name!r} are not the whole tensor")
     return entries  # type: ignore[return-value]

@@ -35,6 +35,7 @@ from nsa.checkpoint.files import flush_folder, write_atomically, write_flushed
 from nsa.checkpoint.format import FileEntry, entry_of, verify, write_manifest
 from nsa.checkpoint.load import silence_torch
 from nsa.errors import CheckpointError
+from nsa.files import make_folder
 
 NEVER_DELETED = 2  # newest verified checkpoints
 T = TypeVar("T")
@@ -152,7 +153,7 @@ class Saver:
         self.last_good = names.name_of(snapshot.step)
 
     def _prepare(self, aside: Path) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         self._remove_leftovers()
         faults.point("save.prepare")
         aside.mkdir()
@@ -176,7 +177,7 @@ class Saver:
         checkpoint = self.root / names.name_of(snapshot.step)
         faults.point("save.rename")
         if checkpoint not in self._own:  # one of the same step that this process wrote is the same
-            if checkpoint.exists():
+            if checkpoint.exists() or checkpoint.is_symlink():
                 checkpoint.rename(self.root / f"{names.WRITING}damaged-{checkpoint.name}")
             aside.rename(checkpoint)
         faults.point("save.renamed")

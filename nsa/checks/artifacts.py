@@ -10,6 +10,7 @@ from safetensors import safe_open
 from nsa.checkpoint.format import committed, newest_verified, step_of
 from nsa.config import Config
 from nsa.errors import CheckpointError
+from nsa.files import LARGEST_LOG, read_regular
 from nsa.record import schema
 
 SHARES_TOLERANCE = 1e-3  # how far the sum of shares may be from 1
@@ -90,7 +91,7 @@ class _Checks:
         return rows
 
     def _lines(self, path: Path) -> str:
-        lines = path.read_text(encoding="utf-8", errors="replace").count("\n")
+        lines = read_regular(path, LARGEST_LOG).count(b"\n")
         _demand(lines > 0, f"{path.name}: is empty")
         return f"{lines} lines"
 
@@ -124,7 +125,7 @@ class _Checks:
 
     def _heartbeats(self) -> str:
         for rank, path in enumerate(self._each(schema.HEARTBEAT)):
-            events = [schema.parse_event(line) for line in path.read_bytes().splitlines()]
+            events = [schema.parse_event(line) for line in read_regular(path, LARGEST_LOG).splitlines()]
             kinds = {event["event"] for event in events}
             missing = [kind for kind in ("boot", "start", "step", "end") if kind not in kinds]
             _demand(not missing, f"{path.name}: has no event {', '.join(missing)}")
@@ -153,13 +154,13 @@ class _Checks:
         return f"{len(rows) // (self.layers + 1)} samples of {self.layers} layers"
 
     def _fallbacks(self) -> str:
-        header = (self.folder / schema.FALLBACKS.file).open(encoding="utf-8").readline()
+        header = read_regular(self.folder / schema.FALLBACKS.file).decode().partition("\n")[0] + "\n"
         _demand(header == schema.FALLBACKS.header, "has other columns than it should")
         kinds = {(row["branch"], row["reason"]) for row in schema.read_rows(self.folder, schema.FALLBACKS)}
         return f"{len(kinds)} kinds of fallback" if kinds else "no fallback"
 
     def _dtypes(self) -> str:
-        text = (self.folder / schema.DTYPES_FILE).read_text(encoding="utf-8")
+        text = read_regular(self.folder / schema.DTYPES_FILE).decode()
         missing = [kind for kind in ("parameters", "gradients", "optimizer state") if kind not in text]
         _demand(not missing, f"says nothing of {', '.join(missing)}")
         first = text.splitlines()[0]
@@ -176,7 +177,7 @@ class _Checks:
         return f"{2 * self.ranks} files"
 
     def _optimizer_state(self) -> str:
-        lines = (self.folder / schema.OPTIMIZER_STATE_FILE).read_text(encoding="utf-8").splitlines()
+        lines = read_regular(self.folder / schema.OPTIMIZER_STATE_FILE).decode().splitlines()
         megabytes = {line.split(":")[0]: float(line.split(":")[1].split()[0]) for line in lines if ":" in line}
         for rank in range(self.ranks):
             _demand(f"rank {rank}" in megabytes, f"has no line of rank {rank}")

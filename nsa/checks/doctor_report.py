@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nsa import __version__
 from nsa.checks.doctor import HANG, NON_FINITE, OTHER_NUMBERS, OUT_OF_MEMORY, Attempt, Diagnosis
 from nsa.checks.doctor_search import Case, Cause
@@ -22,6 +20,7 @@ from nsa.config import load_config
 from nsa.config.differences import flat
 from nsa.errors import ConfigError
 from nsa.inspect.trace_report import explain
+from nsa.plain_yaml import parse_yaml
 from nsa.record.numbers import clock, one_line, plain, seconds
 from nsa.record.schema import HEARTBEAT, read_events, stack_dumps
 
@@ -135,7 +134,7 @@ def _smallest(diagnosis: Diagnosis, case: Case) -> dict[str, Any]:
 def _format_value(value: Any) -> str:
     """The value of an override: bare where YAML reads it back unchanged."""
     bare = value if isinstance(value, str) else json.dumps(value)
-    return bare if yaml.safe_load(bare) == value else json.dumps(value)
+    return bare if parse_yaml(bare) == value else json.dumps(value)
 
 
 def _evidence(diagnosis: Diagnosis, traced: Attempt) -> dict[str, Any]:

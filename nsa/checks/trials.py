@@ -18,11 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-import yaml
 
 from nsa.config import Config
 from nsa.errors import ConfigError, HangError, LaunchError
+from nsa.files import make_folder, regular
 from nsa.inspect.reading import RunView
+from nsa.plain_yaml import dump_yaml
+from nsa.record.atomic_file import write_whole
 from nsa.record.schema import HEARTBEAT, read_events
 
 POLL_S = 0.25
@@ -88,8 +90,8 @@ def write_trial_config(trial: Trial) -> None:
     tree = trial.config.to_dict()
     tree["train"]["out_dir"] = str(trial.folder)
     try:
-        trial.folder.parent.mkdir(parents=True, exist_ok=True)
-        trial.config_file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        make_folder(trial.folder.parent)
+        write_whole(trial.config_file, dump_yaml(tree))
     except OSError as error:
         raise LaunchError(f"{trial.config_file}: cannot be written: {error.strerror}; choose another --out") from None
 
@@ -141,7 +143,7 @@ def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil
     """The process, and a set for its descendants. All of them are killed at the end, also when this process is
     interrupted, and also those that a dead launcher left behind."""
     members: set[psutil.Process] = set()
-    with trial.log_file.open("wb") as log:
+    with open(trial.log_file, "wb", opener=regular) as log:
         process = subprocess.Popen(  # noqa: S603
             trial.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(trial.faults)
         )

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from nsa.cli.output import say
 from nsa.errors import CheckpointError
 
 app = typer.Typer(help="Look at, check and export checkpoints.", no_args_is_help=True)
@@ -35,9 +36,9 @@ def list_checkpoints(run_dir: RunFolder) -> None:
                 f"validation {'-' if val is None else format(val, '.4f')} | "
                 f"{state['strategy']} x {state['world_size']} | {size:.1f} MiB"
             )
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             about = f"cannot be read: {error}"
-        print(f"{path.name} | {about}{' | ' if marks else ''}{', '.join(marks)}")
+        say(f"{path.name} | {about}{' | ' if marks else ''}{', '.join(marks)}")
 
 
 @app.command()
@@ -52,9 +53,12 @@ def verify(source: Source) -> None:
         try:
             files = verify_one(path)
         except CheckpointError as error:
-            problems.append(str(error))
+            if path.exists():
+                problems.append(str(error))
+            else:  # a run renames what it deletes first
+                say(f"{path}: deleted by the run while it was read")
         else:
-            print(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
+            say(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
     if problems:
         raise CheckpointError("\n".join(problems))
 
@@ -68,7 +72,7 @@ def export(
     from nsa.checkpoint.export import export_weights, find_checkpoint
 
     checkpoint = find_checkpoint(source)
-    print(f"{target}: {export_weights(checkpoint, target)} tensors of {checkpoint}")
+    say(f"{target}: {export_weights(checkpoint, target)} tensors of {checkpoint}")
 
 
 def _root(run_dir: Path) -> Path:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 from nsa.config import load_config, shipped_names
 from nsa.config.load import SHIPPED, ConfigWarning, warn_if_unlikely
 from nsa.errors import ConfigError, DataError
+from nsa.plain_yaml import dump_yaml
 
 app = typer.Typer(help="Look at configurations without running them.", no_args_is_help=True)
 
@@ -22,14 +23,14 @@ def list_shipped() -> None:
     names = shipped_names()
     for name in names:
         about = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        print(f"{name:{max(map(len, names))}}  {about}")
+        say(f"{name:{max(map(len, names))}}  {about}")
 
 
 @app.command()
 def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverrides = None) -> None:
     """Print the resolved configuration: the file, the overrides, the environment, and every default."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
+    say(dump_yaml(resolved.to_dict()), end="")
 
 
 @app.command()
@@ -46,7 +47,7 @@ def check(
         except ConfigError as error:
             problems += str(error).splitlines()
         else:
-            print(f"{path}: ok")
+            say(f"{path}: ok")
     if problems:
         raise ConfigError("\n".join(problems))
 

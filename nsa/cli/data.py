@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 from nsa.config import load_config, parse_config
 from nsa.config.schema import Config
 from nsa.errors import ConfigError, DataError
@@ -61,11 +62,11 @@ def prepare(
             fresh=fresh,
             progress=progress,
         )
-    print(f"{folder}: {_totals(manifest)} in {len(manifest.shards):,} shards")
+    say(f"{folder}: {_totals(manifest)} in {len(manifest.shards):,} shards")
     _print_skipped(manifest.skipped)
     own = folder / TOKENIZER_FILE
     name = manifest.tokenizer.name if manifest.tokenizer.name in BUILT_IN or not own.is_file() else own
-    print(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}")
+    say(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}")
 
 
 @app.command()
@@ -90,12 +91,12 @@ def tokenizer(
     source, skipped = open_source(data, data.timeout_s), Counter[str]()
     documents = (text for unit in source.units() for text in source.documents(unit, skipped))
     size, read = train_bpe(documents, file, vocab_size=vocab_size, max_bytes=max_mb << 20)
-    print(f"{file}: {size:,} tokens from {read / 2**20:,.1f} MiB of text")
+    say(f"{file}: {size:,} tokens from {read / 2**20:,.1f} MiB of text")
     for reason, count in sorted(skipped.items()):
-        print(f"skipped {count:,} ({reason})")
+        say(f"skipped {count:,} ({reason})")
     if size < vocab_size:
-        print(f"the text has no more than {size:,} tokens to learn; more text gives more")
-    print(f"train with data.tokenizer={file}")
+        say(f"the text has no more than {size:,} tokens to learn; more text gives more")
+    say(f"train with data.tokenizer={file}")
 
 
 @app.command()
@@ -129,7 +130,7 @@ def verify(folder: Folder) -> None:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     manifest = verify_shards(folder)
-    print(f"{folder}: ok, {len(manifest.shards):,} shards, {_totals(manifest)}")
+    say(f"{folder}: ok, {len(manifest.shards):,} shards, {_totals(manifest)}")
 
 
 def _resolve(config: Path | None, overrides: list[str] | None, override: list[str] | None) -> Config:
@@ -146,7 +147,7 @@ def _totals(manifest: "Manifest") -> str:
 
 def _print_skipped(skipped: Mapping[str, int]) -> None:
     for reason, count in sorted(skipped.items()):
-        print(f"skipped {count:,} ({reason})")
+        say(f"skipped {count:,} ({reason})")
 
 
 def _print(found: "Statistics") -> None:
@@ -154,19 +155,19 @@ def _print(found: "Statistics") -> None:
 
     lengths = found.lengths
     size = f", {found.text_bytes:,} bytes of text" if found.text_bytes else ""
-    print(f"{found.about}: {len(lengths):,} documents, {lengths.sum():,} tokens{size}")
+    say(f"{found.about}: {len(lengths):,} documents, {lengths.sum():,} tokens{size}")
     if len(lengths):
-        print(
+        say(
             f"tokens in a document: median {int(np.median(lengths)):,}, mean {lengths.mean():,.1f}, "
             f"shortest {lengths.min():,}, longest {lengths.max():,}"
         )
     histogram = found.histogram()
     largest = max((count for _, count in histogram), default=0)
     for bounds, count in histogram:
-        print(f"{bounds:>24} {count:>12,} {'#' * max(1, round(40 * count / largest))}")
+        say(f"{bounds:>24} {count:>12,} {'#' * max(1, round(40 * count / largest))}")
     _print_skipped(found.skipped)
     for number, text in enumerate(found.samples, start=1):
-        print(f"--- sample {number} ---\n{text}")
+        say(f"--- sample {number} ---\n{text}")
 
 
 @contextmanager
@@ -189,6 +190,6 @@ def _progress() -> Iterator[Callable[[int, int, int], None]]:
         tenth = 10 * done // max(1, total)
         if tenth > shown:
             shown = tenth
-            print(f"prepare {10 * tenth:3d} % | {text_bytes / 2**20:,.0f} MiB of text", flush=True)
+            say(f"prepare {10 * tenth:3d} % | {text_bytes / 2**20:,.0f} MiB of text")
 
     yield show

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,7 +49,7 @@ def doctor(
             diagnosis = Diagnosis(setup, progress)
             diagnosis.run()
         page = write_page(diagnosis)
-    print(f"{verdict(diagnosis)}\n{page}: what was found and what to do")
+    say(f"{verdict(diagnosis)}\n{page}: what was found and what to do")
     if diagnosis.failure:
         raise typer.Exit(1)
 

@@ -10,7 +10,8 @@ import typer
 
 from nsa import generate_tokens, load_run
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
-from nsa.errors import ConfigError, printable
+from nsa.cli.output import say
+from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
     from nsa.generate.stream import Generated
@@ -117,7 +118,7 @@ def _print_stream(tokens: Iterator["Generated"], prompts: Sequence[str]) -> tupl
 
     def show(number: int) -> None:
         title = f"--- prompt {number + 1} ---\n" if len(prompts) > 1 else ""
-        print(title + printable(prompts[number]), end="", flush=True)
+        say(title + prompts[number], end="")
 
     show(0)
     for piece in tokens:
@@ -127,7 +128,7 @@ def _print_stream(tokens: Iterator["Generated"], prompts: Sequence[str]) -> tupl
         if piece.end is not None:
             ended.add(piece.prompt)
         while shown < len(prompts):
-            print(printable(waiting[shown]), end="", flush=True)
+            say(waiting[shown], end="")
             waiting[shown] = ""
             if shown not in ended:
                 break

@@ -20,6 +20,7 @@ import typer
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
 from nsa.cli.main import app as nsa
 from nsa.cli.main import main as run_command
+from nsa.cli.output import say
 from nsa.config import Config, load_config
 from nsa.config.differences import flat
 from nsa.config.load import ConfigWarning
@@ -165,6 +166,6 @@ def _become_nsa(arguments: list[str]) -> None:
     """Runs `nsa` with these arguments, which env.json and advice then show; prints the new command once."""
     if os.environ.get("RANK", "0") == "0":
         start = "torchrun ... -m nsa" if os.environ.get("WORLD_SIZE", "1") != "1" else "nsa"
-        print(f"same as {start} {shlex.join(arguments)}", flush=True)
+        say(f"same as {start} {shlex.join(arguments)}")
     sys.argv = ["nsa", *arguments]
     nsa()

@@ -15,6 +15,7 @@ import typer
 
 from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, eval, generate, hf, memory, ready, report, trace, train, watch
+from nsa.cli.output import say
 from nsa.cli.start import missing_module
 from nsa.errors import NSAError, Preempted
 
@@ -47,7 +48,7 @@ app.add_typer(data.app, name="data")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"nsa {__version__}")
+        say(f"nsa {__version__}")
         raise typer.Exit
 
 
@@ -61,7 +62,7 @@ def _options(
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    say(f"warning: {message}", file=sys.stderr)
 
 
 def _label(error: NSAError) -> str:
@@ -77,16 +78,16 @@ def main(command: typer.Typer = app) -> None:
         _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     except NSAError as error:
         for line in str(error).splitlines():
-            print(f"{_label(error)}: {line}", file=sys.stderr)
+            say(f"{_label(error)}: {line}", file=sys.stderr)
         _leave(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
         _leave(130)
     except Exception as error:
         if problem := missing_module(error):
-            print(f"error: {problem}", file=sys.stderr)
+            say(f"error: {problem}", file=sys.stderr)
         else:  # a bug, or a broken machine: show the whole traceback
-            traceback.print_exc()
+            say(traceback.format_exc(), end="", file=sys.stderr)
         _leave(1)
 
 

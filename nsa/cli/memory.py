@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 from nsa.config import load_config
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
         cards.add_row(card["name"], f"{card['gib']:.1f}", fits, str(card["largest_micro_batch"]), usable, left)
     processes = f"{planner.nproc} process{'es' if planner.nproc > 1 else ''}"
     compiled = ", compiled" if found["compile"] else ""
-    console.print(f"{file}: {processes}, {planner.strategy}, {planner.precision}{compiled}", soft_wrap=True)
+    say(f"{file}: {processes}, {planner.strategy}, {planner.precision}{compiled}")
     console.print(f"micro-batch {estimate['micro_batch']} x {planner.config.train.seq_len} tokens\n")
     console.print(held)
     gradients = estimate["all_gradients"] / 2**30

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 from nsa.config import load_config
+from nsa.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,8 +71,8 @@ def ready(
         write_pages(result, folder)
     console.print(f"\n{headline(result)}", style="bold green" if result["outcome"] == "GO" else "bold red")
     for line in result["reasons"] or result["launch"]:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    console.print(f"evidence in {folder / HTML_FILE}, readiness.md and readiness.json", markup=False, soft_wrap=True)
+        console.print(f"  {printable(line)}", markup=False, soft_wrap=True)
+    say(f"evidence in {folder / HTML_FILE}, readiness.md and readiness.json")
     raise typer.Exit(0 if result["outcome"] == "GO" else 1)
 
 
@@ -89,5 +91,5 @@ def _summary(phase: "Phase") -> "RenderableType":
     table = Table(box=None, padding=(0, 1), show_header=False)
     for c in phase.criteria:
         measured = f"{c.measured} ({c.remark})" if c.remark and c.verdict == "fail" else c.measured
-        table.add_row(Text(c.verdict, _STYLES[c.verdict]), c.name, Text(measured), Text(c.target, "dim"))
+        table.add_row(Text(c.verdict, _STYLES[c.verdict]), c.name, Text(printable(measured)), Text(c.target, "dim"))
     return Group(head, table)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from nsa.cli.output import say
+
 
 def report(
     run_dirs: Annotated[
@@ -29,4 +31,4 @@ def report(
     else:
         target = out or Path(COMPARISON_FILE)
         write_page(render_comparison([read_run(folder) for folder in run_dirs]), target)
-    print(f"{target}: open it in a browser")
+    say(f"{target}: open it in a browser")

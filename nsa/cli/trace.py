@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from nsa.cli.output import say
+
 
 def trace(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a traced run.", show_default=False)],
@@ -13,4 +15,4 @@ def trace(
     from nsa.inspect.trace_report import explain
 
     for line in explain(run_dir):
-        print(line)
+        say(line)

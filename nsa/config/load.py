@@ -1,8 +1,7 @@
 """Loads a YAML file with `key=value` overrides as a validated configuration, or raises one error that lists all
 mistakes.
 
-Only data is read: `safe_load`, no tags, no includes. Numbers such as `3e-4` are floats (YAML 1.1 reads strings), a
-duplicate key is an error, and every message names the key, where it came from and the closest valid key.
+Only data is read (nsa.plain_yaml), and every message names the key, where it came from and the closest valid key.
 """
 
 import difflib
@@ -19,6 +18,8 @@ from pydantic import BaseModel, ValidationError
 from nsa.config.environment import environment_settings
 from nsa.config.schema import Config
 from nsa.errors import ConfigError
+from nsa.files import read_regular
+from nsa.plain_yaml import LARGEST, parse_yaml
 
 _repr = reprlib.Repr()  # a value may be as large as the file it came from
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
@@ -27,46 +28,27 @@ _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
 SHIPPED = Path(__file__).parents[1] / "configs"  # in a checkout a link to the folder at its root
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with the floats of YAML 1.2, which rejects duplicate keys."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)$"),
-    list("-+.0123456789"),
-)
-
-
-def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        key = str(key_node.value)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is given twice", key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
-
-
 class ConfigWarning(UserWarning):
     """A remark about a configuration that can run all the same."""
 
 
 def load_config(
-    path: str | Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    in_run: bool = False,
 ) -> Config:
     """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the result.
 
     Where there is no such file, `path` may be one of `shipped_names()`.
     The old NSA_* variables in `environment` set keys that neither the file nor an override sets.
+    A file that lies in a run folder (`in_run`) must be a regular one; any other may be a link or a pipe.
     """
     path = Path(path)
     shipped = str(path) in shipped_names() and not path.is_file()
     try:
-        text = (SHIPPED / f"{path}.yaml" if shipped else path).read_text(encoding="utf-8")
+        text = _read(SHIPPED / f"{path}.yaml" if shipped else path, in_run)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_similar_file(path)}") from None
     except UnicodeDecodeError as error:
@@ -74,6 +56,13 @@ def load_config(
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
     return parse_config(_parse_yaml(text, str(path)), str(path), overrides, environment)
+
+
+def _read(path: Path, in_run: bool) -> str:
+    if in_run:
+        return read_regular(path, 4 * LARGEST).decode()
+    with path.open(encoding="utf-8") as file:
+        return file.read(LARGEST + 1)
 
 
 def shipped_names() -> list[str]:
@@ -136,7 +125,7 @@ def split_overrides(joined: str) -> list[str]:
 
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  (_Loader is a SafeLoader)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -151,6 +140,8 @@ def _yaml_hint(problem: str) -> str:
         return "indent with spaces, not tabs"
     if "tag" in problem:
         return "tags are not read, write the plain value"
+    if "is not read" in problem:
+        return "write out what it stands for"
     if "given twice" in problem:
         return "keep one of them"
     return "check indentation, colons and brackets there"

@@ -11,13 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from nsa.errors import SpecError
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import LARGEST, NSASpec
 
 LayerKind = Literal["nsa", "dense", "window"]
 HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=2e6)]  # 23 days: the longest wait that the operating system counts
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
@@ -49,13 +50,15 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """The Llama-style decoder."""
 
-    dim: Positive = Field(768, description="width of the residual stream")
-    n_layers: Positive = Field(12, description="decoder blocks")
-    n_heads: Positive = Field(12, description="query heads")
+    dim: Annotated[int, Field(ge=1, le=2**20)] = Field(768, description="width of the residual stream")
+    n_layers: Annotated[int, Field(ge=1, le=10_000)] = Field(12, description="decoder blocks")
+    n_heads: Annotated[int, Field(ge=1, le=2**16)] = Field(12, description="query heads")
     n_kv_heads: Positive = Field(2, description="key/value heads; divides n_heads")
     head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
     head_dim_v: HeadSize = Field(64, description="size of a value head")
-    mlp_dim: Positive | None = Field(None, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset")
+    mlp_dim: Annotated[int, Field(ge=1, le=2**22)] | None = Field(
+        None, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset"
+    )
     attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or dense to compare with")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
         None,
@@ -202,11 +205,13 @@ class DataConfig(SourceConfig):
         description="concat: concatenated documents, split at sequence ends; best_fit: whole documents, with padding",
     )
     validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
-    workers: NonNegative = Field(2, description="threads of a rank that read, tokenize and pack ahead; 0 for none")
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="threads of a rank that read, tokenize and pack ahead; 0 for none"
+    )
     prefetch: Positive = Field(4, description="batches that a rank prefetches")
-    first_batch_s: Annotated[float, Field(gt=0.0)] = Field(60.0, description="timeout of the first batch of a source")
-    stall_s: Annotated[float, Field(gt=0.0)] = Field(10.0, description="wait for a batch that is reported as a stall")
-    timeout_s: Annotated[float, Field(gt=0.0)] = Field(
+    first_batch_s: Seconds = Field(60.0, description="timeout of the first batch of a source")
+    stall_s: Seconds = Field(10.0, description="wait for a batch that is reported as a stall")
+    timeout_s: Seconds = Field(
         300.0, description="how long a source that does not answer is retried before the run ends"
     )
 
@@ -215,8 +220,10 @@ class TrainConfig(Section):
     """Optimization, logging and validation."""
 
     steps: Positive = Field(1000, description="optimizer steps of the whole run")
-    seq_len: Annotated[int, Field(ge=2)] = Field(2048, description="tokens in one sequence")
-    batch_size: Positive = Field(16, description="sequences in one optimizer step, over all ranks")
+    seq_len: Annotated[int, Field(ge=2, le=2**27)] = Field(2048, description="tokens in one sequence")
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = Field(
+        16, description="sequences in one optimizer step, over all ranks"
+    )
     micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences one rank runs at once")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest; not with fsdp"
@@ -316,7 +323,9 @@ class RuntimeConfig(Section):
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
     tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
     kernels: KernelsConfig = KernelsConfig()
-    threads: Positive | None = Field(None, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset")
+    threads: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset"
+    )
 
 
 class DDPConfig(Section):
@@ -324,7 +333,7 @@ class DDPConfig(Section):
 
     static_graph: bool = Field(False, description="the same parameters have gradients in every step")
     find_unused: bool = Field(False, description="look for parameters without gradients every step")
-    bucket_mb: Positive = Field(25, description="size of a gradient bucket")
+    bucket_mb: Annotated[int, Field(ge=1, le=2**20)] = Field(25, description="size of a gradient bucket")
     bucket_view: bool = Field(True, description="gradients are views of the buckets")
     broadcast_buffers: bool = Field(False, description="broadcast rank 0's buffers before each forward")
     safe_mode: bool = Field(False, description="the conservative set of all of these, with reference kernels")
@@ -350,7 +359,7 @@ class ParallelConfig(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         "auto", description="auto: single for one rank, else ddp"
     )
-    timeout_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="timeout of a collective")
+    timeout_s: Seconds = Field(600.0, description="timeout of a collective")
     allow_single_rank: bool = Field(False, description="allow one process on a node with several GPUs")
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()
@@ -376,10 +385,8 @@ class TelemetryConfig(Section):
     trace_grads: bool = Field(False, description="trace when every gradient arrives, with digests; slow")
     trace_modules: bool = Field(False, description="trace the order of modules in backward; slow")
     trace_buckets: bool = Field(False, description="trace DDP's gradient buckets; slow")
-    watchdog_floor_s: Annotated[float, Field(gt=0.0)] = Field(
-        60.0, description="shortest time without progress that counts as a hang"
-    )
-    watchdog_first_step_s: Annotated[float, Field(gt=0.0)] = Field(600.0, description="the same for the first step")
+    watchdog_floor_s: Seconds = Field(60.0, description="shortest time without progress that counts as a hang")
+    watchdog_first_step_s: Seconds = Field(600.0, description="the same for the first step")
 
 
 class ReadinessConfig(Section):
@@ -391,7 +398,7 @@ class ReadinessConfig(Section):
     min_gpu_util: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
         80.0, description="lowest GPU utilisation in percent"
     )
-    phase_limit_s: Annotated[float, Field(gt=0.0)] = Field(3600.0, description="how long a run of a phase may take")
+    phase_limit_s: Seconds = Field(3600.0, description="how long a run of a phase may take")
 
 
 class Config(Section):

@@ -27,6 +27,7 @@ from nsa.data.sources.base import Progress, RemoteSource, Skipped
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import DaemonPool
 from nsa.errors import DataError
+from nsa.files import regular
 
 INDEX_PREFIX = "data_index_rank"
 _UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
@@ -73,15 +74,15 @@ class LengthIndex:
                 return
             try:
                 fresh = not self._path.exists() or not self._starts_well()
-                with self._path.open("w" if fresh else "a", encoding="ascii") as file:
+                with open(self._path, "w" if fresh else "a", encoding="ascii", opener=regular) as file:
                     file.write((self._head if fresh else "") + f"{unit} {length} {_check(str(unit), str(length))}\n")
             except OSError:
                 self._path = None  # a cache that cannot be written is not needed
 
     def _starts_well(self) -> bool:
         assert self._path is not None
-        with self._path.open(encoding="ascii", errors="replace") as file:
-            return file.readline() == self._head
+        with open(self._path, encoding="ascii", errors="replace", opener=regular) as file:
+            return file.readline(len(self._head)) == self._head
 
 
 def _check(unit: str, length: str) -> str:

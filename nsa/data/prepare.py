@@ -32,6 +32,7 @@ from nsa.data.token_shards import (
 )
 from nsa.data.tokenizers import Tokenizer
 from nsa.errors import DataError
+from nsa.files import regular
 
 SHARD_BYTES = 64 << 20  # of text
 GROUP_BYTES = 1 << 20  # of small units that are tokenised at once
@@ -175,7 +176,7 @@ def _groups(units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
 def _claimed(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (held below)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: cannot be used: {error}; choose another folder") from None
     with lock:
@@ -199,7 +200,7 @@ def _refuse_another(folder: Path, plan: Plan) -> None:
 def _plans_of_entries(folder: Path) -> set[str]:
     found = set()
     for path in folder.glob("shard-*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             found.add(str(json.loads(path.read_text(encoding="utf-8"))["plan"]))
     return found
 

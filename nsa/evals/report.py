@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from io import StringIO
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.table import Table
 from nsa.data.recall import Prompts
 from nsa.errors import DataError
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
+from nsa.record.atomic_file import write_whole
 from nsa.train.trained import TrainedRun
 
 NUM_DEPTHS = 10
@@ -83,7 +85,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
 def write_json(found: dict[str, Any], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(found, indent=1) + "\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}; choose another folder with --out") from None
 
@@ -118,4 +120,6 @@ def draw_figure(found: dict[str, Any], path: Path) -> None:
         )
     figure.colorbar(image, ax=maps)
     with rc_context({"svg.fonttype": "none"}):  # text as text: small files
-        figure.savefig(path)
+        text = StringIO()
+        figure.savefig(text, format="svg")
+    write_whole(path, text.getvalue())

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError
 
+SMALLEST_TEMPERATURE = 1e-30  # below it, dividing by it would overflow: as 0
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,7 +41,7 @@ class Sampling:
 
 def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """One token for every row: [B], on the device of the logits."""
-    if sampling.temperature == 0.0:
+    if sampling.temperature < SMALLEST_TEMPERATURE:
         return logits_BV.argmax(-1)
     uniform = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
     values, order = torch.sort(logits_BV.float() / sampling.temperature, descending=True, stable=True)

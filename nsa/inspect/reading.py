@@ -172,7 +172,7 @@ class RunView:
     @property
     def elapsed_s(self) -> float:
         running = self.status.age_s if self.status.kind == RUNNING else 0.0
-        return sum(last - first for first, last in self._heartbeats[0].attempts) + running
+        return sum(self._heartbeats[0].seconds) + running
 
     @property
     def left_s(self) -> float | None:

@@ -4,7 +4,6 @@ follows the reader's choice of light or dark.
 Everything from a file is escaped, and the page forbids scripts besides: text of a run cannot act in a browser.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 
 from nsa import __version__
-from nsa.errors import LaunchError
+from nsa.errors import LaunchError, printable
 from nsa.inspect.health import is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
@@ -23,7 +22,8 @@ from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
 from nsa.inspect.timeline import BAD
 from nsa.record import schema
-from nsa.record.numbers import clock, exact, one_line, percent, seconds, short, visible
+from nsa.record.atomic_file import write_whole
+from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
 MAX_ENTRIES = 500
 MAX_TEXT = 4000  # characters of a prompt, and of what followed it
@@ -36,13 +36,9 @@ def write_report(view: RunView, target: Path) -> None:
 
 def write_page(text: str, target: Path) -> None:
     """Whole or not at all."""
-    beside = target.with_name(target.name + ".tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
+        write_whole(target, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
         raise LaunchError(f"{target}: cannot be written: {error.strerror}; choose another place with --out") from None
 
 
@@ -218,8 +214,8 @@ def _samples(view: RunView) -> str:
         about = one_line(" · ".join([clock(sample.time), sample.weights, *settings]), 200)
         text, more = sample.text[:MAX_TEXT], len(sample.text) - MAX_TEXT
         note = f'<p class="about">{more:,} more characters are in {schema.SAMPLES_FILE}.</p>' if more > 0 else ""
-        prompt = f"<b>{escape(visible(sample.prompt[-MAX_TEXT:]))}</b>" if sample.prompt else ""
-        text = f"<pre>{prompt}{escape(visible(text))}</pre>"
+        prompt = f"<b>{escape(printable(sample.prompt[-MAX_TEXT:]))}</b>" if sample.prompt else ""
+        text = f"<pre>{prompt}{escape(printable(text))}</pre>"
         cards.append(f'<div class="card sample"><p class="about">{escape(about)}</p>{text}{note}</div>')
     return grid(cards)
 

@@ -6,11 +6,9 @@ rewritten, as when a run resumes, is noticed and read again from the start. What
 """
 
 import csv
-import errno
 import math
 import os
 import re
-import stat
 from array import array
 from collections import deque
 from pathlib import Path
@@ -20,18 +18,20 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from nsa.files import open_regular, read_regular
+from nsa.plain_yaml import parse_yaml
 from nsa.record.samples import Sample
 from nsa.record.schema import ROUTINE_EVENTS, Event, Table, parse_event, parse_events, read_json
 
 Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where it is built
+_CHUNK = 64 * 2**20  # bytes that are read at once; every line is shorter
 MISSING = "missing"
 SAMPLES_SHOWN = 8
 _FINGERPRINT = 256  # bytes before the offset that must still be there
 _ROUTINE = re.compile(
-    rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)".*\}'
+    rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)"(?:, "clock": (\d+\.\d+))?.*\}'
     % "|".join(ROUTINE_EVENTS).encode()
 )
 
@@ -61,20 +61,20 @@ class GrowingFile:
         return self._unreadable or (f"{self.damaged} damaged {self.unit} left out" if self.damaged else "")
 
     def refresh(self) -> None:
-        for line in self._new_lines():
-            try:
-                self.add(line)
-            except (ValueError, OverflowError, csv.Error):
-                self.damaged += 1
+        while lines := self._new_lines():
+            for line in lines:
+                try:
+                    self.add(line)
+                except (ValueError, OverflowError, csv.Error):
+                    self.damaged += 1
 
     def _new_lines(self) -> list[bytes]:
         try:
-            _refuse_endless(self.path)
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 if self._was_rewritten(file.fileno()):
                     self._restart()
                 file.seek(self._offset)
-                new = file.read()
+                new = file.read(_CHUNK)
         except FileNotFoundError:
             self._restart()
             self._unreadable = MISSING
@@ -83,7 +83,7 @@ class GrowingFile:
             self._unreadable = f"cannot be read: {error.strerror}"
             return []
         self._unreadable = ""
-        whole = new[: new.rfind(b"\n") + 1]
+        whole = new if len(new) == _CHUNK and b"\n" not in new else new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         self._before = (self._before + whole[-_FINGERPRINT:])[-_FINGERPRINT:]
         return whole.splitlines()
@@ -210,7 +210,8 @@ class HeartbeatFile(GrowingFile):
         self.newest: Event = {}
         self.first_step: Event = {}  # of the newest start of the process
         self._last_step = b""
-        self.attempts: list[list[float]] = []  # first and last time of each start of the process
+        self.attempts: list[list[float]] = []  # time of the first and the last event of each start of the process
+        self.seconds: list[float] = []  # that passed in each
 
     @property
     def last_step(self) -> Event:
@@ -220,6 +221,7 @@ class HeartbeatFile(GrowingFile):
         routine = _ROUTINE.fullmatch(line)
         if routine:
             event: Event = {"time": float(routine[1]), "step": int(routine[2]), "event": routine[3].decode()}
+            event["clock"] = routine[4]
             if event["event"] == "step":
                 self.first_step, self._last_step = self.first_step or event, line
         elif not line.strip():
@@ -228,8 +230,13 @@ class HeartbeatFile(GrowingFile):
             event = parse_event(line)
         if event["event"] == "boot" or not self.attempts:
             self.attempts.append([event["time"], event["time"]])
+            self.seconds.append(0.0)
+            self._began = event
             self.first_step = event if event["event"] == "step" else {}
         self.attempts[-1][1] = event["time"]
+        by_clock, by_time = (number(event.get(key)) - number(self._began.get(key)) for key in ("clock", "time"))
+        passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; an old file has nothing else
+        self.seconds[-1] = max(self.seconds[-1], passed)
         self.newest = event
         if not routine:
             self.events.append({**event, "attempt": len(self.attempts)})
@@ -239,7 +246,7 @@ class HeartbeatFile(GrowingFile):
     def _drop_earlier_attempts(self) -> None:
         attempt = len(self.attempts)
         self.events = [{**event, "attempt": 1} for event in self.events if event["attempt"] == attempt]
-        self.attempts = self.attempts[-1:]
+        self.attempts, self.seconds = self.attempts[-1:], self.seconds[-1:]
         self.first_step, self._last_step = {}, b""
 
 
@@ -255,12 +262,11 @@ class Document:
     def refresh(self) -> None:
         self.content, self.problem = {}, ""
         try:
-            _refuse_endless(self.path)
-            self.written_at = self.path.stat().st_mtime
+            self.written_at = self.path.lstat().st_mtime
             if self.path.suffix == ".json":
                 self.content = read_json(self.path)
             else:
-                self.content = yaml.load(self.path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 (safe)
+                self.content = parse_yaml(read_regular(self.path).decode())
         except FileNotFoundError:
             self.problem = "missing"
         except OSError as error:
@@ -269,12 +275,6 @@ class Document:
             self.problem = "damaged: cannot be parsed"
         if not self.problem and not (self.content and isinstance(self.content, dict)):
             self.content, self.problem = {}, "damaged: holds no table of values"
-
-
-def _refuse_endless(path: Path) -> None:
-    """A pipe, or a device behind a link, would be read for ever."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def lookup(content: Any, path: str, otherwise: Any = None) -> Any:

@@ -10,6 +10,7 @@ from sys import intern
 from typing import Any
 
 from nsa.errors import ConfigError
+from nsa.files import open_regular
 from nsa.record.schema import OLDER_TRACE, TRACE
 
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -36,7 +37,7 @@ class Step:
         found: dict[str, Any] = {} if self.loss is None else {"the loss": self.loss}
         if self.digest_at is not None:
             path, offset = self.digest_at
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(offset)
                 event = json.loads(file.readline())
             names = dict.fromkeys([*self.arrived, *event["gradients"]])
@@ -152,7 +153,7 @@ def _read(folder: Path, rank: int) -> tuple[RankTrace, int]:
     trace, damaged = RankTrace(rank), 0
     for path in (OLDER_TRACE.path(folder, rank), TRACE.path(folder, rank)):
         offset = 0
-        for line in path.open("rb") if path.exists() else ():
+        for line in open_regular(path) if path.exists() else ():
             try:
                 event = json.loads(line) if line.strip() else None
                 if event is not None:

@@ -1,7 +1,7 @@
 """A run on a terminal: one frame that fits its width and height, readable without colours too.
 
 What does not fit is left out in this order: older incidents, layers whose gates are well, height of the curve. Text
-from files is shown without control characters.
+from files is shown with control characters escaped.
 """
 
 from textwrap import wrap

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 from nsa.errors import SpecError
 
+LARGEST = 2**31 - 1  # of any size: what kernels count in
+
 
 @dataclass(frozen=True)
 class NSASpec:
@@ -35,8 +37,9 @@ class NSASpec:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SpecError(f.name, f"must be a whole number, got {value!r}")
             least = 0 if f.name in ("num_init", "num_local") else 1
-            if value < least:
-                raise SpecError(f.name, f"must be at least {least}, got {value}")
+            if not least <= value <= LARGEST:
+                bound = f"at least {least}" if value < least else f"at most {LARGEST}"
+                raise SpecError(f.name, f"must be {bound}, got {value}")
         if self.cmp_block % self.cmp_stride:
             raise SpecError("cmp_stride", f"must divide cmp_block; {self.cmp_stride} does not divide {self.cmp_block}")
         if self.sel_block % self.cmp_stride:

@@ -5,6 +5,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from nsa.errors import printable
+
 
 def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: float) -> str:
     return f"step {step:04d} | loss {loss:.4f} | lr {lr:.2e} | toks/s {toks_per_s:.0f} | grad_norm {grad_norm:.2f}"
@@ -38,7 +40,7 @@ class RunConsole:
             self._progress.stop()
 
     def log(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False)
+        self.console.print(printable(line), markup=False, highlight=False)
 
     def advance(self, step: int, loss: float) -> None:
         if self._progress:

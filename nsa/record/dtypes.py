@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nsa.files import regular
 from nsa.record.atomic_file import write_whole
 from nsa.record.memory_dump import local_bytes, local_part, run_tensors
 from nsa.record.schema import DTYPES_FILE, OPTIMIZER_STATE_FILE
@@ -141,7 +142,7 @@ def _lines_by_rank(text: str) -> dict[int, str]:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """The open file, for this process alone. Raises BlockingIOError if another one holds it for too long."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = regular(path, os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:

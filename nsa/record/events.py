@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nsa.files import regular
 from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event
 
 MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
@@ -177,5 +178,5 @@ class HeartbeatSink(Sink):
         self._path = HEARTBEAT.path(folder, rank)
 
     def write(self, event: Event) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8", opener=regular) as file:
             file.write(format_event(event))

@@ -33,6 +33,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from nsa.files import LARGEST_LOG, open_regular, read_regular, regular
 from nsa.record.atomic_file import write_whole
 from nsa.record.schema import HEARTBEAT, METRICS_FILE, format_event, make_event, parse_events, read_events, stack_dumps
 
@@ -148,7 +149,8 @@ class Guard:
         self._write(f"{headline(self.rank, report)}\nreported by the guard: the watchdog thread does not answer\n\n")
         self._ask_for_own_stacks()
         self._write(f"\n{standing}")
-        with suppress(OSError), HEARTBEAT.path(self.folder, self.rank).open("a", encoding="utf-8") as file:
+        heartbeat = HEARTBEAT.path(self.folder, self.rank)
+        with suppress(OSError), open(heartbeat, "a", encoding="utf-8", opener=regular) as file:
             file.write(format_event(make_event("hang", self.rank, **report, reported_by="guard")))
         with suppress(OSError):
             events = reversed(read_events(self.folder, self.rank))
@@ -320,7 +322,7 @@ def data_is_missing_elsewhere(folder: Path, phase: str, within_s: float) -> bool
 
 
 def _read_rank(rank: int, path: Path) -> tuple[RankState, list[str]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_regular(path, LARGEST_LOG).decode(errors="replace").splitlines()
     last = lines[-LAST_EVENTS:]
     state = RankState(rank)
     for event in parse_events(last)[-1:]:
@@ -336,8 +338,8 @@ def _read_rank(rank: int, path: Path) -> tuple[RankState, list[str]]:
 def _newest_stall(path: Path) -> float:
     """When the rank last reported missing data. Minus infinity where it goes on, or has found a hang: until its end
     its other threads may still report missing data."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**16))
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
         events = parse_events(file.read().splitlines())
     stalls = list(takewhile(lambda event: event["event"] in ("data_stall", "hang"), reversed(events)))
     if not stalls or any(event["event"] == "hang" for event in stalls):

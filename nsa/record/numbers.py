@@ -2,8 +2,9 @@
 
 import math
 import time
-import unicodedata
 from typing import Any
+
+from nsa.errors import printable
 
 DASH = "-"
 
@@ -65,15 +66,8 @@ def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
         return DASH
 
 
-def visible(text: str) -> str:
-    r"""With characters that show nothing or change what is around them as escapes such as \x1b; lines and tabs stay."""
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text
-    )
-
-
 def one_line(text: str, most: int = 2000) -> str:
-    """Without line breaks and control characters: text of a file must not control a terminal."""
-    text = "".join(c if c.isprintable() else " " for c in text[: most + 1])
+    """Without line breaks, control characters escaped: text of a file must not control a terminal."""
+    text = "".join(c if c.isprintable() else " " for c in printable(text[: most + 1]))
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
+from nsa.errors import printable
+from nsa.files import regular
 from nsa.record.schema import RUN_LOG
 
 
@@ -19,8 +21,8 @@ class RunLog:
 
     def __enter__(self) -> Self:
         try:
-            self._file = self.path.open("a", encoding="utf-8", errors="replace", buffering=1)
-            self._file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n")
+            self._file = open(self.path, "a", encoding="utf-8", errors="replace", buffering=1, opener=regular)
+            self._file.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
         except OSError:
             self.failures += 1
         self._before = (sys.stdout, sys.stderr)
@@ -30,7 +32,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         sys.stdout, sys.stderr = self._before
         if error is not None:  # its traceback is printed after this file is closed
-            self.write(f"ended by {type(error).__name__}: {error}\n")
+            self.write(printable(f"ended by {type(error).__name__}: {error}\n"))
         if self._file is not None:
             try:
                 self._file.close()

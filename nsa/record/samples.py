@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from nsa.files import regular
 from nsa.record.schema import CONFIG_FILE, SAMPLES_FILE
 
 
@@ -47,7 +48,7 @@ def record_samples(weights: Path, prompts: Sequence[str], texts: Sequence[str], 
     name = weights.relative_to(folder).as_posix()
     lines = (Sample(time.time(), name, *pair, settings).to_line() for pair in zip(prompts, texts, strict=True))
     try:
-        with (folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+        with open(folder / SAMPLES_FILE, "a", encoding="utf-8", opener=regular) as file:
             file.write("".join(lines))
     except OSError as error:
         warnings.warn(f"{folder / SAMPLES_FILE}: the text is not kept: {error.strerror}", stacklevel=2)

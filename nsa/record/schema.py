@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from nsa.files import open_regular, read_regular, regular
 from nsa.record.numbers import plain
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -33,6 +34,7 @@ LOCK_FILE = ".lock"
 CHECKPOINTS_FOLDER = "checkpoints"
 TENSORBOARD_FOLDER = "tb"
 NONFINITE_FOLDER = "nonfinite"
+FOLDERS = (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, NONFINITE_FOLDER)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ ENVIRONMENT_FIELDS = ("nsa", "command", "python", "packages", "world_size", "str
 def read_json(path: Path) -> dict[str, Any]:
     """A document that holds a table of values. Raises OSError, or ValueError where it is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path).decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -115,7 +117,7 @@ EventKind = Literal[
 ]  # fmt: skip
 Event = dict[str, Any]
 EVENT_VERSION = 1
-COMMON_FIELDS = ("v", "time", "rank", "step", "event")
+COMMON_FIELDS = ("v", "time", "rank", "step", "event", "clock")  # clock: monotonic seconds, for differences
 ROUTINE_EVENTS: tuple[EventKind, ...] = ("step", "gates", "selection", "fallbacks")  # their numbers are in the tables
 
 
@@ -252,7 +254,8 @@ assert set(EVENT_FIELDS) == set(get_args(EventKind))
 
 
 def make_event(event: EventKind, rank: int, step: int, **values: Any) -> Event:
-    return {"v": EVENT_VERSION, "time": time.time(), "rank": rank, "step": step, "event": event, **values}
+    common = (EVENT_VERSION, time.time(), rank, step, event, round(time.monotonic(), 3))
+    return {**dict(zip(COMMON_FIELDS, common, strict=True)), **values}
 
 
 def format_event(event: Event) -> str:
@@ -283,7 +286,8 @@ def parse_events(lines: Iterable[str | bytes]) -> list[Event]:
 
 def read_events(folder: Path, rank: int = 0) -> list[Event]:
     """All events of a rank, the oldest first. Raises OSError."""
-    return parse_events(HEARTBEAT.path(folder, rank).read_bytes().splitlines())
+    with open_regular(HEARTBEAT.path(folder, rank)) as file:
+        return parse_events(file)
 
 
 # --------------------------------------------------------------------------------------------------------- tables
@@ -354,5 +358,5 @@ def _format_cell(value: Any) -> str:
 
 def read_rows(folder: Path, table: Table, rank: int = 0) -> list[dict[str, str]]:
     """The rows of a table as they are written. Raises OSError; a row of another length has None as a key or value."""
-    with table.files.path(folder, rank).open(encoding="utf-8", newline="") as file:
+    with open(table.files.path(folder, rank), encoding="utf-8", newline="", opener=regular) as file:
         return list(csv.DictReader(file))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.errors import LaunchError
+from nsa.files import make_folder, open_regular, read_regular, regular
 from nsa.record.atomic_file import write_whole
 from nsa.record.events import Sink
 from nsa.record.schema import GATES, SELECTION, TABLES, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
@@ -36,7 +37,7 @@ class TableSink(Sink):
             kept = _length_until(path, table.header.encode(), done_steps)
             if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
                 path.rename(path.with_suffix(".old.csv"))
-            self._file = path.open("r+b" if kept else "wb")
+            self._file = open(path, "r+b" if kept else "wb", opener=regular)  # noqa: SIM115  (until close)
             if kept:
                 self._file.truncate(kept)
                 self._file.seek(kept)
@@ -64,7 +65,7 @@ def _length_until(path: Path, header: bytes, done_steps: int) -> int:
     """Bytes of the file that hold the header and whole rows of steps up to `done_steps`."""
     if not done_steps or not path.exists():
         return 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.readline() != header:
             return 0
         length = len(header)
@@ -84,6 +85,7 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, first_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
+        make_folder(folder / TENSORBOARD_FOLDER)
         self._writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1)
 
     def wants(self, event: Event) -> bool:
@@ -134,7 +136,7 @@ class Tracker(Sink):
 
 def _run_id(path: Path) -> str:
     """The id in the file; a new one where there is none."""
-    known = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+    known = read_regular(path).decode(errors="replace").strip() if path.exists() else ""
     if not re.fullmatch(r"[0-9a-f]{8}", known):
         known = secrets.token_hex(4)
         write_whole(path, known + "\n")

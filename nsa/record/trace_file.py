@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nsa.files import regular
 from nsa.record.schema import OLDER_TRACE, TRACE
 
 
@@ -52,7 +53,7 @@ class TraceFile:
             self.is_closed = True
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._descriptor).st_size  # not 0: an earlier process wrote, and may have been killed at it
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         try:

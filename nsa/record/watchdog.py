@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from nsa.files import regular
 from nsa.record.exit_switch import arm_exit_switch
 from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s
 from nsa.record.schema import NCCL_TRACE
@@ -70,7 +71,7 @@ class Watchdog:
         with self._counted():
             self._remove_empty_dumps()  # of a process that was killed
             path = self._folder / dump_name(self._rank, time.time())
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._path = path
         self._were_enabled = faulthandler.is_enabled()
         with self._counted():
@@ -135,7 +136,7 @@ class Watchdog:
 
     def _remove_empty_dumps(self) -> None:
         for path in self._folder.glob(dump_name(self._rank)):
-            if path.stat().st_size == 0:
+            if path.lstat().st_size == 0:
                 path.unlink()
 
     def _start_guard(self) -> None:
@@ -245,7 +246,8 @@ class Watchdog:
             recorder = getattr(torch._C, "_distributed_c10d", None)
             dump = getattr(recorder, "_dump_nccl_trace_json", None) or getattr(recorder, "_dump_fr_trace_json", None)
             if dump is not None:
-                NCCL_TRACE.path(self._folder, self._rank).write_bytes(dump())
+                with open(NCCL_TRACE.path(self._folder, self._rank), "wb", opener=regular) as file:
+                    file.write(dump())
 
 
 def _open_memory() -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.format import FOLDER, MODEL, STATE_VERSION, newest_verified, optimizer_key
+from nsa.checkpoint.format import FOLDER, MODEL, STATE_VERSION, newest_verified, optimizer_key, step_of
 from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
 from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
@@ -191,6 +191,8 @@ def restore(state: RunState, checkpoint: Path) -> None:
             state.optimizer.state[parameter] = moments[name]
     try:
         state.progress = _read_progress(saved["progress"])
+        if state.progress.step != step_of(checkpoint):
+            raise ValueError(f"progress.step is {state.progress.step}")
         state.scale.value = float(saved["loss_scale"]["value"])
         state.scale.clean_steps = int(saved["loss_scale"]["clean_steps"])
         state.data = None if saved.get("data") is None else str(saved["data"])
@@ -204,8 +206,10 @@ def restore(state: RunState, checkpoint: Path) -> None:
 def _read_progress(saved: dict[str, Any]) -> Progress:
     progress = Progress(**saved)
     for name, value in asdict(progress).items():
-        is_count = isinstance(getattr(Progress, name), int)
-        sound = type(value) is int and value >= 0 if is_count else value is None or isinstance(value, (int, float))
+        if isinstance(getattr(Progress, name), int):
+            sound = type(value) is int and 0 <= value < 2**63
+        else:
+            sound = value is None or isinstance(value, (int, float))
         if not sound:
             raise ValueError(f"progress.{name} is {value!r}")
     return progress

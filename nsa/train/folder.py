@@ -2,18 +2,22 @@
 
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from nsa.checkpoint.files import write_atomically
 from nsa.config import Config, differences, load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
-from nsa.record.schema import CONFIG_FILE, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
+from nsa.files import regular
+from nsa.plain_yaml import dump_yaml
+from nsa.record.schema import CONFIG_FILE, FOLDERS, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
+
+# A file that is renamed when it is whole: a kill leaves it.
+_HALF_WRITTEN = re.compile(r"\..+\.(json|safetensors|txt|yaml)\.\d+")
 
 
 @contextmanager
@@ -21,7 +25,7 @@ def claim_folder(folder: Path) -> Iterator[None]:
     """Holds the folder for this process. A second run in it is refused while the first lives."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("w")
+        lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
     except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
         raise LaunchError(f"train.out_dir: {str(folder)!r} cannot be used: {error}; choose another folder") from None
     with lock:
@@ -33,12 +37,27 @@ def claim_folder(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
+        _clear(folder)
         yield
+
+
+def _clear(folder: Path) -> None:
+    """Refuses links where a run would write through them, and removes what a killed process left half written."""
+    for name in FOLDERS:
+        if (folder / name).is_symlink():
+            raise LaunchError(
+                f"train.out_dir: {folder / name} is a symbolic link and would lead files out of the folder; "
+                "remove it, or let train.out_dir itself be a link"
+            )
+    for path in folder.glob(".*.*"):
+        if _HALF_WRITTEN.fullmatch(path.name) and not path.is_dir():
+            with suppress(OSError):
+                path.unlink()
 
 
 def changed_keys(folder: Path, config: Config) -> list[str]:
     """How the configuration differs from the one that the folder was written with, a line per key."""
-    return differences(load_config(folder / CONFIG_FILE).to_dict(), config)
+    return differences(load_config(folder / CONFIG_FILE, in_run=True).to_dict(), config)
 
 
 def refuse_other_config(folder: Path, config: Config) -> None:
@@ -52,7 +71,7 @@ def refuse_other_config(folder: Path, config: Config) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    write_atomically(folder / CONFIG_FILE, yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
+    write_atomically(folder / CONFIG_FILE, dump_yaml(config.to_dict()).encode())
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import tokenizer_for
 from nsa.data.waiting import WaitStopped
-from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted
+from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted, printable
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.launch import World, read_launch, start_world
 from nsa.parallel.numerics import numerics
@@ -65,7 +65,7 @@ def train(
             if done is None:
                 _run(config, folder, world, StartOptions(fresh, accept_changes, synthetic_on_fail))
             elif world.is_first:
-                print(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start")
+                print(printable(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start"))
     except Exception as error:
         lost = lost_rank(error, launch.rank, launch.size)
         if lost is None:
@@ -79,7 +79,7 @@ def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
     if metrics is None or (accept_changes and changed_keys(folder, config)):
         return None
     refuse_other_config(folder, config)
-    return int(metrics["steps"]) if metrics["steps"] == config.train.steps else None
+    return config.train.steps if metrics.get("steps") == config.train.steps else None
 
 
 def _run(config: Config, folder: Path, world: World, options: StartOptions) -> None:

@@ -9,16 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
-from nsa.checkpoint.export import load_weights, serialize_weights
+from nsa.checkpoint.export import load_weights, read_tensors, serialize_weights
 from nsa.checkpoint.files import write_atomically
 from nsa.config import Config, parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import CheckpointError
+from nsa.files import make_folder, read_regular
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
 from nsa.record.schema import NONFINITE_FOLDER
@@ -37,7 +38,8 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
         for name in _TENSORS:
             if (tensor := getattr(batch, name)) is not None:
                 tensors[f"{number}/{name}"] = tensor.cpu().clone()  # inputs and targets of one row overlap
-    dumped.mkdir(parents=True, exist_ok=True)
+    make_folder(dumped.parent)
+    make_folder(dumped)
     write_atomically(dumped / f"batch_rank{state.world.rank}.safetensors", save(tensors))
     if state.world.is_first:
         write_atomically(dumped / "weights.safetensors", serialize_weights(weights, step=state.progress.step))
@@ -56,8 +58,8 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
 def reproduce(dumped: Path) -> StepResult:
     """Runs the dumped step again in one process: the loss and gradient norm that were not finite."""
     try:
-        report: dict[str, Any] = json.loads((dumped / "report.json").read_text(encoding="utf-8"))
-        parts = [load_file(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
+        report: dict[str, Any] = json.loads(read_regular(dumped / "report.json"))
+        parts = [read_tensors(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
     config = parse_config(report["config"], str(dumped / "report.json"), ["parallel.strategy=single"])

@@ -84,7 +84,7 @@ def _named_checkpoint(path: Path, name: str) -> Path:
 def _saved_config(path: Path, weights: Path, overrides: list[str]) -> Config:
     """Of a run folder its config.yaml; of a checkpoint or a file of weights what they carry."""
     if (path / CONFIG_FILE).is_file():
-        return load_config(path / CONFIG_FILE, overrides)
+        return load_config(path / CONFIG_FILE, overrides, in_run=True)
     if not weights.exists():
         raise CheckpointError(f"{path}: is no run folder (no {CONFIG_FILE} in it); give the out_dir of a run")
     saved: Any = (read_state(weights) if weights.is_dir() else read_metadata(weights)).get("config")
@@ -112,7 +112,7 @@ def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tok
     """The run's own copy of a tokenizer.json, unless an override names another."""
     folder = weights.parent.parent if weights.is_dir() else weights.parent
     kept = folder / TOKENIZER_FILE
-    is_run = kept.is_file() and (folder / CONFIG_FILE).is_file()
+    is_run = kept.is_file() and not kept.is_symlink() and (folder / CONFIG_FILE).is_file()
     if config.data.tokenizer in BUILT_IN or not is_run or _is_overridden("data.tokenizer", overrides):
         return tokenizer_for(config.data)
     return load_tokenizer(str(kept), separator=config.data.separator)

@@ -12,12 +12,14 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from nsa.checkpoint.export import read_weights
+from nsa.checkpoint import format
+from nsa.checkpoint.export import load_weights, read_tensors, read_weights
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE
 from nsa.cli.main import main
 from nsa.errors import CheckpointError
+from nsa.nn.model import build_model
 from nsa.train import train
 from tests.checkpoint.helpers import (
     KINDS,
@@ -86,6 +88,7 @@ def test_an_older_checkpoint_can_be_exported_by_its_folder_whatever_that_is_call
             carried = json.loads(file.metadata()["nsa"])
         saved = yaml.safe_load((whole_run / "config.yaml").read_text())
         data = {"tokenizer": "bytes", "separator": None}
+        assert len(carried.pop("sha256")) == 64
         assert carried == {"step": 3, "config": {"model": saved["model"], "nsa": saved["nsa"], "data": data}}
     final = load_file(whole_run / "model.safetensors")
     assert not torch.equal(exported["embedding.weight"], final["embedding.weight"])
@@ -162,6 +165,37 @@ def test_verifying_a_damaged_checkpoint_names_the_file_and_exits_with_4(kind, cr
         assert line.startswith(f"error: {damaged}: ")
         assert "step_00000003" not in out, "what is damaged is not called sound"
     assert nsa("ckpt", "verify", checkpoint_of(crashed_run, 4))[0] == 0
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_called_damaged(crashed_run, nsa, monkeypatch):
+    real, deleted = format.verify, checkpoint_of(crashed_run, 2)
+
+    def while_retention_deletes(path):
+        if path == deleted:
+            path.rename(path.with_name(f".writing-deleted-{path.name}"))
+        return real(path)
+
+    monkeypatch.setattr(format, "verify", while_retention_deletes)
+    exit_code, out, err = nsa("ckpt", "verify", crashed_run)
+    assert (exit_code, err) == (0, "")
+    assert out.endswith(f"{deleted}: deleted by the run while it was read\n")
+
+
+@pytest.mark.parametrize("place", [0.3, 0.9])
+def test_weights_that_changed_after_they_were_written_are_not_loaded(place, whole_run, tmp_path):
+    path = Path(shutil.copy(whole_run / "model.safetensors", tmp_path))
+    config = small()
+    model = build_model(config.model, config.nsa, 256, seed=0)
+    load_weights(model, path)
+    assert list(read_tensors(path))
+    flip_byte(path, place)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: (its content differs|is no whole)"):
+        load_weights(model, path)
+
+
+def test_weights_of_other_programs_and_of_earlier_versions_have_no_checksum_and_load(whole_run, tmp_path):
+    save_file(load_file(whole_run / "model.safetensors"), tmp_path / "other.safetensors")
+    assert read_tensors(tmp_path / "other.safetensors").keys() == read_tensors(whole_run / "model.safetensors").keys()
 
 
 def test_every_damaged_checkpoint_is_named(crashed_run, nsa):

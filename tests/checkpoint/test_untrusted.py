@@ -122,6 +122,33 @@ def test_metadata_cannot_change_what_was_there_before(target, checkpoint):
     assert dcp._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value == 0
 
 
+NESTED = b")" + 60 * b"2\x86"  # a pair of the pair before, sixty times: its hash or its text would never be done
+INDEX = DCP + b"MetadataIndex\n)\x81}S'fqn'\n"
+ENDLESS_PICKLES = {
+    "a nested key": b"\x80\x04}" + NESTED + b"Ns.",
+    "a nested key among several": b"\x80\x04}(" + NESTED + b"Nu.",
+    "a nested key of the old kind": b"(" + NESTED + b"Nd.",
+    "a nested index as key": b"}" + INDEX + NESTED + b"sbNs.",
+    "an index as key of an index": b"}" + INDEX + INDEX + b"NsbsbNs.",
+    "a set": b"\x80\x04\x8f(" + NESTED + b"\x90.",
+    "a frozen set": b"\x80\x04(" + NESTED + b"\x91.",
+    "a layout of that name": b"ctorch.serialization\n_get_layout\n" + NESTED + b"\x85R.",
+    "a member of an enum": DCP + b"_MEM_FORMAT_ENCODING\n" + NESTED + b"\x85R.",
+    "a new object": DCP + b"_MEM_FORMAT_ENCODING\n" + NESTED + b"\x85\x81.",
+    "properties of a tensor": DCP + b"TensorProperties\n)\x81(NNN" + NESTED + b"Ntb.",
+    "64 GiB": b"\x80\x05\x96" + struct.pack("<Q", 2**36) + b".",
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ENDLESS_PICKLES)
+def test_metadata_that_would_compute_for_ever_is_refused(name, checkpoint):
+    (checkpoint / METADATA_FILE).write_bytes(ENDLESS_PICKLES[name])
+    sign_again(checkpoint)
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: "):
+        read_weights(checkpoint)
+
+
 def first_tensor(metadata):
     return metadata.state_dict_metadata["model/embedding.weight"]
 
@@ -272,8 +299,9 @@ def test_a_shard_with_code_in_it_is_not_run(checkpoint, crashed_run, tmp_path):
     (checkpoint / METADATA_FILE).write_bytes(pickle.dumps(metadata))
     sign_again(checkpoint)
     verify(checkpoint)
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*[Ww]eights.only"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*[Ww]eights.only") as refused:
         read_weights(checkpoint)
+    assert "False" not in str(refused.value), "no advice to load it all the same"
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*[Ww]eights.only"):
         train(small(), crashed_run)
     assert not proof.exists()
@@ -325,6 +353,9 @@ STRANGE_STATES = {
     "a version of words": edited(STATE_FILE, version="1"),
     "progress that is a list": edited(STATE_FILE, progress=[1]),
     "progress with a stranger": edited(STATE_FILE, progress__zzz=1),
+    "a step of another checkpoint": edited(STATE_FILE, progress__step=5),
+    "a step beyond all": edited(STATE_FILE, progress__step=10**30),
+    "tokens beyond all": edited(STATE_FILE, progress__tokens=10**30),
     "a step that is a word": edited(STATE_FILE, progress__step="four"),
     "a step that is nothing": edited(STATE_FILE, progress__step=None),
     "a step that is a fraction": edited(STATE_FILE, progress__step=1.5),

@@ -1,7 +1,9 @@
 """Loading YAML and overrides: what is read, what wins, and what an error contains."""
 
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from nsa.cli.arguments import all_overrides
 from nsa.config import Config, load_config, parse_config, shipped_names
 from nsa.config.load import split_overrides
 from nsa.errors import ConfigError
+from nsa.plain_yaml import dump_yaml, parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -303,8 +306,74 @@ def test_a_tag_is_refused_and_nothing_runs(mistakes, tmp_path, value):
 def test_a_value_that_expands_to_billions_of_elements_gives_a_short_error(mistakes):
     levels = "".join(f"  - &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))
     [line] = mistakes(f"train:\n  steps:\n  - &l0 [x, x]\n{levels}")
-    assert "train.steps: must be a valid integer" in line
+    assert "run.yaml, line 4: not valid YAML: an alias (*) is not read" in line
     assert len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model: &m {dim: 64}\ntrain: *m\n", "line 2: not valid YAML: an alias (*) is not read; write out"),
+        ("model:\n  <<: {dim: 64}\n", "line 2: not valid YAML: a merge key (<<) is not read; write out"),
+        ("model:\n  ? !!merge x\n  : {dim: 64}\n", "line 2: not valid YAML: a merge key (<<) is not read"),
+        ("#" * 300_000, "run.yaml: not valid YAML: it has"),
+        ("# " + 10**7 * "x", "run.yaml: not valid YAML: it has"),
+        ("model: " + "[" * 100_000, "run.yaml: not valid YAML: maximum recursion depth exceeded"),
+    ],
+    ids=["alias", "merge", "tagged merge", "comment", "10 MB", "deep"],
+)
+def test_yaml_that_could_take_for_ever_is_refused_at_once(mistakes, text, problem):
+    began = time.monotonic()
+    [line] = mistakes(text)
+    assert problem in line
+    assert time.monotonic() - began < 20.0, "a loose bound: it took minutes, or never ended"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("060", 60), ("0o17", 15), ("0x1F", 31), ("10_000", 10_000), ("+7", 7), ("6e1", 60.0), ("1.5", 1.5),
+     (".inf", math.inf), ("1:30", "1:30"), ("0b11", "0b11"), ("2024-01-01", "2024-01-01"), ("yes", True), ("~", None),
+     ("=", "=")],
+)  # fmt: skip
+def test_numbers_are_those_of_yaml_1_2(text, value):
+    parsed = parse_yaml(text)
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["060", "1:30", "1e5", "0o17", "0x1F", "2024-01-01", "yes", "~", "10_000", "<<", "*a"])
+def test_a_text_that_looks_like_something_else_survives_being_saved(load, text):
+    config = parse_config({"data": {"revision": text}}, "test")
+    assert load(dump_yaml(config.to_dict())) == config
+    assert yaml.safe_load(dump_yaml({"revision": text})) == {"revision": text}, "for other readers too"
+
+
+def test_what_earlier_versions_saved_still_loads(load):
+    config = parse_config({"data": {"revision": "060"}, "train": {"lr": 1e-5, "steps": 60}}, "test")
+    assert load(yaml.safe_dump(config.to_dict(), sort_keys=False)) == config
+
+
+def test_a_configuration_may_be_a_link_and_one_in_a_run_folder_may_not(tmp_path):
+    (tmp_path / "real.yaml").write_text("train: {steps: 5}")
+    (tmp_path / "config.yaml").symlink_to("real.yaml")
+    assert load_config(tmp_path / "config.yaml").train.steps == 5
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read: it is a symbolic link"):
+        load_config(tmp_path / "config.yaml", in_run=True)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("train.seq_len=9223372036854775808", "model.dim=4611686018427387904", "nsa.window=100000000000000000000000"),
+        *("parallel.timeout_s=1e300", "runtime.threads=99999999999", "parallel.ddp.bucket_mb=100000000000000000000"),
+        *("train.batch_size=10000000000", "model.n_layers=1000000000", "model.mlp_dim=4611686018427387904"),
+        *("train.steps=9223372036854775808", "data.workers=1000000", "data.prefetch=9223372036854775808"),
+    ],
+)
+def test_a_size_that_no_machine_has_is_named(mistakes, override):
+    key, _, value = override.partition("=")
+    [line] = mistakes("", override)
+    assert f"{key}: must be" in line
+    assert value[:3] in line
 
 
 def test_a_tree_that_is_no_mapping_is_refused():

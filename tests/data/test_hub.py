@@ -1,8 +1,10 @@
 """A hub that is slow, broken, overloaded, hostile or gone: the same documents, or a clear error in time."""
 
+import json
 import pickle
 import re
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -255,6 +257,58 @@ def test_a_listing_of_many_pages_is_read_to_its_end(served, link_base):
     server.page, server.link_base = 1, link_base
     assert texts_of(FineWebEdu()) == texts
     assert len(server.requests("hub", "/tree/")) == 3
+
+
+def test_a_listing_without_an_end_is_an_error(served, monkeypatch):
+    monkeypatch.setattr(hub, "MAX_PAGES", 5)
+    answer = [{"type": "file", "path": "a.parquet", "size": 1}], '<https://huggingface.co/?cursor=again>; rel="next"'
+    asked = []
+    monkeypatch.setattr(hub.Hub, "_json", lambda self, path, what: asked.append(path) or answer)
+    with pytest.raises(DataError, match=r"/tree/.*: a listing of more than 5 pages; check HF_ENDPOINT"):
+        hub.Hub(REPO, 1.0).tree("c", "sample", recursive=True)
+    assert len(asked) == 5
+
+
+DEEP = "[" * 990 + "]" * 990
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        '{"type": "file", "path": "a", "size": 1, "oid": ' + DEEP + "}",
+        '{"type": "file", "size": 1, "path": ' + DEEP + "}",
+        '{"type": "directory", "path": {}}',
+        '{"type": "file", "path": "a", "size": 1e999}',
+        DEEP,
+    ],
+    ids=["deep id", "deep path", "no path", "endless size", "deep"],
+)
+def test_an_entry_that_is_none_is_an_error(served, monkeypatch, item):
+    def answer(self, path, what):
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(10 * limit)
+        try:
+            return json.loads(f"[{item}]"), ""
+        finally:
+            sys.setrecursionlimit(limit)
+
+    monkeypatch.setattr(hub.Hub, "_json", answer)
+    with pytest.raises(DataError, match="is not a listing of files"):
+        hub.Hub(REPO, 1.0).tree("c", "sample", recursive=True)
+
+
+def test_a_password_in_the_endpoint_is_sent_and_never_shown(served, monkeypatch):
+    server, texts = served
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint.replace("//", "//user:se@cret@"))
+    assert texts_of(FineWebEdu()) == texts
+    server.fault(side="hub", match="/revision/", status=404)
+    with pytest.raises(DataError, match=r"http://127") as refused:
+        FineWebEdu().units()
+    monkeypatch.setenv("HF_ENDPOINT", "user:se@cret@huggingface.co")
+    with pytest.raises(DataError, match=r"HF_ENDPOINT: 'huggingface\.co' is not a web address") as wrong:
+        FineWebEdu().units()
+    for error in (refused, wrong):
+        assert "cret" not in str(error.value)
 
 
 def test_the_token_goes_to_the_hub_and_to_nobody_else(mirror, hub_settings, monkeypatch):

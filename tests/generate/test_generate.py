@@ -138,4 +138,5 @@ def test_temperature_top_k_and_top_p_cut_the_distribution():
     assert seen(top_k=2, top_p=0.5) == {1}
     assert seen(top_p=0.01) == {1}
     assert seen(temperature=0.0) == {1}
-    assert seen(temperature=0.01) == {1}
+    for tiny in (0.01, 1e-29, 1e-40, 1e-300):
+        assert seen(temperature=tiny) == {1}

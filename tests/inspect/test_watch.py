@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import statistics
 import time
@@ -16,6 +17,7 @@ from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.view import frame
 from nsa.record import schema
+from nsa.record.schema import format_event, parse_event
 from tests.record.runs import (
     BEGAN,
     GATES,
@@ -425,6 +427,29 @@ def test_a_long_run_refreshes_in_a_tenth_of_a_second(tmp_path):
         times.append(time.perf_counter() - began)
         assert (view.step, view.now_of("loss")) == (step, 3.5)
     assert statistics.median(times) < 0.1
+
+
+def test_elapsed_time_follows_no_jump_of_the_time_of_day(tmp_path):
+    folder = tmp_path / "run"
+    live_run(folder)
+    lines = [event("boot", 0, at=BEGAN, clock=50.0), event("start", 0, at=BEGAN + 1, clock=51.0, world_size=1, steps=9)]
+    lines += [event("step", 1, at=BEGAN - 7200, clock=60.25), event("end", 1, at=BEGAN - 7190, clock=70.5)]
+    (folder / "heartbeat_rank0.jsonl").write_text("".join(lines))
+    assert read_run(folder, BEGAN + 10**6).elapsed_s == 20.5
+    old = "".join(re.sub(', "clock": [0-9.]+', "", line) for line in lines)  # of a version without that clock
+    (folder / "heartbeat_rank0.jsonl").write_text(old)
+    assert read_run(folder, BEGAN + 10**6).elapsed_s == 1.0
+    assert parse_event(format_event(schema.make_event("end", 0, 1)))["clock"] <= time.monotonic()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("text", ["#" * 10**7, "a: &a [x, x]\nb: &b [*a, *a]\n", "<<: {a: 1}\n"])
+def test_a_hostile_configuration_is_a_problem_of_its_file_alone(tmp_path, text):
+    now = live_run(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    view = read_run(tmp_path / "run", now)
+    assert view.problems["config.yaml"] == "damaged: cannot be parsed"
+    assert view.step == 40
 
 
 def test_text_of_a_run_cannot_control_the_terminal(tmp_path):

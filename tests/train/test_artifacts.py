@@ -59,10 +59,9 @@ def test_a_tensorboard_that_cannot_write_changes_nothing(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_full_disk_under_training_csv_is_an_incident_and_changes_nothing(tmp_path):
+def test_a_full_disk_under_training_csv_is_an_incident_and_changes_nothing(tmp_path, no_room):
     train(tiny(), tmp_path / "plain")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "training.csv").symlink_to("/dev/full")
+    no_room("training.csv")
     train(tiny(), tmp_path / "full")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "full")]
     assert weights[0] == weights[1]
@@ -105,10 +104,9 @@ def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
     assert not (tmp_path / "samples.jsonl").exists(), "other weights wrote them"
 
 
-def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys):
+def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys, no_room):
     train(tiny(), tmp_path / "plain")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "run.log").symlink_to("/dev/full")
+    no_room("run.log")
     train(tiny(), tmp_path / "full")
     losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("plain", "full")]
     assert losses[0] == losses[1]

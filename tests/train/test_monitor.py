@@ -63,11 +63,13 @@ CSV = ("training.csv", "gate_stats.csv", "k_stats.csv", "k_stats_layers.csv", "f
     [("/dev/full", CSV), ("/sys/nothing", ())],  # a CSV file that cannot even be opened ends the run at its start
     ids=["full disk", "read-only folder"],
 )
-def test_where_nothing_can_be_written_the_same_weights_are_trained_and_what_is_lost_is_counted(tmp_path, nowhere, more):
+def test_where_nothing_can_be_written_the_same_weights_are_trained_and_what_is_lost_is_counted(
+    tmp_path, nowhere, more, no_room
+):
     train(tiny(), tmp_path / "plain")
     (tmp_path / "run").mkdir()
-    for name in ("heartbeat_rank0.jsonl", "run.log", "trace_rank0.jsonl", "tb", *more):
-        (tmp_path / "run" / name).symlink_to(nowhere)
+    (tmp_path / "run" / "tb").write_text("a file where a folder should be")
+    no_room("heartbeat_rank0.jsonl", "run.log", "trace_rank0.jsonl", *more, instead=nowhere)
     options = ("telemetry.trace_grads=true", "telemetry.tensorboard=true", "telemetry.every=2")
     train(tiny(*options), tmp_path / "run")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "run")]
@@ -91,8 +93,8 @@ def test_a_run_that_is_started_fresh_does_not_show_the_incidents_of_the_one_befo
     assert (view.attempts, unhealthy(view)) == (1, [])
 
 
-def test_every_step_counts_what_could_not_be_written_so_far(tmp_path):
-    (tmp_path / "gate_stats.csv").symlink_to("/dev/full")
+def test_every_step_counts_what_could_not_be_written_so_far(tmp_path, no_room):
+    no_room("gate_stats.csv")
     train(tiny("telemetry.every=1"), tmp_path)
     counts = [e["telemetry_failures"] for e in events_of(tmp_path) if e["event"] == "step"]
     assert counts[0] == 0
@@ -101,8 +103,8 @@ def test_every_step_counts_what_could_not_be_written_so_far(tmp_path):
     assert read_run(tmp_path).telemetry_failures[0] >= counts[-1]
 
 
-def test_a_run_that_fails_counts_what_it_could_not_write(tmp_path):
-    (tmp_path / "heartbeat_rank0.jsonl").symlink_to("/dev/full")
+def test_a_run_that_fails_counts_what_it_could_not_write(tmp_path, no_room):
+    no_room("heartbeat_rank0.jsonl")
     with pytest.raises(NumericsError):
         train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path)
     metrics = metrics_of(tmp_path)

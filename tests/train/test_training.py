@@ -184,6 +184,9 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"train\.steps: .* holds a finished run"):
         train(tiny("train.steps=9"), tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
+    (tmp_path / "metrics.json").write_text('{"status": "done"}')
+    train(tiny(), tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 6, "a summary without steps is written again"
     train(tiny(), tmp_path, fresh=True)
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns != stamp
 

@@ -36,6 +36,7 @@ T = TypeVar("T")
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_REDIRECTS = 5
 MAX_BODY_BYTES = 64 << 20  # of a README, or of one page of a listing; a thousand files are 0.3 MB
+MAX_PAGES = 1000  # of a listing, a thousand files each
 CHUNK_BYTES = 256 << 10  # what has to arrive within the timeout of an attempt
 ATTEMPT_S = 15.0  # timeout up to the first chunk, and for every further one; a third of the deadline at most
 LAST_ATTEMPT_S = 1.0  # for the attempt that is made when the deadline is reached
@@ -100,10 +101,11 @@ class Hub:
         self.repo = repo
         self.deadline_s = deadline_s
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+        self.shown = re.sub(r"^(\w+://)?.*@", r"\1", self.endpoint)  # without a password, for messages
         try:
             self._origin = _origin(httpx.URL(self.endpoint))
         except httpx.InvalidURL:
-            raise DataError(f"HF_ENDPOINT: {self.endpoint[:80]!r} is not a web address; correct or unset it") from None
+            raise DataError(f"HF_ENDPOINT: {self.shown[:80]!r} is not a web address; correct or unset it") from None
         self._client = _new_client()
         self._operations: dict[int, _Operation] = {}
         self._lock = threading.Lock()
@@ -126,38 +128,39 @@ class Hub:
 
     def commit(self, revision: str) -> str:
         """Resolves a branch, a tag or a commit to the hash of its commit."""
-        url = f"{self.endpoint}/api/datasets/{self.repo}/revision/{quote(revision, safe='')}"
+        url = f"/api/datasets/{self.repo}/revision/{quote(revision, safe='')}"
         info, _ = self._json(url, f"{self.repo}, revision {revision}")
         commit = info.get("sha") if isinstance(info, dict) else None
         if not isinstance(commit, str) or not commit:
-            raise DataError(f"{url}: names no commit; check HF_ENDPOINT")
+            raise DataError(f"{self.shown}{url}: names no commit; check HF_ENDPOINT")
         return commit
 
     def tree(self, commit: str, folder: str, *, recursive: bool) -> list[Entry]:
         """What a folder holds at a commit, over all pages of the listing; nothing when there is no such folder."""
-        url = f"{self.endpoint}/api/datasets/{self.repo}/tree/{quote(commit, safe='')}"
+        url = f"/api/datasets/{self.repo}/tree/{quote(commit, safe='')}"
         url += f"/{quote(folder, safe='')}" if folder else ""
         query = {"recursive": str(recursive), "expand": "False"}
         entries: list[Entry] = []
-        while True:
+        for _ in range(MAX_PAGES):
             try:
                 page, link = self._json(f"{url}?{urlencode(query)}", f"{self.repo}, listing of {folder or 'all files'}")
                 entries += [_entry(item) for item in page]
             except _NoEntryError:
                 return []
-            except (TypeError, KeyError, AttributeError, ValueError):
-                raise DataError(f"{url}: is not a listing of files; check HF_ENDPOINT") from None
+            except (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError):
+                raise DataError(f"{self.shown}{url}: is not a listing of files; check HF_ENDPOINT") from None
             following = re.search(r'<([^>]*)>\s*;\s*rel="?next', link)
             if following is None:
                 return entries
             # Its query only: a mirror of the hub passes on links that lead to the hub itself.
             query = dict(parse_qsl(urlsplit(following[1]).query))
+        raise DataError(f"{self.shown}{url}: a listing of more than {MAX_PAGES} pages; check HF_ENDPOINT")
 
     def text(self, commit: str, name: str) -> str:
         """A whole file, a short one; empty when there is no such file."""
-        url = f"{self.endpoint}/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
+        path = f"/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
         try:
-            return self._body(url, f"{self.repo}, {name}")[0].decode("utf-8", errors="replace")
+            return self._body(path, f"{self.repo}, {name}")[0].decode("utf-8", errors="replace")
         except _NoEntryError:
             return ""
 
@@ -183,7 +186,7 @@ class Hub:
                     retry_after = error.retry_after if isinstance(error, _Failure) else 0.0
                 if operation.left() <= 0 or operation.cancelled.is_set():
                     raise DataUnavailableError(
-                        f"{what}: not available from {self.endpoint} for {_now() - operation.since:.1f} s, "
+                        f"{what}: not available from {self.shown} for {_now() - operation.since:.1f} s, "
                         f"{operation.tries} tries, last: {operation.last}; check the network, allow more time with "
                         "data.first_batch_s (up to a run's first batch) or data.timeout_s (everywhere else), or set "
                         "data.paths to a local mirror"
@@ -193,21 +196,21 @@ class Hub:
             with self._lock:
                 del self._operations[id(operation)]
 
-    def _json(self, url: str, what: str) -> tuple[Any, str]:
+    def _json(self, path: str, what: str) -> tuple[Any, str]:
         """What an API call answers, and its Link header."""
-        body, link = self._body(url, what)
+        body, link = self._body(path, what)
         try:
             return json.loads(body), link
         except (ValueError, RecursionError):
             raise DataError(
-                f"{url}: the answer is not JSON; check HF_ENDPOINT, and whether a proxy wants a login"
+                f"{self.shown}{path}: the answer is not JSON; check HF_ENDPOINT, and whether a proxy wants a login"
             ) from None
 
-    def _body(self, url: str, what: str) -> tuple[bytes, str]:
+    def _body(self, path: str, what: str) -> tuple[bytes, str]:
         """All of an answer, and its Link header."""
 
         def attempt(operation: _Operation) -> tuple[bytes, str]:
-            with self._response(url, {}, operation.timeout()) as response:
+            with self._response(self.endpoint + path, {}, operation.timeout()) as response:
                 if response.status_code != 200:
                     raise self._refusal(response, what)
                 body = bytearray()
@@ -216,7 +219,7 @@ class Hub:
 
         body, link = self._retry(what, attempt)
         if len(body) == MAX_BODY_BYTES:
-            raise DataError(f"{url}: answers more than {MAX_BODY_BYTES >> 20} MiB; check HF_ENDPOINT")
+            raise DataError(f"{self.shown}{path}: answers more than {MAX_BODY_BYTES >> 20} MiB; check HF_ENDPOINT")
         return body, link
 
     def _resume(
@@ -281,7 +284,7 @@ class Hub:
         if _origin(response.url) != self._origin and status in (401, 403, 404, 410):
             return _Failure(f"HTTP {status} from {response.url.host}")
         message, code = headers.get("X-Error-Message"), headers.get("X-Error-Code")
-        reason = f"{what}: {self.endpoint} answers HTTP {status}" + (f" ({message})" if message else "")
+        reason = f"{what}: {self.shown} answers HTTP {status}" + (f" ({message})" if message else "")
         if code == "RevisionNotFound":
             return DataError(f"data.revision: {reason}; name a branch, a tag or a commit of {self.repo}")
         if code == "EntryNotFound":
@@ -339,6 +342,8 @@ def _receive(
 
 
 def _entry(item: dict[str, Any]) -> Entry:
+    if not isinstance(item["path"], str):
+        raise TypeError
     if item["type"] != "file":
         return Entry(item["path"], is_folder=True)
     lfs = item.get("lfs") or {}

@@ -1,0 +1,54 @@
+"""Opening files that somebody else may have prepared: a run folder may come from anywhere.
+
+Whoever reads or writes inside a run folder opens its files here: only regular files, no links, a bounded size. The
+folder itself may be reached through links.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, cast
+
+LARGEST_DOCUMENT = 64 * 2**20  # bytes of a file that is read whole
+LARGEST_LOG = 4 * 2**30  # of one that is read line by line
+
+
+def regular(path: str | Path, flags: int) -> int:
+    """An opener for `open`: a regular file, never one behind a link, which could lead a write out of the folder.
+    A pipe does not block it. Raises OSError."""
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if Path(path).is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
+            raise OSError(errno.EINVAL, "it is no regular file", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    os.set_blocking(file, True)
+    return file
+
+
+def open_regular(path: Path, most: int = LARGEST_LOG) -> BinaryIO:
+    """For reading. Raises OSError, also where the file has more than `most` bytes."""
+    file = cast(BinaryIO, open(path, "rb", opener=regular))  # noqa: SIM115  (the caller closes it)
+    if os.fstat(file.fileno()).st_size > most:
+        file.close()
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return file
+
+
+def read_regular(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
+    """The whole file. Raises OSError."""
+    with open_regular(path, most) as file:
+        return file.read()
+
+
+def make_folder(path: Path) -> None:
+    """A folder inside a run folder; it may be there already, but not as a link. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))

@@ -1,0 +1,237 @@
+"""A run folder from somebody else: whoever reads it does not hang, and nothing is written outside it."""
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+import nsa
+from nsa.checkpoint.export import find_checkpoint, load_weights, read_metadata
+from nsa.checkpoint.format import BEST, LATEST, pointed, read_manifest, verify
+from nsa.checkpoint.load import read_state, saved_shapes
+from nsa.config import load_config
+from nsa.errors import CheckpointError, ConfigError, LaunchError
+from nsa.files import make_folder, open_regular, read_regular, regular
+from nsa.inspect import run_files
+from nsa.inspect.reading import read_run
+from nsa.inspect.report import write_report
+from nsa.inspect.run_files import HeartbeatFile
+from nsa.inspect.trace_report import explain
+from nsa.nn.model import build_model
+from nsa.record.schema import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_events, read_json
+from nsa.train import train
+from nsa.train.folder import claim_folder
+from tests.checkpoint.helpers import checkpoint_of, small
+
+REFUSED = r"it is no regular file|it is a symbolic link|it has more than"
+pytestmark = pytest.mark.timeout(60)  # what follows a link or waits for a pipe never ends
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original") / "run"
+    train(small(), folder)
+    return folder
+
+
+@pytest.fixture
+def run(original, tmp_path) -> Path:
+    return shutil.copytree(original, tmp_path / "run")
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_link_to_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_link(path: Path) -> None:
+    outside = path.parent.parent / f"outside-{path.name}"
+    outside.write_bytes(b"{}")
+    path.symlink_to(outside)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+KINDS = [make_pipe, make_link_to_device, make_link, make_socket, make_huge]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_of_a_bounded_size_are_opened(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    kind(Path("file"))
+    with pytest.raises(OSError, match=REFUSED):
+        read_regular(Path("file"))
+    if kind is not make_huge:
+        for mode in ("ab", "wb", "r+b"):
+            with pytest.raises(OSError, match=REFUSED), open("file", mode, opener=regular):
+                pass
+
+
+def test_a_regular_file_is_opened_through_links_to_its_folder_and_may_be_read_only(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to("scratch")
+    path = tmp_path / "runs" / "file"
+    with open(path, "w", opener=regular) as file:
+        file.write("content")
+    path.chmod(0o400)
+    assert read_regular(path) == b"content"
+    with open_regular(path) as opened:
+        assert os.get_blocking(opened.fileno())
+    make_folder(tmp_path / "runs" / "inner")
+    assert (tmp_path / "scratch" / "inner").is_dir()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_readers_of_a_checkpoint_refuse_what_is_no_file(kind, run, monkeypatch):
+    checkpoint = checkpoint_of(run, 6)
+    readers = {"manifest.json": (read_manifest, verify, find_checkpoint), "state.json": (read_state, verify)}
+    readers[".metadata"] = (saved_shapes, verify)
+    for name, functions in readers.items():
+        path = checkpoint / name
+        path.rename(run / "aside")
+        monkeypatch.chdir(checkpoint)
+        kind(Path(name))
+        for function in functions:
+            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+                function(checkpoint)
+        path.unlink()
+        (run / "aside").rename(path)
+    assert verify(checkpoint)
+    monkeypatch.chdir(run / "checkpoints")
+    for pointer in (LATEST, BEST):
+        Path(pointer).unlink()
+        kind(Path(pointer))
+        assert pointed(run / "checkpoints", pointer) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_readers_of_a_run_refuse_what_is_no_file(kind, run, monkeypatch):
+    monkeypatch.chdir(run)
+    names = (METRICS_FILE, CONFIG_FILE, "training.csv", "gate_stats.csv", "heartbeat_rank0.jsonl", WEIGHTS_FILE)
+    for name in (*names, "trace_rank0.jsonl"):
+        Path(name).unlink(missing_ok=True)
+        kind(Path(name))
+    problems = read_run(run).problems
+    assert {name for name in problems if "cannot be read: it" in problems[name]} == set(names) - {WEIGHTS_FILE}
+    with pytest.raises(OSError, match=REFUSED):
+        read_json(run / METRICS_FILE)
+    with pytest.raises(OSError, match=REFUSED):
+        read_events(run)
+    with pytest.raises(ConfigError, match="cannot be read: it"):
+        load_config(run / CONFIG_FILE, in_run=True)
+    with pytest.raises(ConfigError, match="cannot be read: it"):
+        list(explain(run))
+    with pytest.raises(CheckpointError, match=r"metrics\.json: cannot be read"):
+        train(small(), run)
+    if kind is not make_huge:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: "):
+            nsa.load_run(run)
+
+
+def test_weights_that_are_a_pipe_are_refused_and_a_link_that_the_user_names_is_followed(run, tmp_path):
+    (tmp_path / "mine.safetensors").symlink_to(run / WEIGHTS_FILE)
+    assert nsa.load_run(tmp_path / "mine.safetensors").model is not None
+    make_pipe(tmp_path / "pipe.safetensors")
+    config = small()
+    model = build_model(config.model, config.nsa, 256, seed=0)
+    for read in (read_metadata, lambda path: load_weights(model, path)):
+        with pytest.raises(CheckpointError, match=r"pipe\.safetensors: .*it is no regular file"):
+            read(tmp_path / "pipe.safetensors")
+
+
+def test_a_log_without_line_ends_is_read_in_bounded_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "_CHUNK", 1000)
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    path.write_bytes(bytes(5500) + b"\n" + b'{"time": 1, "step": 2, "event": "end"}\n')
+    file = HeartbeatFile(path)
+    file.refresh()
+    assert (file.damaged, file.newest["step"]) == (6, 2)
+
+
+VICTIM = b"precious\n"
+# Whatever a run appends to, replaces or writes beside; a file per name lies outside and must not change.
+LINKED = (
+    *("run.log", "heartbeat_rank0.jsonl", "opt_state_mb.txt", "dtypes_report.txt", "metrics.json", "config.yaml"),
+    *("env.json", "mem_boot.txt", "mem_boot.json", "mem_step1.txt", "model.safetensors", "profile_rank0.json"),
+    *("profile_rank0.txt", "trace_rank0.jsonl", f".metrics.json.{os.getpid()}"),
+)
+
+
+def linked_folder(tmp_path: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, Path]]:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    victims = {name: outside / f"victim-{name}" for name in names}
+    for name, victim in victims.items():
+        victim.write_bytes(VICTIM)
+        (folder / name).symlink_to(victim)
+    return folder, victims
+
+
+def test_no_write_of_a_run_leaves_its_folder(tmp_path):
+    folder, victims = linked_folder(tmp_path, LINKED)
+    (tmp_path / "link").symlink_to(folder)  # the folder itself may be a link
+    train(small("train.profile_steps=[1,2]", "telemetry.trace_grads=true"), tmp_path / "link", fresh=True)
+    assert {name for name, victim in victims.items() if victim.read_bytes() != VICTIM} == set()
+    metrics = read_json(folder / METRICS_FILE)
+    assert metrics["status"] == "done"
+    assert metrics["telemetry_failures"] > 0, "what could not be written is counted"
+
+
+@pytest.mark.parametrize("name", [".lock", "training.csv", "gate_stats.csv"])
+def test_a_linked_file_that_a_run_needs_ends_it_with_a_launch_error(name, tmp_path):
+    folder, victims = linked_folder(tmp_path, (name,))
+    with pytest.raises(LaunchError, match=r"it is a symbolic link"):
+        train(small(), folder)
+    assert victims[name].read_bytes() == VICTIM
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tb", "nonfinite"])
+def test_a_linked_folder_inside_a_run_is_refused(name, tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(LaunchError, match=rf"train\.out_dir: .*{name} is a symbolic link"):
+        train(small(), folder)
+    with pytest.raises(OSError, match="symbolic link"):
+        make_folder(folder / name)
+    assert not list(outside.iterdir())
+
+
+def test_a_lock_is_not_emptied_before_it_is_held(tmp_path):
+    (tmp_path / ".lock").write_bytes(VICTIM)
+    with claim_folder(tmp_path), pytest.raises(LaunchError, match="another run"), claim_folder(tmp_path):
+        pass
+    assert (tmp_path / ".lock").read_bytes() == VICTIM
+
+
+def test_a_report_is_not_written_through_a_link(run, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(VICTIM)
+    for name in ("report.html", "report.html.tmp"):
+        (run / name).symlink_to(victim)
+    write_report(read_run(run), run / "report.html")
+    assert victim.read_bytes() == VICTIM
+    assert not (run / "report.html").is_symlink()
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    kept = {"kept.txt", ".hidden", ".notes.1", "model.safetensors"}
+    for name in (".model.safetensors.123", ".metrics.json.77", *kept):
+        (tmp_path / name).write_bytes(VICTIM)
+    with claim_folder(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {".lock", *kept}
