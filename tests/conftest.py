@@ -3,6 +3,7 @@ keeps both test processes busy to the end."""
 
 import functools
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,8 @@ from hypothesis import settings
 # that measure time run beside short ones.
 FIRST = ("distributed", "checks", "faults", "scripts", "train", "record")
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
 torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red test is red again.
 settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
@@ -24,6 +27,15 @@ settings.load_profile("fixed")
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """A command that is run inside the test process changes what signals do, as it would end with the process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config, items):

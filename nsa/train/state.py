@@ -74,6 +74,8 @@ class RunState:
     grad_clip: float
     progress: Progress = field(default_factory=Progress)
     data: str | None = None  # fingerprint of what the run reads
+    # Of the checkpoint that was restored: files, and the first and last step whose rows they lacked when it was saved.
+    unwritten_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.
