@@ -18,6 +18,7 @@ from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, eval, generate, memory, ready, report, trace, train, watch
 from nsa.cli.start import missing_module
 from nsa.errors import NSAError, Preempted
+from nsa.record.run_log import CONSOLE_THREAD
 
 THREADS_END_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
@@ -88,13 +89,13 @@ def _leave(code: int, last_words: str = "") -> NoReturn:
     """Ends the process with this code, whatever signal comes now and whether or not anybody reads its output.
 
     Immediately where threads still run: network threads may wait for ranks that ended, data threads for a server,
-    telemetry threads for a terminal, and none survives the shutdown of the interpreter.
+    the console's for a terminal, and none survives the shutdown of the interpreter.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
     waiting = _waiting_threads()
     at_once = bool(waiting) or os.environ.get("WORLD_SIZE", "1") != "1"
-    if "telemetry" not in waiting:  # else the console is blocked, and writing to it would be too
+    if CONSOLE_THREAD not in waiting:  # else nobody reads, and writing here would not end
         try:
             sys.stderr.write(last_words)
             sys.stderr.flush()
@@ -109,9 +110,9 @@ def _leave(code: int, last_words: str = "") -> NoReturn:
 
 
 def _waiting_threads() -> set[str]:
-    """Names of the threads that still read data or write telemetry; each gets THREADS_END_S to end."""
+    """Names of the threads that still read data or print; all of them get THREADS_END_S to end."""
     deadline = time.monotonic() + THREADS_END_S
-    found = [thread for thread in threading.enumerate() if thread.name.startswith(("data-", "telemetry"))]
+    found = [thread for thread in threading.enumerate() if thread.name.startswith(("data-", CONSOLE_THREAD))]
     for thread in found:
         thread.join(max(0.0, deadline - time.monotonic()))
     return {thread.name for thread in found if thread.is_alive()}

@@ -92,7 +92,8 @@ class EventStream:
 class Writer:
     """Sinks and the thread that hands them events, in order. The thread starts with the first event."""
 
-    def __init__(self, sinks: Sequence[Sink], failed: Callable[[str], None]):
+    def __init__(self, sinks: Sequence[Sink], failed: Callable[[str], None], name: str = "telemetry"):
+        self._name = name
         self.current = sinks[0].name  # the sink that is being written
         self._sinks, self._failed = list(sinks), failed
         self._errors: dict[str, int] = {}  # of each sink, in a row
@@ -130,7 +131,7 @@ class Writer:
         with self._lock:
             self._tasks.put(item)
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 with suppress(RuntimeError):  # no thread can be started now; the next event tries again
                     thread.start()
                     self._thread = thread

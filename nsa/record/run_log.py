@@ -16,6 +16,7 @@ from nsa.record.schema import RUN_LOG, Event
 
 FLUSH_S = 2.0  # an explicit flush waits no longer
 OUT, ERR = "standard output", "standard error"
+CONSOLE_THREAD = "console"  # the end of a process must not wait for it
 
 
 class RunLog:
@@ -28,7 +29,7 @@ class RunLog:
         self.path = RUN_LOG.path(folder, rank)
         self.failures, self.last_failure = 0, ""
         self._before = (sys.stdout, sys.stderr)
-        self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self._failed)
+        self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self._failed, CONSOLE_THREAD)
         self._file: Writer | None = None
         self.screen = cast(TextIO, _Screen(sys.stdout, self._console, OUT))
 

@@ -61,6 +61,18 @@ def test_a_pipe_that_is_full_and_not_read_does_not_hold_up_training(tmp_path, mo
         threading.Thread(target=lambda: list(iter(lambda: os.read(reader, 4096), b""))).start()
 
 
+@pytest.mark.long  # its end waits ten seconds for somebody to read
+def test_a_process_whose_output_is_not_read_ends_with_its_exit_code(tmp_path):
+    runs, (reader, writer) = make_runs(tmp_path, "single"), os.pipe()
+    os.write(writer, b"x" * fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096))
+    arguments = ("train", runs.config, f"train.out_dir={tmp_path / 'run'}")
+    [ended] = wait_all(start_ranks(1, *arguments, faults="step.forward:terminate:hit=4", console=writer))
+    assert ended.code == 75
+    assert metrics_of(tmp_path / "run")["exit_code"] == 75
+    for end in (reader, writer):
+        os.close(end)
+
+
 def test_the_progress_bar_of_a_terminal_does_not_reach_run_log(tmp_path, monkeypatch):
     ours, theirs = os.openpty()
     monkeypatch.setenv("TERM", "xterm")
