@@ -38,7 +38,7 @@ from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import Data, build_data
 from nsa.data.corpus import Tokenised
 from nsa.data.loader import Prefetcher, Request
-from nsa.data.token_shards import write_manifest, write_shard
+from nsa.data.token_shards import ShardTokens, open_shards, write_manifest, write_shard
 from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
 from nsa.data.waiting import Waiter
 from nsa.errors import NSAError
@@ -47,7 +47,7 @@ from nsa.record.environment import commit
 SEQ_LEN, BATCH = 2048, 16
 THREADS = 2  # of a rank, as data.workers has it by default; also the processes of `nsa data prepare`
 MEDIAN_TOKENS, MEDIAN_CHARS, SPREAD = 700, 2900, 1.0  # log-normal, as the lengths of web pages are
-LOAD_TARGET, PREPARE_TARGET, STREAM_TARGET = 20e6, 30.0, 2e6
+LOAD_TARGET, PREPARE_TARGET, STREAM_TARGET, CHECK_TARGET = 20e6, 30.0, 2e6, 0.2
 # Beside the tokenizer, a stream unpacks, hashes and copies every text; over HTTP the server works on the same cores.
 OF_TOKENIZER = 0.85
 FIRST_BATCH_S = DataConfig().first_batch_s
@@ -240,9 +240,19 @@ def bench_load(work: Path, sizes: Sizes) -> Iterator[Result]:
         )
         folder = work / f"shards-{kind}"
         write_tokens(folder, tokenizer, sizes.load_tokens)
+        yield check(f"check hashes, {np.dtype(dtype).name}", open_shards([folder], tokenizer).pieces)
         for packing in ("concat", "best_fit"):
             config = DataConfig(source="prepared", paths=[str(folder)], packing=packing)
             yield from load(f"prepared, {np.dtype(dtype).name}, {packing}", config, tokenizer, sizes)
+
+
+def check(name: str, shards: Sequence[ShardTokens]) -> Result:
+    """What a run does with every shard before its first batch, in one thread."""
+    began = time.perf_counter()
+    for shard in shards:
+        shard.check()
+    speed = sum(len(shard) * shard.dtype.itemsize for shard in shards) / (time.perf_counter() - began)
+    return Result(name, speed / 1e9, CHECK_TARGET, "GB/s")
 
 
 def load(name: str, config: DataConfig, tokenizer: Tokenizer, sizes: Sizes) -> Iterator[Result]:

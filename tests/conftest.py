@@ -3,6 +3,7 @@ keeps both test processes busy to the end."""
 
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from nsa import files
 # Folders of long tests and of tests that start processes. They run first: short tests even out the end, and tests
 # that measure time run beside short ones.
 FIRST = ("distributed", "checks", "faults", "scripts", "train", "record")
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red test is red again.
@@ -44,6 +47,15 @@ def no_room(monkeypatch):
             monkeypatch.setattr(module, "regular", opened)
 
     return take
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """A command that is run inside the test process changes what signals do, as it would end with the process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -57,14 +57,14 @@ class Process:
         self.send_signal(signal.SIGTERM)
 
 
-def start(program: str, *arguments: str, env: dict[str, str], cwd: Path = ROOT) -> Process:
+def start(program: str, *arguments: str, env: dict[str, str], cwd: Path = ROOT, console: int | None = None) -> Process:
     """`python -m program arguments`, or `python program arguments` where it ends in .py, in the folder `cwd`.
 
-    Standard output and standard error are read together.
+    Standard output and standard error are read together, or go to the descriptor `console`.
     """
     output = os.memfd_create("output", os.MFD_CLOEXEC)
     asked = {"argv": [program, *arguments], "env": env, "cwd": str(cwd)}
-    return Process(_ask(asked, output)["pid"], output)
+    return Process(_ask(asked, output if console is None else console)["pid"], output)
 
 
 def _ask(message: dict, *handles: int) -> dict:

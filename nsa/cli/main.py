@@ -4,6 +4,7 @@ Heavy imports happen inside the commands, so that `nsa --version` and `nsa confi
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,9 +18,11 @@ from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, eval, generate, hf, memory, ready, report, trace, train, watch
 from nsa.cli.output import say
 from nsa.cli.start import missing_module
-from nsa.errors import NSAError, Preempted
+from nsa.errors import NSAError, Preempted, printable
+from nsa.record.run_log import CONSOLE_THREAD
 
 THREADS_END_S = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 app = typer.Typer(
     name="nsa",
@@ -77,34 +80,42 @@ def main(command: typer.Typer = app) -> None:
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     except NSAError as error:
-        for line in str(error).splitlines():
-            say(f"{_label(error)}: {line}", file=sys.stderr)
-        _leave(error.exit_code)
+        _leave(error.exit_code, "".join(f"{_label(error)}: {line}\n" for line in str(error).splitlines()))
     except KeyboardInterrupt:
-        say("interrupted", file=sys.stderr)
-        _leave(130)
+        _leave(130, "interrupted\n")
     except Exception as error:
-        if problem := missing_module(error):
-            say(f"error: {problem}", file=sys.stderr)
-        else:  # a bug, or a broken machine: show the whole traceback
-            say(traceback.format_exc(), end="", file=sys.stderr)
-        _leave(1)
+        problem = missing_module(error)  # anything else is a bug, or a broken machine: show the whole traceback
+        _leave(1, f"error: {problem}\n" if problem else traceback.format_exc())
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends the process; immediately where threads still run. Network threads may wait for ranks that ended, data
-    threads for a server, and neither survives the shutdown of the interpreter."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if os.environ.get("WORLD_SIZE", "1") != "1" or _reads_data():
+def _leave(code: int, message: str = "") -> NoReturn:
+    """Ends the process with this code, whatever signal comes now and whether or not anybody reads its output.
+
+    Immediately where threads still run: network threads may wait for ranks that ended, data threads for a server,
+    the console's for a terminal, and none survives the shutdown of the interpreter.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(code))
+    waiting = _waiting_threads()
+    at_once = bool(waiting) or os.environ.get("WORLD_SIZE", "1") != "1"
+    if CONSOLE_THREAD not in waiting:  # else nobody reads, and writing here would not end
+        try:
+            sys.stderr.write(printable(message))
+            sys.stderr.flush()
+            sys.stdout.flush()
+        except OSError:
+            at_once = True  # the interpreter would fail in the same way, with a code of its own
+    if at_once:
         os._exit(code)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
-def _reads_data() -> bool:
-    """Whether a thread of nsa.data still reads; a thread that only has to end gets THREADS_END_S to do so."""
+def _waiting_threads() -> set[str]:
+    """Names of the threads that still read data or print; all of them get THREADS_END_S to end."""
     deadline = time.monotonic() + THREADS_END_S
-    readers = [thread for thread in threading.enumerate() if thread.name.startswith("data-")]
-    for thread in readers:
+    found = [thread for thread in threading.enumerate() if thread.name.startswith(("data-", CONSOLE_THREAD))]
+    for thread in found:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return any(thread.is_alive() for thread in readers)
+    return {thread.name for thread in found if thread.is_alive()}

@@ -38,4 +38,5 @@ def train(
         fresh=fresh,
         accept_changes=accept_changes,
         synthetic_on_fail=synthetic_on_fail,
+        until_exit=True,
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from nsa.data.recall import RecallSequences
 from nsa.data.sequences import BestFit, Concat, Mixture, PackedStream, Sequences, SyntheticStream
 from nsa.data.sources.base import Progress, RemoteSource, Skipped, Source
 from nsa.data.sources.registry import open_source
-from nsa.data.token_shards import open_shards
+from nsa.data.token_shards import ShardTokens, open_shards
 from nsa.data.tokenizers import Tokenizer
 from nsa.data.waiting import Activity, DaemonPool
 from nsa.errors import ConfigError, DataError
@@ -64,12 +64,14 @@ def build_data(
     folder: Path | None = None,
     rank: int = 0,
     activity: Activity | None = None,
+    world_size: int = 1,
 ) -> Data:
     """Opens everything that is configured. Another thread can see in `activity` how far that is.
 
-    The lengths of streamed units are kept in `folder`, the run's, in a file of this rank.
+    The lengths of streamed units are kept in `folder`, the run's, in a file of this rank. Ranks share the work of
+    checking prepared shards.
     """
-    builder = _Builder(data, train, tokenizer, rank, activity or Activity())
+    builder = _Builder(data, train, tokenizer, rank, world_size, activity or Activity())
     built = builder.mixture(folder) if data.mixture else builder.part(data, folder)
     fingerprint = _digest(built.fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
     return replace(built, fingerprint=fingerprint, activity=builder.activity)
@@ -81,6 +83,7 @@ class _Builder:
     train: TrainConfig
     tokenizer: Tokenizer
     rank: int
+    world_size: int
     activity: Activity
 
     def mixture(self, folder: Path | None) -> Data:
@@ -116,6 +119,7 @@ class _Builder:
             return Data(training, held_out, summary, f"recall 1 {longest}")
         if source.source == "prepared":
             shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
+            self._check(shards.pieces[self.rank :: self.world_size])
             corpora = split_corpus(shards.pieces, shards.lengths, shards.keys, fraction)
             return self._from_corpora("prepared", *corpora, Skipped(), shards.fingerprint)
         opened = open_source(source, self.data.first_batch_s)
@@ -161,6 +165,18 @@ class _Builder:
                 for unit in islice(remaining, 4 * workers - len(pending)):
                     pending.append(pool.submit(partial(tokenise_units, source, unit, tokenizer=self.tokenizer)))
                 yield pending.popleft().result()
+                progress.done += 1
+        finally:
+            pool.close()
+
+    def _check(self, shards: Sequence[ShardTokens]) -> None:
+        """Compares this rank's share of the shards with their hashes, which the threads do beside each other."""
+        progress = Progress("shards checked", total=len(shards))
+        self.activity.add("prepared", progress)
+        pool = DaemonPool(max(1, self.data.workers), "data-check")
+        try:
+            for checked in [pool.submit(shard.check) for shard in shards]:
+                checked.result()
                 progress.done += 1
         finally:
             pool.close()

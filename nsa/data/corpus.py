@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,20 @@ Keys = NDArray[np.uint64]
 Counts = NDArray[np.int64]
 KEY_BITS = 48  # of a document's key that decide its side
 BATCH = 64  # documents that go to the tokenizer at once
+
+
+class TokenFile(Protocol):
+    """Tokens that are read when they are needed."""
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, place: int, out: TokenArray) -> None: ...
+
+
+Piece = TokenArray | TokenFile
 
 
 @dataclass(frozen=True)
@@ -38,9 +53,9 @@ class Tokenised:
 @dataclass(frozen=True)
 class Corpus:
     """The documents of one side. Document d is `lengths[d]` tokens from place `starts[d]` on, where places count
-    through all `pieces`, in memory or mapped; no document crosses from one piece to the next."""
+    through all `pieces`, in memory or in files; no document crosses from one piece to the next."""
 
-    pieces: Sequence[TokenArray]
+    pieces: Sequence[Piece]
     starts: Counts
     lengths: Counts
 
@@ -63,9 +78,13 @@ class Corpus:
         """Fills `out` with the tokens of a document from `offset` on."""
         ends: list[int] = self._ends  # type: ignore[attr-defined]
         place = int(self.starts[document]) + offset
-        piece = bisect_right(ends, place)
-        place -= ends[piece - 1] if piece else 0
-        out[:] = self.pieces[piece][place : place + len(out)]
+        number = bisect_right(ends, place)
+        place -= ends[number - 1] if number else 0
+        piece = self.pieces[number]
+        if isinstance(piece, np.ndarray):
+            out[:] = piece[place : place + len(out)]
+        else:
+            piece.read(place, out)
 
 
 def key_of(text: str) -> int:
@@ -121,7 +140,7 @@ def _split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     return mask
 
 
-def select(pieces: Sequence[TokenArray], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
+def select(pieces: Sequence[Piece], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
     """The chosen documents of pieces in which all documents lie back to back."""
     starts = np.cumsum(lengths) - lengths
     return Corpus(pieces, starts[chosen], lengths[chosen])
@@ -132,9 +151,7 @@ def build_corpora(everything: Tokenised, fraction: float) -> tuple[Corpus, Corpu
     return split_corpus([everything.tokens], everything.lengths, everything.keys, fraction)
 
 
-def split_corpus(
-    pieces: Sequence[TokenArray], lengths: Counts, keys: Keys, fraction: float
-) -> tuple[Corpus, Corpus | None]:
+def split_corpus(pieces: Sequence[Piece], lengths: Counts, keys: Keys, fraction: float) -> tuple[Corpus, Corpus | None]:
     mask = _split(keys, fraction)
     return select(pieces, lengths, ~mask), select(pieces, lengths, mask) if fraction else None
 

@@ -1,4 +1,4 @@
-"""Token shards: documents tokenised once, read by mapping the files.
+"""Token shards: documents tokenised once. Their files are not trusted to stay as they were: see `ShardTokens`.
 
 FOLDER/tokenizer.json        of a tokenizer that is a file: the file, so that the folder needs nothing outside it
 FOLDER/manifest.json         format, tokenizer, totals, and of every shard its counts, sizes and SHA-256; written last
@@ -13,6 +13,7 @@ data.validation_fraction works with the same shards.
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ class Manifest(BaseModel):
 class Shards:
     """Opened folders, their documents back to back."""
 
-    pieces: Sequence[TokenArray]
+    pieces: Sequence["ShardTokens"]
     lengths: Counts
     keys: Keys
     fingerprint: str
@@ -197,9 +198,60 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: is damaged: {field}: {first['msg']}; {AGAIN}") from None
 
 
+class ShardTokens:
+    """The tokens of one shard, read from its file.
+
+    A file that has become shorter raises an error here, where one that is mapped would end the process by SIGBUS. Every
+    id is compared with the vocabulary. A file that was touched after `check` is checked again before its tokens are
+    used.
+    """
+
+    def __init__(self, folder: Path, entry: ShardEntry, tokenizer: Tokenizer):
+        self.path = shard_path(folder, entry.number, "tokens")
+        self.dtype = tokenizer.dtype.newbyteorder("<")
+        self._length, self._sha256, self._vocab_size = entry.tokens, entry.tokens_sha256, tokenizer.vocab_size
+        _check_size(self.path, entry.tokens * self.dtype.itemsize, _size_of(self.path))
+        try:
+            self._file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
+        self._descriptor = self._file.fileno()
+        self._lock = threading.Lock()
+        self._stamp = self._state()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, place: int, out: TokenArray) -> None:
+        """Fills `out` with the tokens from `place` on."""
+        into: list[Any] = [out]  # an array is a buffer, which numpy's types do not say before Python 3.12
+        offset = place * self.dtype.itemsize
+        try:
+            while os.preadv(self._descriptor, into, offset) != out.nbytes or self._state() != self._stamp:
+                self.check()
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from None
+        if np.maximum.reduce(out) >= self._vocab_size:
+            raise DataError(f"{self.path}: holds token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
+
+    def check(self) -> None:
+        """Compares the content with the manifest."""
+        with self._lock:
+            stamp = self._state()
+            _check_size(self.path, self._length * self.dtype.itemsize, stamp[0])
+            self._file.seek(0)
+            _check_hash(self.path, hashlib.file_digest(self._file, "sha256").hexdigest(), self._sha256)
+            self._stamp = stamp
+
+    def _state(self) -> tuple[int, int, int]:
+        """Differs after every write to the file."""
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
-    """Maps every shard. Sizes and counts are checked; `verify` reads every byte."""
-    pieces: list[TokenArray] = []
+    """Opens every shard. Sizes and counts are checked; the caller may `check` the tokens, `verify` checks all."""
+    pieces: list[ShardTokens] = []
     lengths: list[Counts] = []
     keys: list[Keys] = []
     digest = hashlib.sha256()
@@ -214,7 +266,7 @@ def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)
             if entry.tokens:
-                pieces.append(map_tokens(folder, entry, tokenizer.dtype))
+                pieces.append(ShardTokens(folder, entry, tokenizer))
             lengths.append(shard_lengths)
             keys.append(shard_keys)
             digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
@@ -223,30 +275,39 @@ def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
 
 def map_tokens(folder: Path, entry: ShardEntry, dtype: np.dtype[np.unsignedinteger]) -> TokenArray:
     path = shard_path(folder, entry.number, "tokens")
-    _check_size(path, entry.tokens * dtype.itemsize)
+    _check_size(path, entry.tokens * dtype.itemsize, _size_of(path))
     return np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r")
 
 
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
     path = shard_path(folder, entry.number, "docs")
-    _check_size(path, entry.documents * 16)
+    _check_size(path, entry.documents * 16, _size_of(path))
     try:
         table = np.fromfile(path, dtype="<u8").reshape(2, entry.documents)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}; {AGAIN}") from None
+    _check_hash(path, hashlib.sha256(table.tobytes()).hexdigest(), entry.docs_sha256)
     lengths = table[0].view(np.int64)
     if (lengths < 1).any() or int(lengths.sum()) != entry.tokens:
         raise DataError(f"{path}: its documents do not add up to the shard's {entry.tokens} tokens; {AGAIN}")
     return lengths, table[1]
 
 
-def _check_size(path: Path, size: int) -> None:
+def _check_hash(path: Path, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise DataError(f"{path}: is damaged: its SHA-256 is {found}, the manifest says {wanted}; {AGAIN}")
+
+
+def _size_of(path: Path) -> int:
     try:
-        found = path.stat().st_size
+        return path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from None
-    if found != size:
-        raise DataError(f"{path}: has {found} bytes, the manifest says {size}; {AGAIN}")
+
+
+def _check_size(path: Path, wanted: int, found: int) -> None:
+    if found != wanted:
+        raise DataError(f"{path}: has {found} bytes, the manifest says {wanted}; {AGAIN}")
 
 
 def verify(folder: Path) -> Manifest:
@@ -256,12 +317,8 @@ def verify(folder: Path) -> Manifest:
     for entry in manifest.shards:
         lengths, _ = read_documents(folder, entry)
         tokens_path = shard_path(folder, entry.number, "tokens")
-        docs_path = shard_path(folder, entry.number, "docs")
-        for path, wanted in ((tokens_path, entry.tokens_sha256), (docs_path, entry.docs_sha256)):
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != wanted:
-                raise DataError(f"{path}: is damaged: its SHA-256 is {found}, the manifest says {wanted}")
+        with tokens_path.open("rb") as file:
+            _check_hash(tokens_path, hashlib.file_digest(file, "sha256").hexdigest(), entry.tokens_sha256)
         if entry.tokens:
             tokens = map_tokens(folder, entry, np.dtype(made_with.dtype))
             if int(tokens.max()) >= made_with.vocab_size:

@@ -1,11 +1,13 @@
 """What a person sees of a run: a progress bar on a terminal, plain lines anywhere else."""
 
+from contextlib import ExitStack
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nsa.errors import printable
+from nsa.record.run_log import RunLog
 
 
 def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: float) -> str:
@@ -13,12 +15,14 @@ def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: f
 
 
 class RunConsole:
-    """Prints lines, above a progress bar where the output is a terminal."""
+    """Prints lines, above a progress bar where the output is a terminal. The log gets the lines alone."""
 
-    def __init__(self, total_steps: int, console: Console | None = None, *, silent: bool = False):
-        self.console = console or Console(highlight=False, soft_wrap=True, quiet=silent)
+    def __init__(self, total_steps: int, log: RunLog, *, silent: bool = False):
+        self._log, self._silent = log, silent
+        self._active = ExitStack()
         self._progress: Progress | None = None
-        if self.console.is_terminal and not silent:
+        console = Console(file=log.screen, highlight=False, soft_wrap=True)
+        if console.is_terminal and not silent:
             self._progress = Progress(
                 TextColumn("training"),
                 BarColumn(),
@@ -26,21 +30,22 @@ class RunConsole:
                 TextColumn("loss {task.fields[loss]:.3f}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                console=self.console,
+                console=console,
             )
             self._task = self._progress.add_task("", total=total_steps, loss=float("nan"))
 
     def __enter__(self) -> Self:
         if self._progress:
-            self._progress.start()
+            self._active.enter_context(self._progress)  # from here on, what is printed appears above the bar
+            self._active.enter_context(self._log.copied())
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress:
-            self._progress.stop()
+        self._active.close()
 
     def log(self, line: str) -> None:
-        self.console.print(printable(line), markup=False, highlight=False)
+        if not self._silent:
+            print(printable(line))
 
     def advance(self, step: int, loss: float) -> None:
         if self._progress:

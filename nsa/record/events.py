@@ -51,14 +51,14 @@ class EventStream:
         self.dropped = 0
         self.incidents = 0
         self.last_failure = ""
-        self._writers: list[_Writer] = []
+        self._writers: list[Writer] = []
         self._lock = threading.Lock()
         self.add(*sinks)
 
     def add(self, *sinks: Sink) -> None:
         """Sinks that share a thread; they get the events from now on."""
         if sinks:
-            self._writers.append(_Writer(sinks, self._failed))
+            self._writers.append(Writer(sinks, self._failed))
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
         made = make_event(event, self.rank, step, **values)
@@ -72,12 +72,12 @@ class EventStream:
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Everything emitted so far to the disk itself, in the files that a checkpoint waits for."""
-        for writer in _late([w for w in self._writers if w.is_awaited], lambda sink: sink.flush(), timeout_s):
+        for writer in late_writers([w for w in self._writers if w.is_awaited], lambda sink: sink.flush(), timeout_s):
             self._failed(f"{writer.current} does not answer")
 
     def close(self) -> None:
         """Writes what is queued and closes the sinks. Emitting afterwards starts the threads again."""
-        late = _late(self._writers, lambda sink: sink.close())
+        late = late_writers(self._writers, lambda sink: sink.close())
         for writer in late:
             self._failed(f"{writer.current} does not answer", max(1, writer.queued))
         for writer in self._writers:
@@ -90,16 +90,17 @@ class EventStream:
             self.last_failure = why
 
 
-class _Writer:
+class Writer:
     """Sinks and the thread that hands them events, in order. The thread starts with the first event."""
 
-    def __init__(self, sinks: Sequence[Sink], failed: Callable[[str], None]):
+    def __init__(self, sinks: Sequence[Sink], failed: Callable[[str], None], name: str = "telemetry"):
+        self._name = name
         self.current = sinks[0].name  # the sink that is being written
         self._sinks, self._failed = list(sinks), failed
         self._errors: dict[str, int] = {}  # of each sink, in a row
         self._tasks: queue.SimpleQueue[tuple[Task, Event | threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may print while this thread does
 
     @property
     def is_awaited(self) -> bool:
@@ -131,7 +132,7 @@ class _Writer:
         with self._lock:
             self._tasks.put(item)
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 with suppress(RuntimeError):  # no thread can be started now; the next event tries again
                     thread.start()
                     self._thread = thread
@@ -161,7 +162,7 @@ class _Writer:
                     sink.close()
 
 
-def _late(writers: Sequence[_Writer], task: Task, timeout_s: float | None = None) -> list[_Writer]:
+def late_writers(writers: Sequence[Writer], task: Task, timeout_s: float | None = None) -> list[Writer]:
     """Submits a task to all writers at once; returns those that have not done it in time."""
     deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
     submitted = [(writer, writer.submit(task)) for writer in writers]

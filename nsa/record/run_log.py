@@ -1,50 +1,123 @@
-"""`run.log`: everything a rank prints. Rank r above 0 writes `run_rank{r}.log`."""
+"""What a rank prints: on the console, and in `run.log`. Rank r above 0 writes `run_rank{r}.log`.
+
+Both are sinks (events.py) with a thread each: a pipe that nobody reads, a terminal that is gone or a full disk neither
+ends the run nor holds it up. What cannot be written is counted.
+"""
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 from nsa.errors import printable
 from nsa.files import regular
-from nsa.record.schema import RUN_LOG
+from nsa.record.events import Sink, Writer, late_writers
+from nsa.record.schema import RUN_LOG, Event
+
+FLUSH_S = 2.0  # an explicit flush waits no longer
+OUT, ERR = "standard output", "standard error"
+CONSOLE_THREAD = "console"  # the end of a process must not wait for it
 
 
 class RunLog:
-    """As a context, copies stdout and stderr of Python into the file. The output of C code is not seen. A file that
-    cannot be written does not stop the run."""
+    """As a context, copies what Python prints into the file. The output of C code is not seen.
+
+    `screen` is the console alone: what is written there, such as a progress bar, does not reach the file.
+    """
 
     def __init__(self, folder: Path, rank: int):
         self.path = RUN_LOG.path(folder, rank)
-        self.failures = 0
-        self._file: TextIO | None = None
+        self.failures, self.last_failure = 0, ""
+        self._before = (sys.stdout, sys.stderr)
+        self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self._failed, CONSOLE_THREAD)
+        self._file: Writer | None = None
+        self.screen = cast(TextIO, _Screen(sys.stdout, self._console, OUT))
 
     def __enter__(self) -> Self:
         try:
-            self._file = open(self.path, "a", encoding="utf-8", errors="replace", buffering=1, opener=regular)
-            self._file.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
-        except OSError:
-            self.failures += 1
-        self._before = (sys.stdout, sys.stderr)
-        sys.stdout, sys.stderr = (cast(TextIO, _Both(stream, self)) for stream in self._before)
+            file = open(self.path, "a", encoding="utf-8", errors="replace", buffering=1, opener=regular)
+            self._file = Writer([_Stream(self.path.name, file, owned=True)], self._failed)
+        except OSError as error:
+            self._failed(f"{self.path.name} cannot be opened: {error.strerror}")
+        self.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
+        sys.stdout, sys.stderr = self.screen, cast(TextIO, _Screen(sys.stderr, self._console, ERR))
+        self._copy = self.copied()
+        self._copy.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._copy.__exit__(None, None, None)
         sys.stdout, sys.stderr = self._before
         if error is not None:  # its traceback is printed after this file is closed
             self.write(printable(f"ended by {type(error).__name__}: {error}\n"))
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError:
-                self.failures += 1
+        for writer in late_writers(self._writers, lambda sink: sink.close()):
+            self._failed(f"{writer.current} does not answer")
+        for writer in self._writers:
+            writer.end()
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """Inside, what is printed to the present stdout and stderr goes into the file too."""
+        before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (cast(TextIO, _Both(stream, self)) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
 
     def write(self, text: str) -> None:
+        """Into the file alone."""
         if self._file is not None:
-            try:
-                self._file.write(text)
-            except (OSError, ValueError):
-                self.failures += 1
+            self._file.write({"stream": self.path.name, "text": text})
+
+    def flush(self) -> None:
+        """Waits until everything printed so far is written, a short time at most."""
+        late_writers(self._writers, lambda sink: sink.flush(), FLUSH_S)
+
+    @property
+    def _writers(self) -> list[Writer]:
+        return [self._console, *([self._file] if self._file else [])]
+
+    def _failed(self, why: str) -> None:
+        self.failures += 1
+        self.last_failure = why
+
+
+class _Stream(Sink):
+    """A stream of text. One that this process was given stays open."""
+
+    def __init__(self, name: str, stream: TextIO, *, owned: bool = False):
+        self.name, self._stream, self._owned = name, stream, owned
+
+    def wants(self, event: Event) -> bool:
+        return bool(event["stream"] == self.name)
+
+    def write(self, event: Event) -> None:
+        self._stream.write(event["text"])
+        self._stream.flush()
+
+    def close(self) -> None:
+        if self._owned:
+            self._stream.close()
+
+
+class _Screen:
+    """A stream of the console that another thread writes; in everything else it is the stream."""
+
+    def __init__(self, stream: TextIO, writer: Writer, name: str):
+        self._stream, self._writer, self._name = stream, writer, name
+
+    def write(self, text: str) -> int:
+        self._writer.write({"stream": self._name, "text": text})
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing to do: the other thread flushes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Both:
@@ -55,7 +128,12 @@ class _Both:
 
     def write(self, text: str) -> int:
         self._log.write(text)
-        return self._stream.write(text)
+        self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        self._log.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

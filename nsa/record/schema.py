@@ -133,7 +133,7 @@ class TrainingRow:
     toks_per_s: float
     step_s: float
     data_wait_s: float
-    mem_gib: float
+    mem_gib: float | None  # None: could not be read
     val_loss: float | None = None
     val_bits_per_byte: float | None = None
     save_wait_s: float = 0.0  # how long training stood still for a checkpoint before this step

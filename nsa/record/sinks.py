@@ -7,25 +7,27 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nsa import faults
 from nsa.errors import LaunchError
 from nsa.files import make_folder, open_regular, read_regular, regular
 from nsa.record.atomic_file import write_whole
 from nsa.record.events import Sink
 from nsa.record.schema import GATES, SELECTION, TABLES, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
+MAX_PENDING = 64 * 2**20  # bytes of rows that wait for room on the disk; later ones are lost
 _TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
 _GATE_SCALARS = GATES.columns[3:]
 _SELECTION_SCALARS = [name for name in SELECTION.columns[2:] if not name.startswith("distance_")]
 
 
-def table_sinks(folder: Path, rank: int, done_steps: int) -> list[Sink]:
+def table_sinks(folder: Path, rank: int, done_steps: int) -> list["TableSink"]:
     return [TableSink(folder, rank, table, done_steps) for table in TABLES]
 
 
 class TableSink(Sink):
     """A CSV file of one rank. It keeps the rows up to `done_steps` and removes what an interrupted run wrote after.
 
-    A row that cannot be written stays in the buffer and is tried again with the next one.
+    Rows that cannot be written stay in memory, and are tried again with the next one and before a checkpoint.
     """
 
     is_awaited = True
@@ -33,48 +35,67 @@ class TableSink(Sink):
     def __init__(self, folder: Path, rank: int, table: Table, done_steps: int = 0):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
+        self._pending = bytearray()
+        self._steps: tuple[int, int] | None = None  # the first and the last that wait
         try:
-            kept = _length_until(path, table.header.encode(), done_steps)
+            kept, self.last_step = _kept(path, table.header.encode(), done_steps)
             if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
                 path.rename(path.with_suffix(".old.csv"))
-            self._file = open(path, "r+b" if kept else "wb", opener=regular)  # noqa: SIM115  (until close)
+            self._file = open(path, "r+b" if kept else "wb", buffering=0, opener=regular)  # noqa: SIM115  (until close)
             if kept:
                 self._file.truncate(kept)
                 self._file.seek(kept)
             else:
-                self._file.write(table.header.encode())
+                self._pending += table.header.encode()
         except OSError as error:
             raise LaunchError(f"train.out_dir: {path} cannot be written: {error.strerror}") from None
+
+    @property
+    def unwritten(self) -> tuple[int, int] | None:
+        """The first and the last step whose rows are in memory only."""
+        return self._steps
 
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)
 
     def write(self, event: Event) -> None:
-        self._file.write(self.table.format(event).encode())
-        self._file.flush()
+        if len(self._pending) < MAX_PENDING:
+            self._pending += self.table.format(event).encode()
+        self._steps = (self._steps[0] if self._steps else event["step"], event["step"])
+        self._write_pending()
 
     def flush(self) -> None:
-        self._file.flush()
+        self._write_pending()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_pending()
+        finally:
+            self._file.close()
+
+    def _write_pending(self) -> None:
+        faults.point("rows.write")
+        while self._pending:  # a disk with little room left takes a part of a row, and the rest later
+            del self._pending[: self._file.write(self._pending) or 0]
+        self._steps = None
 
 
-def _length_until(path: Path, header: bytes, done_steps: int) -> int:
-    """Bytes of the file that hold the header and whole rows of steps up to `done_steps`."""
+def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:
+    """Bytes of the file that hold the header and whole rows of steps up to `done_steps`, and the last of them."""
     if not done_steps or not path.exists():
-        return 0
+        return 0, 0
+    last = 0
     with open_regular(path) as file:
         if file.readline() != header:
-            return 0
+            return 0, 0
         length = len(header)
         for line in file:
             step = line.split(b",", 1)[0]
             if not line.endswith(b"\n") or not step.isdigit() or int(step) > done_steps:
                 break
-            length += len(line)
-    return length
+            length, last = length + len(line), int(step)
+    return length, last
 
 
 class TensorBoard(Sink):

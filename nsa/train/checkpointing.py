@@ -2,7 +2,8 @@
 
 A save runs while training does. All ranks learn of its end at the same step, through the step's own message. Every due
 checkpoint is written: where the save before is still under way, the run waits for it and reports the wait. A save that
-failed is an incident and is retried at the next step; three failures in a row end the run.
+failed is an incident, and is retried after a minute and two minutes later; three such failures end the run. Checkpoints
+that come due in between are tried as well, and do not count if they fail.
 """
 
 import random
@@ -25,14 +26,18 @@ from nsa.parallel.strategy import host_mesh
 from nsa.train.monitor import Monitor
 from nsa.train.state import Progress, RunState
 
-ATTEMPTS = 3
+RETRY_S = (60.0, 120.0)  # from a failed save to the next that counts; storage that is full now may have room later
+LONGEST_PAUSE_S = 16.0  # between two attempts of a run that cannot go on without having saved
 # Before each tensor of a save in the background. Writing the 522 tensors of a 125M run keeps the interpreter for about
 # half a second, which stops the training thread: spread over 13 s that is at most a twentieth of each step.
 PAUSE_S = 0.025
 
 
 class Checkpointing:
-    """The checkpoints of one run. All ranks call every method together."""
+    """The checkpoints of one run. All ranks call every method but the votes together."""
+
+    clock = staticmethod(time.monotonic)
+    pause = staticmethod(time.sleep)
 
     def __init__(self, config: Config, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
         self.config, self.state, self.monitor = config, state, monitor
@@ -49,22 +54,25 @@ class Checkpointing:
         self._saved_step = state.progress.step if resumed else -1  # the newest that is committed
         self._writing_step = 0
         self._writing_best = False
-        self._failures = 0  # in a row; the failed save is retried at the next step
+        self._failures = 0  # in a row, those that count
+        self._counts = True  # whether the save under way counts if it fails
+        self._retry_at = 0.0
 
-    def vote(self) -> int:
-        """1 when this rank has written its part of the save that is under way."""
-        return int(self.saver.written)
+    def votes(self) -> tuple[int, int]:
+        """1 when this rank has written its part of the save that is under way; 1 when it is time for a retry."""
+        return int(self.saver.written), int(self._is_retry_due())
 
-    def after_step(self, written: int, *, is_best: bool) -> None:
-        """Completes a save that all ranks have `written`, and starts one where it is due."""
+    def after_step(self, written: int, retry: int, *, is_best: bool) -> None:
+        """Completes a save that all ranks have `written`, and starts one where it is due or a rank voted to `retry`."""
         if written == self.state.world.size:
             self._complete()
         every, step = self.config.checkpoint.every, self.state.progress.step
         due = is_best or bool(every and step % every == 0)
         if due and self.saver.busy:
             self._wait_for_the_one_before()
-        if (due or self._failures) and not self.saver.busy:
+        if (due or retry) and not self.saver.busy:
             background = self.config.checkpoint.background
+            self._counts = bool(retry) or not self._failures
             self._begin(PAUSE_S if background else 0.0, is_best=is_best)
             if not background:
                 self._complete()
@@ -75,11 +83,21 @@ class Checkpointing:
             self._complete()
 
     def save_now(self) -> None:
-        """Returns when the present step is committed."""
+        """Returns when the present step is committed. Where storage fails it waits, as long as retries do."""
         self.settle()
+        pause_s = 1.0
         while self._saved_step != self.state.progress.step:
+            self.monitor.beat(self.state.progress.step, "save")
+            # The clocks of two ranks differ: the first decides.
+            self._counts = on_first_rank(self.state.world, lambda: not self._failures or self._is_retry_due())
             self._begin()
             self._complete()
+            if self._saved_step != self.state.progress.step:
+                self.pause(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _is_retry_due(self) -> bool:
+        return self._failures > 0 and self.clock() >= self._retry_at
 
     def _wait_for_the_one_before(self) -> None:
         began, step = time.perf_counter(), self.state.progress.step
@@ -90,8 +108,9 @@ class Checkpointing:
         self.monitor.log(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
 
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
-        self.monitor.flush()  # the rows that the checkpoint counts must be on the disk
-        self.saver.begin(snapshot(self.state, self.config, is_best=is_best), pause_s=pause_s)
+        saved = snapshot(self.state, self.config, is_best=is_best)
+        saved.state["unwritten_rows"] = self.monitor.flush()  # those that the checkpoint counts must be on the disk
+        self.saver.begin(saved, pause_s=pause_s)
         self._writing_step, self._writing_best = self.state.progress.step, is_best
 
     def _complete(self) -> None:
@@ -99,7 +118,6 @@ class Checkpointing:
         if failure is None:
             self._saved_step, self._failures = self._writing_step, 0
             return
-        self._failures += 1
         lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
         if lost is not None:
             raise lost
@@ -107,12 +125,16 @@ class Checkpointing:
         unmarked = "; it had the best validation loss" if self._writing_best else ""
         message = f"step {self._writing_step} could not be saved: {failure}{unmarked}"
         self.monitor.incident("save_failed", message, self.state.progress.step)
-        if self._failures == ATTEMPTS:
+        if not self._counts:
+            return
+        self._failures += 1
+        if self._failures > len(RETRY_S):
             last = self.saver.last_good or "none of this process"
             raise CheckpointError(
-                f"saving failed {ATTEMPTS} times in a row, the last time with: {failure}; "
+                f"saving failed {self._failures} times in a row, the last time with: {failure}; "
                 f"the last good checkpoint: {last}"
             )
+        self._retry_at = self.clock() + RETRY_S[self._failures - 1]
 
 
 def resume(state: RunState, config: Config, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
@@ -196,6 +218,8 @@ def restore(state: RunState, checkpoint: Path) -> None:
         state.scale.value = float(saved["loss_scale"]["value"])
         state.scale.clean_steps = int(saved["loss_scale"]["clean_steps"])
         state.data = None if saved.get("data") is None else str(saved["data"])
+        missing = dict(saved.get("unwritten_rows", {}))  # older checkpoints do not say
+        state.unwritten_rows = {str(name): (int(first), int(last)) for name, (first, last) in missing.items()}
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
     generators = read_random(checkpoint, state.world.rank)

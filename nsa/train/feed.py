@@ -86,9 +86,9 @@ class Feed:
         self._batches = None
         self._activity = Activity()
         self._waiter = Waiter(self._activity, data.stall_s, self._report_stall, stopped=self._is_stopped)
-        train, state = self.config.train, self.state
+        train, state, world = self.config.train, self.state, self.state.world
         self._data: Data = self._waiter.run(
-            lambda: build_data(data, train, state.tokenizer, self.folder, state.world.rank, self._activity),
+            lambda: build_data(data, train, state.tokenizer, self.folder, world.rank, self._activity, world.size),
             "the source to open",
         )
         self._batches = Prefetcher(

@@ -19,7 +19,7 @@ from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError,
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.launch import World, read_launch, start_world
 from nsa.parallel.numerics import numerics
-from nsa.record.memory_dump import is_out_of_memory, memory_gib, oom_report, remedies
+from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
 from nsa.record.schema import TrainingRow
 from nsa.train import nonfinite
@@ -40,12 +40,13 @@ def train(
     fresh: bool = False,
     accept_changes: bool = False,
     synthetic_on_fail: bool = False,
+    until_exit: bool = False,
 ) -> None:
     """Trains as configured into `folder`, resuming from its newest sound checkpoint.
 
     A run that is done already is reported and left as it is. `fresh` starts over; `accept_changes` resumes although
     the configuration or the data differ from the checkpoint's; `synthetic_on_fail` trains on synthetic text where
-    the source does not answer.
+    the source does not answer. `until_exit`: the process ends with the run, and signals stay caught until then.
     """
     launch = read_launch(os.environ)
     if fresh and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
@@ -59,11 +60,12 @@ def train(
         ):
             on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
             done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
+            log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if done is None:  # else nothing of the finished run is touched
-                held.enter_context(RunLog(folder, world.rank))
+                held.enter_context(log)
             print(world.banner(), flush=True)
             if done is None:
-                _run(config, folder, world, StartOptions(fresh, accept_changes, synthetic_on_fail))
+                _run(config, folder, world, log, stop, StartOptions(fresh, accept_changes, synthetic_on_fail))
             elif world.is_first:
                 print(printable(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start"))
     except Exception as error:
@@ -82,15 +84,15 @@ def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
     return config.train.steps if metrics.get("steps") == config.train.steps else None
 
 
-def _run(config: Config, folder: Path, world: World, options: StartOptions) -> None:
+def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequest, options: StartOptions) -> None:
     """The whole run; where it does not reach its end, the reason is recorded."""
     started = time.perf_counter()
-    monitor = Monitor(config, folder, world)
+    monitor = Monitor(config, folder, world, log)
     state: RunState | None = None
     session: Session | None = None
     micro_batch = 1
     try:
-        with StopRequest() as stop, monitor.watchdog:
+        with stop, monitor.watchdog:
             micro_batch = micro_batch_size(config, world.size)
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
@@ -119,7 +121,7 @@ def step(session: Session, save_wait_s: float) -> float:
     """
     config, state, monitor, feed = session.config, session.state, session.monitor, session.feed
     progress, clock = state.progress, StepClock()
-    monitor.profiler.before(progress.step + 1)
+    monitor.profile(progress.step + 1)
     faults.point("step.begin")
     lr = learning_rate(progress.step, config.train)
     targets = feed.num_targets()
@@ -130,7 +132,7 @@ def step(session: Session, save_wait_s: float) -> float:
             _micro_batches(session, clock),
             targets,
             lr,
-            votes=lambda: (int(session.stop.terminate), int(session.stop.interrupt), session.checkpointing.vote()),
+            votes=lambda: (int(session.stop.terminate), int(session.stop.interrupt), *session.checkpointing.votes()),
             observer=monitor.observer(progress.step + 1),
         )
     except WaitStopped:  # its batch does not come: the step counts as not begun
@@ -142,17 +144,17 @@ def step(session: Session, save_wait_s: float) -> float:
     progress.tokens += config.train.batch_size * config.train.seq_len
     progress.sequences += config.train.batch_size
     progress.loss = result.loss
-    row = _row(state, result, lr, clock, targets, save_wait_s)
+    row = _row(session, result, lr, clock, targets, save_wait_s)
     validation, is_best = _validate_if_due(session)
     if validation is not None:
         row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
     monitor.step_done(row)
     _dump_if_due(session)
-    terminate, interrupt, written = result.votes
+    terminate, interrupt, written, retry = result.votes
     began = time.perf_counter()
     monitor.beat(progress.step, "save")
     with monitor.extended_timeout():
-        session.checkpointing.after_step(written, is_best=is_best)
+        session.checkpointing.after_step(written, retry, is_best=is_best)
     save_wait_s = time.perf_counter() - began
     # All ranks saw the same sums: if one of them got a signal, all save and stop here.
     if (terminate or interrupt) and progress.step < config.train.steps:
@@ -180,19 +182,19 @@ def _micro_batches(session: Session, clock: StepClock) -> Iterator[Batch]:
 
 
 def _row(
-    state: RunState, result: StepResult, lr: float, clock: StepClock, targets: int, save_wait_s: float
+    session: Session, result: StepResult, lr: float, clock: StepClock, targets: int, save_wait_s: float
 ) -> TrainingRow:
     elapsed = time.perf_counter() - clock.began
     return TrainingRow(
-        step=state.progress.step,
-        tokens=state.progress.tokens,
+        step=session.step,
+        tokens=session.state.progress.tokens,
         loss=result.loss,
         lr=lr,
         grad_norm=result.grad_norm,
         toks_per_s=targets / elapsed,
         step_s=elapsed,
         data_wait_s=clock.data_wait_s,
-        mem_gib=memory_gib(state.device),
+        mem_gib=session.monitor.memory_gib(),
         save_wait_s=save_wait_s,
         skipped=int(not result.moved),
     )
@@ -259,6 +261,7 @@ def _save_and_stop(session: Session, kind: type[Preempted]) -> NoReturn:
     """All ranks call this together."""
     with session.monitor.extended_timeout():
         session.checkpointing.save_now()
+    session.stop.is_saved = True
     session.monitor.emit("preempted", session.step)
     raise kind(
         f"asked to stop: step {session.step} is saved in {session.folder}; the same command resumes from there"

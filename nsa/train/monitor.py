@@ -1,12 +1,12 @@
 """Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
 
 Nothing here waits for the device or for another rank. A file that cannot be opened at the start ends the run, because
-its folder is not usable; nothing that fails later does.
+its folder is not usable; nothing that fails later does: it is counted.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
 from nsa.record.events import EventStream, HeartbeatSink, Sink
 from nsa.record.guard import hang_reason
-from nsa.record.memory_dump import dump_memory
+from nsa.record.memory_dump import dump_memory, memory_gib
 from nsa.record.profile import StepProfiler
+from nsa.record.run_log import RunLog
 from nsa.record.schema import EventKind, GateStats, SelectionStats, TrainingRow
-from nsa.record.sinks import TensorBoard, Tracker, table_sinks
+from nsa.record.sinks import TableSink, TensorBoard, Tracker, table_sinks
 from nsa.record.trace import Tracer
 from nsa.record.watchdog import Watchdog
 from nsa.train.folder import record_end
@@ -33,10 +34,10 @@ from nsa.train.state import RunState
 
 
 class Monitor:
-    def __init__(self, config: Config, folder: Path, world: World):
-        self.config, self.folder, self.world = config, folder, world
+    def __init__(self, config: Config, folder: Path, world: World, printed: RunLog):
+        self.config, self.folder, self.world, self._printed = config, folder, world, printed
         self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)])
-        self.console = RunConsole(config.train.steps, silent=not world.is_first)
+        self.console = RunConsole(config.train.steps, printed, silent=not world.is_first)
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         self.watchdog = Watchdog(
             folder,
@@ -52,6 +53,7 @@ class Monitor:
             modules=config.telemetry.trace_modules,
             buckets=config.telemetry.trace_buckets,
         )
+        self._tables: list[TableSink] = []
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._sink_failures = 0
@@ -62,7 +64,14 @@ class Monitor:
         """Opens the files of the run, truncated to the step it resumes from."""
         done, wanted = state.progress.step, self.config.telemetry
         if self.world.is_first or wanted.per_rank:
-            self.stream.add(*table_sinks(self.folder, self.world.rank, done))
+            self._tables = table_sinks(self.folder, self.world.rank, done)
+            self.stream.add(*self._tables)
+        for table in self._tables:
+            first, last = state.unwritten_rows.get(table.name, (0, 0))
+            if table.last_step < last:
+                rows = f"the rows of steps {max(first, table.last_step + 1)} to {last}"
+                message = f"{table.name} lacks {rows}: they could not be written before step {done} was saved"
+                self.incident("missing_rows", message, done)
         if self.world.is_first and wanted.tensorboard:
             self._add(lambda: TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
@@ -73,15 +82,31 @@ class Monitor:
             self._observer = AttentionObserver(layers)
 
     def _add(self, make: Callable[[], Sink]) -> None:
-        try:
+        with self._counted():  # not installed, not logged in, nowhere to write
             self.stream.add(make())
-        except Exception as error:  # not installed, not logged in, nowhere to write
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """An error inside is counted and not raised: nothing that is only recorded ends a run."""
+        try:
+            yield
+        except Exception as error:
             self._sink_failures += 1
-            self.stream.last_failure = str(error)
+            self.stream.last_failure = str(error) or type(error).__name__
 
     def observer(self, step: int) -> Observer | None:
         """Sees this step's forward pass, if it is sampled."""
         return self._observer if self._is_sampled(step) else None
+
+    def profile(self, step: int) -> None:
+        """Before a step: starts the profiler, if it is to record this one."""
+        with self._counted():
+            self.profiler.before(step)
+
+    def memory_gib(self) -> float | None:
+        with self._counted():
+            return memory_gib(self.world.device)
+        return None
 
     def beat(self, step: int, phase: str) -> None:
         """Progress: the watchdog's timeout starts again."""
@@ -111,25 +136,34 @@ class Monitor:
         self._sink_failures += written.count(False)
 
     def log(self, line: str) -> None:
-        self.console.log(line)
+        with self._counted():
+            self.console.log(line)
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
         self.stream.emit(event, step, **values)
 
     def incident(self, kind: str, message: str, step: int) -> None:
         self.stream.incident(kind, message, step)
-        self.console.log(f"incident {kind}: {message}")
+        self.log(f"incident {kind}: {message}")
 
     def step_done(self, row: TrainingRow) -> None:
         """A step is done, its validation included."""
-        self.watchdog.step_done(row.step_s)
         self._steps_done = row.step
-        self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
-        self._take_samples(row.step)
+        with self._counted():
+            self._record(row)
         if self.failures and not self._failure_reported:
             self._failure_reported = True
-            self.incident("telemetry", self.stream.last_failure or "a file or a sink could not be written", row.step)
-        trace = self.profiler.after(row.step)
+            why = self.stream.last_failure or self._printed.last_failure or "a file or a sink could not be written"
+            self.incident("telemetry", why, row.step)
+        with self._counted():
+            self._show(row)
+
+    def _record(self, row: TrainingRow) -> None:
+        self.watchdog.step_done(row.step_s)
+        self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
+        self._take_samples(row.step)
+
+    def _show(self, row: TrainingRow) -> None:
         self.console.advance(row.step, row.loss)
         if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
             self.log(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
@@ -138,6 +172,7 @@ class Monitor:
                 f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
                 f" | {row.val_bits_per_byte:.4f} bits per byte"
             )
+        trace = self.profiler.after(row.step)
         if trace is not None:
             self.log(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
 
@@ -156,10 +191,11 @@ class Monitor:
 
     def last_samples(self) -> None:
         """At the end of a run: those that have not arrived yet."""
-        if self._observer is not None:
-            self._observer.wait()
-            for sample in self._observer.ready():
-                self._emit_sample(sample)
+        with self._counted():
+            if self._observer is not None:
+                self._observer.wait()
+                for sample in self._observer.ready():
+                    self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
         self._emit_stats("gates", sample.step, sample.gates)
@@ -175,7 +211,7 @@ class Monitor:
     def failures(self) -> int:
         """How many records could not be written."""
         observed = self._observer.failures if self._observer else 0
-        others = self.watchdog.failures + self.tracer.failures
+        others = self.watchdog.failures + self.tracer.failures + self._printed.failures
         return self.stream.dropped + self._sink_failures + observed + others
 
     def describe(self) -> dict[str, Any]:
@@ -187,13 +223,15 @@ class Monitor:
             **self._last,
         }
 
-    def flush(self) -> None:
-        """Before a checkpoint: its rows must be on the disk."""
+    def flush(self) -> dict[str, tuple[int, int]]:
+        """Before a checkpoint: its rows must be on the disk. The first and last step of those that are not, by file."""
         self.stream.flush()
+        return {table.name: steps for table in self._tables if (steps := table.unwritten)}
 
     def close(self) -> None:
         self.tracer.close()
         self.stream.close()
+        self._printed.flush()
 
 
 def _finite(stats: GateStats | SelectionStats) -> dict[str, Any]:

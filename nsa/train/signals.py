@@ -1,24 +1,32 @@
-"""Requests to stop: SIGTERM and SIGUSR1 (a scheduler), Ctrl-C (a person). The step is finished, then the run saves."""
+"""Requests to stop: SIGTERM and SIGUSR1 (a scheduler), SIGHUP (a terminal that closes), Ctrl-C (a person). The step is
+finished, then the run saves."""
 
 import os
 import signal
-import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopRequest:
-    """While active, signals only set a flag. A second Ctrl-C ends the process at once."""
+    """While active, signals only set a flag. A second Ctrl-C ends the process at once, unless the run `is_saved`.
 
-    def __init__(self) -> None:
+    `until_exit`: the handlers stay, so that a signal that comes after the run does not change the exit code.
+    """
+
+    def __init__(self, *, until_exit: bool = False) -> None:
         self.terminate = False
         self.interrupt = False
+        self.is_saved = False  # the run has nothing left to lose and ends by itself
+        self._until_exit = until_exit
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run outlives its terminal
             try:
                 self._before[number] = signal.signal(number, self._note)
             except ValueError:  # not the main thread: signals stay with the caller
@@ -26,13 +34,15 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if not self._until_exit:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
-            if self.interrupt:
-                print("interrupted twice: stopping at once; the last checkpoint is intact", file=sys.stderr, flush=True)
+            if self.interrupt and not self.is_saved:
+                with suppress(OSError):
+                    os.write(2, b"interrupted twice: stopping at once; the last checkpoint is intact\n")
                 os._exit(130)
             self.interrupt = True
         else:

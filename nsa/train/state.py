@@ -76,6 +76,8 @@ class RunState:
     progress: Progress = field(default_factory=Progress)
     teacher: Decoder | None = None  # on every rank whole
     data: str | None = None  # fingerprint of what the run reads
+    # Of the checkpoint that was restored: files, and the first and last step whose rows they lacked when it was saved.
+    unwritten_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.

@@ -39,7 +39,7 @@ def nsa(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["nsa", *map(str, arguments)])
-        monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)  # threads of other tests may wait for ever
+        monkeypatch.setattr("nsa.cli.main._waiting_threads", set)  # threads of other tests may wait for ever
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

@@ -1,4 +1,7 @@
-"""A disk that is full or broken: training goes on, the save is tried again, and three failures end the run."""
+"""A disk that is full or broken: training goes on, the save is tried again, and three failures end the run.
+
+Retries follow at once here, except where a clock is injected.
+"""
 
 import json
 import os
@@ -13,7 +16,8 @@ import pytest
 import nsa.checkpoint
 from nsa.checkpoint.format import FOLDER, LATEST, committed, pointed, verify
 from nsa.errors import CheckpointError
-from nsa.train import train
+from nsa.train import checkpointing, train
+from nsa.train.checkpointing import Checkpointing
 from tests.checkpoint.helpers import (
     SMALL,
     checkpoint_of,
@@ -31,6 +35,58 @@ NOT_WRITING = {"save.begin", "save.staged"}  # on the training thread, before an
 WRITES = [point for point in SAVE_POINTS if point not in NOT_WRITING]
 ERRORS = {"enospc": "No space left on device", "eio": "Input/output error"}
 ONE_VALIDATION = "train.eval_every=0"  # after the last step: saves are those of every second step
+
+
+class Clock:
+    """Moves when somebody waits."""
+
+    def __init__(self):
+        self.now, self.pauses = 1000.0, []
+
+    def pause(self, seconds):
+        self.now += seconds
+        self.pauses.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(Checkpointing, "clock", staticmethod(lambda: made.now))
+    monkeypatch.setattr(Checkpointing, "pause", staticmethod(made.pause))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _retry_at_once(request, monkeypatch):
+    if "clock" not in request.fixturenames:
+        monkeypatch.setattr(checkpointing, "RETRY_S", (0.0, 0.0))
+        monkeypatch.setattr(Checkpointing, "pause", staticmethod(lambda seconds: None))
+
+
+def test_storage_that_is_full_for_a_moment_does_not_end_the_run(tmp_path, undisturbed, clock):
+    with faults_armed("save.own:enospc:times=5"):
+        train(small(ONE_VALIDATION, "checkpoint.every=1"), tmp_path)
+    assert len(incidents_of(tmp_path)) == 5
+    assert metrics_of(tmp_path)["status"] == "done"
+    assert saved_steps(tmp_path)[-1] == 6, "the last one, which was saved when there was room again"
+    assert rows_of(tmp_path) == rows_of(undisturbed)
+
+
+def test_a_failed_save_is_retried_after_a_minute_without_another_coming_due(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr("nsa.train.loop.learning_rate", lambda step, config: clock.pause(30.0) or 1e-3)
+    with faults_armed("save.own:enospc"):
+        train(small(ONE_VALIDATION, "checkpoint.every=4", "train.steps=10", "checkpoint.keep=9"), tmp_path)
+    assert saved_steps(tmp_path) == [6, 8, 10]
+    assert len(incidents_of(tmp_path)) == 1
+
+
+def test_three_failures_that_end_a_run_lie_minutes_apart(tmp_path, clock):
+    began = clock.now
+    with faults_armed("save.own:enospc:times=9999"), pytest.raises(CheckpointError, match="3 times in a row"):
+        train(small(ONE_VALIDATION), tmp_path)
+    assert len(rows_of(tmp_path)) == 6, "training went on"
+    assert clock.now - began >= 180
+    assert max(clock.pauses) <= 16, "meanwhile it tries often: a scheduler that asked it to stop does not wait long"
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +190,7 @@ def test_a_process_that_may_not_write_large_files_ends_with_the_cause_and_no_tra
     config = tmp_path / "small.yaml"
     config.write_text(json.dumps(SMALL))
     done = subprocess.run(
-        [sys.executable, "-m", "nsa", "train", str(config), f"train.out_dir={tmp_path / 'run'}"],
+        [sys.executable, "-m", "tests.faults.impatient", "train", str(config), f"train.out_dir={tmp_path / 'run'}"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),

@@ -233,7 +233,7 @@ def write_files(folder: Path, case: Case) -> list[str]:
 def run_here(arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
     """The command inside this process: its exit code, and what it wrote to stderr."""
     monkeypatch.setattr(sys, "argv", ["nsa", *arguments])
-    monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)  # threads of other tests may still wait
+    monkeypatch.setattr("nsa.cli.main._waiting_threads", set)  # threads of other tests may still wait
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code, capsys.readouterr().err

@@ -40,6 +40,12 @@ def source(tmp_path):
     return TextSource([str(folder)])
 
 
+def whole(piece):
+    tokens = np.empty(len(piece), piece.dtype)
+    piece.read(0, tokens)
+    return tokens
+
+
 def contents(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
 
@@ -73,7 +79,7 @@ def test_shards_hold_the_source_document_for_document(source, tmp_path):
     direct = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
     shards = open_shards([out], TOKENIZER)
     assert len(manifest.shards) > 2
-    assert np.array_equal(np.concatenate(shards.pieces), direct.tokens)
+    assert np.array_equal(np.concatenate([whole(piece) for piece in shards.pieces]), direct.tokens)
     assert np.array_equal(shards.lengths, direct.lengths)
     assert np.array_equal(shards.keys, direct.keys)
     assert manifest.documents == 240

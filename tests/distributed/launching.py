@@ -52,10 +52,13 @@ def ranks_environment(size: int) -> list[dict[str, str]]:
     return [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
-def start_ranks(size: int, *arguments: str, faults: str = "", module: str = "nsa") -> list[warm.Process]:
+def start_ranks(
+    size: int, *arguments: str, faults: str = "", module: str = "nsa", console: int | None = None
+) -> list[warm.Process]:
     """The command on `size` ranks, as torchrun would start it."""
     armed = {"NSA_FAULTS": faults} if faults else {}
-    return [warm.start(module, *arguments, env=environment(**rank, **armed)) for rank in ranks_environment(size)]
+    ranks = [environment(**rank, **armed) for rank in ranks_environment(size)]
+    return [warm.start(module, *arguments, env=rank, console=console) for rank in ranks]
 
 
 def wait_all(processes: list[warm.Process], timeout_s: float = TIMEOUT_S) -> list[Ended]:

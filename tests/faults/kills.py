@@ -7,7 +7,7 @@ import torch
 
 from nsa.checkpoint.export import find_checkpoint
 from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
-from tests.distributed.launching import numbers_of, run_ranks, write_config
+from tests.distributed.launching import numbers_of, start_ranks, wait_all, write_config
 
 KILLED = -9
 STEP_POINTS = ("step.begin", "step.forward", "step.backward", "step.optimizer", "step.end")
@@ -41,8 +41,9 @@ class Runs:
     size: int
     config: str
 
-    def train(self, name: str, faults: str = ""):
-        return run_ranks(self.size, "train", self.config, f"train.out_dir={self.folder / name}", faults=faults)
+    def train(self, name: str, faults: str = "", module: str = "nsa"):
+        arguments = ("train", self.config, f"train.out_dir={self.folder / name}")
+        return wait_all(start_ranks(self.size, *arguments, faults=faults, module=module))
 
     def finish(self, name: str) -> None:
         ended = self.train(name)
@@ -56,11 +57,13 @@ class Runs:
         assert all(code in (KILLED, 8) for code in codes), (fault, codes, [e.output for e in ended])
 
 
-def make_runs(folder: Path, strategy: str, *, recompute: str = "none", steps: int = 8) -> Runs:
+def make_runs(
+    folder: Path, strategy: str, *, recompute: str = "none", steps: int = 8, eval_every: int = 3, **more: dict
+) -> Runs:
     parallel = {"strategy": strategy, "timeout_s": 60.0}
-    train = {"steps": steps, "eval_every": 3}
+    train = {"steps": steps, "eval_every": eval_every}
     runtime = {"device": "cpu", "threads": 1, "deterministic": True, "gradient_checkpointing": recompute}
-    config = write_config(folder, parallel=parallel, train=train, runtime=runtime)
+    config = write_config(folder, parallel=parallel, train=train, runtime=runtime, **more)
     return Runs(folder, 1 if strategy == "single" else 2, config)
 
 

@@ -135,7 +135,7 @@ def test_a_full_disk_on_one_rank_is_an_incident_and_the_save_is_retried(tmp_path
 
 def test_three_failed_saves_end_the_run_and_name_the_last_good_one(tmp_path, unbroken):
     runs = make_runs(tmp_path, "ddp")
-    ended = runs.train("run", "save.own:eio:hit=2:times=9:rank=1")
+    ended = runs.train("run", "save.own:eio:hit=2:times=9:rank=1", module="tests.faults.impatient")
     assert [e.code for e in ended] == [4, 4], ended[0].output
     last = find_checkpoint(tmp_path / "run")
     for one in ended:

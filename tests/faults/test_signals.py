@@ -1,5 +1,6 @@
 """Preemption (row 9): a signal to any rank saves and stops all of them at the end of the step, exactly resumable."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -13,9 +14,9 @@ from tests.faults.kills import assert_equal_to_the_bit, assert_prefix_equal, mak
 LONG = 100_000  # steps that no test waits for
 
 
-def start(runs, name, steps=LONG, faults=""):
+def start(runs, name, steps=LONG, faults="", console=None):
     arguments = ["train", runs.config, f"train.out_dir={runs.folder / name}", f"train.steps={steps}"]
-    return start_ranks(runs.size, *arguments, faults=faults)
+    return start_ranks(runs.size, *arguments, faults=faults, console=console)
 
 
 def wait_for_rows(run: Path, count: int) -> None:
@@ -71,3 +72,38 @@ def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
     again = start(runs, "run", steps=8)
     assert wait_all(again)[0].code == 2  # train.steps differs: refused, nothing is changed
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_that_keep_coming_change_neither_the_exit_code_nor_what_is_recorded(tmp_path, number, code):
+    runs = make_runs(tmp_path, "single")
+    processes = start(runs, "run")
+    wait_for_rows(tmp_path / "run", 3)
+    processes[0].send_signal(number)
+    while number == signal.SIGINT and not any(e["event"] == "preempted" for e in events_of(tmp_path / "run")):
+        time.sleep(0.005)  # before it has saved, a second Ctrl-C ends it at once
+    while processes[0].poll() is None:
+        processes[0].send_signal(number)
+        time.sleep(0.002)
+    [ended] = wait_all(processes)
+    assert ended.code == code, ended.output
+    assert "Traceback" not in ended.output
+    assert metrics_of(tmp_path / "run")["exit_code"] == code
+    assert find_checkpoint(tmp_path / "run").name == f"step_{len(rows_of(tmp_path / 'run')):08d}"
+
+
+def test_a_terminal_that_closes_saves_and_stops_the_run(tmp_path):
+    runs = make_runs(tmp_path, "single")
+    ours, theirs = os.openpty()
+    processes = start(runs, "run", console=theirs)
+    os.close(theirs)
+    wait_for_rows(tmp_path / "run", 3)
+    os.close(ours)  # from here on, what it prints is an I/O error
+    time.sleep(0.2)
+    assert processes[0].poll() is None
+    processes[0].send_signal(signal.SIGHUP)
+    [ended] = wait_all(processes)
+    assert ended.code == 75
+    metrics = metrics_of(tmp_path / "run")
+    assert (metrics["status"], metrics["exit_code"]) == ("preempted", 75)
+    assert find_checkpoint(tmp_path / "run").name == f"step_{len(rows_of(tmp_path / 'run')):08d}"

@@ -72,7 +72,7 @@ def test_a_script_names_the_extra_that_is_missing(script):
 
 def failure(monkeypatch, capsys, module):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)  # threads of other tests may still wait
+    monkeypatch.setattr("nsa.cli.main._waiting_threads", set)  # threads of other tests may still wait
     with pytest.raises(SystemExit) as end:
         main(lambda: import_module(module))
     assert end.value.code == 1

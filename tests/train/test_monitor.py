@@ -18,6 +18,7 @@ from nsa.inspect.reading import read_run
 from nsa.parallel.launch import World
 from nsa.record import events
 from nsa.record.attention_stats import Sample
+from nsa.record.run_log import RunLog
 from nsa.record.schema import GateStats
 from nsa.train import train
 from nsa.train.monitor import Monitor
@@ -165,7 +166,7 @@ def test_a_rank_that_waits_for_one_without_data_leaves_the_decision_to_it_and_bo
 
 def test_the_summary_is_json_whatever_the_gates_are(tmp_path):
     world = World(torch.device("cpu"))
-    monitor = Monitor(tiny(), tmp_path, world)
+    monitor = Monitor(tiny(), tmp_path, world, RunLog(tmp_path, 0))
     stats = GateStats(10, math.nan, 0.0, math.inf, 0.0, 0.2, 0.3, 0.5)
     monitor._emit_sample(Sample(1, {"a": stats, "all": stats}, {}))
     monitor.close()

@@ -1,0 +1,103 @@
+"""Nothing that is only recorded ends a run, and rows that found no room are not forgotten (row 13)."""
+
+import json
+import resource
+from dataclasses import asdict, replace
+
+import pytest
+
+from nsa.checkpoint.export import find_checkpoint
+from nsa.checkpoint.load import read_state
+from nsa.record.schema import TRAINING, TrainingRow
+from nsa.record.sinks import TableSink
+from nsa.train import loop, train
+from nsa.train.monitor import Monitor
+from tests.checkpoint.helpers import faults_armed, incidents_of, small
+from tests.train.test_training import rows_of
+
+
+def test_rows_that_found_no_room_are_kept_and_written_when_there_is_some(tmp_path):
+    row = TrainingRow(1, 64, 2.5, 1e-3, 1.0, 100.0, 0.01, 0.0, 0.5)
+    sink, path = TableSink(tmp_path, 0, TRAINING), tmp_path / "training.csv"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, 300):  # far more than a buffer of Python's own holds
+        event = {"event": "step", **asdict(replace(row, step=step))}
+        if step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))  # a part of the row fits
+        try:
+            if 3 <= step < 299:
+                with pytest.raises(OSError, match="File too large"):
+                    sink.write(event)
+                assert sink.unwritten == (3, step)
+                continue
+        finally:
+            if step == 298:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sink.write(event)
+        assert sink.unwritten is None
+    sink.close()
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == list(range(1, 300))
+
+
+def test_rows_that_are_lost_with_the_process_are_in_the_checkpoint_and_an_incident_of_the_resumed_run(tmp_path):
+    # After a while nothing can be written, until the process is gone after step 5.
+    faults = "rows.write:enospc:hit=12:times=9999,step.begin:raise:hit=6"
+    train(small("checkpoint.every=1"), tmp_path / "plain")
+    folder = tmp_path / "killed"
+    with faults_armed(faults), pytest.raises(RuntimeError, match="fault at step"):
+        train(small("checkpoint.every=1"), folder)
+    first, last = read_state(find_checkpoint(folder))["unwritten_rows"]["training.csv"]
+    assert 1 < first < last == 5
+    train(small("checkpoint.every=1"), folder)
+    messages = [incident["message"] for incident in incidents_of(folder) if incident["kind"] == "missing_rows"]
+    steps = f"lacks the rows of steps {first} to 5: they could not be written before step 5 was saved"
+    assert f"training.csv {steps}" in messages
+    assert [int(row["step"]) for row in rows_of(folder)] == [*range(1, first), 6]
+    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "plain" / "model.safetensors").read_bytes()
+
+
+def test_a_process_without_file_descriptors_trains_on(tmp_path, monkeypatch):
+    """A real limit, from the second step to the fourth: no memory can be read, no event written."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    step = loop.train_step
+
+    def starved(state, *args, **kwargs):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3 if 1 <= state.progress.step < 4 else before[0], before[1]))
+        return step(state, *args, **kwargs)
+
+    train(small(), tmp_path / "plain")
+    monkeypatch.setattr(loop, "train_step", starved)
+    try:
+        train(small(), tmp_path / "starved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    rows = [rows_of(tmp_path / name) for name in ("plain", "starved")]
+    assert [row["mem_gib"] == "" for row in rows[1]] == [False, True, True, True, False, False]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    metrics = json.loads((tmp_path / "starved" / "metrics.json").read_text())
+    assert (metrics["status"], metrics["telemetry_failures"] > 3) == ("done", True)
+
+
+@pytest.mark.parametrize("part", ["profiler", "watchdog", "console", "_observer"])
+def test_whatever_only_records_can_fail_without_ending_the_run(tmp_path, monkeypatch, part):
+    class Broken:
+        failures = 0
+
+        def __getattr__(self, name):
+            raise ValueError("broken")
+
+    opened = Monitor.open
+
+    def broken(monitor, state):
+        opened(monitor, state)
+        if part == "watchdog":
+            monkeypatch.setattr(monitor.watchdog, "step_done", Broken)  # called with an argument it does not take
+        elif part == "console":
+            monkeypatch.setattr(monitor.console, "log", Broken)
+        else:
+            monkeypatch.setattr(monitor, part, Broken())
+
+    monkeypatch.setattr(Monitor, "open", broken)
+    train(small("telemetry.every=1"), tmp_path)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["status"], metrics["telemetry_failures"] >= 6) == ("done", True)
