@@ -3,7 +3,8 @@
 Every shape is checked against the float64 reference first; a kernel that is wrong gets no time. Prints a table and
 writes JSON with the machine, the versions and the commit. Three kinds of input (`--inputs`): random; correlated, in
 which queries agree in runs of 32; and trained, recorded from a layer of the run folder `--run` (see `bench.trained`).
-For each it says how much neighbouring queries agree.
+For each it says how much neighbouring queries agree. `--peers` times the public implementations in the same run
+(`bench.peers`).
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench import peers
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, agreement, make_inputs
 from bench.timing import machine, median_ms
 from bench.trained import Recording
@@ -102,20 +104,27 @@ def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
 
 
-def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
-    """Forward and backward of `call` twice: started by Python (`eager`), and replayed from a CUDA graph, which
-    leaves out what the host needs to start the kernels."""
+def time_eager(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    """Forward and backward of `call`, started by Python."""
     o = call()
     do = torch.randn_like(o)
     with torch.no_grad():
-        eager_forward = median_ms(call, rep)
-    eager_backward = median_ms(partial(torch.autograd.grad, o, leaves, do, retain_graph=True), rep)
-    del o
+        forward = median_ms(call, rep)
+    backward = median_ms(partial(torch.autograd.grad, o, leaves, do, retain_graph=True), rep)
+    return {"eager_fwd_ms": forward, "eager_bwd_ms": backward}
+
+
+def time_graph(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    """Forward and backward of `call`, replayed from a CUDA graph, which leaves out what the host needs to start the
+    kernels."""
     both, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.autograd.grad(call(), leaves, do)
+        o = call()
+        do = torch.randn_like(o)
+        torch.autograd.grad(o, leaves, do)
+        del o
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(forward), torch.no_grad():
         call()
@@ -123,13 +132,11 @@ def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dic
     del forward
     with torch.cuda.graph(both):
         torch.autograd.grad(call(), leaves, do)
-    backward_ms = median_ms(both.replay, rep) - forward_ms
-    return {
-        "fwd_ms": forward_ms,
-        "bwd_ms": backward_ms,
-        "eager_fwd_ms": eager_forward,
-        "eager_bwd_ms": eager_backward,
-    }
+    return {"fwd_ms": forward_ms, "bwd_ms": median_ms(both.replay, rep) - forward_ms}
+
+
+def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    return time_graph(call, leaves, rep) | time_eager(call, leaves, rep)
 
 
 def time_ours(x: Inputs, rep: int) -> dict[str, Any]:
@@ -213,6 +220,10 @@ def measure(shape: Shape, makers: dict[str, Maker], options: argparse.Namespace)
         result[kind] |= {"agreement": neighbours_agree(x)} | time_ours(x, options.rep)
         if not options.no_parts:
             result[kind]["parts_ms"] = time_parts(x, options.rep)
+    if options.peers:
+        kinds = [kind for kind in makers if kind != "trained"]
+        torch.cuda.empty_cache()
+        result["peers"] = peers.measure_all(shape, kinds, options.rep, options.checkouts, list(peers.PEERS))
     return result
 
 
@@ -279,6 +290,24 @@ def parts_table(results: list[dict[str, Any]]) -> Table:
     return out
 
 
+def peers_table(results: list[dict[str, Any]]) -> Table:
+    out = Table(title="Public implementations in the same run, ms (forward / backward), started by Python")
+    for column in ("shape", "inputs", "ours", *peers.PEERS):
+        out.add_column(column, overflow="fold")
+    for r in results:
+        for kind in (kind for kind in KINDS if "eager_fwd_ms" in r.get(kind, {}) and kind != "trained"):
+            found = [r["peers"][name] for name in peers.PEERS]
+            cells = [peer.get("missing") or peer.get("refused") or peer.get(kind) for peer in found]
+            out.add_row(
+                r["shape"], kind, *(_eager(cell) if isinstance(cell, dict) else cell for cell in [r[kind], *cells])
+            )
+    return out
+
+
+def _eager(times: dict[str, float]) -> str:
+    return f"{times['eager_fwd_ms']:.2f} / {times['eager_bwd_ms']:.2f}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/attention.json"))
@@ -289,7 +318,12 @@ def main() -> int:
     parser.add_argument("--rep", type=int, default=100, help="milliseconds to repeat each measurement for")
     parser.add_argument("--skip-dense", action="store_true")
     parser.add_argument("--no-parts", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="also time the public implementations; see bench.peers")
+    parser.add_argument("--checkout", action="append", default=[], help="NAME=PATH, where a peer lies")
     options = parser.parse_args()
+    options.checkouts = {name: Path(path) for name, _, path in (given.partition("=") for given in options.checkout)}
+    if set(options.checkouts) - set(peers.PEERS):
+        parser.error(f"--checkout: NAME=PATH with a name of {', '.join(peers.PEERS)}")
     kinds = options.inputs.split(",")
     if set(kinds) - set(KINDS) or ("trained" in kinds) != (options.run is not None):
         parser.error(f"--inputs: of {', '.join(KINDS)}; trained needs --run, a run folder, and --run needs trained")
@@ -306,6 +340,8 @@ def main() -> int:
     console = Console(width=200)
     console.print(table(results))
     console.print(parts_table(results))
+    if options.peers:
+        console.print(peers_table(results))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     return 1 if any("wrong" in r.get(kind, {}) for r in results for kind in KINDS) else 0
