@@ -27,7 +27,7 @@ test: setup-dev
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
-	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/record tests/nn tests/generate
+	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/record tests/nn tests/generate tests/train
 
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev

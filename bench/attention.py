@@ -1,7 +1,10 @@
 """Times whole NSA attention against dense attention on a CUDA GPU: `make bench`, or `python -m bench.attention`.
 
 Every shape is checked against the float64 reference first; a kernel that is wrong gets no time. Prints a table and
-writes JSON with the machine, the versions and the commit.
+writes JSON with the machine, the versions and the commit. Three kinds of input (`--inputs`): random; correlated, in
+which queries agree in runs of 32; and trained, recorded from a layer of the run folder `--run` (see `bench.trained`).
+For each it says how much neighbouring queries agree. `--peers` times the public implementations in the same run
+(`bench.peers`).
 """
 
 import argparse
@@ -19,26 +22,32 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, make_inputs
+from bench import peers
+from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, agreement, make_inputs
 from bench.timing import machine, median_ms
-from nsa.ops import compress_mean, nsa_attention
+from bench.trained import Recording
+from nsa.nn.rope import rotate
+from nsa.ops import compressed_attention, nsa_attention, select_blocks
 from nsa.ops.dispatch import OPERATORS, REFERENCE, kernels_for
 
 CHECK_TOKENS = 4096
 LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
+KINDS = ("random", "correlated", "trained")
+Maker = Callable[[Shape, int], Inputs]  # inputs of a shape from a seed
 
 
 def attention(x: Inputs, backend: str | None = None) -> Tensor:
     """Compression by mean, compressed attention, selection, selected attention, window, gates."""
-    k_cmp = compress_mean(x.k_cmp, SPEC, backend=backend)
-    v_cmp = compress_mean(x.v_cmp, SPEC, backend=backend)
-    return nsa_attention(x.q, k_cmp, v_cmp, x.k_sel, x.v_sel, x.k_win, x.v_win, x.gates, SPEC, backend=backend)
+    return nsa_attention(
+        x.q, *x.compressed(backend), x.k_sel, x.v_sel, x.k_win, x.v_win, x.gates, SPEC, backend=backend
+    )
 
 
-def check(shape: Shape, correlated: bool, dtype: torch.dtype) -> dict[str, float]:
+def check(shape: Shape, make: Maker) -> dict[str, float]:
     """Relative errors of each branch and gradient against the float64 reference on equal blocks."""
     small = Shape(min(shape.batch, 1), min(shape.tokens, CHECK_TOKENS), shape.heads, shape.groups, shape.dim)
-    x = make_inputs(small, correlated=correlated, dtype=dtype, seed=1)
+    x = make(small, 1)
+    dtype = x.q.dtype
     exact = Inputs(*(t.detach().double().requires_grad_() for t in x.all()))
     errors: dict[str, float] = {}
     do = torch.randn(x.q.shape, device="cuda").to(dtype)
@@ -51,6 +60,7 @@ def check(shape: Shape, correlated: bool, dtype: torch.dtype) -> dict[str, float
     compare("phi", k, REFERENCE["phi"].mean(exact.k_cmp.detach(), SPEC, None))
     dk = kernels["phi"].mean_backward(k, small.tokens, SPEC, None)
     compare("phi.dx", dk, REFERENCE["phi"].mean_backward(k.double(), small.tokens, SPEC, None))
+    k = k if x.slot_turns is None else rotate(k, x.slot_turns)
     q, do64 = x.q.detach(), do.double()
     o, lse = kernels["cmp"].forward(q, k, v, SPEC, None)
     o64, lse64 = REFERENCE["cmp"].forward(q.double(), k.double(), v.double(), SPEC, None)
@@ -94,20 +104,27 @@ def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
 
 
-def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
-    """Forward and backward of `call` twice: started by Python (`eager`), and replayed from a CUDA graph, which
-    leaves out what the host needs to start the kernels."""
+def time_eager(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    """Forward and backward of `call`, started by Python."""
     o = call()
     do = torch.randn_like(o)
     with torch.no_grad():
-        eager_forward = median_ms(call, rep)
-    eager_backward = median_ms(partial(torch.autograd.grad, o, leaves, do, retain_graph=True), rep)
-    del o
+        forward = median_ms(call, rep)
+    backward = median_ms(partial(torch.autograd.grad, o, leaves, do, retain_graph=True), rep)
+    return {"eager_fwd_ms": forward, "eager_bwd_ms": backward}
+
+
+def time_graph(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    """Forward and backward of `call`, replayed from a CUDA graph, which leaves out what the host needs to start the
+    kernels."""
     both, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.autograd.grad(call(), leaves, do)
+        o = call()
+        do = torch.randn_like(o)
+        torch.autograd.grad(o, leaves, do)
+        del o
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(forward), torch.no_grad():
         call()
@@ -115,13 +132,11 @@ def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dic
     del forward
     with torch.cuda.graph(both):
         torch.autograd.grad(call(), leaves, do)
-    backward_ms = median_ms(both.replay, rep) - forward_ms
-    return {
-        "fwd_ms": forward_ms,
-        "bwd_ms": backward_ms,
-        "eager_fwd_ms": eager_forward,
-        "eager_bwd_ms": eager_backward,
-    }
+    return {"fwd_ms": forward_ms, "bwd_ms": median_ms(both.replay, rep) - forward_ms}
+
+
+def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+    return time_graph(call, leaves, rep) | time_eager(call, leaves, rep)
 
 
 def time_ours(x: Inputs, rep: int) -> dict[str, Any]:
@@ -139,7 +154,7 @@ def time_parts(x: Inputs, rep: int) -> dict[str, float]:
     m = {operator: kernels_for(operator) for operator in OPERATORS}
     q, raw, gates, tokens = x.q.detach(), x.k_cmp.detach(), x.gates.detach(), x.q.shape[1]
     parts = {"phi.fwd": 2 * median_ms(lambda: m["phi"].mean(raw, SPEC, None), rep)}
-    k, v = m["phi"].mean(raw, SPEC, None), m["phi"].mean(x.v_cmp.detach(), SPEC, None)
+    k, v = (t.detach() for t in x.compressed())
     parts["phi.bwd"] = 2 * median_ms(lambda: m["phi"].mean_backward(k, tokens, SPEC, None), rep)
     o, lse = m["cmp"].forward(q, k, v, SPEC, None)
     do = torch.randn_like(o)
@@ -180,31 +195,57 @@ def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] 
         return None
 
 
-def measure(shape: Shape, rep: int, skip_dense: bool, parts: bool) -> dict[str, Any]:
+def neighbours_agree(x: Inputs) -> float:
+    """See `agreement`; of the first sequence."""
+    with torch.no_grad():
+        q, (k, v) = x.q[:1], (t[:1] for t in x.compressed())
+        _, lse = compressed_attention(q, k, v, SPEC)
+        return agreement(select_blocks(q, k, lse, SPEC), SPEC)
+
+
+def measure(shape: Shape, makers: dict[str, Maker], options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"shape": shape.name}
-    if not skip_dense:
-        result["dense_cudnn"] = time_dense(shape, SDPBackend.CUDNN_ATTENTION, rep)
-        result["dense_flash"] = time_dense(shape, SDPBackend.FLASH_ATTENTION, rep)
-    for kind in ("random", "correlated"):
-        correlated = kind == "correlated"
-        errors = check(shape, correlated, torch.bfloat16)
+    if not options.skip_dense:
+        result["dense_cudnn"] = time_dense(shape, SDPBackend.CUDNN_ATTENTION, options.rep)
+        result["dense_flash"] = time_dense(shape, SDPBackend.FLASH_ATTENTION, options.rep)
+    for kind, make in makers.items():
+        errors = check(shape, make)
         bad = wrong(errors, torch.bfloat16)
         result[kind] = {"errors": errors}
         if bad:
             result[kind]["wrong"] = bad
             continue
         torch.cuda.empty_cache()
-        x = make_inputs(shape, correlated=correlated)
-        result[kind] |= time_ours(x, rep)
-        if parts:
-            result[kind]["parts_ms"] = time_parts(x, rep)
+        x = make(shape, 0)
+        result[kind] |= {"agreement": neighbours_agree(x)} | time_ours(x, options.rep)
+        if not options.no_parts:
+            result[kind]["parts_ms"] = time_parts(x, options.rep)
+    if options.peers:
+        kinds = [kind for kind in makers if kind != "trained"]
+        torch.cuda.empty_cache()
+        result["peers"] = peers.measure_all(shape, kinds, options.rep, options.checkouts, list(peers.PEERS))
     return result
+
+
+def makers_of(shape: Shape, kinds: list[str], recording: Recording | None) -> dict[str, Maker]:
+    """How the wanted kinds of input are made; says which of them a run cannot serve."""
+    makers: dict[str, Maker] = {
+        "random": lambda shape, seed: make_inputs(shape, correlated=False, seed=seed),
+        "correlated": lambda shape, seed: make_inputs(shape, correlated=True, seed=seed),
+    }
+    if recording is not None:
+        refusal = recording.refusal(shape)
+        if refusal is None:
+            makers["trained"] = lambda shape, seed: recording.inputs(shape)
+        else:
+            print(f"{shape.name}: no trained inputs: {refusal}", file=sys.stderr, flush=True)
+    return {kind: makers[kind] for kind in kinds if kind in makers}
 
 
 def table(results: list[dict[str, Any]]) -> Table:
     out = Table(title="NSA attention on one GPU, ms (forward / backward), bf16; eager includes the host's share")
-    columns = ("shape", "inputs", "ours", "ours eager", "dense cuDNN", "dense flash", "x dense", "x public", "peak GiB")
-    for column in columns:
+    timed = ("ours", "ours eager", "dense cuDNN", "dense flash", "x dense", "x public", "peak GiB")
+    for column in ("shape", "inputs", "agree", *timed):
         out.add_column(column, justify="left" if column in ("shape", "inputs") else "right")
 
     def pair(t: dict[str, float] | None, prefix: str = "") -> str:
@@ -214,15 +255,16 @@ def table(results: list[dict[str, Any]]) -> Table:
         return t["fwd_ms"] + t["bwd_ms"]
 
     for r in results:
-        for kind in ("random", "correlated"):
+        for kind in (kind for kind in KINDS if kind in r):
             ours = r[kind]
             if "wrong" in ours:
-                out.add_row(r["shape"], kind, "WRONG: " + ", ".join(ours["wrong"]))
+                out.add_row(r["shape"], kind, "-", "WRONG: " + ", ".join(ours["wrong"]))
                 continue
             dense, public = r.get("dense_cudnn"), BEST_PUBLIC[r["shape"]]
             out.add_row(
                 r["shape"],
                 kind,
+                f"{ours['agreement']:.0%}",
                 pair(ours),
                 pair(ours, "eager_"),
                 pair(dense),
@@ -238,38 +280,71 @@ def parts_table(results: list[dict[str, Any]]) -> Table:
     out = Table(title="Kernels by themselves, ms")
     names: list[str] = []
     for r in results:
-        names = list(r["random"].get("parts_ms", {})) or names
+        names = next((list(r[kind]["parts_ms"]) for kind in KINDS if "parts_ms" in r.get(kind, {})), names)
     for column in ("shape", "inputs", *names):
         out.add_column(column)
     for r in results:
-        for kind in ("random", "correlated"):
-            if "parts_ms" in r[kind]:
+        for kind in KINDS:
+            if "parts_ms" in r.get(kind, {}):
                 out.add_row(r["shape"], kind, *(f"{t:.2f}" for t in r[kind]["parts_ms"].values()))
     return out
 
 
+def peers_table(results: list[dict[str, Any]]) -> Table:
+    out = Table(title="Public implementations in the same run, ms (forward / backward), started by Python")
+    for column in ("shape", "inputs", "ours", *peers.PEERS):
+        out.add_column(column, overflow="fold")
+    for r in results:
+        for kind in (kind for kind in KINDS if "eager_fwd_ms" in r.get(kind, {}) and kind != "trained"):
+            found = [r["peers"][name] for name in peers.PEERS]
+            cells = [peer.get("missing") or peer.get("refused") or peer.get(kind) for peer in found]
+            out.add_row(
+                r["shape"], kind, *(_eager(cell) if isinstance(cell, dict) else cell for cell in [r[kind], *cells])
+            )
+    return out
+
+
+def _eager(times: dict[str, float]) -> str:
+    return f"{times['eager_fwd_ms']:.2f} / {times['eager_bwd_ms']:.2f}"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/attention.json"))
     parser.add_argument("--shapes", default="", help="comma-separated parts of shape names; all when empty")
+    parser.add_argument("--inputs", default="random,correlated", help=f"comma-separated, of {', '.join(KINDS)}")
+    parser.add_argument("--run", type=Path, help="run folder that trained inputs are recorded from")
+    parser.add_argument("--layer", type=int, help="which NSA layer of the run, the middle one when not given")
     parser.add_argument("--rep", type=int, default=100, help="milliseconds to repeat each measurement for")
     parser.add_argument("--skip-dense", action="store_true")
     parser.add_argument("--no-parts", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="also time the public implementations; see bench.peers")
+    parser.add_argument("--checkout", action="append", default=[], help="NAME=PATH, where a peer lies")
     options = parser.parse_args()
+    options.checkouts = {name: Path(path) for name, _, path in (given.partition("=") for given in options.checkout)}
+    if set(options.checkouts) - set(peers.PEERS):
+        parser.error(f"--checkout: NAME=PATH with a name of {', '.join(peers.PEERS)}")
+    kinds = options.inputs.split(",")
+    if set(kinds) - set(KINDS) or ("trained" in kinds) != (options.run is not None):
+        parser.error(f"--inputs: of {', '.join(KINDS)}; trained needs --run, a run folder, and --run needs trained")
     if not torch.cuda.is_available():
         print("bench.attention needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
-    wanted = [s for s in SHAPES if not options.shapes or any(p in s.name for p in options.shapes.split(","))]
+    recording = Recording(options.run, options.layer) if options.run else None
     results = []
-    for shape in wanted:
-        results.append(measure(shape, options.rep, options.skip_dense, not options.no_parts))
-        print(f"done {shape.name}", file=sys.stderr, flush=True)
+    for shape in (s for s in SHAPES if any(part in s.name for part in options.shapes.split(","))):
+        makers = makers_of(shape, kinds, recording)
+        if makers:
+            results.append(measure(shape, makers, options))
+            print(f"done {shape.name}", file=sys.stderr, flush=True)
     console = Console(width=200)
     console.print(table(results))
     console.print(parts_table(results))
+    if options.peers:
+        console.print(peers_table(results))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
-    return 1 if any("wrong" in r[kind] for r in results for kind in ("random", "correlated")) else 0
+    return 1 if any("wrong" in r.get(kind, {}) for r in results for kind in KINDS) else 0
 
 
 if __name__ == "__main__":

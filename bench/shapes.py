@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa.ops import NSASpec
+from nsa.nn.rope import rotate
+from nsa.ops import NSASpec, compress_mean
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ BEST_PUBLIC = {
 
 @dataclass
 class Inputs:
-    """Leaves of one attention call: queries, three raw pairs, gates."""
+    """Leaves of one attention call: queries, three raw pairs, gates. With `slot_turns`, the rotary tables of a trained
+    model, its compressed keys are turned after compression, which the other kinds of input leave out."""
 
     q: Tensor
     k_cmp: Tensor
@@ -57,9 +59,15 @@ class Inputs:
     k_win: Tensor
     v_win: Tensor
     gates: Tensor
+    slot_turns: tuple[Tensor, Tensor] | None = None
 
     def all(self) -> list[Tensor]:
-        return list(vars(self).values())
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+    def compressed(self, backend: str | None = None) -> tuple[Tensor, Tensor]:
+        """Compressed keys and values."""
+        k, v = (compress_mean(x, SPEC, backend=backend) for x in (self.k_cmp, self.v_cmp))
+        return k if self.slot_turns is None else rotate(k, self.slot_turns), v
 
 
 def make_inputs(
@@ -82,6 +90,20 @@ def make_inputs(
         *(draw(shape.groups) for _ in range(6)),
         gates.to(dtype).requires_grad_(),
     )
+
+
+def agreement(indices: Tensor, spec: NSASpec) -> float:
+    """How much neighbouring queries agree: of the blocks that a query selected, the mean share that the query before
+    it selected too. indices [B, S, G, n] as `select_blocks` returns them, of one document. Forced blocks (the first
+    and the newest) are not counted, and neither are queries that see no more blocks than they select. NaN where there
+    are no others."""
+    newest = torch.arange(indices.shape[1], device=indices.device)[:, None, None] // spec.sel_block  # [S, 1, 1]
+    free = (indices >= spec.num_init) & (indices <= newest - spec.num_local)
+    chosen = torch.where(free, indices, -1)
+    common = (chosen[:, 1:, :, :, None] == chosen[:, :-1, :, None, :]).any(-1) & free[:, 1:]
+    counts = free[:, 1:].sum(-1)
+    counted = (counts > 0) & (newest[1:, :, 0] >= spec.num_selected)
+    return float((common.sum(-1) / counts.clamp(min=1))[counted].mean())
 
 
 SPEC = NSASpec()

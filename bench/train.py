@@ -1,7 +1,7 @@
 """Training speed of the 125M model with NSA against its dense twin: `python -m bench.train` on a CUDA GPU.
 
 Both train in one run on the same synthetic tokens with the trainer's own step: forward, backward, clipping, fused
-AdamW, bf16. One step is 32,768 tokens, or one sequence where that is longer.
+AdamW, bf16, with and without CUDA graphs. One step is 32,768 tokens, or one sequence where that is longer.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.parallel.numerics import numerics
+from nsa.train.graphs import plan_graphs
 from nsa.train.state import build_state
 from nsa.train.step import train_step
 
@@ -31,11 +32,11 @@ CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
 
 
 def measure(
-    attention: str, seq_len: int, compiled: bool, steps: int, granularity: str, step_tokens: int, packed: bool
+    attention: str, seq_len: int, compiled: bool, packed: bool, graphs: bool, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Median tokens/s over `steps` steps after a warm-up, and the peak memory."""
-    batch_size = max(1, step_tokens // seq_len)
-    checkpointing = granularity if seq_len >= CHECKPOINTED_FROM else "none"
+    """Median tokens/s over the steps after a warm-up, and the peak memory."""
+    batch_size = max(1, options.step_tokens // seq_len)
+    checkpointing = options.checkpointing if seq_len >= CHECKPOINTED_FROM else "none"
     config = load_config(
         "configs/m7c_125m.yaml",
         [
@@ -43,23 +44,26 @@ def measure(
             f"train.seq_len={seq_len}",
             f"train.batch_size={batch_size}",
             f"runtime.compile={str(compiled).lower()}",
+            f"runtime.cuda_graphs={'auto' if graphs else 'false'}",
             f"runtime.gradient_checkpointing={checkpointing}",
             "runtime.device=cuda",
         ],
     )
     with numerics(config.runtime):
-        return _measure(config, steps, packed)
+        return _measure(config, options.steps, packed)
 
 
 def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
     batch_size, seq_len = config.train.batch_size, config.train.seq_len
     torch.cuda.reset_peak_memory_stats()
     state = build_state(config, ByteTokenizer())
+    state.graphs = plan_graphs(config, state.world, batch_size)
     tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
     if packed:
         borders = pack(batch_size, seq_len).to("cuda")
         batch = Batch(batch.inputs.view(1, -1), batch.targets.view(1, -1), borders, seq_len)
+        batch = batch.padded(state.graphs.borders)
     targets = batch.targets.numel()
     times = []
     for step in range(steps + 3):
@@ -76,10 +80,12 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
         "batch_size": batch_size,
         "packed": packed,
         "compiled": config.runtime.compile,
+        "graphs": state.graphs.reason is None,
         "gradient_checkpointing": config.runtime.gradient_checkpointing,
         "step_ms": 1000 * median,
         "toks_per_s": targets / median,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
     del state, batch, tokens
     gc.collect()
@@ -103,6 +109,7 @@ def main() -> int:
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--attention", default="nsa,dense")
     parser.add_argument("--packed", choices=["no", "yes", "both"], default="no", help="documents in each sequence")
+    parser.add_argument("--graphs", choices=["no", "yes", "both"], default="yes", help="CUDA graphs")
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
     parser.add_argument("--checkpointing", default="block", help=f"of sequences from {CHECKPOINTED_FROM:,} tokens on")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
@@ -113,12 +120,13 @@ def main() -> int:
     results = []
     for seq_len in map(int, options.lengths.split(",")):
         for compiled in CHOICES[options.compile]:
-            for attention, packed in product(options.attention.split(","), CHOICES[options.packed]):
-                sizes = (options.steps, options.checkpointing, options.step_tokens)
-                results.append(measure(attention, seq_len, compiled, *sizes, packed))
+            choices = (options.attention.split(","), CHOICES[options.packed], CHOICES[options.graphs])
+            for attention, packed, graphs in product(*choices):
+                results.append(measure(attention, seq_len, compiled, packed, graphs, options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     table = Table(title="Training the 125M model on one GPU, bf16")
-    for column in ("tokens", "attention", "packed", "compiled", "checkpointed", "tokens/s", "step ms", "peak GiB"):
+    columns = ("tokens", "attention", "packed", "compiled", "graphs", "checkpointed", "tokens/s", "step ms", "peak GiB")
+    for column in columns:
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
@@ -126,6 +134,7 @@ def main() -> int:
             r["attention"],
             str(r["packed"]),
             str(r["compiled"]),
+            str(r["graphs"]),
             r["gradient_checkpointing"],
             f"{r['toks_per_s']:,.0f}",
             f"{r['step_ms']:.1f}",

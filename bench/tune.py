@@ -50,10 +50,11 @@ LARGE = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 
 
 
 class Case:
-    """One kernel call whose launch parameters are swept."""
+    """One kernel call whose launch parameters are swept. No two candidates make the same launches."""
 
     def __init__(self, name: str, run: Callable[[Any], Any], candidates: list[Any], default: Any):
-        self.name, self.run, self.candidates, self.default = name, run, candidates, default
+        self.name, self.run, self.default = name, run, default
+        self.candidates = [candidate for candidate in dict.fromkeys(candidates) if candidate != default]
 
 
 def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
@@ -79,9 +80,11 @@ def selection_cases(shape: Shape) -> Iterator[Case]:
     k = kernels_for("phi").mean(x.k_cmp.detach(), SPEC, None)
     _, lse = kernels_for("cmp").forward(q, k, k, SPEC, None)
     score, pick = selection.default_params(q, k)
-    candidates = [(Launch(*size), pick) for size in SCORE] + [
-        (score, replace(pick, columns=32 * n * pick.num_warps)) for n in (4, 8, 16, 32)
-    ]
+    width = selection.block_width(shape.tokens, SPEC)
+    picks = [pick] + [replace(pick, columns=32 * n * pick.num_warps) for n in (1, 2, 4, 8, 16)]
+    # Rows that fit fewer blocks than a launch could keep make the same launch.
+    different = {str(selection.pick_constants(SPEC, width, p)): p for p in reversed(picks)}
+    candidates = [(Launch(*size), pick) for size in SCORE] + [(score, p) for p in different.values()]
     yield Case(
         f"select {shape.name}",
         lambda p: (selection.forward(q, k, lse, SPEC, None, p).float(),),

@@ -43,6 +43,11 @@ def arm(text: str, rank: int = 0, attempt: int = 0) -> None:
     _armed[:] = [f for f in faults if f.rank in (-1, rank) and f.attempt in (-1, attempt)]
 
 
+def armed() -> bool:
+    """Whether any fault is armed in this process."""
+    return bool(_armed)
+
+
 def point(name: str) -> None:
     """Triggers the faults that are armed for this point."""
     if _armed:

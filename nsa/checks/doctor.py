@@ -109,6 +109,7 @@ class Setup:
             "train.eval_sequences": min(config.train.eval_sequences, batch_size),
             "runtime.gradient_checkpointing": case.checkpointing,
             "runtime.compile": case.compiled,
+            "runtime.cuda_graphs": "auto",  # which no case refuses
             "parallel.strategy": case.strategy,
             "parallel.allow_single_rank": parallel.allow_single_rank or (self.on_gpu and self.processes(case) == 1),
             # One process takes several passes for the batch.

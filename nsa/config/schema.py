@@ -320,6 +320,11 @@ class RuntimeConfig(Section):
         "attention branches and MLPs one by one; true and false mean block and none",
     )
     compile: bool = Field(False, description="torch.compile each block")
+    cuda_graphs: bool | Literal["auto"] = Field(
+        "auto",
+        description="replay forward and backward as CUDA graphs; auto: where a run on one GPU can, with the reason in "
+        "the log where it cannot",
+    )
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
     tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
     kernels: KernelsConfig = KernelsConfig()

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -29,6 +29,14 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def padded(self, borders: int | None) -> "Batch":
+        """With that many borders, the last one repeated: empty documents at the end. Unchanged where it has more, or
+        none, or for None."""
+        if borders is None or self.cu_seqlens is None or self.cu_seqlens.shape[0] > borders:
+            return self
+        missing = self.cu_seqlens[-1:].expand(borders - self.cu_seqlens.shape[0])
+        return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, missing]))
 
     def pinned(self) -> "Batch":
         """In memory that a GPU copies from asynchronously."""
@@ -92,7 +100,7 @@ class Prefetcher:
     """The batches of `requests` in their order; a thread is `ahead` of them, or loads each when it is needed (0).
 
     `next` reports and interrupts its wait as `waiter` says, with a timeout of its own for the first batch. An error of
-    the source is raised by the `next` that would have returned its batch.
+    the source is raised by the `next` that would have returned its batch. `borders`: see `Batch.padded`.
     """
 
     def __init__(
@@ -105,8 +113,9 @@ class Prefetcher:
         waiter: Waiter,
         first_batch_s: float,
         timeout_s: float,
+        borders: int | None = None,
     ):
-        self.loader, self.device, self.waiter = loader, device, waiter
+        self.loader, self.device, self.waiter, self.borders = loader, device, waiter, borders
         self.first_batch_s, self.timeout_s = first_batch_s, timeout_s
         self._requests = iter(requests)
         self._pool = DaemonPool(1, "data-prefetch")
@@ -121,7 +130,7 @@ class Prefetcher:
 
     def _load(self, request: Request) -> Batch:
         faults.point("data.batch")
-        batch = self.loader.batch(request.first, request.count, request.stride)
+        batch = self.loader.batch(request.first, request.count, request.stride).padded(self.borders)
         if self.device.type != "cuda":
             return batch
         torch.cuda.set_device(self.device)  # else this thread would open a context on the first GPU

@@ -12,5 +12,6 @@ def loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 def divergence_sum(logits_BSV: Tensor, teacher_BSV: Tensor, counted_BS: Tensor) -> Tensor:
     """KL divergence in nats of the model's next-token distribution from a teacher's, summed where `counted_BS`."""
-    student, teacher = (x[counted_BS].to(torch.float32).log_softmax(-1) for x in (logits_BSV, teacher_BSV))
-    return kl_div(student, teacher, reduction="sum", log_target=True)
+    student, teacher = (x.to(torch.float32).log_softmax(-1) for x in (logits_BSV, teacher_BSV))
+    divergence_BS = kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    return torch.where(counted_BS, divergence_BS, 0.0).sum()

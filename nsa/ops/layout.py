@@ -9,7 +9,8 @@ Legend: S tokens, N compressed tokens (slots, when packed).
 """
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ IntLike = TypeVar("IntLike", int, Tensor)
 Cached = TypeVar("Cached")
 
 _cache: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version, what was computed from it, by key)
+_capture_cache: Any = None  # the same, of the CUDA graph that is being captured
 _cache_lock = threading.Lock()
 
 
@@ -125,19 +127,38 @@ def _packed_slots(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> SlotLayout:
 def cached_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Cached]) -> Cached:
     """`compute()`, cached under `key` until `cu_seqlens` is written to or freed. Callers must not modify it.
 
-    Nothing is cached while a CUDA graph is captured: its replays must follow the borders they find.
+    A CUDA graph computes it again in every replay, from the borders that it finds then: nothing that was computed
+    outside a capture is used in it or the other way round. Inside, it is cached where `layouts_of_capture` is active.
     """
-    if cu_seqlens.is_inference() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+    capturing = _is_capturing(cu_seqlens)
+    cache = _capture_cache if capturing else _cache
+    if cu_seqlens.is_inference() or cache is None:
         return compute()
     version = cu_seqlens._version
     with _cache_lock:
-        found = _cache.get(cu_seqlens)
+        found = cache.get(cu_seqlens)
         if found is None or found[0] != version:
-            found = _cache[cu_seqlens] = (version, {})
+            found = cache[cu_seqlens] = (version, {})
     values = found[1]
     if key not in values:
         values[key] = compute()
     return cast(Cached, values[key])
+
+
+@contextmanager
+def layouts_of_capture() -> Iterator[None]:
+    """Around the whole capture of one CUDA graph, on one thread and those of its backward: what follows from borders is
+    computed once in the graph instead of by every operator of every layer."""
+    global _capture_cache
+    _capture_cache = WeakTensorKeyDictionary()
+    try:
+        yield
+    finally:
+        _capture_cache = None
+
+
+def _is_capturing(cu_seqlens: Tensor) -> bool:
+    return cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _safe_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:

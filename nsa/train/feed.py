@@ -99,6 +99,7 @@ class Feed:
             waiter=self._waiter,
             first_batch_s=data.first_batch_s,
             timeout_s=data.timeout_s,
+            borders=state.graphs.borders if state.graphs else None,
         )
         if state.progress.step < train.steps:
             self._first = self._batches.next()

@@ -24,6 +24,7 @@ from nsa.record.run_log import RunLog
 from nsa.record.schema import TrainingRow
 from nsa.train import nonfinite
 from nsa.train.folder import changed_keys, claim_folder, finished_metrics, record_end, refuse_other_config
+from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
 from nsa.train.session import Session, StartOptions
@@ -97,6 +98,7 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
             state.teacher = load_teacher(config, state)
+            state.graphs = plan_graphs(config, world, micro_batch)
             session = Session(config, folder, state, micro_batch, monitor, stop, options)
             with monitor.console:
                 save_wait_s = 0.0
@@ -126,6 +128,7 @@ def step(session: Session, save_wait_s: float) -> float:
     lr = learning_rate(progress.step, config.train)
     targets = feed.num_targets()
     monitor.tracer.step_begin(progress.step + 1)
+    graphs_off = state.graphs.reason if state.graphs else None
     try:
         result = train_step(
             state,
@@ -138,6 +141,8 @@ def step(session: Session, save_wait_s: float) -> float:
     except WaitStopped:  # its batch does not come: the step counts as not begun
         _save_and_stop(session, Preempted if session.stop.terminate else Interrupted)
     monitor.tracer.step_end(progress.step + 1, result.loss)
+    if state.graphs and state.graphs.reason != graphs_off:
+        monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
     if not result.moved:
         _handle_non_finite(session, result)
     progress.step += 1

@@ -91,6 +91,13 @@ class Session:
         """Steps that are done."""
         return self.state.progress.step
 
+    @property
+    def _graphs(self) -> str:
+        graphs = self.state.graphs
+        if graphs is None or graphs.reason is not None:
+            return f"off: {graphs.reason if graphs else 'not planned'}"
+        return f"on, but not for {graphs.overflows} passes of too many documents" if graphs.overflows else "on"
+
     def finish(self, started: float) -> None:
         """The last checkpoint, the weights in one file, the summary. No rank returns before all of them are there."""
         self.monitor.beat(self.step, "end")
@@ -113,7 +120,7 @@ class Session:
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
         config = self.config
         flops = flops_per_token(self.state.model, config.model, config.nsa, config.train.seq_len)
-        known = {"precision": self.state.precision, "flops_per_token": flops.sparse}
+        known = {"precision": self.state.precision, "flops_per_token": flops.sparse, "cuda_graphs": self._graphs}
         write_json(self.folder / ENVIRONMENT_FILE, environment | known)
         for line in self._describe(resumed, flops):
             self.monitor.log(line)
@@ -137,6 +144,7 @@ class Session:
                 "best_val_loss": progress.best_val_loss,
                 "skipped_steps": progress.skipped,
                 "data": self.feed.describe(),
+                "cuda_graphs": self._graphs,
                 **self.monitor.describe(),
                 "strategy": self.state.world.strategy,
                 "world_size": self.state.world.size,
@@ -152,6 +160,8 @@ class Session:
             f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
             f"{_describe_layers(config.model.layer_kinds())} attention, {state.precision} on {state.device}"
         )
+        if state.device.type == "cuda":
+            yield f"graphs  {self._graphs}"
         if config.runtime.precision not in ("auto", state.precision):
             yield f"note    this CPU has no bf16 instructions: bf16 is computed in {state.precision}"
         sparse = set(config.model.layer_kinds()) != {"dense"}

@@ -21,6 +21,7 @@ from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import apply_strategy
 from nsa.record.memory_dump import run_tensors
+from nsa.train.graphs import StepGraphs
 from nsa.train.optimizer import build_optimizer
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,6 +79,7 @@ class RunState:
     data: str | None = None  # fingerprint of what the run reads
     # Of the checkpoint that was restored: files, and the first and last step whose rows they lacked when it was saved.
     unwritten_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    graphs: StepGraphs | None = None  # None: every pass is started by Python
 
     def __post_init__(self) -> None:
         # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.

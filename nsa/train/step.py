@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa import faults
 from nsa.data.loader import Batch, Loader
@@ -40,26 +41,23 @@ def train_step(
     The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
     that any split into ranks and micro-batches gives the same gradient. Gradients travel with the last micro-batch.
     `votes` is called after backward, so that what happened during the step counts at its end. `observer` sees the
-    attention of the first forward pass.
+    attention of the first forward pass; a step without one replays its passes from `state.graphs`, where there are.
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=state.device)
-    for batch, is_last in _mark_last(batches):
-        with gradient_sync(state.module, wanted=is_last):
-            with state.autocast():
-                taught = teacher_logits(state, batch)
-                with observing(observer):
-                    logits = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
-                if taught is None:
-                    loss = loss_sum(logits, batch.targets) / targets
-                else:
-                    loss = divergence_sum(logits, taught, batch.targets != IGNORED) / targets
-            observer = None
-            if faults.makes_nan("step.loss"):
-                loss = loss * math.nan
-            faults.point("step.forward")
-            (loss * state.scale.value).backward()
-        total += loss.detach()
+    divisor = torch.full_like(total, targets)  # on the device, where a graph reads it
+    graphs = state.graphs if observer is None else None
+    for number, (batch, is_last) in enumerate(_mark_last(batches)):
+        loss = None
+        if graphs is not None:
+            work = partial(_forward_backward, state)
+            loss = graphs.run(work, state.trainable, batch, divisor, state.scale.value, is_first=number == 0)
+        if loss is None:
+            with gradient_sync(state.module, wanted=is_last):
+                loss = _forward_backward(state, batch, divisor, state.scale.value, observer)
+            graphs = None if number == 0 else graphs  # a replay adds to gradients of replays alone
+        observer = None
+        total += loss
     faults.point("step.backward")
     norm = _unscaled_norm(state)
     # The loss and everything the ranks agree on, in one small message.
@@ -80,15 +78,34 @@ def train_step(
 
 
 @torch.no_grad()
-def teacher_logits(state: RunState, batch: Batch) -> torch.Tensor | None:
+def teacher_logits(state: RunState, batch: Batch) -> Tensor | None:
     """What the teacher of `train.teacher` makes of a batch."""
     if state.teacher is None:
         return None
-    logits: torch.Tensor = state.teacher(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
+    logits: Tensor = state.teacher(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
     return logits
 
 
-def _unscaled_norm(state: RunState) -> torch.Tensor:
+def _forward_backward(
+    state: RunState, batch: Batch, divisor: Tensor, scale: Tensor | float, observer: Observer | None = None
+) -> Tensor:
+    """The loss of one micro-batch, without its history. Reads no value back from the device: a graph captures it."""
+    with state.autocast():
+        taught = teacher_logits(state, batch)
+        with observing(observer):
+            logits = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
+        if taught is None:
+            loss = loss_sum(logits, batch.targets) / divisor
+        else:
+            loss = divergence_sum(logits, taught, batch.targets != IGNORED) / divisor
+    if faults.makes_nan("step.loss"):
+        loss = loss * math.nan
+    faults.point("step.forward")
+    (loss * scale).backward()
+    return loss.detach()
+
+
+def _unscaled_norm(state: RunState) -> Tensor:
     if state.scale.enabled:
         gradients = [p.grad for p in state.trainable if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / state.scale.value)

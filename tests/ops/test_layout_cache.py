@@ -5,8 +5,8 @@ import weakref
 
 import torch
 
-from nsa.ops import NSASpec
-from nsa.ops.layout import cached_with, slot_layout, token_layout
+from nsa.ops import NSASpec, layout
+from nsa.ops.layout import cached_with, layouts_of_capture, slot_layout, token_layout
 
 SPEC = NSASpec(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=4, window=8)
 
@@ -56,3 +56,19 @@ def test_nothing_is_cached_for_inference_tensors():
         before = token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()
         cu_seqlens[1] = 9
         assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist() != before
+
+
+def test_a_captured_graph_computes_once_and_shares_nothing_with_what_is_outside(monkeypatch):
+    cu_seqlens = borders(0, 5, 12)
+    outside = token_layout(12, SPEC, cu_seqlens, "cpu")
+    monkeypatch.setattr(layout, "_is_capturing", lambda tensor: True)
+    with layouts_of_capture():
+        inside = token_layout(12, SPEC, cu_seqlens, "cpu")
+        assert inside is token_layout(12, SPEC, cu_seqlens, "cpu")
+        assert inside is not outside
+    with layouts_of_capture():
+        assert token_layout(12, SPEC, cu_seqlens, "cpu") is not inside
+    # A capture that nobody announced: every operator computes for itself.
+    assert token_layout(12, SPEC, cu_seqlens, "cpu") is not token_layout(12, SPEC, cu_seqlens, "cpu")
+    monkeypatch.undo()
+    assert token_layout(12, SPEC, cu_seqlens, "cpu") is outside

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -72,14 +72,16 @@ class Plan:
 @dataclass(frozen=True)
 class Taken:
     """spilled: bytes of local memory a thread needs. serialized: the assembler waits for every tensor-core product at
-    once (sm_90), which makes a kernel several times slower."""
+    once (sm_90), which makes a kernel several times slower. tensor_memory: columns of it (sm_100)."""
 
+    arch: int
     kernel: str
     constants: str
     registers: int
     spilled: int
     serialized: bool
     shared: int
+    tensor_memory: int
 
 
 class Recorder:
@@ -190,49 +192,53 @@ def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
 
 
-def assembler_report(ptx: str) -> str:
-    """What the assembler that ships with Triton says of one kernel."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target is not None
+def tool(name: str, *arguments: str | Path) -> str:
+    """What a tool that ships with Triton prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def measured(arch: int, key: tuple[str, str], compiled: Any) -> Taken:
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [tool, "-v", f"--gpu-name={target[1]}", source, "-o", Path(folder, "kernel.cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", tool("cuobjdump", "-res-usage", binary))
+        assert usage is not None
+        report = ""
+        if arch == 90:  # what only the assembler says
+            source.write_text(compiled.asm["ptx"])
+            report = tool("ptxas", "-v", "--gpu-name=sm_90a", source, "-o", binary)
+    memory = compiled.metadata
+    return Taken(
+        arch, *key, int(usage[1]), int(usage[2]), "serialized" in report, int(memory.shared), int(memory.tmem_size or 0)
+    )
 
 
-def taken(arch: int, plan: Plan) -> list[Taken]:
-    """What each different launch takes."""
+def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
+    """What each different launch takes; of the kernels in `only`, the first launch alone."""
     found: dict[tuple[str, str], Taken] = {}
     with recording(arch) as launches:
         (decode if plan.new else attend)(plan)
     for kernel, args, options in launches:
         key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor)}))
-        if key in found:
-            continue
-        compiled = compile_launch(arch, kernel, args, options)
-        report = assembler_report(compiled.asm["ptx"])
-        registers = re.search(r"Used (\d+) registers", report)
-        stack = re.search(r"(\d+) bytes stack frame", report)
-        assert registers is not None, report
-        assert stack is not None, report
-        found[key] = Taken(
-            *key, int(registers[1]), int(stack[1]), "serialized" in report, int(compiled.metadata.shared)
-        )
+        is_first = not any(key[0] == name for name, _ in found)
+        if key not in found and (not only or (key[0] in only and is_first)):
+            found[key] = measured(arch, key, compile_launch(arch, kernel, args, options))
     return list(found.values())
 
 
-def taken_elsewhere(arch: int, plan: Plan) -> list[Taken]:
-    """`taken` in a process of its own: this one may interpret its kernels."""
+def taken_elsewhere(archs: Sequence[int], plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
+    """`taken` for every architecture, in a process of its own: this one may interpret its kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, __file__, str(arch), json.dumps(asdict(plan))]
+    command = [sys.executable, __file__, json.dumps(archs), json.dumps(asdict(plan)), *only]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [Taken(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
 if __name__ == "__main__":
-    for kernel in taken(int(sys.argv[1]), Plan(**json.loads(sys.argv[2]))):
-        print(json.dumps(asdict(kernel)))
+    for arch in json.loads(sys.argv[1]):
+        for kernel in taken(arch, Plan(**json.loads(sys.argv[2])), sys.argv[3:]):
+            print(json.dumps(asdict(kernel)))

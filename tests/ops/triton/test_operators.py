@@ -53,6 +53,21 @@ def test_compression(packed):
     assert_same(*both(contract, [x.k_sel, weight]))
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_empty_documents_at_the_end_change_no_bit(backend):
+    """A CUDA graph of a training step pads borders to a fixed number."""
+    x = make_inputs(41, spec=SPEC, cu_seqlens=[0, 3, 37, 41], dtype=torch.float32, requires_grad=True)
+    raw = make_inputs(41, spec=SPEC, dtype=torch.float32, requires_grad=True).k_sel
+    results = []
+    for borders in (x.cu_seqlens, torch.tensor([0, 3, 37, *[41] * 9], dtype=torch.int32)):
+        k_cmp = compress_mean(raw, SPEC, cu_seqlens=borders, backend=backend)
+        tensors = (x.q, k_cmp, *x.tensors()[2:])
+        o = nsa_attention(*tensors, SPEC, cu_seqlens=borders, backend=backend)
+        results.append([o, *torch.autograd.grad(o.square().sum(), [raw, x.q, *x.tensors()[2:]])])
+    for bare, padded in zip(*results, strict=True):
+        assert torch.equal(bare, padded)
+
+
 def test_the_compiled_layer_runs_on_the_kernels():
     layer = NSAAttention(24, 4, 2, 16, spec=SPEC, phi="mlp", backend="triton")
     torch.nn.init.normal_(layer.gate.out.weight, std=0.3)

@@ -80,3 +80,19 @@ def test_every_candidate_of_selected_attention_is_launched():
                 assert_launched(launches, "block_grads_kernel", plan.block, lambda o: o["ROWS"], lambda o: o["KEYS"])
                 if plan.dq == "separate":
                     assert_tiles_launched(launches, "query_grads_kernel", plan.query)
+
+
+def test_no_two_candidates_make_the_same_launches():
+    """Else a sweep would time one launch under several names."""
+
+    def plain(values):
+        return [value for value in values if not isinstance(value, torch.Tensor)]
+
+    with recording(90) as launches:
+        for case in tune.cases(["cmp", "win", "select", "sel"], ["64", "128"]):
+            seen = set()
+            for candidate in (case.default, *case.candidates):
+                launches.clear()
+                case.run(candidate)
+                seen.add(str([(k.__name__, plain(args), plain(options.values())) for k, args, options in launches]))
+            assert len(seen) == 1 + len(case.candidates), case.name

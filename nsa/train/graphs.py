@@ -1,0 +1,174 @@
+"""Forward and backward of a micro-batch as CUDA graphs: the host starts one graph instead of a thousand kernels.
+
+A graph is captured once, on copies of a batch, and replayed for every later batch of its shape; numbers are those of a
+step without it. Two graphs share one pool of memory: the first pass of a step sets the gradients, further ones add to
+them. What needs Python inside the pass, such as a sample of attention, runs without them.
+
+The graphs keep the activations of a pass reserved, beside those of a pass that runs without them. `auto` therefore
+turns itself off where memory would not hold both, and where the capture fails; `reason` says why.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa import faults
+from nsa.config import Config
+from nsa.data.loader import Batch
+from nsa.errors import ConfigError
+from nsa.ops.layout import layouts_of_capture
+from nsa.parallel.launch import World
+
+WARM_UP = 3  # passes before a capture: they load kernels, compile blocks and give libraries their workspaces
+GIB = 1 << 30
+
+# Forward and backward of a batch, given the divisor and the scale of its loss, on the device; the loss.
+Pass = Callable[[Batch, Tensor, Tensor], Tensor]
+
+
+def refusal(config: Config, world: World) -> str | None:
+    """Why the steps of a run cannot be captured; None when they can."""
+    telemetry = config.telemetry
+    if world.device.type != "cuda":
+        return "the run is not on a GPU"
+    if world.strategy != "single":
+        return f"{world.strategy} exchanges tensors between ranks from inside forward and backward"
+    if telemetry.trace_grads or telemetry.trace_modules or telemetry.trace_buckets:
+        return "telemetry.trace_* runs Python in every pass"
+    if faults.armed():
+        return "faults are injected into the steps"
+    return None
+
+
+def memory_refusal(needed: int, free: int) -> str | None:
+    """Why memory would not hold the graphs of a pass that needs `needed` bytes beside such a pass without them."""
+    if free >= 2.2 * needed:
+        return None
+    return f"a pass needs {needed / GIB:.1f} GiB, twice with graphs, and {free / GIB:.1f} GiB are free"
+
+
+def plan_graphs(config: Config, world: World, micro_batch: int) -> "StepGraphs":
+    """As runtime.cuda_graphs says; a ConfigError where it demands what is refused."""
+    wanted = config.runtime.cuda_graphs
+    reason = "runtime.cuda_graphs is false" if wanted is False else refusal(config, world)
+    if wanted is True and reason is not None:
+        raise ConfigError(f"runtime.cuda_graphs: cannot be true, because {reason}; set it to auto or false")
+    accumulates = config.train.batch_size > micro_batch * world.size
+    return StepGraphs(micro_batch * config.train.seq_len, accumulates, reason, required=wanted is True)
+
+
+class StepGraphs:
+    """The graphs of steps whose passes have `tokens` tokens, and more than one of them where a step `accumulates`.
+
+    `reason` is why steps run without graphs, None while they use them. `borders` is the number of document borders that
+    every batch is padded to, None where they stay as they are: no size may depend on how many documents there are. A
+    batch with more of them runs without graphs.
+    """
+
+    def __init__(self, tokens: int, accumulates: bool, reason: str | None = None, *, required: bool = False):
+        self.reason, self.required, self.accumulates = reason, required, accumulates
+        self.borders = None if reason else tokens // 256 + 16
+        self.overflows = 0  # passes that had more borders
+        self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []  # of the first pass and of others; their losses
+        self._gradients: list[Tensor | None] = []
+
+    def run(
+        self,
+        work: Pass,
+        parameters: list[nn.Parameter],
+        batch: Batch,
+        divisor: Tensor,
+        scale: float,
+        *,
+        is_first: bool,
+    ) -> Tensor | None:
+        """Replays `work` on a batch and returns its loss, with the gradients in the parameters; None where that is not
+        possible. `is_first`: the gradients are set, else added to those of the replays before."""
+        if self.reason is not None or not self._fits(batch):
+            return None
+        if not self._graphs:
+            try:
+                self._prepare(work, parameters, batch, divisor)
+            except Exception as error:
+                self._give_up(parameters, error)
+            if self.reason is not None:
+                return None
+        for static, given in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            static.copy_(given, non_blocking=True)
+        self._divisor.copy_(divisor)
+        self._scale.fill_(scale)
+        graph, loss = self._graphs[0 if is_first else 1]
+        graph.replay()
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return loss
+
+    def _fits(self, batch: Batch) -> bool:
+        borders = None if batch.cu_seqlens is None else batch.cu_seqlens.shape[0]
+        if borders not in (None, self.borders):
+            self.overflows += 1
+            return False
+        return not self._graphs or _shapes(batch) == _shapes(self._batch)
+
+    def _prepare(self, work: Pass, parameters: list[nn.Parameter], batch: Batch, divisor: Tensor) -> None:
+        """Captures the graphs, where memory allows. Leaves the parameters without gradients of its own passes."""
+        borders = None if batch.cu_seqlens is None else batch.cu_seqlens.clone()
+        self._batch = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone(), cu_seqlens=borders)
+        self._divisor, self._scale = divisor.clone(), torch.ones_like(divisor)
+        self._warm_up(work, parameters)
+        if self.reason is not None:
+            return
+        pool = torch.cuda.graph_pool_handle()
+        self._graphs.append(self._capture(work, pool))  # without gradients before: they are made in the pool, and set
+        self._gradients = [parameter.grad for parameter in parameters]
+        if self.accumulates:
+            self._graphs.append(self._capture(work, pool))
+
+    def _warm_up(self, work: Pass, parameters: list[nn.Parameter]) -> None:
+        """Sets and adds gradients, then drops them. Turns graphs off where memory would not hold them."""
+        stream, held = torch.cuda.Stream(), torch.cuda.memory_allocated()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                work(self._batch, self._divisor, self._scale)
+        torch.cuda.current_stream().wait_stream(stream)
+        _drop_gradients(parameters)
+        needed = torch.cuda.max_memory_allocated() - held
+        torch.cuda.empty_cache()
+        if not self.required:
+            self.reason = memory_refusal(needed, torch.cuda.mem_get_info()[0])
+
+    def _capture(self, work: Pass, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads use the device meanwhile: the next batches are copied to pinned memory.
+            with layouts_of_capture(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                loss = work(self._batch, self._divisor, self._scale)
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that failed leaves its own behind
+        return graph, loss
+
+    def _give_up(self, parameters: list[nn.Parameter], error: Exception) -> None:
+        self._graphs.clear()
+        self._gradients = []
+        _drop_gradients(parameters)
+        first_line = (str(error).splitlines() or [""])[0]
+        self.reason = f"the step could not be captured: {type(error).__name__}: {first_line}"
+        if self.required:
+            raise ConfigError(f"runtime.cuda_graphs: {self.reason}; set it to auto or false") from error
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [tensor for tensor in (batch.inputs, batch.targets, batch.cu_seqlens) if tensor is not None]
+
+
+def _shapes(batch: Batch) -> list[torch.Size]:
+    return [tensor.shape for tensor in _tensors(batch)]
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
