@@ -36,7 +36,7 @@ PLACES = {
     "docs/readiness-h200/readiness.md": "readiness-h200/readiness.html",
 }
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
-COLUMNS = re.compile(r"(?:^\w+ {2,}\S.*\n(?: {4,}\S.*\n)*)+", re.MULTILINE)
+COLUMNS = re.compile(r"(?:^\w+(?:, \w+)* {2,}\S.*\n(?: {4,}\S.*\n)*)+", re.MULTILINE)
 WORDS = {"integer": "whole number", "number": "number", "boolean": "`true` or `false`", "string": "text"}
 LIMITS = {
     "minimum": "at least",
@@ -100,7 +100,7 @@ class AlignedColumns(Extension):
 
 
 def _table_of_columns(columns: re.Match[str]) -> str:
-    rows = re.findall(r"^(\w+) {2,}((?:.*\n)(?: {4,}.*\n)*)", columns[0], re.MULTILINE)
+    rows = re.findall(r"^(\w+(?:, \w+)*) {2,}((?:.*\n)(?: {4,}.*\n)*)", columns[0], re.MULTILINE)
     cells = [[f"`{name}`", " ".join(meaning.split())] for name, meaning in rows]
     return "\n" + _table(["name", "meaning"], cells) + "\n"
 

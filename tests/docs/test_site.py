@@ -116,7 +116,9 @@ def test_the_interfaces_are_described(site):
     raised = [name for name, _ in inspect.getmembers(errors, inspect.isclass)]
     shown = page(site, "reference/errors.html")
     assert [name for name in raised if f'id="nsa.errors.{name}"' not in shown] == []
-    assert 'id="nsa.load_run"' in page(site, "reference/runs.html")
+    shown = page(site, "reference/runs.html")
+    assert [name for name in nsa.__all__[1:] if f'id="nsa.{name}"' not in shown] == []
+    assert "<td><code>top_k, top_p</code></td>" in shown, "a line for two arguments"
 
 
 def test_every_command_is_described(site):
