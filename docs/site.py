@@ -134,9 +134,9 @@ def _sections(section: Fields, known: Fields, prefix: str) -> Iterator[tuple[str
     if keys:
         yield prefix.removesuffix("."), section.get("description", ""), keys
     for name, field in fields.items():
-        inner = _resolved(field.get("items", field), known)
-        if "properties" in inner:
-            yield from _sections(inner, known, f"{prefix}{name}{'[]' if 'items' in field else ''}.")
+        for part in (field, field.get("items", {}), *field.get("anyOf", [])):
+            if "properties" in (inner := _resolved(part, known)):
+                yield from _sections(inner, known, f"{prefix}{name}{'[]' if 'items' in field else ''}.")
 
 
 def _resolved(field: Fields, known: Fields) -> Fields:
@@ -155,6 +155,8 @@ def values(field: Fields, known: Fields) -> str:
         return ", or ".join(values(one, known) for one in field["anyOf"] if one.get("type") != "null")
     if choices := field.get("enum") or ([field["const"]] if "const" in field else []):
         return ", ".join(f"`{choice}`" for choice in choices)
+    if "properties" in field:
+        return "a section"
     limits = [f"{word} {field[name]}" for name, word in LIMITS.items() if name in field]
     if field["type"] == "array":
         inner = _resolved(field["items"], known)

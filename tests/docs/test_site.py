@@ -19,7 +19,7 @@ from nsa import errors
 from nsa.cli.main import app
 from nsa.config import Config
 from nsa.config.differences import flat
-from nsa.config.schema import MixturePart
+from nsa.config.schema import MixturePart, RopeScalingConfig
 from tests.docs.pages import ROOT
 from tests.inspect.test_report import browse
 
@@ -98,7 +98,12 @@ def test_nothing_is_fetched_from_a_network(site):
 def test_every_key_of_a_configuration_has_a_row_with_its_default_and_meaning(site):
     shown = page(site, "reference/configuration.html")
     rows = dict(re.findall(r"<tr>\s*<td><code>([\w.\[\]]+)</code></td>(.*?)</tr>", shown, re.DOTALL))
-    assert set(rows) == {*flat(Config().to_dict()), *(f"data.mixture[].{name}" for name in MixturePart.model_fields)}
+    inner = {
+        "data.mixture[]": MixturePart,
+        "model.rope_scaling": RopeScalingConfig,
+    }
+    more = {f"{prefix}.{name}" for prefix, section in inner.items() for name in section.model_fields}
+    assert set(rows) == {*flat(Config().to_dict()), *more}
     values, default, meaning = re.findall(r"<td>(.*?)</td>", rows["train.micro_batch"], re.DOTALL)
     assert (values, default) == ("whole number, at least 1, or <code>auto</code>", "<code>auto</code>")
     assert meaning == "sequences one rank runs at once"
