@@ -134,7 +134,7 @@ def test_tokens_that_were_taken_back_leave_no_trace(variant):
 
 def test_a_thousand_operations_agree_with_plain_lists_of_tokens():
     """Append, crop, free and join, in a pool that is often full; a refused operation changes nothing."""
-    model = small(PATTERN, "model.n_layers=3", "model.dim=16", "model.mlp_dim=16")
+    model = small("model.layer_pattern=[nsa,window]", "model.dim=16", "model.mlp_dim=16")
     cache = KVCache(model, sequences=4, max_length=200, tokens=256, slack=7)
     drawn, lists, refused = random.Random(0), dict[int, list[int]](), 0
     for _ in range(1000):
@@ -154,7 +154,7 @@ def test_a_thousand_operations_agree_with_plain_lists_of_tokens():
                 del lists[sequence][length:]
             elif lists:
                 rows = drawn.sample(list(lists), drawn.randint(1, len(lists)))
-                append(model, cache, lists, rows, [drawn.choice([0, 1, 1, 1, 4, 40]) for _ in rows], drawn)
+                append(model, cache, lists, rows, [drawn.choice([0, 1, 1, 1, 4, 30]) for _ in rows], drawn)
         except (CacheFullError, ArgumentError):
             refused += 1
             assert ({s: cache.length(s) for s in cache.sequences}, cache.free_tokens) == before

@@ -16,7 +16,7 @@ import nsa
 from nsa.checkpoint.export import find_weights, read_weights
 from nsa.cli.main import app
 from nsa.data.vocabulary import train_bpe
-from nsa.errors import BackendError, CheckpointError, ConfigError, DataError, LaunchError
+from nsa.errors import BackendError, CheckpointError, ConfigError, DataError, LaunchError, printable
 from nsa.inspect.reading import read_run
 from nsa.inspect.report import render
 from nsa.record.numbers import visible
@@ -159,7 +159,7 @@ def test_what_a_run_wrote_is_kept_in_its_folder_for_the_report(run, tmp_path):
     first = generate(run, "--prompt", "the ", "--beside-untrained")
     generate(checkpoint_of(run, 4), "--seed", "3")
     one, two = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
-    assert first.stdout.endswith(f"--- after training ---\nthe {one['text']}\n\n")
+    assert first.stdout.endswith(f"--- after training ---\nthe {printable(one['text'])}\n\n")
     assert (one["weights"], one["prompt"]) == ("model.safetensors", "the ")
     assert one["settings"] == {"max_tokens": 8, "temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 0}
     assert (two["weights"], two["prompt"], two["settings"]["seed"]) == ("checkpoints/step_00000004", "", 3)
