@@ -19,7 +19,6 @@ from nsa.data.vocabulary import train_bpe
 from nsa.errors import BackendError, CheckpointError, ConfigError, DataError, LaunchError, printable
 from nsa.inspect.reading import read_run
 from nsa.inspect.report import render
-from nsa.record.numbers import visible
 from nsa.train import train
 from tests.checkpoint.helpers import checkpoint_of, flip_byte, small, train_until
 
@@ -164,7 +163,7 @@ def test_what_a_run_wrote_is_kept_in_its_folder_for_the_report(run, tmp_path):
     assert one["settings"] == {"max_tokens": 8, "temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 0}
     assert (two["weights"], two["prompt"], two["settings"]["seed"]) == ("checkpoints/step_00000004", "", 3)
     page = render(read_run(run))
-    assert f"<b>the </b>{html.escape(visible(one['text']))}</pre>" in page
+    assert f"<b>the </b>{html.escape(printable(one['text']))}</pre>" in page
     assert page.index("step_00000004 · max_tokens 8") < page.index("model.safetensors · max_tokens 8"), "newest first"
 
 
