@@ -1,9 +1,10 @@
-"""Attention of new tokens over a cache, in few launches whose grids depend on shapes alone (`decode_kernels.py`).
+"""Attention of new tokens over a cache, in few launches whose grids depend on shapes alone (`decode_kernels.py`,
+`decode_merging.py`).
 
 `nsa` makes four: compressed attention split over the keys, the choice of blocks, selected and window attention in
 parts, and the mix of all parts; `paged` makes two. In a launch, `columns` are the keys that a program reads at a time,
 and `rows` the programs wanted for every multiprocessor: sequences are split into as many parts. Of "pick", `columns`
-are the blocks scored at a time; of "merge", the parts.
+are the blocks scored at a time, for 16 heads a group; of "merge", the parts.
 
 Legend: B batch, n new tokens, G key/value heads, H query heads, h = H/G.
 """
@@ -17,13 +18,8 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
-from nsa.ops.triton.decode_kernels import (
-    blocks_kernel,
-    interval_kernel,
-    merge_kernel,
-    mix_parts_kernel,
-    pick_blocks_kernel,
-)
+from nsa.ops.triton.decode_kernels import blocks_kernel, interval_kernel
+from nsa.ops.triton.decode_merging import merge_kernel, mix_parts_kernel, pick_blocks_kernel
 from nsa.ops.triton.launch import (
     Card,
     Launch,
@@ -54,7 +50,7 @@ LAUNCHES = LaunchTable(
         ("cmp", "sm90", 256): Launch(2, 32, 4, 4),
         ("cmp", "fp32", 128): Launch(2, 32, 8, 1),
         ("cmp", "fp32", 256): Launch(2, 16, 4, 1),
-        ("pick", "sm80", 256): Launch(1, 256, 8),
+        ("pick", "sm80", 256): Launch(1, 512, 16),
         ("blocks", "sm80", 64): Launch(3, 64, 4, 3),
         ("blocks", "sm80", 128): Launch(3, 32, 4, 3),
         ("blocks", "sm80", 256): Launch(2, 32, 4, 2),
@@ -62,23 +58,30 @@ LAUNCHES = LaunchTable(
         ("blocks", "sm90", 256): Launch(2, 32, 4, 3),
         ("blocks", "fp32", 128): Launch(2, 32, 4, 1),
         ("blocks", "fp32", 256): Launch(2, 16, 4, 1),
-        ("merge", "sm80", 256): Launch(1, 8, 1),
+        ("merge", "sm80", 256): Launch(1, 64, 8),
     }
 )
 
 
 @dataclass(frozen=True)
 class Launches:
-    """What a call launches. `cmp` is also the launch of `paged`."""
+    """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
+    has ended."""
 
     cmp: Launch
     pick: Launch
     blocks: Launch
     merge: Launch
+    overlap: bool = False
+
+    def overlapping(self) -> dict[str, bool]:
+        """Options of every launch but the first."""
+        return {"OVERLAP": True, "launch_pdl": True} if self.overlap else {"OVERLAP": False}
 
 
 def default_params(q: Tensor, v: Tensor, card: Card | None = None) -> Launches:
-    return Launches(*(LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "pick", "blocks", "merge")))
+    found = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "pick", "blocks", "merge"))
+    return Launches(*found, overlap=(card or card_of(q)).kind == "sm90")
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -110,7 +113,10 @@ def nsa(
     batch, new, heads, _ = q.shape
     groups, dv = v_sel.shape[2:]
     params = params or default_params(q, v_sel)
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (unit_last(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win))
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table = (
+        unit_last(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table)
+    )
+    win_places = unit_last(win_places) if win_places.dim() == 2 else win_places
     o = q.new_empty(batch, new, heads, dv)
     indices = q.new_empty(batch, new, groups, spec.num_selected, dtype=torch.int32)
     capacity = min(
@@ -155,47 +161,46 @@ def _nsa_piece(
     width = cdiv(blocks, 16) * 16
     scores = q.new_empty(batch * new * groups, width, **f32)
     block = blocks_plan(heads // groups, spec, params.blocks)
-    parts_sel, parts_win = branch_parts(batch * new * groups, spec, params.blocks, card_of(q))
+    scale, window = dk**-0.5, min(spec.window, capacity)
+    parts_sel, parts_win = branch_parts(batch * new * groups, spec, window, params.blocks, card_of(q))
     parts = parts_sel + parts_win
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
-    values = {"DV": dv, "BLOCK_DV": sizes["BLOCK_DV"]}
-    scale = dk**-0.5
     chunks = {"CHUNKS": spec.cmp_block // spec.cmp_stride, "PLANES": planes}
-    pick = pick_plan(spec, blocks, splits, params.pick)
+    pick = pick_plan(spec, blocks, splits, plan["HP"], params.pick)
     with launch_on(q):
-        interval_kernel[(splits, lanes)](
+        interval_kernel[(lanes, splits)](
             q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, peaks,
             *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3], cmp_table.stride(0),
             new, groups, splits, k_cmp.shape[0], capacity, blocks, tiles, scale,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
             **plan, **sizes, **chunks, SAME=same_rows(k_cmp, v_cmp), INTERPRETED=q.is_cpu,
-            num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
+            OVERLAP=params.overlap, num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
         )  # fmt: skip
         pick_blocks_kernel[(batch * new * groups,)](
             positions, stats_cmp, shares, peaks, scores, indices,
             new, groups, splits, capacity, blocks, tiles, width,
             HEADS=plan["HEADS"], HP=plan["HP"], QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, **pick,
+            **params.overlapping(),
         )  # fmt: skip
-        blocks_kernel[(parts, batch * new * groups)](
+        blocks_kernel[(batch * new * groups, parts)](
             q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, indices, o_blocks, stats_blocks,
             *q.stride()[:3], *k_sel.stride()[:3], *v_sel.stride()[:3], sel_table.stride(0),
             *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
             new, groups, parts_sel, parts_win, k_sel.shape[0], k_win.shape[0], capacity, scale,
-            WINDOW=spec.window, PAGE=k_sel.shape[1], SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
+            WINDOW=window, PAGE=k_sel.shape[1], SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
             **ring_or_pages(k_win, win_places, "PAGE_WIN"), **block, **sizes,
             SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
-            num_warps=params.blocks.num_warps, num_stages=params.blocks.num_stages,
+            **params.overlapping(), num_warps=params.blocks.num_warps, num_stages=params.blocks.num_stages,
         )  # fmt: skip
         mix_parts_kernel[(rows,)](
             positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
             *gates.stride(), new, heads, splits, parts_sel, parts_win, capacity,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
-            WINDOW=spec.window, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
+            WINDOW=window, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
             PER_BLOCK=block["PER_BLOCK"], BN=block["BN"],
-            **values, PARTS=min(params.merge.columns, power_of_2(splits)),
-            PARTS_BLOCKS=min(params.merge.columns, power_of_2(max(parts_sel, parts_win))),
-            num_warps=params.merge.num_warps,
+            DV=dv, BLOCK_DV=sizes["BLOCK_DV"], PARTS_BLOCKS=power_of_2(max(parts_sel, parts_win)),
+            **merge_plan(splits, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
         )  # fmt: skip
 
 
@@ -213,6 +218,7 @@ def paged(
     groups, dv = v.shape[2:]
     params = params or default_params(q, v)
     q, k, v, positions = unit_last(q), unit_last(k), unit_last(v), positions.contiguous()
+    places = unit_last(places) if places.dim() == 2 else places
     capacity = k.shape[1] * places.shape[1] if places.dim() == 2 else UNLIMITED
     plan = interval_plan(new, heads // groups, 1, params.cmp)
     tiles = cdiv(min(capacity, window or capacity), plan["BJ"]) + (window is not None)
@@ -223,20 +229,20 @@ def paged(
     o_parts = q.new_empty(rows, splits, dv, dtype=torch.float32)
     stats = q.new_empty(2, rows, splits, dtype=torch.float32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
-    seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, UNLIMITED)}
+    seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
     with launch_on(q):
-        interval_kernel[(splits, lanes)](
+        interval_kernel[(lanes, splits)](
             q, k, v, places, positions, o_parts, stats, o_parts, stats,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
             new, groups, splits, k.shape[0], capacity, 0, 0, dk**-0.5,
             **seen, **ring_or_pages(k, places, "PAGE"), **plan, **sizes, CHUNKS=0, PLANES=0,
             SAME=same_rows(k, v), INTERPRETED=q.is_cpu,
-            num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
+            OVERLAP=params.overlap, num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
         )  # fmt: skip
         merge_kernel[(rows,)](
             positions, o_parts, stats, o, new, heads, splits, capacity,
             **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, BLOCK_DV=sizes["BLOCK_DV"],
-            PARTS=min(params.merge.columns, power_of_2(splits)), num_warps=params.merge.num_warps,
+            **merge_plan(splits, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
         )  # fmt: skip
     return o
 
@@ -266,17 +272,17 @@ def blocks_plan(per_group: int, spec: NSASpec, params: Launch) -> dict[str, int]
 
 
 @lru_cache(maxsize=256)
-def branch_parts(lanes: int, spec: NSASpec, params: Launch, card: Card) -> tuple[int, int]:
+def branch_parts(lanes: int, spec: NSASpec, window: int, params: Launch, card: Card) -> tuple[int, int]:
     """Parts of the selected blocks and of the window: alike in tiles, as many as fill the card."""
     block = blocks_plan(1, spec, params)
-    tiles_sel, tiles_win = spec.num_selected * block["PER_BLOCK"], cdiv(spec.window, block["BN"])
+    tiles_sel, tiles_win = spec.num_selected * block["PER_BLOCK"], cdiv(window, block["BN"])
     wanted = max(2, params.rows * card.multiprocessors // lanes)
     parts_win = max(1, min(tiles_win, round(wanted * tiles_win / (tiles_sel + tiles_win))))
     return max(1, min(tiles_sel, wanted - parts_win)), parts_win
 
 
 @lru_cache(maxsize=256)
-def pick_plan(spec: NSASpec, blocks: int, splits: int, params: Launch) -> dict[str, Any]:
+def pick_plan(spec: NSASpec, blocks: int, splits: int, heads: int, params: Launch) -> dict[str, Any]:
     """The constants of `pick_blocks_kernel` for sequences of at most `blocks` blocks."""
     tiled = blocks > MOST_KEPT
     block = max(32, power_of_2(blocks))
@@ -284,9 +290,17 @@ def pick_plan(spec: NSASpec, blocks: int, splits: int, params: Launch) -> dict[s
         "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
         "NUM_SELECTED": spec.num_selected, "NUM_PADDED": power_of_2(spec.num_selected),
         "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
-        "SPLITS": power_of_2(splits), "CJ": min(params.columns, block),
+        "SPLITS": power_of_2(splits), "CJ": min(max(16, params.columns * 16 // heads), block),
         "BLOCK": min(block, 2048) if tiled else block, "TILED": tiled, "num_warps": params.num_warps,
     }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def merge_plan(splits: int, block_dv: int, params: Launch) -> dict[str, Any]:
+    """How the kernels that merge read `splits` parts, with a warp for every 1024 numbers."""
+    parts = min(params.columns, power_of_2(splits))
+    warps = max(1, min(params.num_warps, parts * block_dv // 1024))
+    return {"PARTS": parts, "LOOP": parts < splits, "num_warps": warps}
 
 
 @lru_cache(maxsize=256)

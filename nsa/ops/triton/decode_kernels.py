@@ -8,8 +8,11 @@ addresses are clamped to keys that exist.
 Scores of blocks. Parts do not know each other's maximum, yet equal blocks must score equal to the last bit, or ties
 would not go to the lower index. So the maxima of compressed attention are whole numbers, in base 2: probabilities
 relative to different maxima differ by powers of two, exactly. Compressed token c of block j gives to block j and, where
-it sticks out, to block j+1: as in `selection_kernels.py` the two shares are stored apart, for every head; a second
-kernel scales them, sums over the heads and picks.
+it sticks out, to block j+1: as in `selection_kernels.py` the two shares are stored apart, for every head; a kernel of
+`decode_merging.py` scales them, sums over the heads and picks.
+
+OVERLAP (Hopper and later): a kernel lets the next one start while it still runs, and waits for the one before it where
+it needs its results.
 
 Legend: B batch, n new tokens, G key/value heads, h query heads per group (HEADS, HP padded), H = G*h. A lane is a tile
 of QT queries of one sequence and group. ROWS = QT x HP, row r: query r // HP, head r % HP.
@@ -17,16 +20,16 @@ of QT queries of one sequence and group. ROWS = QT x HP, row r: query r // HP, h
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.selection_kernels import pick_row, pick_tiled
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, so that differences are numbers
 
 
 @triton.jit
-def _power_of_2(e):
+def power_of_2(e):
     """2**e for whole numbers e up to 127, exactly; 0 below -126."""
     return ((tl.maximum(e, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -43,8 +46,8 @@ def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     reference = tl.where(peak_new > NOTHING / 2, peak_new, 0.0)
     if EXACT:
         whole = tl.floor(s)
-        p = tl.exp2(s - whole) * _power_of_2(whole - reference[:, None])
-        alpha = _power_of_2(peak - reference)
+        p = tl.exp2(s - whole) * power_of_2(whole - reference[:, None])
+        alpha = power_of_2(peak - reference)
     else:
         p = tl.exp2(s - reference[:, None])
         alpha = tl.exp2(peak - reference)
@@ -78,13 +81,13 @@ def _page_of(table, tile, c, lowest, highest, INTERPRETED: tl.constexpr,
 
 
 @triton.jit
-def _share(tiles, parts):
+def tiles_of_part(tiles, parts):
     """Tiles of one part, where `tiles` are spread over at most `parts` parts."""
     return tl.maximum(tl.cdiv(tiles, parts), 1)
 
 
 @triton.jit
-def _keys_seen(t, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+def keys_seen(t, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
     """The interval of keys that queries at t see; empty for padding. Key i is seen from i*STRIDE + SPAN - 1 on."""
     hi = tl.where(t + 1 >= SPAN, (t + 1 - SPAN) // STRIDE + 1, 0)
     if WINDOW > 0:
@@ -95,7 +98,7 @@ def _keys_seen(t, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
-def _tiles_seen(lowest, highest, TILE: tl.constexpr):
+def tiles_seen(lowest, highest, TILE: tl.constexpr):
     """The first of the tiles that hold the keys lowest .. highest - 1, and how many there are."""
     first = lowest // TILE
     return first, tl.maximum(tl.cdiv(highest, TILE) - first, 0)
@@ -182,11 +185,14 @@ def interval_kernel(
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, INTERPRETED: tl.constexpr,
+    CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys of one lane. Grid (splits, B * query tiles * G). positions [B, n]."""
+    """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. The first of its call,
+    it starts when everything before it is done."""
+    if OVERLAP:
+        gdc_launch_dependents()
     ROWS: tl.constexpr = QT * HP
-    split, lane = tl.program_id(0), tl.program_id(1)
+    lane, split = tl.program_id(0), tl.program_id(1)
     query_tiles = tl.cdiv(n, QT)
     g = lane % G
     query = lane // G % query_tiles * QT
@@ -196,11 +202,11 @@ def interval_kernel(
     head = r % HP
     live = (i < n) & (head < HEADS)
     t = tl.minimum(tl.load(positions + b * n + i, mask=i < n, other=-1), capacity - 1)
-    lo, hi = _keys_seen(t, SPAN, STRIDE, WINDOW)
+    lo, hi = keys_seen(t, SPAN, STRIDE, WINDOW)
     highest = tl.max(hi, 0)
     lowest = tl.min(tl.where(hi > 0, lo, 0x7FFFFFFF), 0)
-    tile_first, count = _tiles_seen(lowest, highest, BJ * R)
-    share = _share(count, splits)
+    tile_first, count = tiles_seen(lowest, highest, BJ * R)
+    share = tiles_of_part(count, splits)
     first = split * share
     if (highest > 0) & (first < count):
         b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -224,7 +230,7 @@ def interval_kernel(
             RING, PAGE, R, BC, BJ, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION, CHUNKS, PLANES, HP,
             SAME, INTERPRETED,
         )  # fmt: skip
-        num_rows = (tl.num_programs(1).to(tl.int64) // G // query_tiles) * n * (G * HEADS)
+        num_rows = (tl.num_programs(0).to(tl.int64) // G // query_tiles) * n * (G * HEADS)
         _store_part(o_parts, stats, num_rows, row, live, split, splits, acc, peak, total, DV, BLOCK_DV)
 
 
@@ -257,20 +263,24 @@ def blocks_kernel(
     SEL_BLOCK: tl.constexpr, NUM_SELECTED: tl.constexpr, PER_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    SAME: tl.constexpr, INTERPRETED: tl.constexpr,
+    SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of the selected blocks, or of the window, of one query and group. Grid (parts, B * n * G). A block is
+    """One part of the selected blocks, or of the window, of one query and group. Grid (B * n * G, parts). A block is
     read in PER_BLOCK tiles of BN keys. One loop serves both branches, as two would not share their buffers."""
-    part, lane = tl.program_id(0), tl.program_id(1)
+    lane, part = tl.program_id(0), tl.program_id(1)
+    selected = part < parts_sel
+    if OVERLAP:
+        gdc_launch_dependents()
+        if selected:  # the window needs no blocks
+            gdc_wait()
     g = lane % G
     i = lane // G % n
     b = lane // G // n
     t = tl.minimum(tl.load(positions + b * n + i), capacity - 1)
-    selected = part < parts_sel
     lowest = tl.maximum(t + 1 - WINDOW, 0)
-    first_win, tiles_win = _tiles_seen(lowest, t + 1, BN)
+    first_win, tiles_win = tiles_seen(lowest, t + 1, BN)
     tiles = tl.where(selected, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, tiles_win)
-    share = _share(tiles, tl.where(selected, parts_sel, parts_win))
+    share = tiles_of_part(tiles, tl.where(selected, parts_sel, parts_win))
     first = tl.where(selected, part, part - parts_sel) * share
     if (t >= 0) & (first < tiles):
         b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -324,172 +334,7 @@ def blocks_kernel(
             s = tl.where(((key >= low) & (key <= high))[None, :], s, NOTHING)
             acc, peak, total, _ = _step(acc, peak, total, s, v, False, PRECISION)
         row = (b64 * n + i) * (G * HEADS) + g64 * HEADS + head
-        num_rows = tl.num_programs(1).to(tl.int64) * HEADS
+        num_rows = tl.num_programs(0).to(tl.int64) * HEADS
         _store_part(
             o_parts, stats, num_rows, row, live, part, parts_sel + parts_win, acc, peak, total, DV, BLOCK_DV
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n", "G", "splits", "capacity", "blocks", "tiles", "width"])
-def pick_blocks_kernel(
-    positions, stats, shares, peaks, scores, indices,
-    n, G, splits, capacity, blocks, tiles, width,
-    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr,
-    PLANES: tl.constexpr, SPLITS: tl.constexpr, CJ: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
-):  # fmt: skip
-    """The blocks of one query and group. Grid (B * n * G). shares [B,n,G,blocks,PLANES,HP], peaks [B,n,G,tiles,HP],
-    scores [B,n,G,width] is workspace, indices [B,n,G,NUM_SELECTED]."""
-    FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
-    lane = tl.program_id(0)
-    g = lane % G
-    i = lane // G % n
-    b = lane // G // n
-    t = tl.minimum(tl.load(positions + b * n + i), capacity - 1)
-    own = t // SEL_BLOCK
-    lane64 = lane.to(tl.int64)
-    out = indices + lane64 * NUM_SELECTED
-    place = tl.arange(0, NUM_PADDED)
-    if (t < 0) | (own < NUM_SELECTED):
-        tl.store(out + place, tl.where((place <= own) & (t >= 0), place, -1), mask=place < NUM_SELECTED)
-    else:
-        # More blocks than places, so the forced ones are apart: the first, then the free, then the newest.
-        forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
-        newest = own - (NUM_SELECTED - 1 - place)
-        tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
-        if FREE > 0:
-            head = tl.arange(0, HP)
-            row = (b.to(tl.int64) * n + i) * (G * HEADS) + g * HEADS + head
-            used = _splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
-            split = tl.arange(0, SPLITS)
-            there = (head < HEADS)[:, None] & (split < used)[None, :]
-            at = row[:, None] * splits + split[None, :]
-            num_rows = tl.num_programs(0).to(tl.int64) * HEADS
-            peak = tl.load(stats + at, mask=there, other=NOTHING)
-            total = tl.load(stats + num_rows * splits + at, mask=there, other=0.0)
-            top = tl.max(peak, 1)
-            lse = top + tl.log2(tl.maximum(tl.sum(total * tl.exp2(peak - top[:, None]), 1), 1e-30))
-            whole = tl.floor(lse)
-            weight = tl.exp2(whole - lse)  # [HP]
-            _, seen = _keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
-            stop = own - NUM_LOCAL + 1
-            line = scores + lane64 * width
-            share = shares + lane64 * blocks * (PLANES * HP) + head[None, :]
-            relative = peaks + lane64 * tiles * HP + head[None, :]
-            for j0 in tl.range(0, stop, CJ):
-                j = j0 + tl.arange(0, CJ)
-                known = (j * R < seen)[:, None] & (head < HEADS)[None, :]
-                mine = tl.load(share + (j * (PLANES * HP)).to(tl.int64)[:, None], mask=known, other=0.0)
-                exponent = tl.load(relative + (j // BJ * HP)[:, None], mask=known, other=NOTHING)
-                score = mine * _power_of_2(exponent - whole[None, :])
-                if PLANES == 2:
-                    before = (j >= 1)[:, None] & ((j - 1) * R < seen)[:, None] & (head < HEADS)[None, :]
-                    at_before = ((j - 1) * (PLANES * HP) + HP).to(tl.int64)
-                    over = tl.load(share + at_before[:, None], mask=before, other=0.0)
-                    exponent = tl.load(relative + ((j - 1) // BJ * HP)[:, None], mask=before, other=NOTHING)
-                    score += over * _power_of_2(exponent - whole[None, :])
-                score = tl.sum(score * weight[None, :], 1)
-                # Far below rounding, where shares may have been too small to be kept: all alike.
-                tl.store(line + j, tl.where(score > 1e-30, score, 0.0), mask=j < width)
-            tl.debug_barrier()
-            if TILED:
-                pick_tiled(line, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, 1, FREE)
-            else:
-                pick_row(line, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, 1, FREE)
-
-
-@triton.jit
-def _splits_used(
-    positions, b, i, n, splits, capacity, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    QT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """How many splits of `interval_kernel` hold keys of query i's lane."""
-    query = i // QT * QT + tl.arange(0, QT)
-    t = tl.minimum(tl.load(positions + b * n + query, mask=query < n, other=-1), capacity - 1)
-    lo, hi = _keys_seen(t, SPAN, STRIDE, WINDOW)
-    highest = tl.max(hi, 0)
-    lowest = tl.min(tl.where(hi > 0, lo, 0x7FFFFFFF), 0)
-    _, count = _tiles_seen(lowest, highest, TILE)
-    return tl.where(highest > 0, tl.cdiv(count, _share(count, splits)), 0)
-
-
-@triton.jit
-def _merge(
-    o_parts, stats, num_rows, row, first, used, parts,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The output of one row from its parts first .. first + used; 0 where they saw nothing."""
-    part = tl.arange(0, PARTS)
-    d = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    peak = tl.full([], NOTHING, tl.float32)
-    total = tl.zeros([], tl.float32)
-    for start in tl.range(0, used, PARTS):
-        there = start + part < used
-        at = row * parts + first + start + part
-        tops = tl.load(stats + at, mask=there, other=NOTHING)
-        sums = tl.load(stats + num_rows * parts + at, mask=there, other=0.0)
-        o = tl.load(
-            o_parts + at[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0
-        )  # [PARTS, BLOCK_DV]
-        peak_new = tl.maximum(peak, tl.max(tops, 0))
-        weight = tl.exp2(tops - peak_new)
-        alpha = tl.exp2(peak - peak_new)
-        acc = acc * alpha + tl.sum(o * weight[:, None], 0)
-        total = total * alpha + tl.sum(sums * weight, 0)
-        peak = peak_new
-    return acc / tl.where(total > 0.0, total, 1.0)
-
-
-@triton.jit(do_not_specialize=["n", "H", "splits", "capacity"])
-def merge_kernel(
-    positions, o_parts, stats, o, n, H, splits, capacity,
-    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, QT: tl.constexpr, TILE: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The splits of `interval_kernel` put together. Grid (B * n * H): one row each of o [B, n, H, DV]."""
-    row = tl.program_id(0)
-    used = _splits_used(
-        positions, row // H // n, row // H % n, n, splits, capacity, SPAN, STRIDE, WINDOW, QT, TILE
-    )  # fmt: skip
-    row64 = row.to(tl.int64)
-    num_rows = tl.num_programs(0).to(tl.int64)
-    acc = _merge(o_parts, stats, num_rows, row64, 0, used, splits, DV, BLOCK_DV, PARTS)
-    d = tl.arange(0, BLOCK_DV)
-    tl.store(o + row64 * DV + d, acc.to(o.dtype.element_ty), mask=d < DV)
-
-
-@triton.jit(do_not_specialize=["n", "H", "splits", "parts_sel", "parts_win", "capacity"])
-def mix_parts_kernel(
-    positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
-    gates_sb, gates_sn, gates_sh, gates_sc, n, H, splits, parts_sel, parts_win, capacity,
-    SPAN: tl.constexpr, STRIDE: tl.constexpr, QT: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SEL_BLOCK: tl.constexpr, NUM_SELECTED: tl.constexpr, PER_BLOCK: tl.constexpr,
-    BN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """The parts of all three branches put together and mixed. Grid (B * n * H): one row each of o [B, n, H, DV]."""
-    row = tl.program_id(0)
-    b, i, head = row // H // n, row // H % n, row % H
-    row64 = row.to(tl.int64)
-    num_rows = tl.num_programs(0).to(tl.int64)
-    t = tl.minimum(tl.load(positions + b * n + i), capacity - 1)
-    d = tl.arange(0, BLOCK_DV)
-    mixed = tl.zeros([BLOCK_DV], tl.float32)
-    if t >= 0:
-        gate = gates + b.to(tl.int64) * gates_sb + i.to(tl.int64) * gates_sn + head.to(tl.int64) * gates_sh
-        used = _splits_used(positions, b, i, n, splits, capacity, SPAN, STRIDE, 0, QT, TILE)
-        cmp = _merge(o_cmp, stats_cmp, num_rows, row64, 0, used, splits, DV, BLOCK_DV, PARTS)
-        parts = parts_sel + parts_win
-        tiles = tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK
-        used = tl.cdiv(tiles, _share(tiles, parts_sel))
-        sel = _merge(o_blocks, stats_blocks, num_rows, row64, 0, used, parts, DV, BLOCK_DV, PARTS_BLOCKS)
-        _, tiles = _tiles_seen(tl.maximum(t + 1 - WINDOW, 0), t + 1, BN)
-        used = tl.cdiv(tiles, _share(tiles, parts_win))
-        win = _merge(o_blocks, stats_blocks, num_rows, row64, parts_sel, used, parts, DV, BLOCK_DV, PARTS_BLOCKS)
-        mixed = (
-            tl.load(gate).to(tl.float32) * cmp
-            + tl.load(gate + gates_sc).to(tl.float32) * sel
-            + tl.load(gate + 2 * gates_sc).to(tl.float32) * win
-        )
-    tl.store(o + row64 * DV + d, mixed.to(o.dtype.element_ty), mask=d < DV)

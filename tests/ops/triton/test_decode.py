@@ -27,7 +27,7 @@ def _poisoned(monkeypatch):
 def launches(programs=100, columns=16, scored=16, merged=2):
     """As many parts as `programs` for a card with one multiprocessor, and small tiles."""
     keys = Launch(programs, columns, 1, 1)
-    return Launches(keys, Launch(1, scored, 1), keys, Launch(1, merged, 1))
+    return Launches(keys, Launch(1, scored // 8, 1), keys, Launch(1, merged, 1))
 
 
 def tensors(cache):

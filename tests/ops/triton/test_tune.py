@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from bench import decode as bench_decode
 from bench import tune
-from bench.shapes import Inputs
-from nsa.ops.triton import flash
+from bench.shapes import SPEC, Inputs
+from nsa.ops.triton import decode, flash
+from nsa.ops.triton.launch import Card
 from tests.ops.triton.compiling import recording
 
 
@@ -96,3 +98,34 @@ def test_no_two_candidates_make_the_same_launches():
                 case.run(candidate)
                 seen.add(str([(k.__name__, plain(args), plain(options.values())) for k, args, options in launches]))
             assert len(seen) == 1 + len(case.candidates), case.name
+
+
+def test_every_candidate_of_decoding_is_launched():
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def pools(length):
+        return tensor(9, length, 4, 128), tensor(9, length, 4, 128)
+
+    table = tensor(2, 1024, dtype=torch.int32)
+    q, gates, positions = tensor(2, 1, 64, 128), tensor(2, 1, 64, 3), tensor(2, 1, dtype=torch.int32)
+    arguments = (q, gates, *pools(4), table, *pools(64), table, *pools(576), table[:, 0], positions, SPEC)
+    fields = {kernel: name for name, (kernel, _) in bench_decode.TUNED.items()}
+    with recording(90) as launches:
+        for kernel, _, params in bench_decode.candidates(decode.default_params(q, q, Card("sm90", 132))):
+            launches.clear()
+            decode.nsa(*arguments, params)
+            assert all(options["OVERLAP"] == params.overlap for *_, options in launches)
+            if kernel == "whole":
+                continue
+            launch, options = getattr(params, fields[kernel]), launched(launches, kernel)
+            assert options["num_warps"] == launch.num_warps or kernel == "mix_parts_kernel"
+            if kernel == "interval_kernel":
+                assert (options["BJ"] * options["BC"], options["num_stages"]) == (launch.columns, launch.num_stages)
+            elif kernel == "blocks_kernel":
+                assert (options["BN"], options["num_stages"]) == (min(launch.columns, 64), launch.num_stages)
+            elif kernel == "pick_blocks_kernel":
+                assert options["CJ"] == launch.columns
+            else:
+                assert options["PARTS"] == launch.columns
+                assert options["num_warps"] <= launch.num_warps
