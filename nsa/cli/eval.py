@@ -8,6 +8,7 @@ import typer
 from nsa import load_run
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
 from nsa.cli.generate import Source
+from nsa.cli.output import say
 from nsa.errors import ConfigError
 
 
@@ -35,16 +36,16 @@ def evaluate(
     from nsa.evals.report import FIGURE_FILE, JSON_FILE, draw_figure, evaluate, print_tables, write_json
 
     run = load_run(source, overrides=all_overrides(overrides, override))
-    found = evaluate(run, wanted or [run.config.train.seq_len], samples, print)
+    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say)
     folder = out or (source if source.is_dir() else source.parent)
     write_json(found, folder / JSON_FILE)
     print_tables(found, Console())
-    print(f"{folder / JSON_FILE}: all numbers")
+    say(f"{folder / JSON_FILE}: all numbers")
     try:
         draw_figure(found, folder / FIGURE_FILE)
-        print(f"{folder / FIGURE_FILE}: the same as a figure")
+        say(f"{folder / FIGURE_FILE}: the same as a figure")
     except ModuleNotFoundError as error:
-        print(f"no figure: the package {error.name!r} is not installed: pip install 'nsa[figures]'")
+        say(f"no figure: the package {error.name!r} is not installed: pip install 'nsa[figures]'")
 
 
 def _parse_lengths(text: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.output import say
 
 
 class Attention(StrEnum):
@@ -49,8 +50,8 @@ def import_(
     )
     kinds = made.model.layer_kinds()
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    print(f"{run_dir}: {layers} layers of width {made.model.dim}, {made.model.vocab_size:,} tokens")
-    print(f"train from it with train.init_from={run_dir}")
+    say(f"{run_dir}: {layers} layers of width {made.model.dim}, {made.model.vocab_size:,} tokens")
+    say(f"train from it with train.init_from={run_dir}")
 
 
 def export(
@@ -74,11 +75,11 @@ def export(
         from nsa.checkpoint.export import export_weights, find_weights
 
         found = find_weights(source)
-        print(f"{target}: {export_weights(found, target)} tensors of {found}")
+        say(f"{target}: {export_weights(found, target)} tensors of {found}")
         return
     from nsa import load_run
     from nsa.hf.exporter import export_model
 
     run = load_run(source, overrides=["runtime.device=cpu"])
     export_model(run, target)
-    print(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}, for AutoModelForCausalLM")
+    say(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}, for AutoModelForCausalLM")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nsa.checkpoint import format
-from nsa.checkpoint.export import load_weights, read_tensors, read_weights
+from nsa.checkpoint.export import export_weights, load_weights, read_tensors, read_weights
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE
 from nsa.cli.main import main
 from nsa.errors import CheckpointError
@@ -189,8 +189,10 @@ def test_weights_that_changed_after_they_were_written_are_not_loaded(place, whol
     load_weights(model, path)
     assert list(read_tensors(path))
     flip_byte(path, place)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: (its content differs|is no whole)"):
-        load_weights(model, path)
+    for use in (lambda: load_weights(model, path), lambda: export_weights(path, tmp_path / "out.safetensors")):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: (its content differs|is no whole)"):
+            use()
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_weights_of_other_programs_and_of_earlier_versions_have_no_checksum_and_load(whole_run, tmp_path):

@@ -1,13 +1,11 @@
 """Text from data, files, servers and models never controls the terminal: control characters are shown escaped."""
 
-import io
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from nsa.cli.main import main
 from nsa.errors import ConfigError, DataError, printable
@@ -24,7 +22,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 def run(arguments, monkeypatch, capsys) -> str:
     """All that the command writes."""
     monkeypatch.setattr(sys, "argv", ["nsa", *arguments])
-    monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)
+    monkeypatch.setattr("nsa.cli.main._waiting_threads", set)
     with pytest.raises(SystemExit):
         main()
     written = capsys.readouterr()
@@ -54,12 +52,14 @@ def test_every_typed_error_is_printable_wherever_it_is_written():
         assert not CONTROLS.search(f"{error}")
 
 
-def test_lines_of_a_run_and_of_its_views_are_printable(tmp_path):
-    out = io.StringIO()
-    RunConsole(1, Console(file=out)).log(f"incident: {CLIPBOARD}")
+def test_lines_of_a_run_and_of_its_views_are_printable(tmp_path, capsys):
+    with RunLog(tmp_path, 0) as log:
+        RunConsole(1, log).log(f"incident: {CLIPBOARD}")
     with pytest.raises(ValueError, match="boom"), RunLog(tmp_path, 0):
         raise ValueError(f"boom {CLIPBOARD}")
-    for text in (out.getvalue(), (tmp_path / "run.log").read_text(), one_line(CLIPBOARD)):
+    kept = (tmp_path / "run.log").read_text()
+    assert kept.count(SHOWN) == 2, "the line and how it ended"
+    for text in (capsys.readouterr().out, kept, one_line(CLIPBOARD)):
         assert SHOWN in text
         assert not CONTROLS.search(text)
 
