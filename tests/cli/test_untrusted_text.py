@@ -22,7 +22,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 def run(arguments, monkeypatch, capsys) -> str:
     """All that the command writes."""
     monkeypatch.setattr(sys, "argv", ["nsa", *arguments])
-    monkeypatch.setattr("nsa.cli.main._reads_data", lambda: False)
+    monkeypatch.setattr("nsa.cli.main._waiting_threads", set)
     with pytest.raises(SystemExit):
         main()
     written = capsys.readouterr()
