@@ -21,6 +21,7 @@ VOCABULARY = 64
 PATTERN = "model.layer_pattern=[nsa,dense,window]"
 VARIANTS = {
     "pattern": [PATTERN, "model.n_layers=3"],
+    "scaled": [PATTERN, "model.n_layers=3", "model.rope_scaling.factor=4", "model.rope_scaling.original_length=32"],
     "mlp": ["nsa.phi=mlp", "model.qk_norm=true"],
     "shared": ["nsa.shared_kv=true", "model.qk_norm=true"],
     "shared mlp": ["nsa.shared_kv=true", "nsa.phi=mlp", "nsa.gate=softmax"],
