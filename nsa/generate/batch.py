@@ -73,7 +73,8 @@ class TokenBatch:
         if self._graphs is not None:
             return self._graphs.run(tokens, self.rows)
         step = self._cache.append(1, [self._sequences[row] for row in self.rows])
-        logits_BV: Tensor = self._model.head(self._model.hidden(torch.tensor(tokens)[:, None], cache=step)[:, 0])
+        tokens_B1 = torch.tensor(tokens, device=self._cache.device)[:, None]
+        logits_BV: Tensor = self._model.head(self._model.hidden(tokens_B1, cache=step)[:, 0])
         return logits_BV
 
 

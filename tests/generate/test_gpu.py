@@ -21,6 +21,7 @@ VARIANTS = {
     "mlp": ["nsa.phi=mlp", "model.qk_norm=true"],
     "shared": ["nsa.shared_kv=true"],
     "192/128": ["model.head_dim_k=192", "model.head_dim_v=128"],
+    "all blocks": ["nsa.num_selected=24"],  # of 1,500 tokens: rounding cannot change which blocks are read
 }
 
 
@@ -41,11 +42,10 @@ def test_prompt_and_steps_equal_the_whole_sequence(variant, dtype, most):
         want = model(tokens).float()
         cache = KVCache(model, sequences=3, max_length=1500)
         got = in_chunks(model, tokens, cache, [700, 1, 1, 300, 5, 64, 400, *([1] * 29)]).float()
-    assert (got - want).norm() <= most * want.norm()
-    # Where rounding changes which blocks are read, a few positions differ more.
     by_position = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert by_position.median() <= most
-    assert (by_position > 3 * most).float().mean() <= 0.01
+    # Where rounding changes which blocks are read, a few positions differ more.
+    assert (by_position > 3 * most).float().mean() <= (0.0 if variant == "all blocks" else 0.01)
 
 
 def test_graphs_give_the_tokens_of_plain_steps_for_rows_that_end_at_different_times():
