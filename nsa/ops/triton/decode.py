@@ -80,8 +80,8 @@ class Launches:
 
 
 def default_params(q: Tensor, v: Tensor, card: Card | None = None) -> Launches:
-    found = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "pick", "blocks", "merge"))
-    return Launches(*found, overlap=(card or card_of(q)).kind == "sm90")
+    cmp, pick, blocks, merge = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "pick", "blocks", "merge"))
+    return Launches(cmp, pick, blocks, merge, overlap=(card or card_of(q)).kind == "sm90")
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -163,7 +163,7 @@ def _nsa_piece(
     block = blocks_plan(heads // groups, spec, params.blocks)
     scale, window = dk**-0.5, min(spec.window, capacity)
     parts_sel, parts_win = branch_parts(batch * new * groups, spec, window, params.blocks, card_of(q))
-    parts = parts_sel + parts_win
+    parts, most = parts_sel + parts_win, power_of_2(max(parts_sel, parts_win))
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
     chunks = {"CHUNKS": spec.cmp_block // spec.cmp_stride, "PLANES": planes}
@@ -199,8 +199,8 @@ def _nsa_piece(
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
             WINDOW=window, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
             PER_BLOCK=block["PER_BLOCK"], BN=block["BN"],
-            DV=dv, BLOCK_DV=sizes["BLOCK_DV"], PARTS_BLOCKS=power_of_2(max(parts_sel, parts_win)),
-            **merge_plan(splits, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
+            DV=dv, BLOCK_DV=sizes["BLOCK_DV"], PARTS_BLOCKS=most,
+            **merge_plan(splits, most, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
         )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def paged(
         merge_kernel[(rows,)](
             positions, o_parts, stats, o, new, heads, splits, capacity,
             **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, BLOCK_DV=sizes["BLOCK_DV"],
-            **merge_plan(splits, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
+            **merge_plan(splits, 0, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
         )  # fmt: skip
     return o
 
@@ -296,10 +296,10 @@ def pick_plan(spec: NSASpec, blocks: int, splits: int, heads: int, params: Launc
 
 
 @lru_cache(maxsize=256)
-def merge_plan(splits: int, block_dv: int, params: Launch) -> dict[str, Any]:
-    """How the kernels that merge read `splits` parts, with a warp for every 1024 numbers."""
+def merge_plan(splits: int, others: int, block_dv: int, params: Launch) -> dict[str, Any]:
+    """How the kernels that merge read `splits` parts, and `others` at once: with a warp for every 1024 numbers."""
     parts = min(params.columns, power_of_2(splits))
-    warps = max(1, min(params.num_warps, parts * block_dv // 1024))
+    warps = max(1, min(params.num_warps, max(parts, others) * block_dv // 1024))
     return {"PARTS": parts, "LOOP": parts < splits, "num_warps": warps}
 
 
