@@ -102,7 +102,7 @@ def _write(run: "TrainedRun", prompts: list[str], options: dict[str, Any]) -> li
 
 def _read_prompts(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file: {file} cannot be read: {error}") from error
     prompts = [line for line in lines if line.strip()]

@@ -57,9 +57,9 @@ class TokenBatch:
     @torch.no_grad()
     def _read(self, prompts: Sequence[Sequence[int]], lengths: list[int]) -> Tensor:
         """Fills the cache; logits [B, V] after every prompt."""
-        tokens_BS = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+        tokens_BS = torch.zeros(len(prompts), max(lengths), dtype=torch.int64, device="cpu")
         for row, prompt in enumerate(prompts):
-            tokens_BS[row, : len(prompt)] = torch.tensor(prompt)
+            tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
         step = self._cache.append(lengths, self._sequences)
         hidden_BSC = self._model.hidden(tokens_BS.to(self._cache.device), cache=step)
         logits_BV: Tensor = self._model.head(
@@ -97,12 +97,12 @@ class StepGraphs:
         """Logits of the given rows after their tokens. Valid until the next call."""
         counts = [1] * len(rows)
         starts = self._cache.reserve(counts, [self._sequences[row] for row in rows])
-        at = torch.tensor(rows)
+        at = torch.tensor(rows, device="cpu")
         if rows != self._rows:
             self._rows = list(rows)
             self._count_B.copy_(torch.zeros_like(self._count_B, device="cpu").index_fill_(0, at, 1), non_blocking=True)
-        padded = torch.zeros(len(self._sequences), 1, dtype=torch.int64)
-        padded[at, 0] = torch.tensor(tokens)
+        padded = torch.zeros(len(self._sequences), 1, dtype=torch.int64, device="cpu")
+        padded[at, 0] = torch.tensor(tokens, device="cpu")
         self._tokens_B1.copy_(padded, non_blocking=True)
         graph, logits_BV = self._graphs[self._cache.completes(starts, counts)]
         graph.replay()
@@ -110,14 +110,20 @@ class StepGraphs:
 
     def _capture(self, completes: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """All rows are padding here: kernels are compiled and memory is found, and the cache stays as it is."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._compute(completes)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits_BV = self._compute(completes)
+        # Autocast's copies of the weights would be freed with its context, and a replay would still read them.
+        kind, dtype = "cuda", torch.get_autocast_dtype("cuda")
+        with (
+            torch.cuda.device(self._cache.device),
+            torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False),
+        ):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute(completes)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                logits_BV = self._compute(completes)
         return graph, logits_BV
 
     @torch.no_grad()

@@ -43,13 +43,15 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     """One token for every row: [B], on the device of the logits."""
     if sampling.temperature < SMALLEST_TEMPERATURE:
         return logits_BV.argmax(-1)
-    uniform = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    numbers = [torch.rand(1, generator=generator, dtype=torch.float64, device="cpu") for generator in generators]
     values, order = torch.sort(logits_BV.float() / sampling.temperature, descending=True, stable=True)
+    if torch.are_deterministic_algorithms_enabled():  # the sums of a GPU are not
+        values, order = values.cpu(), order.cpu()
     p = values[:, : sampling.top_k].softmax(-1)
     # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
     p = torch.where(p.cumsum(-1) - p < sampling.top_p, p, 0.0)
     # The token whose share of the sum, laid end to end, the uniform number falls into.
     ends = p.cumsum(-1)
-    drawn = torch.searchsorted(ends, uniform.to(ends) * ends[:, -1:], right=True)
+    drawn = torch.searchsorted(ends, torch.stack(numbers).to(ends) * ends[:, -1:], right=True)
     drawn = drawn.minimum((p > 0.0).sum(-1, keepdim=True) - 1)  # a number that rounding moved to the very end
-    return order.gather(1, drawn).squeeze(1)
+    return order.gather(1, drawn).squeeze(1).to(logits_BV.device)

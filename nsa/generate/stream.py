@@ -69,7 +69,7 @@ def generate_tokens(
             ids.append([int(token) for token in prompt])
     if tokenizer is not None:
         stops.add(tokenizer.separator)
-    streams = [TextStream(tokenizer.decode if tokenizer else lambda _: "", texts) for _ in prompts]
+    streams = [TextStream(tokenizer.decode if tokenizer else lambda _: "", texts, prompt) for prompt in ids]
     batch = TokenBatch(model, ids, max_tokens, Sampling(temperature, top_k, top_p), seeds)
     return _generate(batch, streams, stops, max_tokens)
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "\ufffd"  # what a tokenizer gives for bytes that are no whole character
+REPLACEMENT = "\ufffd"  # what a tokenizer gives for bytes that are no whole character, one for all or one for each
+MOST_INCOMPLETE = 3  # bytes of a character without its last
+CONTEXT = 16  # tokens before those of a stream that their text may depend on
 
 
 class TextStream:
@@ -12,10 +14,13 @@ class TextStream:
     it is whole, and what may be the start of a stop text until it is clear that it is none.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()):
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), before: Sequence[int] = ()):
+        """`before` are the tokens that the sequence goes on from."""
         self.stopped = False  # whether a stop text has come; it is not part of the text
         self._decode, self._stop = decode, stop
-        self._before: list[int] = []  # tokens whose text is complete: some tokenizers look at what comes before
+        self._before = list(
+            before[-CONTEXT:]
+        )  # tokens whose text is complete: some tokenizers look at what comes before
         self._tokens: list[int] = []  # those after them
         self._given = 0  # characters that `_tokens` gave already
         self._held = ""
@@ -25,9 +30,10 @@ class TextStream:
         self._tokens.append(token)
         text = self._text()
         # Bytes that are no character stay so, but the last may be the start of one.
-        whole = text.removesuffix(REPLACEMENT)
-        piece, self._given = whole[self._given :], len(whole)
-        if whole == text:
+        open_end = len(text) - len(text.rstrip(REPLACEMENT))
+        whole = text[: len(text) - min(open_end, MOST_INCOMPLETE)]
+        piece, self._given = whole[self._given :], max(self._given, len(whole))
+        if text and whole == text:  # a special token has no text, and what came before it still counts
             self._before, self._tokens, self._given = self._tokens, [], 0
         return self._cut(piece)
 

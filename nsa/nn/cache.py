@@ -99,7 +99,7 @@ class KVCache:
         self._pages: dict[int, list[int]] = {}  # by sequence, in the order they were added
         self._length = [0] * sequences
         self._longest = [0] * sequences  # since the rings were last whole
-        self._table = torch.zeros(sequences, self.width, dtype=torch.int32)
+        self._table = torch.zeros(sequences, self.width, dtype=torch.int32, device="cpu")
         self.table = torch.zeros_like(self._table, device=self.device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         self._stale_table = self._stale_lengths = False  # whether the device's are behind the host's
@@ -189,8 +189,8 @@ class KVCache:
         rows = self.sequences if sequences is None else list(sequences)
         new = [counts] * len(rows) if isinstance(counts, int) else list(counts)
         starts = self.reserve(new, rows)
-        slots = torch.tensor(rows, dtype=torch.int32).to(self.device, non_blocking=True)
-        count_B = torch.tensor(new, dtype=torch.int32).to(self.device, non_blocking=True)
+        slots = torch.tensor(rows, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True)
+        count_B = torch.tensor(new, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True)
         ends = [start + count for start, count in zip(starts, new, strict=True)]
         width = max(1, -(-max(ends) // self.page_size))
         is_fresh = not any(start for start, count in zip(starts, new, strict=True) if count)
@@ -221,7 +221,7 @@ class KVCache:
                 f"{len(self._free_pages)} are free; free or crop sequences, or make the cache with more `tokens`"
             )
         if self._stale_lengths:
-            self.lengths.copy_(torch.tensor(self._length, dtype=torch.int32), non_blocking=True)
+            self.lengths.copy_(torch.tensor(self._length, dtype=torch.int32, device="cpu"), non_blocking=True)
         for s, end, missing in zip(sequences, ends, needed, strict=True):
             pages = self._pages[s]
             for _ in range(missing):
@@ -380,12 +380,17 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
         raise ArgumentError("cache", f"must be a KVCache, or what its `append` returned; got {type(cache).__name__}")
     if cache.model is not module:
         raise _other_model(cache, module)
+    added = []
     if not cache.sequences and batch <= cache.max_sequences:
-        for _ in range(batch):
-            cache.add()
+        added = [cache.add() for _ in range(batch)]
     if batch != len(cache.sequences):
         raise ArgumentError("cache", f"holds {len(cache.sequences)} sequences, and the input has {batch} rows")
-    return cache.append(tokens)
+    try:
+        return cache.append(tokens)
+    except (ArgumentError, CacheFullError):  # nothing is changed where it raises
+        for sequence in added:
+            cache.free(sequence)
+        raise
 
 
 def page_size(specs: Sequence[NSASpec]) -> int:

@@ -32,7 +32,29 @@ def test_together_they_are_the_text_whatever_the_bytes(given_bytes):
 
 
 def test_bytes_that_are_no_character_come_with_the_next_one():
-    assert pieces(b"\x80\x80a") == ["", "\ufffd", "\ufffda", ""]
+    assert pieces(b"\x80\x80a") == ["", "", "\ufffd\ufffda", ""]
+
+
+def test_a_decoder_that_replaces_every_byte_keeps_characters_and_special_tokens_keep_spaces():
+    """Like the decoders of Llama's and Mistral's vocabularies: a byte at a time, a space in front of words."""
+    emoji = dict(enumerate("😀".encode()))
+
+    def decode(ids):
+        parts, data = [], b""
+        for i in [*ids, None]:
+            if i in emoji:
+                data += bytes([emoji[i]])
+                continue
+            if data:
+                whole = data.decode("utf-8", errors="ignore")
+                parts.append(whole or "\ufffd" * len(data))
+                data = b""
+            parts.append({8: " hello", 9: " world", 10: ""}.get(i, ""))
+        return "".join(parts).removeprefix(" ")
+
+    stream = TextStream(decode)
+    assert [stream.push(i) for i in (0, 1, 2, 3, 8, 10, 9)] == ["", "", "", "😀", " hello", "", " world"]
+    assert TextStream(decode, before=[8]).push(9) == " world"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.ops.layout import num_blocks, visible_compressed
 from nsa.ops.reference import mix
-from nsa.ops.reference.attention import Chunk, attend, chunk_scores, exp_minus, fold_heads, keys_first
+from nsa.ops.reference.attention import Chunk, attend, chunk_scores, exp_minus, fold_heads, keys_first, row_slices
 from nsa.ops.reference.selection import block_scores, pick_blocks
 from nsa.ops.spec import NSASpec
 
@@ -58,10 +58,15 @@ def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, wi
     else:
         k, v = k[places], v[places]
         token = t - (t - torch.arange(k.shape[1], device=q.device)) % k.shape[1]  # the newest up to t at each place
-    seen = (token >= 0) & (token <= t)
-    if window is not None:
-        seen &= token > t - window
-    return _attend(q, k, v, seen.unsqueeze(1))[0]
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    for rows in row_slices(q, k.shape[1]):
+        last = t[:, rows]
+        held = token[:, rows] if token.shape[1] > 1 else token
+        seen = (held >= 0) & (held <= last)
+        if window is not None:
+            seen &= held > last - window
+        o[:, rows] = _attend(q[:, rows], k, v, seen.unsqueeze(1))[0]
+    return o
 
 
 def _reach(positions: Tensor) -> int | None:
