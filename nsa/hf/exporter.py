@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from nsa import __version__
 from nsa.checkpoint.export import read_metadata
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from nsa.train.trained import TrainedRun
 
 LARGEST_SHARD = "5GB"
-# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf.
-_CODE_FILE = "modeling_nsa.py"
-_CODE = """# The classes are those of the installed package: pip install 'nsa[hf]'
-from nsa.hf import NSAForCausalLM, NSALMConfig
-
-__all__ = ["NSAForCausalLM", "NSALMConfig"]
-"""
 
 
 def export_model(run: "TrainedRun", folder: Path) -> None:
@@ -35,8 +29,9 @@ def export_model(run: "TrainedRun", folder: Path) -> None:
     """
     from transformers import GenerationConfig
 
-    from nsa.hf.modeling import NSAForCausalLM, NSALMConfig
+    from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
 
+    folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists already and is not an empty folder; give a new one")
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), run.tokenizer.separator)
@@ -48,8 +43,8 @@ def export_model(run: "TrainedRun", folder: Path) -> None:
         tokenizer=run.tokenizer.name if run.tokenizer.name in BUILT_IN else None,
         architectures=[NSAForCausalLM.__name__],
         auto_map={
-            "AutoConfig": f"{Path(_CODE_FILE).stem}.{NSALMConfig.__name__}",
-            "AutoModelForCausalLM": f"{Path(_CODE_FILE).stem}.{NSAForCausalLM.__name__}",
+            "AutoConfig": f"{Path(CODE_FILE).stem}.{NSALMConfig.__name__}",
+            "AutoModelForCausalLM": f"{Path(CODE_FILE).stem}.{NSAForCausalLM.__name__}",
         },
         **special,
     )
@@ -63,12 +58,11 @@ def export_model(run: "TrainedRun", folder: Path) -> None:
         model.save_pretrained(aside, max_shard_size=LARGEST_SHARD)
         fast_tokenizer(run.tokenizer, run.config.train.seq_len).save_pretrained(aside)
         GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **special).save_pretrained(aside)
-        (aside / _CODE_FILE).write_text(_CODE)
         (aside / "README.md").write_text(model_card(run, folder.name))
         if folder.exists():
             folder.rmdir()
         aside.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -19,6 +19,7 @@ from nsa.checkpoint.files import write_atomically
 from nsa.config import Config, load_config, parse_config
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError
+from nsa.files import read_regular
 from nsa.nn.gate import BranchGate
 from nsa.nn.model import build_model
 from nsa.record.schema import WEIGHTS_FILE
@@ -28,13 +29,12 @@ HF_CONFIG = "config.json"
 OWN_TYPE = "nsa"  # the model_type of what `nsa export` writes
 HF_TOKENIZER_CONFIG = "tokenizer_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
-LARGEST_JSON = 64 << 20
 # The logit at which the compressed branch of a converted model starts: a weight of 0.7 %, and a gradient.
 CMP_GATE_LOGIT = -5.0
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OWN = "decoder."  # before every name that `nsa export` writes
-_OWN_LAYER = re.compile(r"decoder\.blocks\.(\d+)\.(.+)\.(weight|bias)")
+_OWN_LAYER = re.compile(r"decoder\.blocks\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "norm.weight",
@@ -82,7 +82,11 @@ def import_model(
         content |= _own_sections(described, str(source / HF_CONFIG))
     else:
         content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
+    kinds = {content["model"].get("attention", "nsa"), *(content["model"].get("layer_pattern") or [])}
+    is_dense = "nsa" not in kinds
     if attention == "nsa":
+        if not is_dense:
+            raise ConfigError(f"{source}: has NSA layers already; leave --attention out")
         content["model"] |= {"attention": "nsa", "layer_pattern": None}
         content["nsa"] = converted
     tokenizer, kept = _tokenizer(source, content["model"]["vocab_size"], described)
@@ -90,7 +94,7 @@ def import_model(
         tokenizer = str((run / TOKENIZER_FILE).resolve())
     content["data"] |= {"tokenizer": tokenizer, "separator": _separator(source) if kept else None}
     config = parse_config(content, str(source), list(overrides))
-    weights = converted_weights(source, config)
+    weights = converted_weights(source, config, converts=is_dense and "nsa" in config.model.layer_kinds())
     run.mkdir(parents=True, exist_ok=True)
     if kept:
         write_atomically(run / TOKENIZER_FILE, kept)
@@ -139,7 +143,7 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
         }
     except KeyError as error:
         raise refuse(f"has no {error}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise refuse(f"cannot be read: {error}") from None
     return section | _rotary(described, refuse)
 
@@ -149,16 +153,21 @@ def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
     found = {name: described.get(name) for name in ("model", "nsa")}
     if not all(isinstance(section, dict) for section in found.values()):
         raise CheckpointError(f"{origin}: has no sections model and nsa")
+    if type(described.get("vocab_size")) is not int:
+        raise CheckpointError(f"{origin}: has no vocab_size")
     return {"model": {**found["model"], "vocab_size": described.get("vocab_size")}, "nsa": found["nsa"]}  # type: ignore[dict-item]
 
 
 def _slides(described: dict[str, Any]) -> bool:
-    """Whether any layer has a sliding window. Qwen files name one that use_sliding_window switches off."""
-    if "sliding_attention" in (described.get("layer_types") or []):
+    """Whether any layer has a sliding window. Qwen files name one that use_sliding_window switches off, and a Mistral
+    file that names none has 4,096 tokens."""
+    types = described.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         return True
-    if described.get("model_type") in ("qwen2", "qwen3"):
+    family = described.get("model_type")
+    if family in ("qwen2", "qwen3"):
         return bool(described.get("use_sliding_window"))
-    return described.get("sliding_window") is not None
+    return described.get("sliding_window", 4096 if family == "mistral" else None) is not None
 
 
 def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
@@ -184,25 +193,30 @@ def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
             raise refuse(f"rope_type {kind!r} is not supported; there are default, linear and llama3")
     except KeyError as error:
         raise refuse(f"rope_scaling of type {kind} has no {error}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise refuse(f"rope_scaling cannot be read: {error}") from None
     return found
 
 
-def converted_weights(source: Path, config: Config) -> dict[str, Tensor]:
-    """Every parameter of the decoder that `config` describes: from the folder, or as initialised where NSA is new."""
+def converted_weights(source: Path, config: Config, *, converts: bool) -> dict[str, Tensor]:
+    """Every parameter of the decoder that `config` describes: from the folder, or as initialised where a dense model
+    `converts` to NSA."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in build_model(config.model, config.nsa, vocab_size, 0).named_parameters()}
     found: dict[str, Tensor] = {}
+    own_head: Tensor | None = None
     kinds = config.model.layer_kinds()
     for name, tensor in _read_tensors(source):
         if name.endswith("rotary_emb.inv_freq"):  # a table that old versions saved
             continue
         targets = _targets(name, kinds, config.nsa.shared_kv)
         if config.model.tied_head and targets == ["head.weight"]:
+            own_head = tensor
             continue
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{source}: {name} holds {tensor.dtype}, not floating-point numbers")
         for place, target in enumerate(targets):
             if target not in shapes:
                 raise CheckpointError(f"{source}: {name} has no place in a model of {HF_CONFIG}'s kind")
@@ -210,8 +224,11 @@ def converted_weights(source: Path, config: Config) -> dict[str, Tensor]:
                 wanted = f"{list(shapes[target])} by {HF_CONFIG}"
                 raise CheckpointError(f"{source}: {name} is {list(tensor.shape)} in its file and {wanted}")
             found[target] = tensor.clone() if place else tensor  # one tensor would be stored once
+    if own_head is not None and not torch.equal(own_head, found.get("embedding.weight", own_head[:0])):
+        raise CheckpointError(f"{source}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
     missing = sorted(set(shapes) - set(found))
-    if lost := [name for name in missing if not re.search(r"\.(gate|phi_[kv])\.", name) or ".mlp." in name]:
+    new = re.compile(r"\.attention\.(gate|phi_[kv])\.")
+    if lost := [name for name in missing if not converts or not new.search(name)]:
         raise CheckpointError(f"{source}: its weights lack what {HF_CONFIG} describes: no tensor for {lost[:3]}")
     return found | _initial(config, vocab_size, missing)
 
@@ -275,9 +292,7 @@ def _weight_files(source: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise CheckpointError(f"{path}: is larger than {LARGEST_JSON >> 20} MiB")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path.resolve()))  # the hub's cache consists of links
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; give the folder of a Hugging Face model") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ token, since positions, blocks and windows of NSA count from there.
 Legend: B batch, S tokens, C channels, V vocabulary.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,17 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedMod
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nsa.config.schema import ModelConfig, NSAConfig
-from nsa.errors import ArgumentError
+from nsa.errors import ArgumentError, CheckpointError
 from nsa.nn.cache import KVCache
 from nsa.nn.model import Decoder
+
+# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf.
+CODE_FILE = "modeling_nsa.py"
+CODE = """# The classes are those of the installed package: pip install 'nsa[hf]'
+from nsa.hf import NSAForCausalLM, NSALMConfig
+
+__all__ = ["NSAForCausalLM", "NSALMConfig"]
+"""
 
 
 class NSALMConfig(PreTrainedConfig):
@@ -71,15 +80,22 @@ class NSACache(Cache):
 
     def append(self, counts: list[int], width: int) -> Any:
         """The step of a forward pass over `width` tokens a row, of which `counts` are no padding."""
+        longest = max(self.kv.length(row) + count for row, count in zip(self.kv.sequences, counts, strict=True))
+        if longest > self.kv.max_length:  # an assistant's cache, or one that a user goes on with
+            self.kv.grow(max(longest, 2 * self.kv.max_length))
         step = self.kv.append(counts)
         self._tokens += width
         return step
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back that many tokens of every row, which are no padding; transformers gives their number negated."""
+        """Takes back tokens of every row, which are no padding; transformers gives their number negated."""
+        if tokens_to_remove > 0:
+            raise ArgumentError(
+                "tokens_to_remove", f"must be 0 or the negated number of tokens, got {tokens_to_remove}"
+            )
         for sequence in self.kv.sequences:
-            self.kv.crop(self.kv.length(sequence) - abs(tokens_to_remove), sequence)
-        self._tokens -= abs(tokens_to_remove)
+            self.kv.crop(self.kv.length(sequence) + tokens_to_remove, sequence)
+        self._tokens += tokens_to_remove
 
     def reset(self) -> None:
         self.kv.crop(0)
@@ -122,11 +138,32 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Nothing: the decoder initialises itself."""
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """As usual, but a tensor that the files lack is an error: it would be left as memory happens to be."""
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
+        model, info = loaded
+        if info["missing_keys"]:
+            raise CheckpointError(f"{args[0]}: has no tensor for {', '.join(sorted(info['missing_keys'])[:3])}")
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """Also the file that `trust_remote_code=True` loads."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / CODE_FILE).write_text(CODE)  # first: the rest may be pushed to the hub
+        super().save_pretrained(save_directory, *args, **options)
+
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.decoder.embedding
 
+    def set_input_embeddings(self, value: Any) -> None:
+        self.decoder.embedding = value
+
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.decoder.head
+
+    def set_output_embeddings(self, value: Any) -> None:
+        self.decoder.head = value
 
     def forward(
         self,
@@ -148,9 +185,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ArgumentError("inputs_embeds", "is not supported; pass input_ids")
         if past_key_values is not None and not isinstance(past_key_values, NSACache):
             raise ArgumentError("past_key_values", f"must be an NSACache, got {type(past_key_values).__name__}")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ArgumentError("attention_mask", f"must be [batch, tokens], got {list(attention_mask.shape)}")
         width = input_ids.shape[1]
+        if attention_mask is not None:
+            shape = list(attention_mask.shape)
+            if len(shape) != 2 or shape[0] != len(input_ids) or shape[1] < width:
+                raise ArgumentError(
+                    "attention_mask", f"must be [{len(input_ids)}, at least {width}], batch and tokens, got {shape}"
+                )
         mask = None if attention_mask is None else attention_mask[:, -width:].bool()
         if mask is not None and bool(mask.all()):
             mask = None
@@ -193,7 +234,9 @@ def _documents(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
     """`cu_seqlens` of packed documents, where positions of a single row return to 0."""
     if position_ids is None or len(input_ids) != 1:
         return None
-    starts = (position_ids.reshape(-1) == 0).nonzero().flatten()
+    is_start = position_ids.reshape(-1) == 0
+    is_start[0] = True
+    starts = is_start.nonzero().flatten()
     if len(starts) < 2:
         return None
     end = starts.new_tensor([input_ids.shape[1]])

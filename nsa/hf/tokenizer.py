@@ -24,6 +24,8 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenize
         backend = tokenizers.Tokenizer.from_str(tokenizer.text)
         backend.no_truncation()
         backend.no_padding()
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None
         separator = tokenizer.separator_token
     elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
         backend, separator = _byte_level(tokenizer), SEPARATOR

@@ -86,6 +86,11 @@ class KVCache:
         if tokens is not None:  # every sequence may leave a page unfinished
             pages = min(pages, tokens // self.page_size + sequences)
         weight: Tensor = layers[0].q.weight
+        devices = {str(layer.q.weight.device) for layer in layers}
+        if devices != {str(weight.device)} or weight.device.type == "meta":
+            raise ArgumentError(
+                "model", f"a cache needs it on one device; it is on {', '.join(sorted(devices))} (meta: offloaded)"
+            )
         sizes = CacheSizes(
             pages + 1, self.page_size, sequences + 1, slack, dtype or _compute_type(weight), weight.device
         )
@@ -163,6 +168,23 @@ class KVCache:
             if length == 0:
                 self._longest[s] = 0
             self._stale_lengths = True
+
+    def grow(self, max_length: int) -> None:
+        """Room for `max_length` tokens in every sequence; what the cache holds stays."""
+        new = KVCache(
+            self.model, sequences=self.max_sequences, max_length=max_length, slack=self.slack, dtype=self.dtype
+        )
+        for module, kept in self.layers.items():
+            for name, pool in vars(kept).items():
+                if isinstance(pool, Tensor):  # pages keep their numbers, rings their shape
+                    getattr(new.layers[module], name)[: len(pool)].copy_(pool)
+        used = {page for pages in self._pages.values() for page in pages}
+        new._free_pages = [page for page in new._free_pages if page not in used]
+        new._table[:, : self.width] = self._table
+        new._pages, new._free_slots = self._pages, self._free_slots
+        new._length, new._longest = self._length, self._longest
+        new._stale_table = new._stale_lengths = True
+        self.__dict__.update(new.__dict__)
 
     def _check_crop(self, length: int, sequence: int) -> None:
         current = self._length[sequence]

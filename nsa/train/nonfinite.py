@@ -25,6 +25,7 @@ from nsa.parallel.strategy import gather_weights
 from nsa.record.schema import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
+from nsa.train.trained import load_teacher
 
 _TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
 
@@ -68,6 +69,7 @@ def reproduce(dumped: Path) -> StepResult:
         if not (dumped / "weights.safetensors").exists():
             raise CheckpointError(f"{dumped}: has no weights; the dump was cut short")
         load_weights(state.model, dumped / "weights.safetensors")
+        state.teacher = load_teacher(config, state)
         batches = []
         for tensors in parts:
             for number in range(len({name.split("/")[0] for name in tensors})):

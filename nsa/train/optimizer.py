@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nsa.config.schema import TrainConfig
+from nsa.errors import ConfigError
 from nsa.nn.model import Decoder
 
 
@@ -26,6 +27,8 @@ def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer
         {"params": decayed, "weight_decay": train.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
+    if hidden and not decayed and not plain:
+        raise ConfigError("train.freeze: muon needs a parameter beside the blocks' matrices that learns; use adamw")
     adamw = torch.optim.AdamW(
         [g for g in groups if g["params"]],
         lr=train.lr,

@@ -117,6 +117,11 @@ REFUSED = {
     "more layers than weights": ({"num_hidden_layers": 3}, "no tensor for"),
     "a head size without kernels": ({"head_dim": 20, "num_attention_heads": 6}, "head_dim_k"),
     "no sizes": ({"hidden_size": None}, "cannot be read"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "cannot be read"),
+    "an endless width": ({"hidden_size": 1e999}, "cannot be read"),
+    "layers that slide": ({"layer_types": ["chunked_attention"]}, "sliding_window is not supported"),
+    "a window by default": ({"model_type": "mistral"}, "sliding_window is not supported"),
+    "a head that is not tied": ({"tie_word_embeddings": True}, "differs from the embedding"),
 }
 
 

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nsa import generate_tokens, load_run
-from nsa.errors import ArgumentError, ConfigError
+from nsa.errors import ArgumentError, CheckpointError, ConfigError
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
 from nsa.hf.tokenizer import fast_tokenizer
@@ -98,6 +99,33 @@ def test_assisted_decoding_takes_back_rejected_tokens(run, exported):
     plain = model.generate(tokens, max_new_tokens=30, do_sample=False)
     drafted = model.generate(tokens, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(plain, drafted)
+    assisted = model.generate(tokens, max_new_tokens=60, do_sample=False, assistant_model=load(exported))
+    assert torch.equal(assisted[:, :90], plain)
+
+
+def test_several_answers_to_a_prompt_and_a_mask_that_does_not_fit(exported):
+    model = load(exported)
+    tokens = torch.randint(0, 255, (2, 20))
+    torch.manual_seed(1)
+    assert model.generate(tokens, max_new_tokens=5, do_sample=True, num_return_sequences=3).shape == (6, 25)
+    for shape in ((1, 20), (2, 19), (2, 1, 20)):
+        with pytest.raises(ArgumentError, match="attention_mask"):
+            model(tokens, attention_mask=torch.ones(shape))
+
+
+def test_what_is_saved_again_loads_again_and_what_lacks_a_tensor_does_not(exported, tmp_path):
+    model = load(exported)
+    model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "modeling_nsa.py").is_file()
+    tensors = load_file(tmp_path / "again" / "model.safetensors")
+    del tensors["decoder.blocks.0.attention.gate.out.bias"]
+    save_file(tensors, tmp_path / "again" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"no tensor for decoder\.blocks\.0\.attention\.gate\.out\.bias"):
+        load(tmp_path / "again")
+    with pytest.raises(CheckpointError, match=r"no tensor for .*gate\.out\.bias"):
+        import_model(tmp_path / "again", tmp_path / "run")
+    with pytest.raises(ConfigError, match="has NSA layers already"):
+        import_model(exported, tmp_path / "run", attention="nsa")
 
 
 def test_without_a_cache_generation_is_the_same(exported):
