@@ -121,6 +121,12 @@ class Prompts:
         depths = list(range(self.num_depths))
         return [depths] * samples if self.several else [[depth] for _ in range(samples) for depth in depths]
 
+    def has_room(self) -> bool:
+        """Whether there are two lines for every depth, so that prompts with longer lines fit too. Raises ConfigError
+        where not even one prompt fits."""
+        self.make(self.questions(1)[0], 0)
+        return self._lines >= 2 * self.num_depths
+
     def make(self, depths: Sequence[int], number: int) -> Prompt:
         """A question for a key at each of these depths, which are one where the prompt has one key."""
         while self._lines >= self.num_depths:

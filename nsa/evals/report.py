@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.data.recall import Prompts
-from nsa.errors import DataError
+from nsa.errors import ConfigError, DataError
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
 from nsa.record.atomic_file import write_whole
 from nsa.train.trained import TrainedRun
 
-NUM_DEPTHS = 10
+DEPTHS = (10, 5, 2)  # parts of a prompt, the most that fit
 KEYS = ("one", "several")
 JSON_FILE, FIGURE_FILE = "eval.json", "eval.svg"
 
@@ -28,13 +28,8 @@ def evaluate(
     """Both measures at every length, as plain data. `log` gets a line about every length that is longer than those the
     model was trained on, and one when a length is done."""
     trained = run.config.train.seq_len
-    prompts = {
-        length: {keys: Prompts(run.tokenizer, length, NUM_DEPTHS, several=keys == "several") for keys in KEYS}
-        for length in lengths
-    }
+    prompts = _prompts(run, lengths)
     for length in lengths:
-        for kind in prompts[length].values():
-            kind.make(kind.questions(1)[0], 0)  # a length that is too short is an error before anything takes long
         if length > trained:
             log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
     losses: list[dict[str, Any]] = []
@@ -55,6 +50,26 @@ def evaluate(
         "loss": sorted(losses, key=itemgetter("length")),
         "recall": sorted(recall, key=itemgetter("length")),
     }
+
+
+def _prompts(run: TrainedRun, lengths: Sequence[int]) -> dict[int, dict[str, Prompts]]:
+    """By length and keys, with as many depths as fit into the shortest. A length that is too short for any is an error
+    before anything takes long."""
+
+    def kinds(length: int, num_depths: int) -> dict[str, Prompts]:
+        return {keys: Prompts(run.tokenizer, length, num_depths, several=keys == "several") for keys in KEYS}
+
+    def fit(num_depths: int) -> bool:
+        try:
+            return all(kind.has_room() for kind in kinds(min(lengths), num_depths).values())
+        except ConfigError:
+            return False
+
+    chosen = next((number for number in DEPTHS if fit(number)), DEPTHS[-1])
+    prompts = {length: kinds(length, chosen) for length in lengths}
+    for kind in prompts[min(lengths)].values():
+        kind.has_room()
+    return prompts
 
 
 def _summary(row: dict[str, Any]) -> str:

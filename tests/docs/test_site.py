@@ -105,7 +105,10 @@ def test_every_key_of_a_configuration_has_a_row_with_its_default_and_meaning(sit
     more = {f"{prefix}.{name}" for prefix, section in inner.items() for name in section.model_fields}
     assert set(rows) == {*flat(Config().to_dict()), *more}
     values, default, meaning = re.findall(r"<td>(.*?)</td>", rows["train.micro_batch"], re.DOTALL)
-    assert (values, default) == ("whole number, at least 1, or <code>auto</code>", "<code>auto</code>")
+    assert (values, default) == (
+        "whole number, at least 1, at most 2147483647, or <code>auto</code>",
+        "<code>auto</code>",
+    )
     assert meaning == "sequences one rank runs at once"
     assert all(re.search(r"<td>.+</td>\s*<td>.+</td>\s*<td>.+</td>", row) for row in rows.values())
 

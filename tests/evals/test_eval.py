@@ -14,7 +14,7 @@ from nsa.data.build import build_data
 from nsa.data.recall import Prompts
 from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.evals import scoring
-from nsa.evals.report import NUM_DEPTHS
+from nsa.evals.report import DEPTHS
 from nsa.train import train
 from tests.checkpoint.helpers import small, train_until
 
@@ -107,17 +107,17 @@ def test_recall_equals_greedy_decoding_of_every_answer(several, folder, monkeypa
 
 def test_the_command_writes_tables_json_and_a_figure(folder, tmp_path):
     pytest.importorskip("matplotlib")
-    result = evaluate(folder, "--out", tmp_path / "new", "--lengths", "256,300", "--samples", 2)
+    result = evaluate(folder, "--out", tmp_path / "new", "--lengths", "600,640", "--samples", 2)
     assert result.exit_code == 0
-    assert "256 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
+    assert "600 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
     assert "loss by position" in result.output
     assert "several in the prompt" in result.output
     found = json.loads((tmp_path / "new" / "eval.json").read_text())
     assert found["trained_length"] == 32
     assert [(row["length"], row["keys"]) for row in found["recall"]] == [
-        (length, keys) for length in (256, 300) for keys in ("one", "several")
+        (length, keys) for length in (600, 640) for keys in ("one", "several")
     ]
-    assert all(len(row["by_depth"]) == NUM_DEPTHS for row in found["recall"])
+    assert all(len(row["by_depth"]) == DEPTHS[0] for row in found["recall"])
     assert "<svg" in (tmp_path / "new" / "eval.svg").read_text()
 
 
@@ -145,7 +145,7 @@ def test_lengths_that_are_none_are_refused(text, folder):
 
 
 def test_lengths_that_do_not_fit_are_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="--lengths: 32 tokens are too few for a prompt with keys at 10 depths"):
+    with pytest.raises(ConfigError, match="--lengths: 32 tokens are too few for a prompt with keys at 2 depths"):
         evaluate(folder)
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 500)

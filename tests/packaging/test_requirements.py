@@ -37,7 +37,8 @@ def distributions(requirements):
 
 def test_the_base_needs_torch_and_triton_alone():
     assert distributions(PROJECT["dependencies"]) == {"torch", "triton"}
-    assert "nsa[train]" in PROJECT["optional-dependencies"]["dev"]
+    assert "nsa[hf]" in PROJECT["optional-dependencies"]["dev"]
+    assert "nsa[train]" in PROJECT["optional-dependencies"]["hf"]
 
 
 def test_the_known_packages_are_those_of_the_extra():

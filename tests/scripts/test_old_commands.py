@@ -206,7 +206,7 @@ def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_p
     [
         ("python scripts/train_showcase.py --datset synthetic", "--dataset"),
         ("python scripts/train_showcase.py --ddp 2", "--ddp"),
-        ("python scripts/train_showcase.py --dataset sinthetic", "must be 'synthetic', 'python'"),
+        ("python scripts/train_showcase.py --dataset sinthetic", "must be 'synthetic', 'recall'"),
         ("python scripts/train_showcase.py --override train.step=5", "did you mean 'train.steps'?"),
         ("CONFIG=configs/m7c_125.yaml python scripts/train_showcase.py", "configs/m7c_125m.yaml"),
         ("python scripts/train_showcase_fsdp.py --ddp 1", "scripts/train_showcase.py runs DDP"),
