@@ -117,7 +117,9 @@ def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tok
     if config.data.tokenizer in BUILT_IN or not is_run or _is_overridden("data.tokenizer", overrides):
         return tokenizer_for(config.data)
     if kept.stat().st_size > LARGEST_DOCUMENT:
-        raise CheckpointError(f"{kept}: it has more than {LARGEST_DOCUMENT:,} bytes; set data.tokenizer to another file")
+        raise CheckpointError(
+            f"{kept}: it has more than {LARGEST_DOCUMENT:,} bytes; set data.tokenizer to another file"
+        )
     return load_tokenizer(str(kept), separator=config.data.separator)
 
 
