@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 LARGEST = 2**18  # characters; the parser takes about 3 s for a million
+LARGEST_SAVED = 4 * LARGEST  # of what `dump_yaml` wrote, which is longer than what was read
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _NUMBERS = {
     _INT: re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+"),
@@ -66,16 +67,19 @@ for _tag, _form in _NUMBERS.items():
     _Loader.add_constructor(_tag, _Loader.construct_number)
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, most: int = LARGEST) -> Any:
     """Raises yaml.YAMLError, ValueError or RecursionError."""
-    if len(text) > LARGEST:
-        raise ValueError(f"it has {len(text):,} characters, more than the {LARGEST:,} of any configuration")
-    return yaml.load(text, Loader=_Loader)  # noqa: S506  (_Loader is a SafeLoader)
+    if len(text) > most:
+        raise ValueError(f"it has {len(text):,} characters, more than the {most:,} of any configuration")
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  (_Loader is a SafeLoader)
+    except (LookupError, AttributeError, TypeError) as error:  # !!bool x, !!timestamp x
+        raise ValueError(f"a value does not fit its tag: {error}") from None
 
 
-def dump_yaml(content: Any) -> str:
-    """Text that `parse_yaml` reads as the same content."""
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
+def dump_yaml(content: Any, *, ascii_only: bool = False) -> str:
+    """Text that `parse_yaml` reads as the same content. `ascii_only`: other characters are escaped."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=not ascii_only)
 
 
 def _error(problem: str, mark: Any) -> yaml.YAMLError:

@@ -30,7 +30,7 @@ def list_shipped() -> None:
 def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverrides = None) -> None:
     """Print the resolved configuration: the file, the overrides, the environment, and every default."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    say(dump_yaml(resolved.to_dict()), end="")
+    say(dump_yaml(resolved.to_dict(), ascii_only=True), end="")  # say() would escape some in another way
 
 
 @app.command()

@@ -3,13 +3,16 @@
 Heavy imports happen inside the commands, so that `nsa --version` and `nsa config` start fast.
 """
 
+import atexit
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -65,7 +68,9 @@ def _options(
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    say(f"warning: {message}", file=sys.stderr)
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # a remark that cannot be printed is no reason to fail
+            say(f"warning: {message}", file=sys.stderr)
 
 
 def _label(error: NSAError) -> str:
@@ -75,6 +80,7 @@ def _label(error: NSAError) -> str:
 def main(command: typer.Typer = app) -> None:
     """Runs the command; a typed error is printed without a traceback and sets the exit code."""
     warnings.showwarning = _print_warning
+    atexit.register(_ignore_stops)  # before anything else is, so that it runs last: until then threads are joined
     try:
         command()
     except SystemExit as end:
@@ -98,18 +104,33 @@ def _leave(code: int, message: str = "") -> NoReturn:
         signal.signal(number, lambda *_: os._exit(code))
     waiting = _waiting_threads()
     at_once = bool(waiting) or os.environ.get("WORLD_SIZE", "1") != "1"
-    if CONSOLE_THREAD not in waiting:  # else nobody reads, and writing here would not end
-        try:
-            sys.stderr.write(printable(message))
-            sys.stderr.flush()
-            sys.stdout.flush()
-        except OSError:
-            at_once = True  # the interpreter would fail in the same way, with a code of its own
+    if CONSOLE_THREAD in waiting:  # nobody reads one of the streams, and writing to it would not end
+        _write_what_fits(printable(message))
+    else:
+        for stream, text in ((sys.stderr, printable(message)), (sys.stdout, "")):
+            try:
+                if stream is not None:  # else it was closed when the process started
+                    stream.write(text)
+                    stream.flush()
+            except (OSError, ValueError):
+                at_once = True  # the interpreter would fail in the same way, with a code of its own
     if at_once:
         os._exit(code)
+    sys.exit(code)
+
+
+def _write_what_fits(text: str) -> None:
+    """To standard error, as far as somebody reads it. A pipe that can be written to takes PIPE_BUF bytes."""
+    data = text.encode(errors="backslashreplace")
+    with suppress(OSError, ValueError):
+        while data and sys.__stderr__ is not None and select.select([], [2], [], 0.0)[1]:
+            data = data[os.write(2, data[: select.PIPE_BUF]) :]
+
+
+def _ignore_stops() -> None:
+    """The code is decided: no signal changes it any more."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(code)
 
 
 def _waiting_threads() -> set[str]:

@@ -19,7 +19,7 @@ from nsa.config.environment import environment_settings
 from nsa.config.schema import Config
 from nsa.errors import ConfigError
 from nsa.files import read_regular
-from nsa.plain_yaml import LARGEST, parse_yaml
+from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
 
 _repr = reprlib.Repr()  # a value may be as large as the file it came from
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
@@ -55,12 +55,13 @@ def load_config(
         raise ConfigError(f"{path}: byte {error.start} is not valid UTF-8; save the file as UTF-8 text") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
-    return parse_config(_parse_yaml(text, str(path)), str(path), overrides, environment)
+    content = _parse_yaml(text, str(path), LARGEST_SAVED if in_run else LARGEST)
+    return parse_config(content, str(path), overrides, environment)
 
 
 def _read(path: Path, in_run: bool) -> str:
     if in_run:
-        return read_regular(path, 4 * LARGEST).decode()
+        return read_regular(path, 4 * LARGEST_SAVED).decode()  # a character has up to 4 bytes
     with path.open(encoding="utf-8") as file:
         return file.read(LARGEST + 1)
 
@@ -123,9 +124,9 @@ def split_overrides(joined: str) -> list[str]:
     return parts
 
 
-def _parse_yaml(text: str, origin: str) -> Any:
+def _parse_yaml(text: str, origin: str, most: int = LARGEST) -> Any:
     try:
-        return parse_yaml(text)
+        return parse_yaml(text, most)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

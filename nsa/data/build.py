@@ -64,14 +64,14 @@ def build_data(
     folder: Path | None = None,
     rank: int = 0,
     activity: Activity | None = None,
-    world_size: int = 1,
+    checked: slice = slice(None),
 ) -> Data:
     """Opens everything that is configured. Another thread can see in `activity` how far that is.
 
-    The lengths of streamed units are kept in `folder`, the run's, in a file of this rank. Ranks share the work of
-    checking prepared shards.
+    The lengths of streamed units are kept in `folder`, the run's, in a file of this rank. `checked` are the prepared
+    shards that are compared with their hashes.
     """
-    builder = _Builder(data, train, tokenizer, rank, world_size, activity or Activity())
+    builder = _Builder(data, train, tokenizer, rank, checked, activity or Activity())
     built = builder.mixture(folder) if data.mixture else builder.part(data, folder)
     fingerprint = _digest(built.fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
     return replace(built, fingerprint=fingerprint, activity=builder.activity)
@@ -83,7 +83,7 @@ class _Builder:
     train: TrainConfig
     tokenizer: Tokenizer
     rank: int
-    world_size: int
+    checked: slice
     activity: Activity
 
     def mixture(self, folder: Path | None) -> Data:
@@ -119,7 +119,7 @@ class _Builder:
             return Data(training, held_out, summary, f"recall 1 {longest}")
         if source.source == "prepared":
             shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
-            self._check(shards.pieces[self.rank :: self.world_size])
+            self._check(shards.pieces[self.checked])
             corpora = split_corpus(shards.pieces, shards.lengths, shards.keys, fraction)
             return self._from_corpora("prepared", *corpora, Skipped(), shards.fingerprint)
         opened = open_source(source, self.data.first_batch_s)
@@ -170,7 +170,7 @@ class _Builder:
             pool.close()
 
     def _check(self, shards: Sequence[ShardTokens]) -> None:
-        """Compares this rank's share of the shards with their hashes, which the threads do beside each other."""
+        """Compares shards with their hashes, which the threads do beside each other."""
         progress = Progress("shards checked", total=len(shards))
         self.activity.add("prepared", progress)
         pool = DaemonPool(max(1, self.data.workers), "data-check")

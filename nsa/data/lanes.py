@@ -15,6 +15,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from nsa.data.sources.base import Progress, RemoteSource, Skipped
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import DaemonPool
 from nsa.errors import DataError
-from nsa.files import regular
+from nsa.files import read_regular, regular
 
 INDEX_PREFIX = "data_index_rank"
+LONGEST_LINE = 64  # characters; two numbers and a sum have fewer
 _UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
 VALIDATION_UNITS = 512  # at most as many are searched for validation documents
 VALIDATION_AHEAD = 4  # of them are read at a time
@@ -52,15 +54,16 @@ class LengthIndex:
 
     def _read(self, path: Path) -> None:
         try:
-            head, *lines = path.read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
+            head, *lines = read_regular(path).decode("ascii", errors="replace").splitlines(keepends=True)
         except (OSError, ValueError):
             return
         if head != self._head:
             return
         for line in lines:
-            fields = line.split()
+            fields = line.split() if len(line) < LONGEST_LINE else []
             if len(fields) == 3 and line.endswith("\n") and fields[2] == _check(fields[0], fields[1]):
-                self._lengths[int(fields[0])] = int(fields[1])
+                with suppress(ValueError):
+                    self._lengths[int(fields[0])] = int(fields[1])
 
     def get(self, unit: int) -> int | None:
         return self._lengths.get(unit)

@@ -36,7 +36,7 @@ def evaluate(
     recall: list[dict[str, Any]] = []
     with inference(run):
         for length in sorted(lengths, reverse=True):  # the data may end before the longest
-            buckets = loss_by_position(run, length)
+            buckets = loss_by_position(run, length, check=not losses)
             mean = sum(b.loss * b.tokens for b in buckets) / sum(b.tokens for b in buckets)
             losses.append({"length": length, "loss": mean, "buckets": [asdict(bucket) for bucket in buckets]})
             for keys in KEYS:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import yaml
 
 from nsa.files import open_regular, read_regular
-from nsa.plain_yaml import parse_yaml
+from nsa.plain_yaml import LARGEST_SAVED, parse_yaml
 from nsa.record.samples import Sample
 from nsa.record.schema import ROUTINE_EVENTS, Event, Table, parse_event, parse_events, read_json
 
@@ -266,7 +266,7 @@ class Document:
             if self.path.suffix == ".json":
                 self.content = read_json(self.path)
             else:
-                self.content = parse_yaml(read_regular(self.path).decode())
+                self.content = parse_yaml(read_regular(self.path).decode(), LARGEST_SAVED)
         except FileNotFoundError:
             self.problem = "missing"
         except OSError as error:

@@ -37,6 +37,12 @@ class World:
     size: int = 1
     backend: str = "none"
     cpu_group: dist.ProcessGroup | None = None
+    local_size: int = 0  # ranks of this node; 0 where the launcher does not say
+
+    @property
+    def node_share(self) -> slice:
+        """This rank's share of what each node checks for itself: nodes may have copies of their own."""
+        return slice(self.local_rank, None, self.local_size) if self.local_rank < self.local_size else slice(None)
 
     @property
     def is_first(self) -> bool:
@@ -57,6 +63,7 @@ class Launch:
     local_rank: int = 0
     size: int = 1
     attempt: int = 0
+    local_size: int = 0
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -68,12 +75,13 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         raise LaunchError(f"{', '.join(missing)}: not set although WORLD_SIZE is; start the run with torchrun")
     try:
         rank, local_rank, size = (int(environment[name]) for name in names)
+        local_size = int(environment.get("LOCAL_WORLD_SIZE") or 0)
     except ValueError:
         given = ", ".join(f"{name}={environment[name]!r}" for name in names)
         raise LaunchError(f"{given}: must be whole numbers; start the run with torchrun") from None
     if not (0 <= rank < size and 0 <= local_rank <= rank):
         raise LaunchError(f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={size}: cannot be; use torchrun")
-    return Launch(rank, local_rank, size, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0") or 0))
+    return Launch(rank, local_rank, size, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0") or 0), local_size)
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
@@ -172,5 +180,5 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     on_device: dict[str, Any] = {"device_id": chosen} if backend == "nccl" else {}
     dist.init_process_group(both, timeout=timeout, **store, **on_device)
     group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
-    yield World(chosen, strategy, launch.rank, launch.local_rank, launch.size, backend, group)
+    yield World(chosen, strategy, launch.rank, launch.local_rank, launch.size, backend, group, launch.local_size)
     dist.destroy_process_group()  # not after an error: the others may be gone, and this would wait for them

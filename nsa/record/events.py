@@ -32,6 +32,9 @@ class Sink:
         """Whether `write` has something to do for this event: only then can the sink fail or recover."""
         return True
 
+    def expect(self, event: Event) -> None:
+        """In the thread that emits: `write` gets this event later, unless the sink hangs."""
+
     def write(self, event: Event) -> None:
         raise NotImplementedError
 
@@ -111,6 +114,8 @@ class Writer:
         return self._tasks.qsize()
 
     def write(self, event: Event) -> None:
+        for sink in list(self._sinks):
+            sink.expect(event)
         if self.queued >= MAX_QUEUED:
             self._failed(f"{self.current} does not answer: {MAX_QUEUED} events wait for it")
         else:

@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ class TableSink(Sink):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
         self._pending = bytearray()
-        self._steps: tuple[int, int] | None = None  # the first and the last that wait
+        self._steps: tuple[int, int] | None = None  # the first and the last that wait, here or in the queue
+        self._newest = 0  # the last that came here
+        self._lock = threading.RLock()  # a signal handler may emit an event
         try:
             kept, self.last_step = _kept(path, table.header.encode(), done_steps)
             if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
@@ -55,13 +58,20 @@ class TableSink(Sink):
         """The first and the last step whose rows are in memory only."""
         return self._steps
 
+    def expect(self, event: Event) -> None:
+        if self.wants(event):
+            with self._lock:
+                first, last = self._steps or (event["step"], 0)
+                self._steps = first, max(last, event["step"])
+
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)
 
     def write(self, event: Event) -> None:
         if len(self._pending) < MAX_PENDING:
             self._pending += self.table.format(event).encode()
-        self._steps = (self._steps[0] if self._steps else event["step"], event["step"])
+        self.expect(event)
+        self._newest = event["step"]
         self._write_pending()
 
     def flush(self) -> None:
@@ -78,7 +88,10 @@ class TableSink(Sink):
         faults.point("rows.write")
         while self._pending:  # a disk with little room left takes a part of a row, and the rest later
             del self._pending[: self._file.write(self._pending) or 0]
-        self._steps = None
+        with self._lock:
+            if self._steps:
+                first, last = self._steps
+                self._steps = (max(first, self._newest + 1), last) if self._newest < last else None
 
 
 def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ class Feed:
         self._waiter = Waiter(self._activity, data.stall_s, self._report_stall, stopped=self._is_stopped)
         train, state, world = self.config.train, self.state, self.state.world
         self._data: Data = self._waiter.run(
-            lambda: build_data(data, train, state.tokenizer, self.folder, world.rank, self._activity, world.size),
+            lambda: build_data(data, train, state.tokenizer, self.folder, world.rank, self._activity, world.node_share),
             "the source to open",
         )
         self._batches = Prefetcher(

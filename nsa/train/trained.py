@@ -15,6 +15,7 @@ from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
 from nsa.errors import CheckpointError, ConfigError, NSAError
+from nsa.files import LARGEST_DOCUMENT
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.launch import pick_device
 from nsa.parallel.numerics import compute_precision
@@ -115,6 +116,10 @@ def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tok
     is_run = kept.is_file() and not kept.is_symlink() and (folder / CONFIG_FILE).is_file()
     if config.data.tokenizer in BUILT_IN or not is_run or _is_overridden("data.tokenizer", overrides):
         return tokenizer_for(config.data)
+    if kept.stat().st_size > LARGEST_DOCUMENT:
+        raise CheckpointError(
+            f"{kept}: it has more than {LARGEST_DOCUMENT:,} bytes; set data.tokenizer to another file"
+        )
     return load_tokenizer(str(kept), separator=config.data.separator)
 
 

@@ -14,7 +14,7 @@ from nsa.cli.arguments import all_overrides
 from nsa.config import Config, load_config, parse_config, shipped_names
 from nsa.config.load import split_overrides
 from nsa.errors import ConfigError
-from nsa.plain_yaml import dump_yaml, parse_yaml
+from nsa.plain_yaml import LARGEST, dump_yaml, parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -345,6 +345,34 @@ def test_a_text_that_looks_like_something_else_survives_being_saved(load, text):
     config = parse_config({"data": {"revision": text}}, "test")
     assert load(dump_yaml(config.to_dict())) == config
     assert yaml.safe_load(dump_yaml({"revision": text})) == {"revision": text}, "for other readers too"
+
+
+@pytest.mark.parametrize(
+    "text", ["é" * 200, "日本 👩‍🚀", "a\u2028b\x85 c", "\ufeffx", "\u202e", "\udcff", "\x1b", "a\n b: c"]
+)
+def test_every_character_survives_being_saved(text):
+    for ascii_only in (False, True):
+        assert parse_yaml(dump_yaml({"paths": [text]}, ascii_only=ascii_only)) == {"paths": [text]}
+    assert dump_yaml("é" * 200).count("é") == 200
+
+
+def test_what_a_run_saves_of_the_largest_configuration_loads(tmp_path):
+    source = tmp_path / "run.yaml"
+    source.write_text("data: {source: text, paths: [" + ",".join(["é" * 80] * 3_200) + "]}", encoding="utf-8")
+    config = load_config(source)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_yaml(config.to_dict()), encoding="utf-8")
+    assert len(saved.read_text(encoding="utf-8")) > LARGEST
+    assert load_config(saved, in_run=True) == config
+    with pytest.raises(ConfigError, match="more than the 262,144"):
+        load_config(saved)
+
+
+@pytest.mark.parametrize("value", ["!!bool foo", "!!timestamp foo", "!!null [a]"])
+def test_a_value_that_does_not_fit_its_tag_is_a_mistake(mistakes, value):
+    [line] = mistakes(f"train: {{steps: {value}}}")
+    assert "run.yaml" in line
+    assert "not valid YAML" in line
 
 
 def test_what_earlier_versions_saved_still_loads(load):

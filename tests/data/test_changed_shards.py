@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+import torch
 
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
@@ -12,6 +13,7 @@ from nsa.data.prepare import prepare
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
+from nsa.parallel.launch import World, read_launch
 from tests.distributed.launching import metrics_of, rows_of, start_ranks, wait_all, write_config
 
 TOKENIZER = ByteTokenizer()
@@ -68,8 +70,20 @@ def test_damage_is_found_before_the_first_batch_by_the_rank_that_checks_the_shar
     with pytest.raises(DataError, match=paths[1].name):
         open_data(shards)
     with pytest.raises(DataError, match=paths[1].name):
-        open_data(shards, rank=1, world_size=2)
-    open_data(shards, rank=0, world_size=2)
+        open_data(shards, checked=share(1))
+    open_data(shards, checked=share(0))
+
+
+def share(local_rank, nodes=3):
+    """Of a rank of the last of several nodes with two ranks each."""
+    rank = 2 * (nodes - 1) + local_rank
+    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2 * nodes, "LOCAL_WORLD_SIZE": 2}
+    launch = read_launch({name: str(value) for name, value in variables.items()})
+    return World(torch.device("cpu"), local_rank=launch.local_rank, local_size=launch.local_size).node_share
+
+
+def test_a_rank_checks_all_shards_where_its_launcher_does_not_say_how_many_share_the_node():
+    assert World(torch.device("cpu"), rank=1, local_rank=1, size=2).node_share == slice(None)
 
 
 def test_an_id_beyond_the_vocabulary_is_an_error_that_names_the_shard(shards):

@@ -1,5 +1,6 @@
 """Streamed units: every document once an epoch, the same tokens for any number of threads, ranks and restarts."""
 
+import os
 import random
 import threading
 import time
@@ -7,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from nsa.data import lanes
 from nsa.data.corpus import in_validation, key_of
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.sequences import random_order
@@ -182,6 +184,18 @@ def test_lanes_without_any_training_text_are_an_error_not_a_loop():
 
     with pytest.raises(DataError, match="no training document"):
         tokens_of(sequences_of(Empty()), range(4))
+
+
+@pytest.mark.timeout(20)  # who waits for a pipe never ends
+def test_lengths_that_somebody_else_prepared_are_ignored(tmp_path):
+    os.mkfifo(tmp_path / "data_index_rank1.txt")
+    index = LengthIndex(tmp_path, 0, "print")
+    index.put(1, 10)
+    with (tmp_path / "data_index_rank0.txt").open("a") as file:
+        for unit, length in (("2", "9" * 5000), ("x", "1"), ("3", "30")):
+            file.write(f"{unit} {length} {lanes._check(unit, length)}\n")
+    found = LengthIndex(tmp_path, 0, "print")
+    assert [found.get(unit) for unit in (1, 2, 3)] == [10, None, 30]
 
 
 def test_the_lanes_divide_the_batch():

@@ -4,6 +4,7 @@ for the layouts that it knows."""
 import pytest
 
 from nsa.data.sources.layout import HubLayout
+from nsa.data.sources.text import matches
 from nsa.errors import DataError
 
 CARD = """---
@@ -145,6 +146,35 @@ def test_without_a_declaration_names_tell(names, subset, split, expected):
 def test_what_does_not_exist_is_answered_with_what_does(names, card, subset, split, error):
     with pytest.raises(DataError, match=error):
         chosen(Held(names, card), subset, split)
+
+
+MERGED = "".join(f"m{n + 1}: &m{n + 1} {{<<: [{', '.join([f'*m{n}'] * 9)}]}}\n" for n in range(9))
+
+
+@pytest.mark.parametrize(
+    ("front", "error"),
+    [
+        (f"m0: &m0 {{a: 1}}\n{MERGED}", "a merge key"),
+        ("configs: [&a {config_name: x}, *a]", "an alias"),
+        ("configs: [{<<: {config_name: x}}]", "a merge key"),
+        ("configs: [{!!merge m: {config_name: x}}]", "a merge key"),
+        ("a: " + "x" * 2**22, "more than 4,194,304"),
+    ],
+    ids=["many", "alias", "merge", "tag", "size"],
+)
+@pytest.mark.timeout(20)
+def test_a_readme_that_stands_for_more_than_it_holds_is_refused(front, error):
+    with pytest.raises(DataError, match=error):
+        chosen(Held("a.parquet", f"---\n{front}\n---\n"))
+
+
+@pytest.mark.timeout(20)
+def test_many_stars_in_a_pattern_take_no_longer_than_their_number():
+    names = ("a",) * 60
+    assert matches(names, ("**", "a") * 25)
+    assert not matches(names, (*("**", "a") * 25, "b"))
+    assert matches(names, ("**",) * 5000)
+    assert not matches((*names, ".hidden"), ("**",) * 5)
 
 
 def test_of_hundreds_of_subsets_the_like_ones_are_shown():

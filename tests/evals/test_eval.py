@@ -11,7 +11,11 @@ from typer.testing import CliRunner
 import nsa
 from nsa.cli.main import app
 from nsa.data.build import build_data
+from nsa.data.prepare import prepare
 from nsa.data.recall import Prompts
+from nsa.data.sources.text import TextSource
+from nsa.data.token_shards import ShardTokens
+from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.evals import scoring
 from nsa.evals.report import DEPTHS
@@ -154,6 +158,19 @@ def test_lengths_that_do_not_fit_are_refused(folder, tmp_path):
         evaluate(folder, *text, "--lengths", "256,512")
     with pytest.raises(ConfigError, match=r"data\.validation_fraction: is 0"):
         evaluate(folder, "data.validation_fraction=0.0", "--lengths", "256")
+
+
+def test_prepared_shards_are_compared_with_their_hashes_once(folder, tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    for name in map(str, range(8)):
+        (tmp_path / "texts" / f"{name}.txt").write_text(name * 500)
+    prepare(TextSource([str(tmp_path / "texts")]), ByteTokenizer(), tmp_path / "shards", workers=1)
+    compared, check = [], ShardTokens.check
+    monkeypatch.setattr(ShardTokens, "check", lambda shard: (compared.append(shard.path), check(shard)))
+    data = ["data.source=prepared", f"data.paths=[{tmp_path / 'shards'}]", "data.validation_fraction=0.5"]
+    result = evaluate(folder, *data, "--out", tmp_path / "new", "--lengths", "256,300", "--samples", 1)
+    assert result.exit_code == 0
+    assert compared == sorted((tmp_path / "shards").glob("*.tokens"))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

@@ -199,7 +199,7 @@ def test_a_linked_file_that_a_run_needs_ends_it_with_a_launch_error(name, tmp_pa
     assert victims[name].read_bytes() == VICTIM
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tb", "nonfinite"])
+@pytest.mark.parametrize("name", ["checkpoints", "tb", "nonfinite", "wandb", ".wandb"])
 def test_a_linked_folder_inside_a_run_is_refused(name, tmp_path):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
@@ -210,6 +210,14 @@ def test_a_linked_folder_inside_a_run_is_refused(name, tmp_path):
     with pytest.raises(OSError, match="symbolic link"):
         make_folder(folder / name)
     assert not list(outside.iterdir())
+
+
+def test_a_tokenizer_of_any_size_is_not_read(run):
+    config = run / CONFIG_FILE
+    config.write_text(config.read_text().replace("tokenizer: bytes", "tokenizer: own.json"))
+    make_huge(run / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: it has more than"):
+        nsa.load_run(run)
 
 
 def test_a_lock_is_not_emptied_before_it_is_held(tmp_path):

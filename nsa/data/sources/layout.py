@@ -24,6 +24,7 @@ from nsa.data.sources.text import matches
 from nsa.errors import DataError
 
 CONVERTED = "refs/convert/parquet"
+LARGEST_FRONT = 2**22  # characters of the YAML at the top of a README
 KEYWORDS = {  # between characters that are no letters
     "train": "train|training",
     "validation": "validation|valid|dev|val",
@@ -114,7 +115,7 @@ def _declared(card: str, title: str) -> dict[str, Subset]:
     if block is None:
         return {}
     try:
-        front = yaml.load(block[1], Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+        front = _front_matter(block[1])
         configs = (front.get("configs") if isinstance(front, dict) else None) or []
         return {_plain(config.get("config_name", "default")): _declared_subset(config) for config in configs}
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
@@ -122,6 +123,22 @@ def _declared(card: str, title: str) -> dict[str, Subset]:
         raise DataError(
             f"{title}: `configs` at the top of {CARD} cannot be read: {reason}; download the files and set data.paths"
         ) from None
+
+
+def _front_matter(text: str) -> Any:
+    """Thousands of lines at times, for which nsa.plain_yaml is too slow; what a few bytes multiply is refused as there.
+    Raises yaml.YAMLError, ValueError or RecursionError."""
+    if len(text) > LARGEST_FRONT:
+        raise ValueError(f"it has {len(text):,} characters, more than {LARGEST_FRONT:,}")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("an alias (*) is not read")
+        if isinstance(event, yaml.ScalarEvent) and (
+            (event.value == "<<" and event.implicit[0]) or event.tag == "tag:yaml.org,2002:merge"
+        ):
+            raise ValueError("a merge key (<<) is not read")
+    return yaml.load(text, Loader=loader)  # noqa: S506  (a safe one)
 
 
 def _declared_subset(config: Mapping[str, Any]) -> Subset:

@@ -210,14 +210,27 @@ def _matching(pattern: Path) -> Iterator[Path]:
 
 
 def matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Whether a path matches a glob, both in parts; `**` stands for any folders."""
-    if not patterns:
-        return not names
-    first = patterns[0]
-    if first == "**" and matches(names, patterns[1:]):
-        return True
-    if not names or (names[0].startswith(".") and not first.startswith(".")):  # hidden, as for glob()
-        return False
-    if first == "**":
-        return matches(names[1:], patterns)
-    return fnmatchcase(names[0], first) and matches(names[1:], patterns[1:])
+    """Whether a path matches a glob, both in parts; `**` stands for any folders. All ways to match go side by side."""
+    reached = _past_stars({0}, patterns)  # patterns that may stand for the next name
+    for name in names:
+        following = set()
+        for place in reached - {len(patterns)}:
+            pattern = patterns[place]
+            if name.startswith(".") and not pattern.startswith("."):  # hidden, as for glob()
+                continue
+            if pattern == "**":
+                following.add(place)
+            elif fnmatchcase(name, pattern):
+                following.add(place + 1)
+        reached = _past_stars(following, patterns)
+    return len(patterns) in reached
+
+
+def _past_stars(places: set[int], patterns: tuple[str, ...]) -> set[int]:
+    """With the places after each `**`, which may stand for no folder."""
+    found: set[int] = set()
+    for place in places:
+        while place not in found:
+            found.add(place)
+            place += place < len(patterns) and patterns[place] == "**"
+    return found
