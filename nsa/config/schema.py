@@ -11,10 +11,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from nsa.errors import SpecError
-from nsa.ops.spec import LARGEST, NSASpec
+from nsa.ops.spec import NSASpec
 
 LayerKind = Literal["nsa", "dense", "window"]
 HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
+LARGEST = 2**31 - 1  # of a count; no machine has more
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from nsa.errors import SpecError
 
-LARGEST = 2**31 - 1  # of any size: what kernels count in
+LARGEST = 2**48  # of any size: sums and products with positions stay within 64 bits
 
 
 @dataclass(frozen=True)

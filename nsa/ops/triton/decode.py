@@ -162,6 +162,8 @@ def _nsa_piece(
     scores = q.new_empty(batch * new * groups, width, **f32)
     block = blocks_plan(heads // groups, spec, params.blocks)
     scale, window = dk**-0.5, min(spec.window, capacity)
+    # In the kernels not `window`, which would make another kernel for every width of the page table.
+    reach = min(spec.window, 2**31 - 1)
     parts_sel, parts_win = branch_parts(batch * new * groups, spec, window, params.blocks, card_of(q))
     parts, most = parts_sel + parts_win, power_of_2(max(parts_sel, parts_win))
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
@@ -188,7 +190,7 @@ def _nsa_piece(
             *q.stride()[:3], *k_sel.stride()[:3], *v_sel.stride()[:3], sel_table.stride(0),
             *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
             new, groups, parts_sel, parts_win, k_sel.shape[0], k_win.shape[0], capacity, scale,
-            WINDOW=spec.window, PAGE=k_sel.shape[1], SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
+            WINDOW=reach, PAGE=k_sel.shape[1], SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
             **ring_or_pages(k_win, win_places, "PAGE_WIN"), **block, **sizes,
             SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
             **params.overlapping(), num_warps=params.blocks.num_warps, num_stages=params.blocks.num_stages,
@@ -197,7 +199,7 @@ def _nsa_piece(
             positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
             *gates.stride(), new, heads, splits, parts_sel, parts_win, capacity,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
-            WINDOW=spec.window, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
+            WINDOW=reach, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
             PER_BLOCK=block["PER_BLOCK"], BN=block["BN"],
             DV=dv, BLOCK_DV=sizes["BLOCK_DV"], PARTS_BLOCKS=most,
             **merge_plan(splits, most, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
