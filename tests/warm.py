@@ -103,6 +103,7 @@ def _serve(handle: int) -> None:
             asked.send(json.dumps({"pid": pid}).encode())
             continue
         asked.close()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves run under nohup
         for stream in (1, 2):
             os.dup2(handles[0], stream)
         os.close(handles[0])
