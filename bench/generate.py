@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.timing import machine
 from nsa.config import Config, load_config
-from nsa.generate.batch import StepGraphs
+from nsa.generate.batch import DecodeGraphs
 from nsa.generate.sampling import Sampling, draw
 from nsa.nn import KVCache
 from nsa.nn.model import Decoder, build_model
@@ -44,7 +44,7 @@ def error(model: Decoder, prompt: int = 1000, steps: int = 40) -> float:
     want = model(tokens)[:, prompt:].float()
     cache = KVCache(model, sequences=2, max_length=prompt + steps)
     model(tokens[:, :prompt], cache=cache)
-    graphs, rows = StepGraphs(model, cache, cache.sequences), [0, 1]
+    graphs, rows = DecodeGraphs(model, cache, cache.sequences), [0, 1]
     got = torch.stack([graphs.run(t.tolist(), rows).clone() for t in tokens[:, prompt:].unbind(1)], dim=1).float()
     return float((got - want).norm() / want.norm())
 
@@ -82,7 +82,7 @@ def measure(config: Config, model: Decoder, context: int, batch: int, bandwidth_
         for tensors in layer.parts().values():
             for tensor in tensors:
                 tensor.normal_()
-    graphs, generators = StepGraphs(model, cache, rows), [torch.Generator() for _ in rows]
+    graphs, generators = DecodeGraphs(model, cache, rows), [torch.Generator() for _ in rows]
     tokens, times, device_times = [0] * batch, [], []
     for step in range(STEPS + 5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

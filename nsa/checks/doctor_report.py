@@ -18,7 +18,7 @@ from nsa.checks.pages import Section, write_files
 from nsa.checks.trials import format_command, last_lines
 from nsa.config import load_config
 from nsa.config.differences import flat
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, printable
 from nsa.inspect.trace_report import explain
 from nsa.plain_yaml import parse_yaml
 from nsa.record.numbers import clock, one_line, plain, seconds
@@ -150,7 +150,7 @@ def _evidence(diagnosis: Diagnosis, traced: Attempt) -> dict[str, Any]:
         "hangs": hang_events(Path(shown.folder)),
         "stacks": stacks(Path(shown.folder)),
         "trace": _explain_trace(Path(traced.folder)),
-        "log": [_printable(line) for line in last_lines(Path(f"{shown.folder}.log"), LOG_LINES)],
+        "log": [printable(line[:300]).rstrip() for line in last_lines(Path(f"{shown.folder}.log"), LOG_LINES)],
         "numbers": [dict(zip(names, (step, *row), strict=True)) for step, row in enumerate(rows, start=1)],
     }
 
@@ -191,11 +191,6 @@ def _explain_trace(folder: Path) -> list[str]:
         return list(explain(folder))
     except (ConfigError, ValueError):  # it ended before it traced anything
         return []
-
-
-def _printable(line: str) -> str:
-    """The line without terminal control characters."""
-    return "".join(c if c.isprintable() else " " for c in line[:300]).rstrip()
 
 
 def markdown(found: Mapping[str, Any]) -> Iterator[str]:

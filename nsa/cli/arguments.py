@@ -19,6 +19,14 @@ JoinedOverrides = Annotated[
     list[str] | None,
     typer.Option("--override", metavar="'KEY=VALUE ...'", help="The same as one string.", show_default=False),
 ]
+TrainedModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|CHECKPOINT|FILE",
+        help="A run (its weights, else its newest checkpoint), one checkpoint, or a .safetensors file of a run.",
+        show_default=False,
+    ),
+]
 
 
 def all_overrides(separate: list[str] | None, joined: list[str] | None) -> list[str]:

@@ -6,14 +6,13 @@ from typing import Annotated
 import typer
 
 from nsa import load_run
-from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
-from nsa.cli.generate import Source
+from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
 from nsa.errors import ConfigError
 
 
 def evaluate(
-    source: Source,
+    source: TrainedModel,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
     lengths: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa import generate_tokens, load_run
-from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
 from nsa.errors import ConfigError
 
@@ -17,18 +17,9 @@ if TYPE_CHECKING:
     from nsa.generate.stream import Generated
     from nsa.train.trained import TrainedRun
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN_DIR|CHECKPOINT|FILE",
-        help="A run (its weights, else its newest checkpoint), one checkpoint, or a .safetensors file of a run.",
-        show_default=False,
-    ),
-]
-
 
 def generate(
-    source: Source,
+    source: TrainedModel,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
     prompt: Annotated[

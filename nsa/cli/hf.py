@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
 
 
@@ -55,14 +55,7 @@ def import_(
 
 
 def export(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR|CHECKPOINT|FILE",
-            help="A run (its weights, else its newest checkpoint), one checkpoint, or a .safetensors file of a run.",
-            show_default=False,
-        ),
-    ],
+    source: TrainedModel,
     target: Annotated[
         Path, typer.Argument(metavar="DIR|FILE", help="The folder or the file to write.", show_default=False)
     ],

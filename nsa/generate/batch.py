@@ -40,7 +40,7 @@ class TokenBatch:
         self._logits = self._read(prompts, lengths)  # a row for each of `rows`
         self._drawn: dict[int, int] = {}  # the tokens that the model has not read yet
         is_cuda = self._cache.device.type == "cuda"
-        self._graphs = StepGraphs(model, self._cache, self._sequences) if is_cuda else None
+        self._graphs = DecodeGraphs(model, self._cache, self._sequences) if is_cuda else None
 
     def next(self) -> dict[int, int]:
         """The next token of every row, by row."""
@@ -78,7 +78,7 @@ class TokenBatch:
         return logits_BV
 
 
-class StepGraphs:
+class DecodeGraphs:
     """The step of one token as CUDA graphs over all rows; those that have ended take part as padding.
 
     There are two: most steps complete no compressed block, and one graph leaves compression out.

@@ -12,7 +12,8 @@ from nsa import __version__
 from nsa.checkpoint.export import read_metadata
 from nsa.checkpoint.load import read_step
 from nsa.data.tokenizers import BUILT_IN
-from nsa.errors import CheckpointError, ConfigError
+from nsa.errors import CheckpointError
+from nsa.hf.importer import check_new_folder
 from nsa.hf.tokenizer import fast_tokenizer
 from nsa.record.schema import METRICS_FILE, read_json
 
@@ -32,8 +33,7 @@ def export_model(run: "TrainedRun", folder: Path) -> None:
     from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
 
     folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists already and is not an empty folder; give a new one")
+    check_new_folder(folder)
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), run.tokenizer.separator)
     config = NSALMConfig(
         run.config.model.model_dump(mode="json"),

@@ -73,8 +73,7 @@ def import_model(
     shared_kv   whether the branches of a converted layer share keys and values, or each has a copy
     base        configuration whose other sections the run gets; None takes the defaults
     """
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise ConfigError(f"{run}: exists already and is not an empty folder; give a new one")
+    check_new_folder(run)
     described = _read_json(source / HF_CONFIG)
     content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
     converted = content["nsa"] | {"shared_kv": shared_kv}
@@ -102,6 +101,12 @@ def import_model(
     write_atomically(run / WEIGHTS_FILE, serialize_weights(weights, **metadata))
     write_config(run, config)
     return config
+
+
+def check_new_folder(folder: Path) -> None:
+    """What is written whole goes into a folder that is not there yet, or is empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists already and is not an empty folder; give a new one")
 
 
 def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:

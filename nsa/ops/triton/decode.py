@@ -163,7 +163,7 @@ def _nsa_piece(
     block = blocks_plan(heads // groups, spec, params.blocks)
     scale, window = dk**-0.5, min(spec.window, capacity)
     # In the kernels not `window`, which would make another kernel for every width of the page table.
-    reach = min(spec.window, 2**31 - 1)
+    reach = min(spec.window, UNLIMITED)
     parts_sel, parts_win = branch_parts(batch * new * groups, spec, window, params.blocks, card_of(q))
     parts, most = parts_sel + parts_win, power_of_2(max(parts_sel, parts_win))
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
