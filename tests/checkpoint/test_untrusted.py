@@ -140,7 +140,7 @@ ENDLESS_PICKLES = {
 }
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", ENDLESS_PICKLES)
 def test_metadata_that_would_compute_for_ever_is_refused(name, checkpoint):
     (checkpoint / METADATA_FILE).write_bytes(ENDLESS_PICKLES[name])

@@ -12,7 +12,7 @@ START = "import atexit, os, signal, sys, threading, time, warnings; from nsa.cli
 
 def run(code: str, streams: str = "", **more) -> subprocess.CompletedProcess[str]:
     command = ["sh", "-c", f'exec "$0" "$@" {streams}', sys.executable, "-c", START + code]
-    return subprocess.run(command, capture_output="stderr" not in more, text=True, timeout=30, check=False, **more)
+    return subprocess.run(command, capture_output="stderr" not in more, text=True, timeout=150, check=False, **more)
 
 
 @pytest.mark.parametrize(

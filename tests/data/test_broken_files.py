@@ -111,7 +111,7 @@ def damaged(draw, wholes):
     return bytes(data)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_damaged_file_gives_documents_or_is_refused_by_name(name, part, tmp_path):
@@ -129,7 +129,7 @@ def test_a_damaged_file_gives_documents_or_is_refused_by_name(name, part, tmp_pa
     check()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_file_that_was_cut_anywhere_is_refused(name, tmp_path):
     whole = WHOLE[name][0]

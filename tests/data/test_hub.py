@@ -414,7 +414,7 @@ def test_how_many_footers_are_read_can_be_seen_from_outside(served):
     assert not source.listed.is_open
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(150)
 def test_a_file_that_fails_for_good_ends_the_wait_for_the_others(served):
     server, _ = served
     server.fault(status=503, times=10**9)

@@ -186,7 +186,7 @@ def test_lanes_without_any_training_text_are_an_error_not_a_loop():
         tokens_of(sequences_of(Empty()), range(4))
 
 
-@pytest.mark.timeout(20)  # who waits for a pipe never ends
+@pytest.mark.timeout(150)  # who waits for a pipe never ends
 def test_lengths_that_somebody_else_prepared_are_ignored(tmp_path):
     os.mkfifo(tmp_path / "data_index_rank1.txt")
     index = LengthIndex(tmp_path, 0, "print")

@@ -49,7 +49,7 @@ def test_a_mistake_keeps_its_exit_code_where_nobody_reads_what_it_was(tmp_path):
 def test_a_pipe_that_is_full_and_not_read_does_not_hold_up_training(tmp_path, monkeypatch):
     reader, writer = os.pipe()
     os.write(writer, b"x" * fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096))
-    monkeypatch.setattr(events, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(events, "TIMEOUT_S", 2.0)
     monkeypatch.setattr(run_log, "FLUSH_S", 0.05)
     with os.fdopen(writer, "w") as output:
         with monkeypatch.context() as patch:

@@ -26,7 +26,7 @@ from nsa.train.folder import claim_folder
 from tests.checkpoint.helpers import checkpoint_of, small
 
 REFUSED = r"it is no regular file|it is a symbolic link|it has more than"
-pytestmark = pytest.mark.timeout(60)  # what follows a link or waits for a pipe never ends
+pytestmark = pytest.mark.timeout(150)  # what follows a link or waits for a pipe never ends
 
 
 @pytest.fixture(scope="module")
