@@ -279,9 +279,10 @@ DEEP = "[" * 990 + "]" * 990
         '{"type": "file", "size": 1, "path": ' + DEEP + "}",
         '{"type": "directory", "path": {}}',
         '{"type": "file", "path": "a", "size": 1e999}',
+        '{"type": "file", "path": "a", "size": 1, "oid": [1]}',
         DEEP,
     ],
-    ids=["deep id", "deep path", "no path", "endless size", "deep"],
+    ids=["deep id", "deep path", "no path", "endless size", "no id", "deep"],
 )
 def test_an_entry_that_is_none_is_an_error(served, monkeypatch, item):
     def answer(self, path, what):

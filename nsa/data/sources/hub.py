@@ -346,8 +346,10 @@ def _entry(item: dict[str, Any]) -> Entry:
         raise TypeError
     if item["type"] != "file":
         return Entry(item["path"], is_folder=True)
-    lfs = item.get("lfs") or {}
-    return Entry(item["path"], int(item["size"]), str(lfs.get("oid") or item.get("oid") or ""))
+    digest = (item.get("lfs") or {}).get("oid") or item.get("oid") or ""
+    if not isinstance(digest, str):
+        raise TypeError
+    return Entry(item["path"], int(item["size"]), digest)
 
 
 def _pause(cancelled: threading.Event, seconds: float) -> None:
