@@ -179,6 +179,8 @@ class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if name in _TYPES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -195,7 +197,9 @@ class _Unpickler(pickle._Unpickler):
 
     def load_call(self) -> None:
         """REDUCE and NEWOBJ: what is called gets nothing, one number, one text or the sizes of a tensor."""
-        given: Any = self.stack[-1]  # type: ignore[attr-defined]
+        function, given = self.stack[-2:]  # type: ignore[attr-defined]
+        if function is _memory_format:
+            return
         inner = given[0] if isinstance(given, tuple) and len(given) == 1 else given
         if not (type(inner) in (int, str) or (isinstance(inner, tuple) and all(type(size) is int for size in inner))):
             raise CheckpointError("refused: it calls something with more than a number, a text or sizes")
@@ -241,6 +245,13 @@ def _check_keys(keys: list[Any]) -> None:
 
 def _is_offset(value: Any) -> bool:
     return value is None or isinstance(value, torch.Size)
+
+
+def _memory_format(*given: Any) -> _MEM_FORMAT_ENCODING:
+    """Stands for `getattr`, through which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+    if len(given) != 2 or given[0] is not _MEM_FORMAT_ENCODING or type(given[1]) is not str:
+        raise CheckpointError("refused: it asks for builtins.getattr of something that is no memory format")
+    return _MEM_FORMAT_ENCODING[given[1]]
 
 
 def _are(values: Any, types: tuple[type, ...]) -> bool:

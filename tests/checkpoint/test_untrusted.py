@@ -4,6 +4,7 @@ Every file here is signed again, so that it verifies: the guards behind the chec
 """
 
 import builtins
+import enum
 import functools
 import io
 import json
@@ -20,6 +21,7 @@ from torch.serialization import _get_layout
 
 from nsa.checkpoint.export import find_checkpoint, find_weights, load_any_weights, read_weights
 from nsa.checkpoint.format import MANIFEST_FILE, METADATA_FILE, STATE_FILE, _serialize_manifest, entry_of, verify
+from nsa.checkpoint.load import _Reader
 from nsa.errors import CheckpointError
 from nsa.nn.model import build_model
 from nsa.train import train
@@ -57,6 +59,11 @@ def malicious_pickles(proof):
         "exec": pickle.dumps(Calls(exec, f"open({str(proof)!r}, 'w')")),
         "open": pickle.dumps(Calls(open, str(proof), "w")),
         "getattr": pickle.dumps(Calls(getattr, dcp.Metadata, "__init__")),
+        "getattr of an enumeration": pickle.dumps(Calls(getattr, dcp._MEM_FORMAT_ENCODING, "__init__")),
+        "getattr of something built": pickle.dumps(Calls(getattr, Calls(os.system, touch), "real")),
+        "getattr with a default": pickle.dumps(
+            Calls(getattr, dcp._MEM_FORMAT_ENCODING, "x", dcp._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT)
+        ),
         "import": pickle.dumps(Calls(builtins.__import__, "no_such_module")),
         "functools.partial": pickle.dumps(functools.partial(os.system, touch)),
         "torch.load": pickle.dumps(Calls(torch.load, str(proof))),
@@ -78,6 +85,23 @@ def malicious_pickles(proof):
 
 
 NAMES = list(malicious_pickles("proof"))
+
+
+class OldPickler(pickle.Pickler):
+    """Members of enumerations as Python 3.11.0 to 3.11.3 pickle them."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_that_an_older_python_wrote_is_read(checkpoint):
+    path, written = checkpoint / METADATA_FILE, io.BytesIO()
+    before = _Reader(checkpoint).read_metadata()
+    OldPickler(written).dump(pickle.loads(path.read_bytes()))
+    assert b"getattr" in written.getvalue()
+    path.write_bytes(written.getvalue())
+    sign_again(checkpoint)
+    assert _Reader(checkpoint).read_metadata() == before
 
 
 @pytest.mark.parametrize("name", NAMES)
