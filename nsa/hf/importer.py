@@ -29,8 +29,9 @@ HF_CONFIG = "config.json"
 OWN_TYPE = "nsa"  # the model_type of what `nsa export` writes
 HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
-# The logit at which the compressed branch of a converted model starts: a weight of 0.7 %, and a gradient.
-CMP_GATE_LOGIT = -5.0
+# Where the gates of a converted model start: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The
+# selected branch is the dense model up to num_selected * sel_block tokens, and close to it from there on.
+GATE_LOGITS = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OWN = "decoder."  # before every name that `nsa export` writes
@@ -69,7 +70,7 @@ def import_model(
 
     attention   None gives the model as it is; "nsa" makes every layer NSA, or those that an override of
                 model.layer_pattern names, and starts close to the dense model: queries, keys, values and output keep
-                their weights, and the gate starts with half the selected branch, half the window
+                their weights, and the gate starts with the selected branch (88 %) and the window (12 %)
     shared_kv   whether the branches of a converted layer share keys and values, or each has a copy
     base        configuration whose other sections the run gets; None takes the defaults
     """
@@ -240,8 +241,7 @@ def converted_weights(source: Path, config: Config, *, converts: bool) -> dict[s
 
 
 def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:
-    """Parameters that a dense model does not have: gates that start with half the selected branch and half the
-    window, and compressors."""
+    """Parameters that a dense model does not have: gates that start at GATE_LOGITS, and compressors."""
     if not names:
         return {}
     slim = config.model.model_copy(update={"vocab_size": None, "mlp_dim": 1, "tied_head": True})
@@ -249,7 +249,7 @@ def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Ten
     for module in fresh.modules():
         if isinstance(module, BranchGate):
             with torch.no_grad():
-                module.out.bias.view(-1, 3)[:, 0] = CMP_GATE_LOGIT
+                module.out.bias.view(-1, 3)[:] = torch.tensor(GATE_LOGITS[module.kind])
     parameters = dict(fresh.named_parameters())
     return {name: parameters[name].detach() for name in names}
 
