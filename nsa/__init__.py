@@ -52,7 +52,8 @@ def generate_tokens(
     temperature   0 always takes the likeliest token
     top_k, top_p  draw from the k likeliest, and from the fewest likeliest that make up this share
     seed          of every prompt, or one for each; what a prompt draws does not depend on the others
-    stop          texts that end a prompt, and are left out; with a model alone, ids. The separator always ends it
+    stop          texts that end a prompt, and are left out; with a model alone, ids. What the tokenizer ends a
+                  text with (its separator, data.end_tokens) always does
 
     On a GPU a step is the replay of a CUDA graph. Needs the packages of the extra `train`.
     """

@@ -70,6 +70,8 @@ def weights_metadata(step: int, config: Any) -> dict[str, Any]:
     """What a file of weights says of itself: its step, and the part of the configuration (plain data) that rebuilds
     model and tokenizer. The rest stays with the run, so that equal weights are equal files."""
     data = {key: config["data"][key] for key in ("tokenizer", "separator")}
+    if end_tokens := config["data"].get("end_tokens"):
+        data["end_tokens"] = end_tokens
     return {"step": step, "config": {"model": config["model"], "nsa": config["nsa"], "data": data}}
 
 

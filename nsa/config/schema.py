@@ -200,6 +200,9 @@ class DataConfig(SourceConfig):
     separator: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="token of a tokenizer.json that stands before every document; found by name when unset"
     )
+    end_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="tokens of a tokenizer.json that end a generated text, besides the separator"
+    )
     isolate_documents: bool = Field(True, description="attention never crosses a document boundary")
     packing: Literal["concat", "best_fit"] = Field(
         "concat",

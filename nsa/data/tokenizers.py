@@ -51,6 +51,7 @@ class Tokenizer(Protocol):
     fingerprint: str  # sha256 of what decides text -> ids, and of the separator; the same wherever the files lie
     vocab_size: int
     separator: int  # stands before every document
+    ends: tuple[int, ...]  # what ends a generated text: data.end_tokens, and the separator
     dtype: np.dtype[np.unsignedinteger]  # the smallest one that holds every id
     byte_lengths: NDArray[np.int64]  # UTF-8 bytes that each id stands for; 0 for the separator and special tokens
 
@@ -72,6 +73,7 @@ class ByteTokenizer:
     fingerprint = hashlib.sha256(b"one token per UTF-8 byte, separator 255").hexdigest()
     vocab_size = 256
     separator = 0xFF
+    ends: tuple[int, ...] = (separator,)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint8)
 
     def __init__(self) -> None:
@@ -89,19 +91,22 @@ class ByteTokenizer:
 
 
 def tokenizer_for(data: "DataConfig") -> Tokenizer:
-    return load_tokenizer(data.tokenizer, path=data.tokenizer_path, separator=data.separator)
+    return load_tokenizer(data.tokenizer, data.tokenizer_path, data.separator, data.end_tokens)
 
 
-def load_tokenizer(name: str, *, path: str | None = None, separator: str | None = None) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`, with `data.tokenizer_path` and `data.separator`.
+def load_tokenizer(
+    name: str, path: str | None = None, separator: str | None = None, end_tokens: Sequence[str] = ()
+) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`, with `data.tokenizer_path`, `data.separator` and `data.end_tokens`.
 
-    `path` is the folder of GPT-2's two files, which are downloaded when it is unset. `separator` is a token of a
-    tokenizer.json; bytes and gpt2 have their own.
+    `path` is the folder of GPT-2's two files, which are downloaded when it is unset. `separator` and `end_tokens` are
+    tokens of a tokenizer.json; bytes and gpt2 have their own separator, which alone ends a text.
     """
     if path is not None and name != "gpt2":
         raise ConfigError(f"data.tokenizer_path: belongs to data.tokenizer=gpt2, not to {name!r}; leave it unset")
-    if separator is not None and name in BUILT_IN:
-        raise ConfigError(f"data.separator: {name} has its own separator; leave it unset")
+    for key, given in (("separator", separator), ("end_tokens", end_tokens)):
+        if given and name in BUILT_IN:
+            raise ConfigError(f"data.{key}: {name} has its own separator; leave it unset")
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
@@ -111,7 +116,7 @@ def load_tokenizer(name: str, *, path: str | None = None, separator: str | None 
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read: {error}") from error
-    return JsonTokenizer(name, text, separator)
+    return JsonTokenizer(name, text, separator, end_tokens)
 
 
 def valid_text(text: str) -> str:
@@ -155,6 +160,7 @@ class _SubwordTokenizer:
     fingerprint: str
     vocab_size: int
     separator: int
+    ends: tuple[int, ...]
     dtype: np.dtype[np.unsignedinteger]
     byte_lengths: NDArray[np.int64]
     longest_piece: int
@@ -184,6 +190,7 @@ class GPT2Tokenizer(_SubwordTokenizer):
 
         self.ranks = ranks
         self.separator = len(ranks)
+        self.ends = (self.separator,)
         self.vocab_size = len(ranks) + 1
         self.dtype = np.min_scalar_type(self.separator)
         tokens = sorted(ranks, key=ranks.__getitem__)
@@ -213,7 +220,7 @@ class JsonTokenizer(_SubwordTokenizer):
     # The library is linear in the length; the limit bounds its memory, of about 100 bytes per token.
     longest_piece = 1 << 18
 
-    def __init__(self, name: str, text: str, separator: str | None = None) -> None:
+    def __init__(self, name: str, text: str, separator: str | None = None, end_tokens: Sequence[str] = ()) -> None:
         import tokenizers
 
         # Its own pool has as many threads as the machine has cores, in every process of a run. Callers bring their
@@ -232,18 +239,31 @@ class JsonTokenizer(_SubwordTokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.separator_token = _choose_separator(name, vocabulary, separator)
         self.separator = vocabulary[self.separator_token]
+        self.end_tokens = [token for token in end_tokens if token != self.separator_token]
+        if unknown := [token for token in self.end_tokens if token not in vocabulary]:
+            raise ConfigError(f"data.end_tokens: {unknown[0]!r} is not a token of {name}")
+        self.ends = (*map(vocabulary.__getitem__, self.end_tokens), self.separator)
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > _MAX_ID:
             raise DataError(f"{name}: has the token id {self.vocab_size - 1}; at most {_MAX_ID - 1} can be used")
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
-        rules = [spec.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
-        identity = json.dumps([rules, self.longest_piece, self.separator_token, self.separator], sort_keys=True)
+        identity = json.dumps([self._rules(), self.longest_piece, self.separator_token, self.separator], sort_keys=True)
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._learn_tokens(spec, vocabulary)
 
-    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, str, str, list[str]]]:
         # The library's own pickle forgets encode_special_tokens.
-        return type(self), (self.name, self.text, self.separator_token)
+        return type(self), (self.name, self.text, self.separator_token, self.end_tokens)
+
+    def _rules(self) -> list[Any]:
+        """What decides text -> ids, as the library serializes it: files write the same in several ways. Text never
+        becomes a special token, so how one would be found in it does not count, nor whether the separator is listed."""
+        spec = json.loads(self._tokenizer.to_str())
+        listed = {token["id"]: token for token in spec["added_tokens"]}
+        listed.setdefault(self.separator, {"id": self.separator, "content": self.separator_token, "special": True})
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        spec["added_tokens"] = [token | flags if token["special"] else token for _, token in sorted(listed.items())]
+        return [spec[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
 
     def _learn_tokens(self, spec: dict[str, Any], vocabulary: dict[str, int]) -> None:
         """Sets the length of every token, and the ordinary tokens for text that would be a special token."""

@@ -68,7 +68,7 @@ def generate_tokens(
         else:
             ids.append([int(token) for token in prompt])
     if tokenizer is not None:
-        stops.add(tokenizer.separator)
+        stops.update(tokenizer.ends)
     streams = [TextStream(tokenizer.decode if tokenizer else lambda _: "", texts, prompt) for prompt in ids]
     batch = TokenBatch(model, ids, max_tokens, Sampling(temperature, top_k, top_p), seeds)
     return _generate(batch, streams, stops, max_tokens)

@@ -34,7 +34,9 @@ def export_model(run: "TrainedRun", folder: Path) -> None:
 
     folder = folder.absolute()
     check_new_folder(folder)
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), run.tokenizer.separator)
+    separator, ends = run.tokenizer.separator, list(run.tokenizer.ends)
+    eos = ends[0] if len(ends) == 1 else ends
+    special: Any = {"bos_token_id": separator, "eos_token_id": eos, "pad_token_id": separator}
     config = NSALMConfig(
         run.config.model.model_dump(mode="json"),
         run.config.nsa.model_dump(mode="json"),

@@ -27,10 +27,11 @@ from nsa.train.folder import write_config
 
 HF_CONFIG = "config.json"
 OWN_TYPE = "nsa"  # the model_type of what `nsa export` writes
-HF_TOKENIZER_CONFIG = "tokenizer_config.json"
+HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
-# The logit at which the compressed branch of a converted model starts: a weight of 0.7 %, and a gradient.
-CMP_GATE_LOGIT = -5.0
+# Where the gates of a converted model start: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The
+# selected branch is the dense model up to num_selected * sel_block tokens, and close to it from there on.
+GATE_LOGITS = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OWN = "decoder."  # before every name that `nsa export` writes
@@ -69,7 +70,7 @@ def import_model(
 
     attention   None gives the model as it is; "nsa" makes every layer NSA, or those that an override of
                 model.layer_pattern names, and starts close to the dense model: queries, keys, values and output keep
-                their weights, and the gate starts with half the selected branch, half the window
+                their weights, and the gate starts with the selected branch (88 %) and the window (12 %)
     shared_kv   whether the branches of a converted layer share keys and values, or each has a copy
     base        configuration whose other sections the run gets; None takes the defaults
     """
@@ -88,10 +89,11 @@ def import_model(
             raise ConfigError(f"{source}: has NSA layers already; leave --attention out")
         content["model"] |= {"attention": "nsa", "layer_pattern": None}
         content["nsa"] = converted
-    tokenizer, kept = _tokenizer(source, content["model"]["vocab_size"], described)
-    if kept:
-        tokenizer = str((run / TOKENIZER_FILE).resolve())
-    content["data"] |= {"tokenizer": tokenizer, "separator": _separator(source) if kept else None}
+    context = described.get("max_position_embeddings")
+    if base is None and type(context) is int:
+        content["train"] = {"seq_len": context}  # what its export gives as its context again
+    keys, kept = _tokenizer(source, content["model"]["vocab_size"], described)
+    content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
     config = parse_config(content, str(source), list(overrides))
     weights = converted_weights(source, config, converts=is_dense and "nsa" in config.model.layer_kinds())
     run.mkdir(parents=True, exist_ok=True)
@@ -239,8 +241,7 @@ def converted_weights(source: Path, config: Config, *, converts: bool) -> dict[s
 
 
 def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:
-    """Parameters that a dense model does not have: gates that start with half the selected branch and half the
-    window, and compressors."""
+    """Parameters that a dense model does not have: gates that start at GATE_LOGITS, and compressors."""
     if not names:
         return {}
     slim = config.model.model_copy(update={"vocab_size": None, "mlp_dim": 1, "tied_head": True})
@@ -248,7 +249,7 @@ def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Ten
     for module in fresh.modules():
         if isinstance(module, BranchGate):
             with torch.no_grad():
-                module.out.bias.view(-1, 3)[:, 0] = CMP_GATE_LOGIT
+                module.out.bias.view(-1, 3)[:] = torch.tensor(GATE_LOGITS[module.kind])
     parameters = dict(fresh.named_parameters())
     return {name: parameters[name].detach() for name in names}
 
@@ -307,34 +308,44 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _separator(source: Path) -> str | None:
-    """The token that begins a text: what the folder names as first token, else as last."""
-    if not (source / HF_TOKENIZER_CONFIG).is_file():
-        return None
-    described = _read_json(source / HF_TOKENIZER_CONFIG)
-    for name in ("bos_token", "eos_token"):
-        token = described.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and token:
-            return token
-    return None
-
-
-def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tuple[str, bytes | None]:
-    """The name of the folder's tokenizer and the bytes of its file. Without one, a vocabulary of 256 is bytes."""
+def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tuple[dict[str, Any], bytes | None]:
+    """Keys of the `data` section, and the bytes of the tokenizer's file. Without one, a vocabulary of 256 is bytes."""
+    name = ByteTokenizer.name if vocab_size == ByteTokenizer.vocab_size else None
     if described.get("model_type") == OWN_TYPE and described.get("tokenizer") in BUILT_IN:
-        return str(described["tokenizer"]), None
-    file = source / TOKENIZER_FILE
-    if not file.is_file():
-        if vocab_size == ByteTokenizer.vocab_size:
-            return ByteTokenizer.name, None
+        name = described["tokenizer"]
+    elif (file := source / TOKENIZER_FILE).is_file():
+        separator, end_tokens = _special_tokens(source, described)
+        tokenizer = load_tokenizer(str(file), separator=separator, end_tokens=end_tokens)
+        if tokenizer.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"{file}: has {tokenizer.vocab_size} tokens, the model {vocab_size}; they do not belong together"
+            )
+        return {"separator": separator, "end_tokens": end_tokens}, file.read_bytes()
+    if name is None:
         raise CheckpointError(
             f"{source}: has no {TOKENIZER_FILE}; transformers writes one: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-    tokenizer = load_tokenizer(str(file), separator=_separator(source))
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{file}: has {tokenizer.vocab_size} tokens, the model {vocab_size}; they do not belong together"
-        )
-    return TOKENIZER_FILE, file.read_bytes()
+    return {"tokenizer": name, "separator": None, "end_tokens": []}, None
+
+
+def _special_tokens(source: Path, described: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """The token that begins a text, or else ends it, and those at which transformers would end one."""
+    about, generation = (
+        _read_json(source / name) if (source / name).is_file() else {}
+        for name in (HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG)
+    )
+    added = _read_json(source / TOKENIZER_FILE).get("added_tokens")
+    listed = [token for token in (added if isinstance(added, list) else []) if isinstance(token, dict)]
+    names = {token["id"]: token.get("content") for token in listed if type(token.get("id")) is int}
+
+    def named(key: str) -> Any:
+        token = about.get(key)
+        return token.get("content") if isinstance(token, dict) else token
+
+    eos_ids = generation.get("eos_token_id", described.get("eos_token_id"))
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    ends = [names[i] for i in eos_ids if type(i) is int and i in names] or [named("eos_token")]
+    starts = [named("bos_token"), *(name for i, name in names.items() if i == described.get("bos_token_id")), *ends]
+    separator = next((token for token in starts if isinstance(token, str) and token), None)
+    return separator, [token for token in ends if isinstance(token, str) and token not in ("", separator)]

@@ -144,7 +144,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, info = loaded
         if info["missing_keys"]:
-            raise CheckpointError(f"{args[0]}: has no tensor for {', '.join(sorted(info['missing_keys'])[:3])}")
+            missing = ", ".join(sorted(info["missing_keys"])[:3])
+            raise CheckpointError(f"{model.name_or_path}: has no tensor for {missing}")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
@@ -157,7 +158,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return self.decoder.embedding
 
     def set_input_embeddings(self, value: Any) -> None:
-        self.decoder.embedding = value
+        self.decoder.embedding, self.decoder.vocab_size = value, value.num_embeddings
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.decoder.head
@@ -180,29 +181,29 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """attention_mask  [B, tokens so far and new], 1 for tokens and 0 for padding before or after them
         position_ids    for one row without a mask: where they return to 0, a packed document starts; otherwise they
                         follow from the mask and are not read
+        past_key_values what it holds goes on, without a gradient
         """
+        for name in ("output_attentions", "output_hidden_states"):
+            if options.get(name):
+                raise ArgumentError(name, "is not supported: layers give their output alone")
         if inputs_embeds is not None:
             raise ArgumentError("inputs_embeds", "is not supported; pass input_ids")
         if past_key_values is not None and not isinstance(past_key_values, NSACache):
             raise ArgumentError("past_key_values", f"must be an NSACache, got {type(past_key_values).__name__}")
-        width = input_ids.shape[1]
-        if attention_mask is not None:
+        rows, width = input_ids.shape
+        known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if attention_mask is not None and list(attention_mask.shape) not in ([rows, width], [rows, known + width]):
             shape = list(attention_mask.shape)
-            if len(shape) != 2 or shape[0] != len(input_ids) or shape[1] < width:
-                raise ArgumentError(
-                    "attention_mask", f"must be [{len(input_ids)}, at least {width}], batch and tokens, got {shape}"
-                )
+            raise ArgumentError("attention_mask", f"must be [{rows}, {known + width}], batch and tokens, got {shape}")
         mask = None if attention_mask is None else attention_mask[:, -width:].bool()
-        if mask is not None and bool(mask.all()):
+        if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):  # reads a value back
             mask = None
         order = None if mask is None else torch.argsort(~mask, dim=1, stable=True)  # tokens before padding
         tokens_BS = input_ids if order is None else input_ids.gather(1, order)
         if past_key_values is None and use_cache and not self.training:
-            past_key_values = NSACache(self, len(input_ids), max(width + 1, self.config.max_position_embeddings))
+            past_key_values = NSACache(self, rows, max(width + 1, self.config.max_position_embeddings))
         if past_key_values is not None:
-            counts = [width] * len(input_ids) if mask is None else mask.sum(1).tolist()
-            with torch.no_grad():
-                hidden_BSC = self.decoder.hidden(tokens_BS, cache=past_key_values.append(counts, width))
+            hidden_BSC = self._continued(tokens_BS, mask, past_key_values)
         else:
             documents = None if attention_mask is not None else _documents(position_ids, input_ids)
             hidden_BSC = self.decoder.hidden(tokens_BS, documents)
@@ -215,6 +216,14 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
+
+    # The cache counts on the host: every step would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _continued(self, tokens_BS: Tensor, mask: Tensor | None, cache: NSACache) -> Tensor:
+        rows, width = tokens_BS.shape
+        counts = [width] * rows if mask is None else mask.sum(1).tolist()
+        return self.decoder.hidden(tokens_BS, cache=cache.append(counts, width))
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int

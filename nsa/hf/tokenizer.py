@@ -1,7 +1,7 @@
 """This project's tokenizers as `PreTrainedTokenizerFast`, which encodes text to the same ids.
 
 The separator stands before every document in training, so the tokenizer puts it before every text
-(`add_special_tokens=False` leaves it out), and generation ends with it.
+(`add_special_tokens=False` leaves it out), and generation ends with it, or with a token of `data.end_tokens`.
 """
 
 import itertools
@@ -27,8 +27,9 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenize
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None
         separator = tokenizer.separator_token
+        end = next(iter(tokenizer.end_tokens), separator)
     elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
-        backend, separator = _byte_level(tokenizer), SEPARATOR
+        backend, separator, end = _byte_level(tokenizer), SEPARATOR, SEPARATOR
     else:
         raise TypeError(f"unknown tokenizer {type(tokenizer).__name__}")
     backend.encode_special_tokens = True
@@ -40,7 +41,7 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenize
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=separator,
-        eos_token=separator,
+        eos_token=end,
         pad_token=separator,
         split_special_tokens=True,  # text never becomes a special token
         model_max_length=max_length,

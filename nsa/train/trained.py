@@ -120,7 +120,7 @@ def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tok
         raise CheckpointError(
             f"{kept}: it has more than {LARGEST_DOCUMENT:,} bytes; set data.tokenizer to another file"
         )
-    return load_tokenizer(str(kept), separator=config.data.separator)
+    return load_tokenizer(str(kept), separator=config.data.separator, end_tokens=config.data.end_tokens)
 
 
 def _is_overridden(key: str, overrides: list[str]) -> bool:

@@ -587,6 +587,30 @@ def test_what_a_file_says_about_training_batches_is_switched_off(tmp_path, byte_
     assert load_tokenizer(save(tmp_path, spec)).encode(text).tolist() == plain.encode(text).tolist()
 
 
+def test_the_fingerprint_is_of_what_a_file_encodes_not_of_how_it_is_written(tmp_path, byte_level):
+    """As earlier versions of the library and transformers write the same vocabulary."""
+    plain = load_tokenizer(save(tmp_path, byte_level))
+    old = json.loads(json.dumps(byte_level))
+    old["model"]["merges"] = [" ".join(pair) for pair in old["model"]["merges"]]
+    for key in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"):
+        old["model"].pop(key, None)
+    old["added_tokens"] = [token | {"normalized": True, "rstrip": True} for token in old["added_tokens"]]
+    old |= {"truncation": {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}}
+    (tmp_path / "old.json").write_text(json.dumps(old, indent=2, sort_keys=True))
+    written = load_tokenizer(str(tmp_path / "old.json"))
+    text = library_text(3000)[0]
+    assert written.encode(text).tolist() == plain.encode(text).tolist()
+    assert written.fingerprint == plain.fingerprint
+    old["model"]["merges"].reverse()
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert load_tokenizer(str(tmp_path / "old.json")).fingerprint != plain.fingerprint
+    spec = json.loads(hf.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).to_str())
+    listed = hf.Tokenizer.from_str(json.dumps(spec))
+    listed.add_special_tokens(["</s>"])  # as transformers does with the token that ends a text
+    same = [load_tokenizer(save(tmp_path, content)) for content in (spec, json.loads(listed.to_str()))]
+    assert same[0].fingerprint == same[1].fingerprint
+
+
 def test_lengths_of_a_word_piece_vocabulary_leave_the_mark_out(tmp_path):
     vocabulary = {token: i for i, token in enumerate(["[UNK]", "[SEP]", "un", "##like", "##ly", "é"])}
     library = hf.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

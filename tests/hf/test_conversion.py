@@ -41,7 +41,7 @@ def test_the_recipe_in_two_stages(tmp_path):
     output = nsa("import", tmp_path / "hf", tmp_path / "converted", "--attention", "nsa", "--config", "convert", *SPEC)
     assert "2 nsa layers of width 16" in output
     recipe = tmp_path / "converted" / "config.yaml"
-    first = [f"train.init_from={tmp_path / 'converted'}", f"train.teacher={dense}", "train.steps=40", "train.lr=0.02"]
+    first = [f"train.init_from={tmp_path / 'converted'}", f"train.teacher={dense}", "train.steps=80", "train.lr=0.02"]
     train(load_config(recipe, [*TINY, *first]), tmp_path / "stage1")
     assert divergence(dense, tmp_path / "stage1") < 0.8 * divergence(dense, tmp_path / "converted")
     before, after = (load_run(tmp_path / name).model.state_dict() for name in ("converted", "stage1"))

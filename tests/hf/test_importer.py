@@ -105,6 +105,16 @@ def test_a_converted_model_starts_as_the_dense_one_within_its_window(tmp_path, l
     assert max(found.values()) < 0.01 * untrained, (found, untrained)
 
 
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
+def test_a_converted_gate_starts_with_the_selected_branch(tmp_path, llama, kind):
+    import_model(llama[0], tmp_path / "run", attention="nsa", overrides=[f"nsa.gate={kind}"])
+    gate = load_run(tmp_path / "run").model.blocks[1].attention.gate
+    weights = gate(torch.randn(1, 5, 48)).detach()
+    assert weights[..., 0].max() < 0.02
+    torch.testing.assert_close(weights[..., 1], torch.full((1, 5, 6), 0.88), atol=0.02, rtol=0)
+    torch.testing.assert_close(weights[..., 1:].sum(-1), torch.ones(1, 5, 6), atol=0.02, rtol=0)
+
+
 REFUSED = {
     "another architecture": ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
     "its own code": ({"auto_map": {"AutoModel": "evil.Model"}}, "never executed"),

@@ -83,6 +83,26 @@ def test_a_teacher_of_another_vocabulary_is_refused(dense, tmp_path):
         train(small(f"train.teacher={tmp_path / 'nowhere'}"), tmp_path / "run2")
 
 
+def test_a_teacher_may_have_its_vocabulary_in_another_file(tmp_path):
+    import json
+
+    from nsa.data.vocabulary import train_bpe
+
+    file, other = tmp_path / "a.json", tmp_path / "b.json"
+    train_bpe(["the same text " * 20], file, vocab_size=260, max_bytes=1 << 16)
+    spec = json.loads(file.read_text())
+    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
+    other.write_text(json.dumps(spec | {"padding": None, "truncation": None}, indent=2))
+    train(small("model.attention=dense", f"data.tokenizer={file}", "train.steps=2"), tmp_path / "teacher")
+    student = small(f"data.tokenizer={other}", f"train.teacher={tmp_path / 'teacher'}", "train.steps=2")
+    train(student, tmp_path / "student")
+    assert max(losses(tmp_path / "student")) > 0
+    spec["model"]["merges"].reverse()
+    other.write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match=r"train\.teacher: .* another vocabulary"):
+        train(student, tmp_path / "refused")
+
+
 def test_positions_that_do_not_count_add_nothing():
     student, teacher = torch.randn(1, 4, 7), torch.randn(1, 4, 7)
     counted = torch.tensor([[True, False, True, False]])

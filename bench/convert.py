@@ -1,0 +1,315 @@
+"""A dense model turned into NSA with the recipe of configs/convert.yaml, with and without its first stage.
+
+    python -m bench.learning prepare WORK            # text, vocabulary and shards
+    python -m bench.convert run WORK --rows dense    # the dense model, the run `dense` of bench.learning
+    python -m bench.convert run WORK --jobs 2        # converts it; what is not in the results yet
+    python -m bench.convert show                     # the results as a table
+    python -m bench.convert page                     # and in docs/huggingface.md, with a figure
+
+A conversion takes at most a tenth of the dense model's tokens, both stages together. `dense-continued` trains the dense
+model on the same tokens with the settings of the second stage, so that what conversion costs is not mixed up with what
+more training gives. Commands are the user's own (`nsa export`, `nsa import`, `nsa train`), each in its own process; a
+run that was stopped goes on.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from bench import learning
+from bench.learning import read_results, run_logged, validations
+
+RESULTS = Path("bench/results/convert-h200.jsonl")
+FIGURE, PAGE = Path("docs/img/convert.svg"), Path("docs/huggingface.md")
+MARKS = "<!-- made by python -m bench.convert page -->\n", "<!-- end -->\n"
+SHARE = 0.1  # of the dense model's tokens
+FIRST_STAGE = 0.2  # of these
+# The settings of configs/convert.yaml are those of the first stage; these are the second's.
+SECOND = "train.freeze=[] train.lr=3e-4 train.weight_decay=0.1"
+# Which model a row starts from, and whether it has the first stage.
+ROWS = {"two-stages": ("nsa", True), "second-stage-alone": ("nsa", False), "dense-continued": ("dense", False)}
+EVALUATIONS = 8  # of a conversion
+DATA = (
+    "data.source=prepared data.validation_fraction=0.02 data.workers=4 runtime.compile=true "
+    "telemetry.tensorboard=false runtime.cuda_graphs=false checkpoint.every=50"
+)
+
+
+def dense_run(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains the dense model, or goes on with it, unless it has finished."""
+    folder = dense_folder(work, options)
+    began = time.time()
+    code = 0
+    if not is_finished(folder):
+        overrides = learning.overrides_of(work, "dense", options, options.seed)
+        code = run_logged(["train", "configs/m7c_125m.yaml", *overrides], work / f"{folder.name}.log")
+    return result_of("dense", options, code, began, curve_of([folder], options.seq_len * options.batch_size))
+
+
+def dense_folder(work: Path, options: argparse.Namespace) -> Path:
+    return learning.folder_of(work, "dense", options, options.seed)
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file()
+
+
+def import_both(work: Path, options: argparse.Namespace) -> dict[str, Path]:
+    """The dense model as `nsa import` leaves it, with its attention and converted: teacher and student."""
+    dense = dense_folder(work, options)
+    if not is_finished(dense):
+        sys.exit(f"{dense}: has not finished; run it first: python -m bench.convert run {work} --rows dense")
+    made = work / "convert" / dense.name
+    log = work / f"{dense.name}-convert.log"
+    if not (made / "hf").exists() and run_logged(["export", str(dense), str(made / "hf")], log):
+        sys.exit(f"nsa export {dense} failed; see {log}")
+    shared = [
+        *DATA.split(),
+        learning.data_of(work, options)[0],
+        f"train.seq_len={options.seq_len}",
+        f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
+        *options.override,
+    ]
+    for kind in ("dense", "nsa"):
+        if not (made / kind / "config.yaml").exists():  # written last
+            shutil.rmtree(made / kind, ignore_errors=True)
+            arguments = ["import", str(made / "hf"), str(made / kind), "--config", "convert", *shared]
+            if run_logged([*arguments, *(["--attention", "nsa"] if kind == "nsa" else [])], log):
+                sys.exit(f"nsa import {made / 'hf'} failed; see {log}")
+    return {kind: made / kind for kind in ("dense", "nsa")}
+
+
+def stages_of(row: str, models: dict[str, Path], options: argparse.Namespace) -> list[tuple[Path, list[str]]]:
+    """The run folder and the overrides of every stage of a row."""
+    kind, has_first = ROWS[row]
+    total = int(SHARE * learning.steps_of(options) * options.batch_size) // batch_of(options)
+    first = max(1, round(FIRST_STAGE * total)) if has_first else 0
+    stages = [("1", first, [f"train.teacher={models['dense']}"])] if has_first else []
+    stages += [("2", total - first, SECOND.split())]
+    found: list[tuple[Path, list[str]]] = []
+    for name, steps, settings in stages:
+        folder = models[kind].parent / f"{row}-{name}"
+        overrides = [
+            f"train.steps={steps}",
+            f"train.warmup_steps={max(1, steps // 20)}",
+            f"train.batch_size={batch_of(options)}",
+            f"train.eval_every={max(1, total // EVALUATIONS)}",
+            f"train.seed={options.seed + 1000}",  # other sequences than the dense model read first
+            f"train.init_from={found[-1][0] if found else models[kind]}",
+            f"train.out_dir={folder}",
+            *settings,
+            *options.override,
+        ]
+        found.append((folder, overrides))
+    return found
+
+
+def batch_of(options: argparse.Namespace) -> int:
+    """Half the dense model's: of few tokens, more steps."""
+    return max(1, options.batch_size // 2)
+
+
+def convert(row: str, models: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
+    began = time.time()
+    stages = stages_of(row, models, options)
+    code = 0
+    for folder, overrides in stages:
+        if code == 0 and not is_finished(folder):
+            recipe = str(models[ROWS[row][0]] / "config.yaml")
+            code = run_logged(["train", recipe, *overrides], folder.with_suffix(".log"))
+    tokens = options.seq_len * batch_of(options)
+    curve = [(0, start_loss(models[ROWS[row][0]])), *curve_of([folder for folder, _ in stages], tokens)]
+    first = {"first_stage_tokens": tokens * steps_in(stages[0][1])} if ROWS[row][1] else {}
+    return result_of(row, options, code, began, curve) | first
+
+
+def steps_in(overrides: list[str]) -> int:
+    return int(next(o for o in overrides if o.startswith("train.steps=")).partition("=")[2])
+
+
+def start_loss(folder: Path) -> float:
+    """The validation loss of an imported model, on the sequences of the runs' validations."""
+    from nsa import load_run
+    from nsa.evals.scoring import inference, loss_by_position
+
+    run = load_run(folder)
+    with inference(run):
+        buckets = loss_by_position(run, run.config.train.seq_len)
+    return sum(b.loss * b.tokens for b in buckets) / sum(b.tokens for b in buckets)
+
+
+def curve_of(folders: list[Path], step_tokens: int) -> list[tuple[int, float]]:
+    """Tokens and validation loss over all stages."""
+    curve: list[tuple[int, float]] = []
+    before = 0
+    for folder in folders:
+        found = validations(folder)
+        curve += [(before + step * step_tokens, loss) for step, loss in found]
+        before = curve[-1][0] if found else before
+    return curve
+
+
+def result_of(
+    row: str, options: argparse.Namespace, code: int, began: float, curve: list[tuple[int, float]]
+) -> dict[str, Any]:
+    return {
+        "row": row,
+        "changes": " ".join(options.override),
+        "seq_len": options.seq_len,
+        "dense_tokens": learning.steps_of(options) * options.seq_len * options.batch_size,
+        "seed": options.seed,
+        "exit_code": code,
+        "tokens": curve[-1][0] if curve else 0,
+        "val_loss": curve[-1][1] if curve else None,
+        "curve": curve,
+        "seconds": round(time.time() - began, 1),
+        "runs_at_once": options.jobs,
+    }
+
+
+def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(result[name] for name in ("row", "changes", "seq_len", "dense_tokens", "seed"))
+
+
+def run(work: Path, options: argparse.Namespace) -> None:
+    rows = options.rows.split(",")
+    if unknown := [row for row in rows if row not in (*ROWS, "dense")]:
+        sys.exit(f"--rows: {unknown[0]!r} is no row; there are dense, {', '.join(ROWS)}")
+    done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
+    wanted = [row for row in rows if key_of(result_of(row, options, 0, 0.0, [])) not in done]
+    if "dense" in wanted:
+        record(dense_run(work, options), options.results)
+        wanted.remove("dense")
+    if not wanted:
+        return
+    models = import_both(work, options)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for finished in as_completed([pool.submit(convert, row, models, options) for row in wanted]):
+            record(finished.result(), options.results)
+
+
+def record(result: dict[str, Any], results: Path) -> None:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(f"{result['row']}: {result['val_loss']} after {result['seconds']} s", flush=True)
+
+
+def finished_rows(results: Path) -> dict[str, dict[str, Any]]:
+    """The last result of every row that finished; those of conversions with the loss of the same dense model."""
+    found = [r for r in read_results(results) if r["exit_code"] == 0 and r["val_loss"] is not None]
+    dense = {key_of(r)[1:]: r for r in found if r["row"] == "dense"}
+    rows = {r["row"]: r | {"dense_loss": dense[key_of(r)[1:]]["val_loss"]} for r in found if key_of(r)[1:] in dense}
+    return dict(sorted(rows.items(), key=lambda item: ["dense", *ROWS].index(item[0])))
+
+
+def cells_of(r: dict[str, Any]) -> list[str]:
+    start = f"{r['curve'][0][1]:.4f}" if r["curve"][0][0] == 0 else ""
+    return [r["row"], f"{r['tokens'] / 1e6:.1f} million", start, f"{r['val_loss']:.4f}", against_dense(r)]
+
+
+def against_dense(r: dict[str, Any]) -> str:
+    return f"{r['val_loss'] / r['dense_loss'] - 1:+.1%}".replace("%", " %")
+
+
+HEADER = ("row", "tokens", "loss at the start", "loss at the end", "against dense")
+
+
+def show(results: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*HEADER)
+    for r in finished_rows(results).values():
+        table.add_row(*cells_of(r))
+    Console(width=120).print(table)
+
+
+def section(results: Path, figure: Path, page: Path) -> str:
+    """What the page says of the results."""
+    rows = finished_rows(results)
+    if not rows:
+        return "Not measured on a GPU yet.\n"
+    any_row = next(iter(rows.values()))
+    lines = [
+        f"One H200, 125M parameters, {any_row['seq_len']:,} tokens, [the learning study's](learning.md) text.",
+        "A conversion takes at most a tenth of the dense model's tokens. Validation loss in nats per token",
+        f"([{results.name}](../{results})):",
+        "",
+        f"| {' | '.join(HEADER)} |",
+        "|---" * len(HEADER) + "|",
+        *(f"| {' | '.join(cells_of(r))} |" for r in rows.values()),
+        "",
+        f"![validation loss against tokens of conversion]({figure.relative_to(page.parent)})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_page(results: Path, figure: Path, page: Path) -> None:
+    """Replaces what stands between the two marks, and draws the figure where there is something to draw."""
+    before, found, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    _, ends, after = rest.partition(MARKS[1])
+    if not found or not ends:
+        sys.exit(f"{page}: has no place for the results: a line {MARKS[0].strip()} and a line {MARKS[1].strip()}")
+    page.write_text(before + MARKS[0] + section(results, figure, page) + MARKS[1] + after, encoding="utf-8")
+    if finished_rows(results):
+        plot(results, figure)
+
+
+def plot(results: Path, figure: Path) -> None:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = finished_rows(results)
+    drawn = Figure(figsize=(7, 4), layout="constrained")
+    axes = drawn.subplots()
+    for row, r in rows.items():
+        if row == "dense":
+            axes.axhline(r["val_loss"], color="k", lw=1, label=f"dense, after {r['tokens'] / 1e6:.0f} million tokens")
+            axes.axhline(1.02 * r["val_loss"], color="k", lw=0.8, ls=":", label="2 % above it")
+            continue
+        line = axes.plot([t / 1e6 for t, _ in r["curve"]], [loss for _, loss in r["curve"]], "o-", ms=3, label=row)
+        if "first_stage_tokens" in r:
+            axes.axvline(r["first_stage_tokens"] / 1e6, color=line[0].get_color(), lw=0.8, ls="--")
+    axes.set(xlabel="million tokens of conversion", ylabel="validation loss")
+    axes.legend(fontsize="small")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "convert", "svg.fonttype": "none"}):  # the same small file for the same results
+        drawn.savefig(figure, metadata={"Date": None})
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.convert", description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("run", "show", "page"))
+    parser.add_argument("work", nargs="?", type=Path, default=Path("runs/learning"), help="as for bench.learning")
+    parser.add_argument("--rows", default=",".join(["dense", *ROWS]), help="which of %(default)s")
+    parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
+    parser.add_argument("--tokens", type=int, default=64_000_000, help="of the dense model")
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=8, help="of the dense model")
+    parser.add_argument("--eval-tokens", type=int, default=1 << 20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="conversions at once on the GPU")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("override", nargs="*", help="further overrides of every run")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.action == "run":
+        run(options.work, options)
+    elif options.action == "show":
+        show(options.results)
+    else:
+        write_page(options.results, FIGURE, PAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`python -m bench.convert`: a dense run is converted with the user's commands, within a tenth of its tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import convert
+from nsa.cli.main import app
+from nsa.config import load_config
+from nsa.data.vocabulary import train_bpe
+from nsa.train import train
+
+pytest.importorskip("transformers")
+TEXT = "def main():\n    return [x * 2 for x in range(10)]  # the end\n" * 4
+TINY = """
+    model.dim=16 model.n_layers=2 model.n_heads=2 model.n_kv_heads=1 model.head_dim_k=16 model.head_dim_v=16
+    model.mlp_dim=32 nsa.cmp_block=4 nsa.cmp_stride=2 nsa.sel_block=4 nsa.num_selected=4 nsa.window=8
+    data.validation_fraction=0.3 data.workers=0 runtime.device=cpu runtime.threads=1 runtime.precision=fp32
+    runtime.compile=false checkpoint.background=false
+"""
+SIZES = ["--tokens", str(20 * 4 * 64), "--seq-len", "64", "--batch-size", "4", "--eval-tokens", "256"]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    work = tmp_path_factory.mktemp("work")
+    train_bpe([TEXT], work / "tokenizer.json", vocab_size=300, max_bytes=1 << 20)
+    corpus = work / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"# {n}\n{TEXT}"}) + "\n" for n in range(40)))
+    source = ["data.source=text", f"data.paths=[{corpus}]", f"data.tokenizer={work / 'tokenizer.json'}"]
+    ended = CliRunner().invoke(app, ["data", "prepare", str(work / "shards"), *source], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    return work
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Commands run in this process, and are noted; those that contain `called.fails` fail."""
+
+    class Called(list):
+        fails = "nothing"
+
+    commands = Called()
+
+    def run(arguments, log):
+        commands.append(" ".join(arguments))
+        if commands.fails in commands[-1]:
+            return 1
+        if arguments[0] == "train":
+            config = load_config(arguments[1], arguments[2:])
+            train(config, Path(config.train.out_dir))
+            return 0
+        return CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code
+
+    monkeypatch.setattr(convert, "run_logged", run)
+    return commands
+
+
+def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shards, tmp_path, called):
+    results = tmp_path / "results.jsonl"
+    arguments = ["run", str(shards), "--results", str(results), *SIZES, *TINY.split()]
+    with pytest.raises(SystemExit, match="has not finished; run it first"):
+        convert.main([*arguments, "--rows", "two-stages"])
+    called.fails = "two-stages-2"
+    convert.main(arguments)
+    assert [c for c in called if c.startswith("train") and "two-stages-1" in c]
+    called.clear()
+    called.fails = "nothing"
+    convert.main(arguments)
+    assert [command.split()[0] for command in called] == ["train"], "only the second stage was left"
+    called.clear()
+    convert.main(arguments)
+    assert called == []
+    rows = convert.finished_rows(results)
+    assert list(rows) == ["dense", "two-stages", "second-stage-alone", "dense-continued"]
+    for name, r in list(rows.items())[1:]:
+        assert r["tokens"] == 0.1 * rows["dense"]["tokens"], name
+        assert len(r["curve"]) >= 5
+        tokens = [t for t, _ in r["curve"]]
+        assert tokens == sorted(tokens)
+    starts = {name: r["curve"][0] for name, r in rows.items()}
+    assert starts["two-stages"] == starts["second-stage-alone"]
+    assert starts["dense-continued"][1] == pytest.approx(rows["dense"]["val_loss"], rel=1e-5)
+    assert 0 < rows["two-stages"]["first_stage_tokens"] < rows["two-stages"]["tokens"]
+
+
+def row(name, loss, **more):
+    options = convert.parse(["run"])
+    curve = [(0, loss + 0.5), (3_000_000, loss + 0.1), (6_389_760, loss)]
+    return convert.result_of(name, options, 0, 0.0, curve) | more
+
+
+def test_the_page_shows_what_was_measured(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results, page, figure = tmp_path / "r.jsonl", tmp_path / "docs" / "page.md", tmp_path / "docs" / "img" / "c.svg"
+    page.parent.mkdir()
+    page.write_text("before\n" + "old\n".join(convert.MARKS) + "after\n")
+    convert.write_page(results, figure, page)
+    assert page.read_text() == "before\n" + "Not measured on a GPU yet.\n".join(convert.MARKS) + "after\n"
+    rows = [row("dense", 3.0), row("two-stages", 3.03, first_stage_tokens=1_000_000), row("second-stage-alone", 3.09)]
+    failed = row("dense-continued", 1.0) | {"exit_code": 1}
+    results.write_text("".join(json.dumps(r) + "\n" for r in [*rows, failed]))
+    convert.write_page(results, figure, page)
+    text = page.read_text()
+    assert "| two-stages | 6.4 million | 3.5300 | 3.0300 | +1.0 % |" in text
+    assert "dense-continued" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "two-stages" in figure.read_text()
+    drawn = figure.read_bytes()
+    convert.write_page(results, figure, page)
+    assert (figure.read_bytes(), page.read_text()) == (drawn, text)
+    convert.show(results)
+    assert "+3.0 %" in capsys.readouterr().out
+    page.write_text("no marks\n")
+    with pytest.raises(SystemExit, match="has no place for the results"):
+        convert.write_page(results, figure, page)
+
+
+def test_the_page_is_that_of_the_results():
+    text = convert.PAGE.read_text(encoding="utf-8")
+    section = convert.section(convert.RESULTS, convert.FIGURE, convert.PAGE)
+    assert section.join(convert.MARKS) in text
+    assert convert.FIGURE.exists() == bool(convert.finished_rows(convert.RESULTS))
+
+
+def test_the_second_stage_is_that_of_the_recipe():
+    recipe = load_config("convert", convert.SECOND.split()).train
+    told = Path("configs/convert.yaml").read_text()
+    assert all(setting.replace("train.freeze=[]", "'train.freeze=[]'") in told for setting in convert.SECOND.split())
+    assert recipe.freeze == []
