@@ -34,6 +34,7 @@ def divergence(teacher, student):
     return float(divergence_sum(*logits, torch.ones_like(tokens, dtype=torch.bool)))
 
 
+@pytest.mark.long
 def test_the_recipe_in_two_stages(tmp_path):
     dense = tmp_path / "dense"
     train(small("model.attention=dense", "train.seq_len=64", "train.steps=30", "model.n_layers=2"), dense)
