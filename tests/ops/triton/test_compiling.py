@@ -47,21 +47,18 @@ def check(archs, plan, spilled, only=()):
         assert not kernel.serialized, kernel
 
 
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("plan", PRODUCTION, ids=str)
-def test_production_kernels_fit_the_card(arch, plan):
-    check([arch], plan, spilled=128)
+def test_production_kernels_fit_the_card(plan):
+    check([80, 90], plan, spilled=128)
 
 
-@pytest.mark.parametrize("archs", [[86, 120], [89, 100]], ids=str)
-def test_the_largest_kernels_fit_cards_that_nothing_was_run_on(archs):
-    check(archs, PRODUCTION[0], spilled=1024, only=LARGEST)
+def test_the_largest_kernels_fit_cards_that_nothing_was_run_on():
+    check([86, 89, 100, 120], PRODUCTION[0], spilled=1024, only=LARGEST)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("plan", STEPS, ids=str)
-def test_decode_kernels_fit_the_card(arch, plan):
-    check([arch], plan, spilled=32)
+def test_decode_kernels_fit_the_card(plan):
+    check([80, 90], plan, spilled=32)
 
 
 @pytest.mark.long
