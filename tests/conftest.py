@@ -2,6 +2,7 @@
 keeps both test processes busy to the end."""
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from nsa import files
 
 # Folders of long tests and of tests that start processes. They run first: short tests even out the end, and tests
 # that measure time run beside short ones.
-FIRST = ("distributed", "checks", "faults", "scripts", "train", "record")
+FIRST = ("distributed", "checks", "faults", "scripts", "packaging", "docs", "hf", "train", "record")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(config, items):
     places = {name: place for place, name in enumerate(FIRST)}
     here = config.rootpath / "tests"
     items.sort(key=lambda item: places.get(item.path.relative_to(here).parts[0], len(FIRST)))
+
+
+def pytest_collection_finish():
+    """What is imported by now is no garbage: tests that collect it need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

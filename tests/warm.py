@@ -5,6 +5,7 @@ would start them, less three seconds of imports each. One starter serves a test 
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -103,7 +104,9 @@ def _serve(handle: int) -> None:
             asked.send(json.dumps({"pid": pid}).encode())
             continue
         asked.close()
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves run under nohup
+        # Ignored where the tests themselves run under nohup, or in the background of a shell.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for stream in (1, 2):
             os.dup2(handles[0], stream)
         os.close(handles[0])
@@ -126,6 +129,9 @@ def _main() -> None:
     import nsa.cli.main
     import nsa.train.loop  # noqa: F401
 
+    # What is imported is no garbage: a child that looked through it would copy every page, a second's work as it ends.
+    gc.collect()
+    gc.freeze()
     _serve(int(sys.argv[1]))
     program = sys.argv[0]
     if program.endswith(".py"):
