@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,10 @@ from nsa.config import load_config
 from nsa.errors import NSAError
 from nsa.inspect.reading import read_run
 from nsa.train import train
-from tests.distributed.launching import ROOT, TINY, environment
+from tests import warm
+from tests.distributed.launching import TINY, environment, wait_all
 
-LEARNS = {"steps": 1000, "seq_len": 64, "batch_size": 4, "lr": 3e-3, "eval_every": 50, "eval_sequences": 4}
+LEARNS = {"steps": 1000, "seq_len": 32, "batch_size": 4, "lr": 3e-3, "eval_every": 50, "eval_sequences": 4}
 
 
 def write_config(folder: Path, **sections: dict[str, object]) -> Path:
@@ -34,17 +33,10 @@ def write_config(folder: Path, **sections: dict[str, object]) -> Path:
 
 def ready(folder: Path, config: Path, *arguments: str, **variables: str) -> tuple[int, str, dict]:
     """Exit code, output and readiness.json of the command."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "nsa", "ready", str(config), "--out", str(folder / "ready"), *arguments],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=840,
-        cwd=ROOT,
-    )
+    command = ("nsa", "ready", str(config), "--out", str(folder / "ready"), *arguments)
+    [ended] = wait_all([warm.start(*command, env=environment(**variables))], 840)
     result = folder / "ready" / "readiness.json"
-    output = ended.stdout + ended.stderr
-    return ended.returncode, output, json.loads(result.read_text()) if result.exists() else {}
+    return ended.code, ended.output, json.loads(result.read_text()) if result.exists() else {}
 
 
 def ready_here(
@@ -60,19 +52,8 @@ def ready_here(
     plan = Plan(config, folder / "ready", 1, QUICK)
 
     def run_trial(trial: Trial, on_progress: Callable) -> Outcome:
-        code, began = 0, time.monotonic()
         armed = ",".join(filter(None, (faults(trial.name), trial.faults.replace(":kill:", ":raise:"))))
-        trial.folder.parent.mkdir(exist_ok=True)
-        with trial.log_file.open("w") as log, patch.dict(os.environ, NSA_FAULTS=armed):
-            try:
-                train(trial.config, trial.folder)
-            except (NSAError, RuntimeError) as error:
-                code = getattr(error, "exit_code", 1)
-                print(f"error: {error}", file=log)
-        leave(trial.folder)
-        view = read_run(trial.folder)
-        on_progress(view, 1.0)
-        return outcome_of(trial, view, code, time.monotonic() - began)
+        return trial_here(trial, on_progress, armed, leave)
 
     def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
         return ProbeResult(find(kind, load_config(config_file), nproc, folder))
@@ -81,6 +62,24 @@ def ready_here(
     result = build_result(plan, phases, config_file, overrides, 1.0)
     write_pages(result, plan.folder)
     return json.loads((plan.folder / "readiness.json").read_text())
+
+
+def trial_here(
+    trial: Trial, on_progress: Callable, faults: str = "", leave: Callable[[Path], None] = lambda run: None
+) -> Outcome:
+    """The run of a trial in this process."""
+    code, began = 0, time.monotonic()
+    trial.folder.parent.mkdir(exist_ok=True)
+    with trial.log_file.open("w") as log, patch.dict(os.environ, NSA_FAULTS=faults):
+        try:
+            train(trial.config, trial.folder)
+        except (NSAError, RuntimeError) as error:
+            code = getattr(error, "exit_code", 1)
+            print(f"error: {error}", file=log)
+    leave(trial.folder)
+    view = read_run(trial.folder)
+    on_progress(view, 1.0)
+    return outcome_of(trial, view, code, time.monotonic() - began)
 
 
 def failed(result: dict) -> set[tuple[str, str]]:

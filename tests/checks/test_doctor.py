@@ -4,8 +4,6 @@ import io
 import json
 import os
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,11 +22,14 @@ from nsa.cli.doctor import attempt_line
 from nsa.config import load_config
 from nsa.errors import ConfigError
 from nsa.inspect.reading import read_run
-from tests.distributed.launching import ROOT, environment, write_config
+from tests import warm
+from tests.checks.helpers import trial_here
+from tests.distributed.launching import ROOT, environment, wait_all, write_config
 from tests.record.runs import event
 
 SABOTAGE = Path(__file__).parent / "sabotage"
 ONE_LAYER = {"n_layers": 1}
+PROBES = ["environment", "kernels"]
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -55,18 +56,25 @@ def run_doctor(tmp_path, *arguments, sabotage="", env=(), **sections) -> Diagnos
     )
     out = tmp_path / "doctor"
     path = os.pathsep.join([str(SABOTAGE), str(ROOT)]) if sabotage else str(ROOT)
-    ended = subprocess.run(
-        [sys.executable, "-m", "nsa", "doctor", config, "--out", str(out), "--limit", "240", *arguments],
-        env=environment(PYTHONPATH=path, SABOTAGE=sabotage, **dict(env)),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    print(f"{ended.stdout}{ended.stderr}")
-    assert (out / "doctor.json").exists(), ended.stderr
+    known = environment(PYTHONPATH=path, SABOTAGE=sabotage, **dict(env))
+    command = ("nsa", "doctor", config, "--out", str(out), "--limit", "240", *arguments)
+    [ended] = wait_all([warm.start(*command, env=known)], 840)
+    print(ended.output)
+    assert (out / "doctor.json").exists(), ended.output
     found = json.loads((out / "doctor.json").read_text())
     assert found["schema"] == 2
-    return Diagnosed(ended.returncode, found, (out / "doctor.md").read_text(), ended.stdout)
+    return Diagnosed(ended.code, found, (out / "doctor.md").read_text(), ended.output)
+
+
+def test_a_reference_with_a_wrong_gradient_is_named(tmp_path):
+    found = run_doctor(tmp_path, sabotage="reference_gradient_wrong", model=ONE_LAYER)
+    assert found.code == 1
+    assert found.causes == {"kernel sel (reference)"}
+    wrong = [check for check in found.found["kernels"]["findings"] if not check["ok"]]
+    assert [(check["operator"], check["part"]) for check in wrong] == [("sel", "gradient of k by differences")]
+    assert [trial["name"] for trial in found.found["trials"]] == [*PROBES, "sel (reference) in training"]
+    assert "sel: the reference contradicts finite differences." in found.page
+    assert "cause: kernel sel (reference)" in found.page.splitlines()[2]
 
 
 @pytest.mark.long
@@ -75,8 +83,8 @@ def test_a_sound_system_is_called_healthy(tmp_path):
     assert found.code == 0
     assert found.found["healthy"]
     assert not found.causes
-    trials = ["environment", "kernels", "single process", "checkpointing (block)", "ddp x 2", "fsdp x 2"]
-    assert [trial["name"] for trial in found.found["trials"]] == [*trials, "the configuration as given"]
+    trials = [*PROBES, "single process", "checkpointing (block)", "ddp x 2", "fsdp x 2", "the configuration as given"]
+    assert [trial["name"] for trial in found.found["trials"]] == trials
     assert {trial["failure"] for trial in found.found["trials"]} == {""}
     assert found.page.startswith("# nsa doctor: healthy")
     assert "healthy: 5 trials" in found.output
@@ -96,7 +104,8 @@ def test_checkpointing_that_fails_in_backward_is_named(tmp_path):
     assert "in step 1 after" in found.page, "the trace is explained"
 
 
-def test_a_branch_that_fails_is_named(tmp_path):
+@pytest.mark.long
+def test_a_branch_that_fails_is_named_by_the_command(tmp_path):
     found = run_doctor(tmp_path, sabotage="win_raises", model=ONE_LAYER, train={"seq_len": 16})
     assert found.code == 1
     assert found.causes == {"branch win"}
@@ -157,7 +166,8 @@ KERNELS = ProbeResult([CHECK])
 
 
 def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda folder: None, **sections):
-    """A diagnosis where `behave(config)` gives each trial's exit code and first loss, and `leave` writes its files."""
+    """A diagnosis where `behave(config)` gives each trial's exit code and first loss, and `leave` writes its files; or
+    where `behave` is None, with real runs in this process."""
     config = write_config(tmp_path, train={"batch_size": 4, "seq_len": 64, **sections.pop("train", {})}, **sections)
 
     def run(trial, on_progress):
@@ -173,7 +183,7 @@ def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda fold
         return machine if kind == "machine" else kernels
 
     setup = load_setup(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
-    diagnosis = Diagnosis(setup, Progress(), run, probe)
+    diagnosis = Diagnosis(setup, Progress(), run if behave else trial_here, probe)
     diagnosis.run()
     page = write_page(diagnosis).read_text()
     return diagnosis, json.loads((tmp_path / "doctor" / "doctor.json").read_text()), page
@@ -181,6 +191,22 @@ def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda fold
 
 def causes(found: dict) -> list[str]:
     return [cause["text"] for cause in found["causes"]]
+
+
+def test_a_branch_that_fails_is_named(tmp_path, monkeypatch):
+    def window_attention(*args, **options):
+        raise RuntimeError("sabotage: window attention")
+
+    monkeypatch.setattr("nsa.ops.library.window_attention", window_attention)
+    _, found, page = diagnose(tmp_path, None, model=ONE_LAYER, train={"seq_len": 16}, checkpoint={"every": 0})
+    assert causes(found) == ["branch win"]
+    outcomes = {trial["name"]: trial["failure"] for trial in found["trials"]}
+    assert outcomes["branch cmp alone"] == outcomes["branch sel alone"] == ""
+    assert outcomes["branch win alone"] == outcomes["the smallest case, traced"] == "crash (exit code 1)"
+    smallest = found["smallest"]["factors"]
+    assert (smallest["branch"], smallest["layers"], smallest["tokens"]) == ("win", 1, 16)
+    assert "nsa.force_branch=win" in found["smallest"]["command"]
+    assert "sabotage: window attention" in page
 
 
 STACKS = """

@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import warm
 from tests.checks.helpers import ready, write_config
-from tests.distributed.launching import ROOT, environment
+from tests.distributed.launching import environment
 from tests.inspect.test_report import browse
 
 pytestmark = pytest.mark.timeout(900)
@@ -78,18 +77,12 @@ def test_a_healthy_run_passes_the_full_check(tmp_path):
     assert f"nsa train {config}" in page
 
 
-def start_check(tmp_path: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "nsa", "ready", str(write_config(tmp_path)), "--out", tmp_path / "ready", *arguments],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+def start_check(tmp_path: Path, *arguments: str) -> warm.Process:
+    command = ("nsa", "ready", str(write_config(tmp_path)), "--out", str(tmp_path / "ready"), *arguments)
+    return warm.start(*command, env=environment())
 
 
-def stop_check(checking: subprocess.Popen, number: int, until: Callable[[list[psutil.Process]], bool]) -> int:
+def stop_check(checking: warm.Process, number: int, until: Callable[[list[psutil.Process]], bool]) -> int:
     """Sends the signal once the check's processes are as awaited; its exit code, when none of them is left."""
     deadline, started = time.monotonic() + 120, list[psutil.Process]()
     while not until(started) and time.monotonic() < deadline:

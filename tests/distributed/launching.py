@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 TINY = {
     "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 16},
-    # Of up to 16 visible blocks 4 are read: selection has a choice.
+    # Of up to 8 visible blocks 4 are read: selection has a choice.
     "nsa": {"cmp_block": 4, "cmp_stride": 2, "sel_block": 4, "num_selected": 4, "window": 8},
     "data": {"source": "synthetic"},
-    "train": {"steps": 8, "seq_len": 64, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "eval_sequences": 5},
+    "train": {"steps": 8, "seq_len": 32, "batch_size": 4, "lr": 1e-2, "eval_every": 3, "eval_sequences": 5},
     "runtime": {"device": "cpu", "threads": 1, "deterministic": True},
     "parallel": {"timeout_s": 60.0},
     "checkpoint": {"every": 2},

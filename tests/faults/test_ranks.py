@@ -1,8 +1,6 @@
 """Ranks that die, disagree or cannot write: what the others do (rows 4, 5, 8, 14, 15 of reliability.md)."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from nsa.checkpoint.export import find_checkpoint
 from nsa.train.nonfinite import reproduce
 from tests import warm
 from tests.distributed.launching import (
-    ROOT,
     environment,
     events_of,
     free_port,
@@ -56,10 +53,8 @@ STATIC = "parallel.ddp.static_graph=true"
 
 
 def torchrun(*arguments, **more):
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    return subprocess.Popen(
-        command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    """`torchrun`, which starts its ranks as anywhere."""
+    return warm.start("torch.distributed.run", *arguments, env=environment(**more))
 
 
 def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_resumes(tmp_path, unbroken):

@@ -22,7 +22,7 @@ TIMEOUT_S = 150
 TINY = (
     "model.dim=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.head_dim_k=16 model.head_dim_v=16 "
     "model.mlp_dim=64 nsa.cmp_block=4 nsa.cmp_stride=2 nsa.sel_block=4 nsa.num_selected=4 nsa.window=8 "
-    "train.seq_len=64 train.batch_size=4 train.micro_batch=auto train.eval_sequences=2 telemetry.tensorboard=false"
+    "train.seq_len=32 train.batch_size=4 train.micro_batch=auto train.eval_sequences=2 telemetry.tensorboard=false"
 )
 
 
@@ -109,7 +109,6 @@ def test_safe_mode_on_two_ranks(tmp_path):
         '--override "train.steps=10 model.n_layers=2 train.seq_len=512"',
         tmp_path,
         "train.steps=10",
-        run_in_a_shell,
     )
     assert launched(outcome) == ("ddp", 2, 10)
     assert "safe_mode: reference kernels" in outcome.output

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,9 @@ import nsa.train.loop
 from nsa.config import parse_config
 from nsa.parallel.numerics import compute_precision, default_threads, lists_bf16, numerics
 from nsa.train import train
+from tests import warm
 from tests.checkpoint.helpers import rows_of, small
+from tests.distributed.launching import environment, wait_all
 
 REFERENCE = """
 import sys
@@ -34,9 +35,10 @@ for precision in ("fp32", "bf16"):
 def clean(tmp_path_factory):
     """Runs of a fresh process, by precision."""
     folder = tmp_path_factory.mktemp("clean")
-    command = [sys.executable, "-c", REFERENCE, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
+    program = folder / "reference.py"
+    program.write_text(REFERENCE)
+    [ended] = wait_all([warm.start(str(program), str(folder), env=environment())])
+    assert ended.code == 0, ended.output
     return folder
 
 

@@ -3,15 +3,13 @@
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from nsa.checkpoint.export import load_weights, serialize_weights
 from nsa.checkpoint.files import write_atomically
+from nsa.cli.main import app
 from nsa.config import parse_config
 from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
@@ -22,6 +20,8 @@ from nsa.train import train
 from nsa.train.folder import claim_folder
 from nsa.train.state import build_state
 from nsa.train.step import train_step, validate
+from tests import warm
+from tests.distributed.launching import environment, wait_all
 
 TINY = {
     "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 16},
@@ -219,25 +219,14 @@ def test_saved_weights_load_to_the_last_bit(tmp_path, tied):
         load_weights(build_model(narrow.model, narrow.nsa, 256, seed=0), tmp_path / "model.safetensors")
 
 
-def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path):
+def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path, capsys):
     config = tmp_path / "tiny.yaml"
     config.write_text(json.dumps(TINY))  # JSON is YAML
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def nsa(*arguments):
-        command = [sys.executable, "-m", "nsa", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    out = nsa(
-        "train",
-        "tiny.yaml",
-        "train.log_every=2",
-        "checkpoint.background=false",
-        "--override",
-        "train.steps=4 train.lr=3e-3",
-    )
+    command = ("train", "tiny.yaml", "train.log_every=2", "checkpoint.background=false")
+    changes = ("--override", "train.steps=4 train.lr=3e-3")
+    [ended] = wait_all([warm.start("nsa", *command, *changes, env=environment(), cwd=tmp_path)])
+    assert ended.code == 0, ended.output
+    out = ended.output
     lines = [line for line in out.splitlines() if line.startswith("step ") and "validation" not in line]
     assert [line.split(" | ")[0] for line in lines] == ["step 0001", "step 0002", "step 0004"]
     assert all(
@@ -252,8 +241,13 @@ def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path)
     files |= {"run.log", "mem_boot.txt", "mem_boot.json", "mem_step1.txt", "mem_step1.json"}
     assert names == {".lock", "checkpoints", "tb", *files}
     assert json.loads((run / "metrics.json").read_text())["steps"] == 4
-    same = [nsa("generate", str(run), "--prompt", "ka lo", "--max-tokens", "12", "--seed", "3") for _ in range(2)]
+
+    def generate(*arguments):
+        app(["generate", str(run), *arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    same = [generate("--prompt", "ka lo", "--max-tokens", "12", "--seed", "3") for _ in range(2)]
     assert same[0] == same[1]
     assert same[0].startswith("ka lo")
-    both = nsa("generate", str(run), "--max-tokens", "5", "--beside-untrained")
+    both = generate("--max-tokens", "5", "--beside-untrained")
     assert both.index("--- before training ---") < both.index("--- after training ---")

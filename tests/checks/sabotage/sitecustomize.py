@@ -60,6 +60,11 @@ def sel_gradient_wrong(selected):
     selected.backward = backward
 
 
+def reference_gradient_wrong(attention):
+    """The reference's gradient of selected attention's keys is a twentieth too large."""
+    sel_gradient_wrong(attention.selected)
+
+
 def _hang_in_backward(module, inputs, output):
     output.register_hook(lambda gradient: time.sleep(3600))
 
@@ -70,6 +75,7 @@ SABOTAGES = {
     "win_raises": ("nsa.ops.library", win_raises),
     "fsdp_hangs": ("nsa.parallel.fsdp", fsdp_hangs),
     "sel_gradient_wrong": ("nsa.ops.triton.selected", sel_gradient_wrong),
+    "reference_gradient_wrong": ("nsa.ops.reference.attention", reference_gradient_wrong),
 }
 
 
