@@ -1,8 +1,10 @@
 """Re-tunes the kernels' checked-in launch parameters on this machine's GPU: `python -m bench.tune --what cmp,win,sel`.
 
-Candidates are compiled by many processes at once, then timed one after the other by this one. Prints the fastest of
-each kernel beside what is checked in; nothing is changed. A candidate that does not run (too much shared memory) or
-gives other numbers than the checked-in one is left out.
+Candidates are compiled by many processes at once, then checked and timed one after the other by this one: on a short
+sequence against the reference in float64, on the timed one against the checked-in launch. One that does not run (too
+much shared memory) or is wrong gets no time. Prints the fastest of each kernel beside what is checked in; nothing is
+changed. Ends after --seconds with what it has, the kernels in the order of --what. Of compressed attention, "cudnn" is
+`bench/causal.py` instead of a launch.
 """
 
 import argparse
@@ -11,32 +13,41 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from bench.causal import CausalCompressed
 from bench.shapes import SPEC, Shape, make_inputs
 from bench.timing import median_ms
 from nsa.ops.dispatch import kernels_for
+from nsa.ops.reference import attention as reference
 from nsa.ops.triton import selected, selected_backward, selection
 from nsa.ops.triton.launch import Launch
 from nsa.ops.triton.selected_tiles import TilePlan
 
 SHAPES = {
-    "64": [Shape(16, 2048, 12, 2, 64), Shape(1, 32768, 12, 2, 64)],
-    "128": [Shape(1, 32768, 64, 4, 128), Shape(1, 32768, 32, 8, 128)],
+    "64": [Shape(1, 32768, 12, 2, 64), Shape(4, 8192, 12, 2, 64), Shape(16, 2048, 12, 2, 64)],
+    "128": [Shape(1, 65536, 64, 4, 128), Shape(1, 32768, 32, 8, 128)],
 }
+SHORT = 2600  # tokens on which candidates are compared with the reference
+LIMIT = 5e-3
 FLASH = {
     "forward": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 4),
                 (128, 64, 4, 3), (128, 64, 8, 4), (128, 32, 4, 4), (64, 64, 4, 4)],
     "dq": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2),
-           (64, 32, 4, 3), (64, 32, 4, 4)],
+           (64, 32, 4, 3), (64, 32, 4, 4), (64, 128, 4, 2), (64, 128, 8, 2), (128, 64, 4, 2), (64, 64, 8, 3)],
     "dkv": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 1),
-            (128, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3), (64, 64, 8, 3)],
+            (128, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3), (64, 64, 8, 3), (64, 128, 8, 4), (32, 128, 8, 4),
+            (128, 64, 4, 2), (32, 128, 4, 3)],
 }  # fmt: skip
+CUDNN = "cudnn"
 
 
 SCORE = [(64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
@@ -50,28 +61,56 @@ LARGE = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 
 
 
 class Case:
-    """One kernel call whose launch parameters are swept. No two candidates make the same launches."""
+    """One kernel call whose launch parameters are swept, and what the reference gives, in float64, where results can
+    be compared. No two candidates make the same launches."""
 
-    def __init__(self, name: str, run: Callable[[Any], Any], candidates: list[Any], default: Any):
-        self.name, self.run, self.default = name, run, default
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Any], Any],
+        candidates: list[Any],
+        default: Any,
+        exact: Callable[[], Any] | None = None,
+    ):
+        self.name, self.run, self.default, self.exact = name, run, default, exact
         self.candidates = [candidate for candidate in dict.fromkeys(candidates) if candidate != default]
+
+
+def double(*tensors: Tensor) -> list[Tensor]:
+    return [x.double() if x.is_floating_point() else x for x in tensors]
 
 
 def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
     x, kernels = make_inputs(shape, correlated=False), kernels_for(branch)
+    exact = {"cmp": reference.compressed, "win": reference.window}[branch]
     q, k, v = x.q.detach(), x.k_win.detach(), x.v_win.detach()
+    others = []
     if branch == "cmp":
         k, v = (kernels_for("phi").mean(t, SPEC, None) for t in (k, v))
+        causal, others = CausalCompressed(q, k, v, SPEC), [CUDNN]
     o, lse = kernels.forward(q, k, v, SPEC, None)
     do = torch.randn_like(o)
-    runs: dict[str, Callable[[Launch], Any]] = {
-        "forward": lambda launch: kernels.forward(q, k, v, SPEC, None, launch),
-        "dq": lambda launch: kernels.backward(do, q, k, v, o, lse, SPEC, None, dq_params=launch),
-        "dkv": lambda launch: kernels.backward(do, q, k, v, o, lse, SPEC, None, dkv_params=launch),
-    }
-    for kernel, run in runs.items():
-        candidates = [Launch(*size, mask) for size, mask in itertools.product(FLASH[kernel], ("split", "branch"))]
-        yield Case(f"{branch}_{kernel} {shape.name}", run, candidates, kernels.launch(kernel, q, v))
+
+    def forward(launch: Any) -> Any:
+        return (causal.forward(),) if launch == CUDNN else kernels.forward(q, k, v, SPEC, None, launch)[:1]
+
+    def dq(launch: Any) -> Any:
+        if launch == CUDNN:
+            return causal.backward(do)
+        return kernels.backward(do, q, k, v, o, lse, SPEC, None, dq_params=launch)
+
+    def dkv(launch: Launch) -> Any:
+        return kernels.backward(do, q, k, v, o, lse, SPEC, None, dkv_params=launch)
+
+    def exact_backward() -> Any:
+        args = double(q, k, v)
+        return exact.backward(do.double(), *args, *exact.forward(*args, SPEC, None), SPEC, None)
+
+    # The last two time the whole backward pass.
+    for name, run, more in (("forward", forward, others), ("dq", dq, others), ("dkv", dkv, [])):
+        candidates = [Launch(*size, mask) for size, mask in itertools.product(FLASH[name], ("split", "branch"))]
+        wanted = exact_backward if name != "forward" else lambda: exact.forward(*double(q, k, v), SPEC, None)[:1]
+        yield Case(f"{branch}_{name} {shape.name}", run, more + candidates, kernels.launch(name, q, v), wanted)
 
 
 def selection_cases(shape: Shape) -> Iterator[Case]:
@@ -108,6 +147,7 @@ def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
         lambda p: selected.forward(q, k, v, indices, SPEC, None, p),
         list(query_candidates(forward)),
         forward,
+        lambda: reference.selected.forward(*double(q, k, v), indices, SPEC, None),
     )
     blocks = [Launch(*size) for size in BLOCK]
     chunks = sorted({backward.chunk, 512, 1024, 2048})
@@ -116,11 +156,19 @@ def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
     ]
     separate = replace(backward, dq="separate")
     queries = [replace(separate, query=query) for query in query_candidates(backward.query)]
+
+    def exact_backward() -> Any:
+        args = (*double(q, k, v), indices)
+        return reference.selected.backward(
+            do.double(), *args, *reference.selected.forward(*args, SPEC, None), SPEC, None
+        )  # fmt: skip
+
     yield Case(
         f"sel_backward {shape.name} {kind}",
         lambda p: selected_backward.backward(do, q, k, v, indices, o, lse, SPEC, None, p),
         both + queries,
         backward,
+        exact_backward,
     )
 
 
@@ -133,44 +181,64 @@ def query_candidates(default: TilePlan) -> Iterator[TilePlan]:
         yield replace(default, method="adaptive", ratio=ratio)
 
 
-def cases(what: list[str], dims: list[str]) -> Iterator[Case]:
-    for dim in dims:
-        for shape in SHAPES[dim]:
-            for branch in ("cmp", "win"):
-                if branch in what:
-                    yield from flash_cases(branch, shape)
-            if "select" in what:
-                yield from selection_cases(shape)
-            if "sel" in what:
-                for correlated in (False, True):
-                    yield from selected_cases(shape, correlated)
+def cases(what: list[str], dims: list[str], tokens: int | None = None) -> Iterator[Case]:
+    """The cases of every kernel in turn; of one sequence of `tokens` tokens each, where given."""
+    builders: dict[str, list[Callable[[Shape], Iterator[Case]]]] = {
+        "cmp": [partial(flash_cases, "cmp")],
+        "win": [partial(flash_cases, "win")],
+        "select": [selection_cases],
+        "sel": [partial(selected_cases, correlated=False), partial(selected_cases, correlated=True)],
+    }
+    for name in what:
+        for shape in (shape for dim in dims for shape in SHAPES[dim]):
+            for build in builders[name]:
+                yield from build(replace(shape, batch=1, tokens=tokens) if tokens else shape)
 
 
 def compile_share(what: list[str], dims: list[str], worker: int, workers: int) -> None:
     everything = ((case, c) for case in cases(what, dims) for c in case.candidates)
     for number, (case, candidate) in enumerate(everything):
-        if number % workers == worker:
+        if number % workers == worker and candidate != CUDNN:
             try:
                 case.run(candidate)
             except Exception as error:
                 print(f"{case.name} {candidate}: {str(error)[:100]}", file=sys.stderr)
 
 
-def close(a: Any, b: Any) -> bool:
+def close(a: Any, b: Any, limit: float) -> bool:
     """Equal to rounding; infinities (the log-sum-exp of rows that read nothing) must be the same."""
 
-    def error(x: torch.Tensor, y: torch.Tensor) -> float:
-        x, y = (t.float().nan_to_num(nan=1e9, posinf=1e3, neginf=-1e3) for t in (x, y))
+    def error(x: Tensor, y: Tensor) -> float:
+        x, y = (t.double().nan_to_num(nan=1e9, posinf=1e3, neginf=-1e3) for t in (x, y))
         return float((x - y).norm() / y.norm())
 
-    return all(error(x, y) < 1e-2 for x, y in zip(a, b, strict=True))
+    return all(error(x, y) < limit for x, y in zip(a, b, strict=True))
+
+
+def sweep(case: Case, short: Case, rep: int, end: float) -> list[tuple[float, str]]:
+    """The times of a case's candidates and what they are, the checked-in launch first."""
+    wanted = short.exact() if short.exact else short.run(short.default)
+    expected, rows = case.run(case.default), []
+    for candidate in (case.default, *case.candidates):
+        text = f"{'checked in ' if candidate == case.default else ''}{candidate}"
+        if time.monotonic() > end:
+            break
+        try:
+            if close(short.run(candidate), wanted, LIMIT) and close(case.run(candidate), expected, 1e-2):
+                rows.append((median_ms(partial(case.run, candidate), rep), text))
+            else:
+                rows.append((float("inf"), f"WRONG {text}"))
+        except Exception as error:
+            rows.append((float("inf"), f"{type(error).__name__} {text}"))
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", default="cmp,win,sel")
-    parser.add_argument("--dims", default="64,128")
+    parser.add_argument("--dims", default="128,64")
     parser.add_argument("--rep", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=540.0, help="in all; compiling takes at most half of it")
     parser.add_argument("--worker", type=int)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--out", type=Path)
@@ -179,29 +247,27 @@ def main() -> None:
     if options.worker is not None:
         compile_share(what, dims, options.worker, options.workers)
         return
+    end = time.monotonic() + options.seconds
     command = [sys.executable, "-m", "bench.tune", "--what", options.what, "--dims", options.dims]
     processes = [
         subprocess.Popen([*command, "--worker", str(i), "--workers", str(options.workers)], stderr=subprocess.DEVNULL)
         for i in range(options.workers)
     ]
     for process in processes:
-        process.wait()
+        try:
+            process.wait(max(0.0, end - options.seconds / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
     everything: dict[str, list[tuple[float, str]]] = {}
-    for case in cases(what, dims):
-        expected = case.run(case.default)
-        rows = [(median_ms(lambda c=case: c.run(c.default), options.rep), f"checked in {case.default}")]
-        for candidate in case.candidates:
-            try:
-                if not close(case.run(candidate), expected):
-                    rows.append((float("inf"), f"WRONG {candidate}"))
-                    continue
-                rows.append((median_ms(lambda c=case, p=candidate: c.run(p), options.rep), str(candidate)))
-            except Exception as error:
-                rows.append((float("inf"), f"{type(error).__name__} {candidate}"))
-        everything[case.name] = sorted(rows)
-        print(case.name)
-        for time, text in sorted(rows)[:4] + [row for row in rows if "checked in" in row[1] or "WRONG" in row[1]]:
-            print(f"  {time:8.3f}  {text}", flush=True)
+    for case, short in zip(cases(what, dims), cases(what, dims, SHORT), strict=True):
+        if time.monotonic() > end:
+            print(f"{case.name}: no time left")
+            continue
+        rows = everything[case.name] = sweep(case, short, options.rep, end)
+        print(f"{case.name}: {len(rows)} of {1 + len(case.candidates)}")
+        others = [row for row in rows if "checked in" in row[1] or "WRONG" in row[1] or CUDNN in row[1]]
+        for ms, text in sorted(rows)[:4] + others:
+            print(f"  {ms:8.3f}  {text}", flush=True)
     if options.out:
         options.out.write_text(json.dumps(everything, indent=1))
 
