@@ -84,6 +84,18 @@ def test_a_long_pass_under_autocast_is_as_exact_as_a_short_one(in_chunks):
         assert error <= 1.3 * other + 1e-6, name
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_long_pass_of_a_validation_has_the_same_loss(in_chunks, mode):
+    model = build_model(MODEL, NSA, VOCABULARY, seed=0)
+    apply_recompute(model, "block")
+    tokens, targets = a_batch()
+    want = model(tokens, loss=partial(next_token_loss, targets_BS=targets))
+    in_chunks()
+    with mode():
+        value = model(tokens, loss=partial(next_token_loss, targets_BS=targets))
+    assert float(value) == pytest.approx(float(want.detach()), rel=2e-6)
+
+
 def test_a_long_pass_is_deterministic_where_that_is_asked_for(in_chunks):
     in_chunks()
     torch.use_deterministic_algorithms(True)
