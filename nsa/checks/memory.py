@@ -18,6 +18,7 @@ from nsa.config import Config
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
+from nsa.nn.loss import LONG_PASS
 from nsa.nn.model import Decoder
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
@@ -138,7 +139,7 @@ class Planner:
     """Estimates of one configuration at any micro-batch and granularity of checkpointing.
 
     The configured micro-batch is traced. For another one, each phase of the pass is interpolated linearly between that
-    trace and one of four times the micro-batch.
+    trace and one of four times the micro-batch, as far as both are short passes or both long.
     """
 
     def __init__(self, config: Config, nproc: int = 1, *, torch_version: str = torch.__version__):
@@ -160,8 +161,9 @@ class Planner:
         traced = self._trace(granularity, self.micro_batch)
         phases = traced.phases
         if size != self.micro_batch:
-            larger = self._trace(granularity, 4 * self.micro_batch).phases
-            along = (size - self.micro_batch) / (3 * self.micro_batch)
+            near, far = self._traced_sizes(size)
+            phases, larger = (self._trace(granularity, traced_size).phases for traced_size in (near, far))
+            along = (size - near) / max(1, far - near)
             phases = {name: here.plus(larger[name].plus(here, -1), along) for name, here in phases.items()}
         found = {name: self._parts(traced, moment, size < self.share) for name, moment in phases.items()}
         highest = max(found, key=lambda name: _peak_gib(found[name]))
@@ -201,6 +203,16 @@ class Planner:
                 return [f"a larger card, more GPUs with parallel.strategy=fsdp, or a shorter train.seq_len: {needed}"]
             fitting = {setting: smallest}
         return [f"{setting} ({found.planned_gib:.1f} GiB)" for setting, found in fitting.items()]
+
+    def _traced_sizes(self, size: int) -> tuple[int, int]:
+        """Two micro-batches between which, or beyond which, memory is linear: all of them short passes, or all long."""
+        shortest = -(-LONG_PASS // self.config.train.seq_len)  # of the long ones
+        if size >= shortest:
+            near = max(self.micro_batch, shortest)
+            return near, 4 * near
+        near = min(self.micro_batch, shortest - 1)
+        far = min(4 * near, shortest - 1)
+        return (near, far) if near < far else (max(1, far // 4), far)
 
     def _trace(self, granularity: Granularity, micro_batch: int) -> Trace:
         key = granularity, micro_batch

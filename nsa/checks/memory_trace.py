@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from nsa.checks.memory_workspaces import workspace_bytes
 from nsa.config import Config
-from nsa.nn.loss import loss_sum
+from nsa.nn.loss import next_token_loss
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.recompute import apply_recompute
 from nsa.train.optimizer import hidden_matrices
@@ -219,7 +219,7 @@ def _run(model: Decoder, config: Config, live: LiveBytes) -> None:
         cu_seqlens = torch.zeros(documents + 1, dtype=torch.int32)
     dtype = AUTOCAST_TYPES.get(config.runtime.precision)
     with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
-        loss = loss_sum(model(tokens, cu_seqlens), torch.zeros_like(tokens))
+        loss = model(tokens, cu_seqlens, loss=partial(next_token_loss, targets_BS=torch.zeros_like(tokens)))
     live.enter("head's backward", "logits")
     loss.backward()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops import dispatch
+from nsa.ops import dispatch, feed_forward
 from nsa.ops.spec import NSASpec
 
 # cuBLAS on a Hopper keeps 32 MiB for each of the thread of forward, that of backward, and cuBLASLt. Over all recorded
@@ -41,6 +41,10 @@ def workspace_bytes(func: Any, args: Sequence[Any]) -> float:
     name = func.name() if isinstance(func, torch._ops.OpOverload) else None
     if name == _DENSE_BACKWARD:
         return _dense_backward(*args)
+    if name == "nsa::norm_mlp":
+        return float(feed_forward.forward_workspace(*args))
+    if name == "nsa::norm_mlp_backward":
+        return float(feed_forward.backward_workspace(*args))
     if name not in _NODES:
         return 0.0
     operator, function = _NODES[name]

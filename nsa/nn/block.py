@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from nsa.nn.cache import CacheStep
 from nsa.nn.dense import DenseAttention
-from nsa.nn.projection import project
+from nsa.nn.loss import is_long
+from nsa.nn.projection import compute_dtype, has_hooks, is_plain, project
+from nsa.ops.library import norm_mlp
 
 
 class SwiGLU(nn.Module):
@@ -26,8 +28,16 @@ class SwiGLU(nn.Module):
         y: Tensor = self.out(nn.functional.silu(gate) * up)
         return y
 
+    def is_plain(self) -> bool:
+        """Whether the layers do nothing but multiply by their weights."""
+        return all(map(is_plain, (self.gate, self.up, self.out)))
+
 
 class DecoderBlock(nn.Module):
+    """`saves_memory`, set where the block is recomputed in backward: a long pass then runs the MLP in chunks."""
+
+    saves_memory = False
+
     def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
@@ -45,6 +55,19 @@ class DecoderBlock(nn.Module):
         settings: dict[str, Any] = {"max_seqlen": max_seqlen} if isinstance(self.attention, DenseAttention) else {}
         if cache is not None:
             settings["cache"] = cache
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), cu_seqlens=cu_seqlens, **settings)
-        y_BSC: Tensor = x_BSC + self.mlp(self.mlp_norm(x_BSC))
+        in_chunks = self.saves_memory and is_long(x_BSC)
+        normed_BSC = self.attention_norm(x_BSC)
+        if in_chunks:  # else autocast casts it for every projection by itself, and backward keeps all of them
+            normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
+        x_BSC = x_BSC + self.attention(normed_BSC, cu_seqlens=cu_seqlens, **settings)
+        y_BSC: Tensor = x_BSC + (self._chunked_mlp(x_BSC) if in_chunks else self.mlp(self.mlp_norm(x_BSC)))
+        return y_BSC
+
+    def _chunked_mlp(self, x_BSC: Tensor) -> Tensor:
+        """The norm and the MLP on some tokens at a time, where calling the modules would do nothing else."""
+        norm, mlp = self.mlp_norm, self.mlp
+        weights: list[Tensor] = []
+        if isinstance(mlp, SwiGLU) and mlp.is_plain() and not has_hooks(mlp) and not has_hooks(norm):
+            weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in (mlp.gate, mlp.up, mlp.out)]
+        y_BSC: Tensor = norm_mlp(x_BSC, norm.weight, *weights, norm.eps) if weights else mlp(norm(x_BSC))
         return y_BSC

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from nsa.nn.model import Decoder
-from nsa.ops.layout import num_compressed, visible_compressed
+from nsa.ops.layout import visible_compressed
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
@@ -47,13 +49,10 @@ def flops_per_token(decoder: Decoder, model: ModelConfig, nsa: NSAConfig, seq_le
 
 def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float, float]:
     """Mean number of keys that a query reads in cmp, sel and win, and with causal dense attention."""
-    cmp_keys = sel_keys = win_keys = 0
-    if num_compressed(seq_len, spec):
-        cmp_keys = sum(visible_compressed(t, spec) for t in range(seq_len))
-    for t in range(seq_len):
-        in_own_block = t % spec.sel_block + 1
-        older = min(t // spec.sel_block, spec.num_selected - 1)
-        sel_keys += in_own_block + older * spec.sel_block
-        win_keys += min(t + 1, spec.window)
+    t = torch.arange(seq_len)
+    cmp_keys = int(visible_compressed(t, spec).sum())
+    in_own_block, older = t % spec.sel_block + 1, (t // spec.sel_block).clamp(max=spec.num_selected - 1)
+    sel_keys = int((in_own_block + older * spec.sel_block).sum())
+    win_keys = int((t + 1).clamp(max=spec.window).sum())
     causal = (seq_len + 1) / 2
     return cmp_keys / seq_len, sel_keys / seq_len, win_keys / seq_len, causal

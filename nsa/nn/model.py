@@ -14,6 +14,7 @@ from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.cache import CacheStep, KVCache, begin
 from nsa.nn.dense import DenseAttention
+from nsa.nn.loss import HeadLoss
 from nsa.nn.rope import RopeScaling
 from nsa.ops.operators import Backend
 
@@ -71,16 +72,19 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: KVCache | CacheStep | None = None,
+        loss: HeadLoss | None = None,
     ) -> Tensor:
         """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it.
-        With a `cache` the tokens go on from those it holds, and there is no gradient."""
+        With a `cache` the tokens go on from those it holds, and there is no gradient. With a `loss` the result is that
+        loss of what the head reads, and logits need not all exist."""
         if cache is not None:
             step = begin(cache, self, tokens_BS, cu_seqlens)
             with torch.no_grad():
                 cached_BSV: Tensor = self.head(self.hidden(tokens_BS, cache=step))
                 return cached_BSV
-        logits_BSV: Tensor = self.head(self.hidden(tokens_BS, cu_seqlens, max_seqlen))
-        return logits_BSV
+        hidden_BSC = self.hidden(tokens_BS, cu_seqlens, max_seqlen)
+        result: Tensor = self.head(hidden_BSC) if loss is None else loss(hidden_BSC, self.head)
+        return result
 
     def hidden(
         self,

@@ -20,7 +20,7 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """The output of each of `layers`. Plain linear layers are computed in one product; if any layer is adapted,
     quantized, patched or has hooks, each layer is called separately. So they are for a few tokens without a gradient:
     there, joining the weights would read and write more than the products do."""
-    plain = [layer for layer in layers if _is_plain(layer)]
+    plain = [layer for layer in layers if is_plain(layer)]
     is_short = not torch.is_grad_enabled() and x_BSC.shape[0] * x_BSC.shape[1] <= FEW_TOKENS
     if len(plain) != len(layers) or len(layers) == 1 or is_short:
         return [layer(x_BSC) for layer in layers]
@@ -36,9 +36,14 @@ def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
         raise ArgumentError("x_BSC", f"must be [batch, tokens, dim={dim}], got {list(x_BSC.shape)}")
     if not x_BSC.is_floating_point():
         raise ArgumentError("x_BSC", f"must be a float tensor, got {x_BSC.dtype}")
-    if _is_plain(layer) and layer.weight.dtype != x_BSC.dtype and not _casts(x_BSC, layer.weight):
+    if is_plain(layer) and layer.weight.dtype != x_BSC.dtype and not _casts(x_BSC, layer.weight):
         wanted = f"must have the type of the layer's weights, {layer.weight.dtype}, got {x_BSC.dtype}"
         raise ArgumentError("x_BSC", f"{wanted}; cast one of them, or run under torch.autocast")
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which autocast, where it is on, computes products of x."""
+    return torch.get_autocast_dtype(x.device.type) if _casts(x) else x.dtype
 
 
 def _casts(*tensors: Tensor) -> bool:
@@ -48,7 +53,12 @@ def _casts(*tensors: Tensor) -> bool:
     return is_on and all(x.dtype != torch.float64 for x in tensors)
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the layer multiplies by its weight and does nothing else."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and layer.bias is None and not any(hooks)
+    patched = "forward" in layer.__dict__ or has_hooks(layer)
+    return type(layer) is nn.Linear and layer.bias is None and not patched
+
+
+def has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, DerivativeError
+from nsa.ops import feed_forward
 from nsa.ops.dispatch import choose
 from nsa.ops.layout import num_blocks, num_slots, slot_layout, token_layout
 from nsa.ops.observe import notify
@@ -246,6 +247,22 @@ mix_branches_backward = _define(
     lambda do, o_cmp, o_sel, o_win, gates, _: _like(o_cmp, o_sel, o_win, gates),
 )
 _differentiate(mix_branches, mix_branches_backward)
+
+
+# The norm and MLP of a decoder block in chunks of tokens, one implementation for every device.
+
+_MLP = "Tensor x, Tensor norm, Tensor gate, Tensor up, Tensor out, float eps"
+norm_mlp = _define(
+    f"norm_mlp({_MLP}) -> Tensor",
+    feed_forward.forward,
+    lambda x, norm, gate, up, out, eps: x.new_empty(x.shape, dtype=out.dtype),
+)
+norm_mlp_backward = _define(
+    f"norm_mlp_backward(Tensor dy, {_MLP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    feed_forward.backward,
+    lambda dy, x, norm, gate, up, out, eps: _like(x, norm, gate, up, out),
+)
+_differentiate(norm_mlp, norm_mlp_backward)
 
 
 # Attention over a cache. `places` is a page table [B, pages] or the rings [B]. No gradient.

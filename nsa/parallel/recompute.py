@@ -38,7 +38,7 @@ _ATTENTION = _SELECTION | {
 
 def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> None:
     """Recomputes every decoder block ("block"), all of it but its attention operators ("selective"), or each block's
-    attention and MLP by itself ("branch")."""
+    attention and MLP by itself ("branch"). Long passes then run the MLP in chunks of tokens."""
     context_fn: Callable[[], Any] = _remember_selection
     if granularity == "selective":
         kept = _ATTENTION | _varlen_operators(model)
@@ -46,10 +46,11 @@ def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: boo
     elif compiled:
         context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, _SELECTION))
     for module in model.modules():
-        if isinstance(module, DecoderBlock):
+        if isinstance(module, DecoderBlock) and granularity != "none":
+            module.saves_memory = True
             if granularity in ("block", "selective"):
                 _recompute(module, context_fn)
-            elif granularity == "branch":
+            else:
                 _recompute(module.attention, context_fn)
                 _recompute(module.mlp, context_fn)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa import faults
 from nsa.data.loader import Batch, Loader
 from nsa.data.sequences import IGNORED
-from nsa.nn.loss import divergence_sum, loss_sum
+from nsa.nn.loss import HeadLoss, divergence_loss, next_token_loss
 from nsa.ops.observe import Observer, observing
 from nsa.parallel.collectives import sum_over_ranks
 from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
@@ -77,13 +77,14 @@ def train_step(
     return result
 
 
-@torch.no_grad()
-def teacher_logits(state: RunState, batch: Batch) -> Tensor | None:
-    """What the teacher of `train.teacher` makes of a batch."""
+def _loss_of(state: RunState, batch: Batch) -> HeadLoss:
+    """The loss over the targets of a batch, or that of `train.teacher`."""
     if state.teacher is None:
-        return None
-    logits: Tensor = state.teacher(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
-    return logits
+        return partial(next_token_loss, targets_BS=batch.targets)
+    with torch.no_grad():
+        taught = state.teacher.hidden(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
+    counted = batch.targets != IGNORED
+    return partial(divergence_loss, taught_BSC=taught, teacher=state.teacher.head, counted_BS=counted)
 
 
 def _forward_backward(
@@ -91,13 +92,9 @@ def _forward_backward(
 ) -> Tensor:
     """The loss of one micro-batch, without its history. Reads no value back from the device: a graph captures it."""
     with state.autocast():
-        taught = teacher_logits(state, batch)
+        loss_of = _loss_of(state, batch)
         with observing(observer):
-            logits = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
-        if taught is None:
-            loss = loss_sum(logits, batch.targets) / divisor
-        else:
-            loss = divergence_sum(logits, taught, batch.targets != IGNORED) / divisor
+            loss: Tensor = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen, loss=loss_of) / divisor
     if faults.makes_nan("step.loss"):
         loss = loss * math.nan
     faults.point("step.forward")
@@ -159,7 +156,8 @@ def validate(
         text_bytes = int(byte_lengths[counted].sum())
         moved = batch.to(state.device)
         with state.autocast():
-            nats = float(loss_sum(state.module(moved.inputs, moved.cu_seqlens, moved.max_seqlen), moved.targets))
+            loss_of = partial(next_token_loss, targets_BS=moved.targets)
+            nats = float(state.module(moved.inputs, moved.cu_seqlens, moved.max_seqlen, loss=loss_of))
         if count:
             totals += torch.tensor([nats, counted.numel(), text_bytes], dtype=torch.float64)
     state.module.train()

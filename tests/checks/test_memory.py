@@ -264,6 +264,18 @@ def test_other_micro_batches_are_interpolated_from_two_traces():
         assert planner.estimate(micro_batch).peak_gib == pytest.approx(direct.peak_gib, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("configured", "sizes"), [(1, (2, 5)), pytest.param(4, (2, 3, 5), marks=pytest.mark.long)], ids=["short", "long"]
+)
+def test_other_micro_batches_are_interpolated_on_their_side_of_the_limit_of_long_passes(configured, sizes):
+    """Three sequences of 65,536 tokens are a short pass, four and five a long one."""
+    settings = [*SMALL, "model.n_layers=2", "train.batch_size=60"]
+    planner = Planner(config_of("long_64k", *settings, f"train.micro_batch={configured}"))
+    for micro_batch in sizes:
+        direct = estimate(config_of("long_64k", *settings, f"train.micro_batch={micro_batch}"))
+        assert planner.estimate(micro_batch).peak_gib == pytest.approx(direct.peak_gib, rel=0.03)
+
+
 def test_nothing_of_the_model_is_allocated():
     process = psutil.Process()
     estimate(config_of(BASE, *SMALL))  # what is imported and cached stays
@@ -308,6 +320,14 @@ def test_every_shipped_configuration_is_estimated(path):
     config = load_config(path)
     found = estimate(config, 8 if config.train.batch_size % 8 == 0 and config.parallel.strategy != "single" else 1)
     assert 0.1 < found.peak_gib < config.readiness.max_mem_gib
+
+
+def test_the_file_for_a_million_tokens_fits_an_h200_and_recomputing_whole_blocks_a_card_of_80_gb():
+    planner = Planner(config_of("m7c_125m_1m"), torch_version="2.11")
+    assert planner.estimate().needed_gib <= find_card("h200").gib
+    assert planner.estimate(checkpointing="block").needed_gib <= find_card("h100").gib
+    inputs_of_blocks = 4 * 2**20 * 768 * 12
+    assert planner.estimate(checkpointing="block").parts["activations"] == pytest.approx(inputs_of_blocks, rel=0.06)
 
 
 def test_the_file_for_a_24_gb_card_fits_one():

@@ -21,6 +21,7 @@ SHAPES = [
     (2, 8192, 32, 8, 128, False),
     (1, 131072, 64, 4, 128, True),
     (8, 131072, 4, 4, 64, False),  # so long that the gradients of selected attention come in turns
+    (1, 1 << 20, 12, 2, 64, True),  # those of a key/value head, too, and those of compressed keys
 ]
 CALLS = {
     "select_blocks": ("q", "k_cmp", "lse"),

@@ -19,6 +19,8 @@ REQUIRED = [
     "m7c_125m_2k_test.yaml",
     "m7c_125m_24g.yaml",
     "long_64k.yaml",
+    "long_256k.yaml",
+    "m7c_125m_1m.yaml",
     "llama_1b.yaml",
 ]
 
@@ -134,6 +136,15 @@ def test_the_long_file_trains_on_65536_tokens():
     config = shipped("long_64k.yaml")
     assert config.train.seq_len == 65_536
     assert config.runtime.gradient_checkpointing == "block"
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("long_256k.yaml", 262_144), ("m7c_125m_1m.yaml", 1_048_576)])
+def test_longer_files_train_the_same_model_on_one_sequence_a_step(name, tokens):
+    config, shorter = shipped(name), shipped("long_64k.yaml")
+    assert (config.train.seq_len, micro_batch_size(config, 1)) == (tokens, 1)
+    assert config.model.model_copy(update={"rope_base": shorter.model.rope_base}) == shorter.model
+    assert (config.nsa, config.data) == (shorter.nsa, shorter.data)
+    assert config.train.steps * tokens == shorter.train.steps * shorter.train.seq_len * shorter.train.batch_size
 
 
 def test_the_1b_file_has_a_billion_parameters_and_shards_them():

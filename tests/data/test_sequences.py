@@ -150,3 +150,20 @@ def test_reading_by_stride_gives_the_sequences_between(tmp_path):
             for n in range(rank, 12, size):
                 taken[n] = sequences.row(n).inputs.tobytes()
         assert [taken[n] for n in range(12)] == whole
+
+
+def test_a_sequence_of_a_million_tokens_is_packed_from_thousands_of_documents():
+    """Every sequence follows from its number alone, and reads the documents of its place in the epoch, in order."""
+    length = 1 << 20
+    corpus, _ = corpus_of([500] * 4500)
+    sequences = Concat(PackedStream(corpus, seed=3), length, seed=3)
+    assert sequences.count == 2
+    rows = [sequences.row(number) for number in (0, 1)]
+    for row in rows:
+        assert (len(row.inputs), len(row.targets)) == (length, length)
+        assert np.array_equal(row.inputs[1:], row.targets[:-1])
+        assert np.array_equal(np.union1d([0], np.flatnonzero(row.inputs == SEPARATOR)), row.starts)
+        assert 2097 <= len(row.starts) <= 2099
+    assert not np.array_equal(rows[0].inputs, rows[1].inputs)
+    again = Concat(PackedStream(corpus, seed=3), length, seed=3).row(1)
+    assert np.array_equal(again.inputs, rows[1].inputs)

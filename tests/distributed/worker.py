@@ -1,7 +1,8 @@
 """One rank that trains several runs one after the other: starting Python and torch takes longer than a tiny run.
 
-`python -m tests.distributed.worker JOBS.json`, a list of {"folder", "config", "accept_changes"?}; under each folder
-every rank leaves `outcome_rank{r}.json` with the error's exit code and text.
+`python -m tests.distributed.worker JOBS.json`, a list of {"folder", "config", "accept_changes"?, "long"?}; where `long`
+is true every pass counts as a long one, done in chunks. Under each folder every rank leaves `outcome_rank{r}.json` with
+the error's exit code and text.
 """
 
 import json
@@ -12,8 +13,12 @@ from pathlib import Path
 
 from nsa.config import parse_config
 from nsa.errors import NSAError
+from nsa.nn import loss
+from nsa.ops import feed_forward
 from nsa.train import train
 from tests.distributed.launching import free_port
+
+DEFAULTS = loss.LONG_PASS, loss.LOGITS_AT_ONCE, feed_forward.CHUNK
 
 
 def meeting_port(word: Path) -> str:
@@ -32,6 +37,7 @@ def main() -> None:
     for number, job in enumerate(jobs):
         if os.environ.get("WORLD_SIZE"):
             os.environ["MASTER_PORT"] = meeting_port(Path(f"{sys.argv[1]}.port{number}"))
+        loss.LONG_PASS, loss.LOGITS_AT_ONCE, feed_forward.CHUNK = (1, 5000, 48) if job.get("long") else DEFAULTS
         folder = Path(job["folder"])
         outcome = {"code": 0, "error": ""}
         try:

@@ -23,6 +23,7 @@ from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv
 
 FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
+PART_BYTES = 512 << 20  # of dK and dV in parts
 SUM_BLOCK = 1024  # elements of a program that adds parts
 
 _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
@@ -192,9 +193,12 @@ class Branch:
         lanes, tiles = _query_programs(q, k, dq_params)
         splits = num_splits(q, k, key_range, dkv_params, card_of(q))
         first, behind = key_range.queries_of(num_keys)
-        dk_parts = k.new_empty(splits, *k.shape, dtype=torch.float32) if splits > 1 else dk
-        dv_parts = v.new_empty(splits, *v.shape, dtype=torch.float32) if splits > 1 else dv
-        programs = batch * groups * splits * cdiv(num_keys, dkv_params.columns)
+        at_once = keys_at_once(k, v, splits, dkv_params)
+        dk_parts, dv_parts = dk, dv
+        if splits > 1:
+            dk_parts, dv_parts = (
+                x.new_empty(splits, batch, at_once, groups, x.shape[3], dtype=torch.float32) for x in (k, v)
+            )
         with launch_on(q):
             if lanes * tiles:
                 dq_kernel[(lanes * tiles,)](
@@ -202,26 +206,30 @@ class Branch:
                     lanes=lanes, tiles=tiles,
                     **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, key_range, dq_params),
                 )  # fmt: skip
-            if programs:
-                dkv_kernel[(programs,)](
+            for key in range(0, num_keys if batch * groups else 0, at_once):
+                keys = min(at_once, num_keys - key)
+                dkv_kernel[(batch * groups * splits * cdiv(keys, dkv_params.columns),)](
                     **shared, dk_ptr=dk_parts, dv_ptr=dv_parts, first_ptr=first, behind_ptr=behind,
-                    lanes=batch * groups, splits=splits,
+                    lanes=batch * groups, splits=splits, first_key=key, part_keys=keys,
                     **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
                 )  # fmt: skip
-            if programs and splits > 1:
-                for parts, out in ((dk_parts, dk), (dv_parts, dv)):
-                    sum_parts_kernel[(cdiv(out.numel(), SUM_BLOCK),)](
-                        parts, out, out.numel(), splits, BLOCK=SUM_BLOCK, num_warps=4, num_stages=1
-                    )
+                for parts, out in ((dk_parts, dk), (dv_parts, dv)) if splits > 1 else ():
+                    of_key = groups * out.shape[3]
+                    sum_parts_kernel[(cdiv(batch * keys * of_key, SUM_BLOCK),)](
+                        parts, out, batch * keys * of_key, splits, keys * of_key, num_keys * of_key, key * of_key,
+                        BLOCK=SUM_BLOCK, num_warps=4, num_stages=1,
+                    )  # fmt: skip
         return dq, dk, dv
 
     def backward_workspace(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *_: Any
     ) -> int:
         """Bytes that `backward` holds on top of arguments and results: two numbers a row, and dK and dV in float32
-        once for every part that their sum over the queries is split into."""
-        splits = num_splits(q, k, self._range(q.shape[1], spec, None), self.launch("dkv", q, v, H200), H200)
-        return 4 * (2 * lse.numel() + (splits * (k.numel() + v.numel()) if splits > 1 else 0))
+        of some keys once for every part that their sum over the queries is split into."""
+        params = self.launch("dkv", q, v, H200)
+        splits = num_splits(q, k, self._range(q.shape[1], spec, None), params, H200)
+        at_once = keys_at_once(k, v, splits, params) if splits > 1 else 0
+        return 8 * lse.numel() + at_once * _part_bytes(k, v, splits)
 
 
 compressed = Branch("cmp", _compressed_range)
@@ -238,6 +246,20 @@ def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: 
     rows = queries * (q.shape[2] // k.shape[2])
     wanted: int = cdiv((3 if key_range.window else 8) * card.multiprocessors, programs)
     return max(1, min(wanted, rows // params.rows // 16, 32), -(-rows // LONGEST_SUM))
+
+
+def keys_at_once(k: Tensor, v: Tensor, splits: int, params: Launch) -> int:
+    """How many keys get their gradients in one launch: whole tiles whose parts fit PART_BYTES, or all without parts.
+    The number of parts grows with the queries, so that the parts of all keys would grow with the square of S."""
+    if splits == 1:
+        return max(1, k.shape[1])
+    tiles = PART_BYTES // max(1, params.columns * _part_bytes(k, v, splits))
+    return max(1, min(k.shape[1], params.columns * max(1, tiles)))
+
+
+def _part_bytes(k: Tensor, v: Tensor, splits: int) -> int:
+    """Of dK and dV of one key in float32, all parts."""
+    return 4 * splits * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
 
 
 def _query_programs(q: Tensor, k: Tensor, params: Launch) -> tuple[int, int]:

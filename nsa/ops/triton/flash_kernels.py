@@ -310,24 +310,24 @@ def _push(
     return dk_acc, dv_acc
 
 
-@triton.jit(do_not_specialize=["S", "N", "G", "lanes", "splits"])
+@triton.jit(do_not_specialize=["S", "N", "G", "lanes", "splits", "first_key", "part_keys"])
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, first_ptr, behind_ptr,
     q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, do_sb, do_ss, do_sh,
-    S, N, G, lanes, splits, scale,
+    S, N, G, lanes, splits, first_key, part_keys, scale,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile of one group from one part of the queries that see it. The parts, `splits` of
-    them, are written one after the other: [splits, B, N, G, D]."""
+    """dK and dV of one key tile of one group from one part of the queries that see it. The parts, `splits` of them, of
+    keys `first_key` and the `part_keys` - 1 after it, are written one after the other: [splits, B, part_keys, G, D]."""
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     FULL_ROWS: tl.constexpr = QUERIES * HEADS == BLOCK_M and PER_GROUP % HEADS == 0
     pid = tl.program_id(0)
     lane = pid % lanes
     split = pid // lanes % splits
-    n_start = pid // lanes // splits * BLOCK_N  # early keys are seen by most: start them first
+    n_start = first_key + pid // lanes // splits * BLOCK_N  # early keys are seen by most: start them first
     b, g = (lane // G).to(tl.int64), lane % G
     n_last = tl.minimum(n_start + BLOCK_N, N) - 1
     n = n_start + tl.arange(0, BLOCK_N)
@@ -372,7 +372,7 @@ def dkv_kernel(
                     PER_GROUP, QUERIES, DK, DV, BLOCK_DK, BLOCK_DV, FULL_ROWS, PRECISION,
                 )  # fmt: skip
 
-    row = ((split * (lanes // G) + b) * N + n) * G + g  # of [splits, B, N, G]
+    row = ((split * (lanes // G) + b) * part_keys + (n - first_key)) * G + g  # of [splits, B, part_keys, G]
     dk_mask = real[:, None] & (dk < DK)[None, :]
     dv_mask = real[:, None] & (dv < DV)[None, :]
     dk_out, dv_out = dk_ptr + row[:, None] * DK + dk[None, :], dv_ptr + row[:, None] * DV + dv[None, :]
@@ -380,12 +380,14 @@ def dkv_kernel(
     tl.store(dv_out, dv_acc.to(dv_ptr.dtype.element_ty), mask=dv_mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def sum_parts_kernel(parts_ptr, out_ptr, numel, splits, BLOCK: tl.constexpr):
-    """out = the sum of the parts [splits, numel], always in the same order."""
+@triton.jit(do_not_specialize=["splits", "first"])
+def sum_parts_kernel(parts_ptr, out_ptr, numel, splits, width, out_width, first, BLOCK: tl.constexpr):
+    """The sum of the parts [splits, B, width], always in the same order, into out [B, out_width] from column `first`
+    on."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     zero = tl.zeros([], tl.int64)
     for part in range(splits):
         total += tl.load(parts_ptr + (zero + part) * numel + i, mask=i < numel, other=0.0)
-    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numel)
+    out = i // width * out_width + first + i % width
+    tl.store(out_ptr + out, total.to(out_ptr.dtype.element_ty), mask=i < numel)

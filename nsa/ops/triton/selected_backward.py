@@ -129,9 +129,8 @@ def backward(
             for tile_pass in selected_tiles.plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params.query):
                 tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, spec)
         pairs = k.shape[0] * k.shape[2]
-        at_once = selected_lists.pairs_at_once(q.shape[1], blocks.count)
-        for first in range(0, pairs, at_once):
-            lists = selected_lists.block_lists(indices, spec, blocks, params.chunk, first, min(at_once, pairs - first))
+        for turn in selected_lists.plan_turns(q.shape[1], blocks.count, pairs):
+            lists = selected_lists.block_lists(indices, spec, blocks, params.chunk, turn)
             _launch_block(lists, blocks, params, spec, (q, k, v, do, lse, delta, dq, dk, dv))
     return dq.to(q.dtype), dk, dv
 
@@ -152,12 +151,12 @@ def backward_workspace(
     lists of its tiles first."""
     params = default_params(q, k, v, spec, H200)
     tokens, blocks = q.shape[1], count_blocks(q.shape[1], spec, cu_seqlens)
-    all_pairs, at_once = k.shape[0] * k.shape[2], selected_lists.pairs_at_once(tokens, blocks)
-    pairs = min(all_pairs, at_once)
-    size = selected_lists.list_sizes(tokens, indices.shape[3], blocks, pairs, params.chunk)
-    lists = size.bytes * (2 if all_pairs > at_once else 1)  # those of one turn live until the next has its own
+    turns = selected_lists.plan_turns(tokens, blocks, k.shape[0] * k.shape[2])
+    pairs, at_once = turns[0].pairs, turns[0].blocks  # of the largest turn
+    size = selected_lists.list_sizes(tokens, indices.shape[3], at_once, pairs, params.chunk)
+    lists = size.bytes * min(2, len(turns))  # those of one turn live until the next has its own
     parts = 4 * size.slots * spec.sel_block * (q.shape[3] + v.shape[3])
-    delta, scratch = 4 * lse.numel(), max(pairs * selected_lists.table_bytes(tokens, blocks), parts)
+    delta, scratch = 4 * lse.numel(), max(pairs * selected_lists.table_bytes(tokens, at_once), parts)
     if params.dq == "fused":
         # The result is made at the end, when the scratch is free again.
         return 4 * q.numel() + delta + lists + max(0, scratch - q.numel() * q.element_size())
@@ -190,7 +189,7 @@ def _launch_block(
     dk_parts = torch.empty(lists.max_slots, spec.sel_block, q.shape[3], dtype=torch.float32, device=q.device)
     dv_parts = torch.empty(lists.max_slots, spec.sel_block, v.shape[3], dtype=torch.float32, device=q.device)
     places = (lists.counts, lists.item_first, lists.slot_first, blocks.starts)
-    sizes = (lists.first_pair, lists.chunk, q.shape[1], k.shape[2], blocks.count)
+    sizes = (lists.first_pair, lists.first_block, lists.chunk, q.shape[1], k.shape[2], lists.count)
     _block_grads_kernel[(lists.max_items * cdiv(spec.sel_block, keys),)](
         *tensors, dk_parts, dv_parts,
         lists.queries, lists.offsets, lists.item_block, lists.totals, *places,
@@ -200,7 +199,7 @@ def _launch_block(
         WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
         **shape, num_warps=params.block.num_warps, num_stages=params.block.num_stages,
     )  # fmt: skip
-    _sum_parts_kernel[(lists.pairs * blocks.count * cdiv(spec.sel_block, 16),)](
+    _sum_parts_kernel[(lists.pairs * lists.count * cdiv(spec.sel_block, 16),)](
         dk, dv, dk_parts, dv_parts, *places, *sizes, KEYS=16, **shape, num_warps=4
     )
 
@@ -224,7 +223,7 @@ def _delta_kernel(
     tl.store(delta_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
 
 
-@triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks"])
 def _block_grads_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H]; [B, S, H, DK] float32, when FUSED
@@ -232,7 +231,7 @@ def _block_grads_kernel(
     dv_parts_ptr,  # [slots, SEL, DV] float32
     queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, slot_first_ptr,
     starts_ptr, stride_qb, stride_kb, stride_ks, stride_kg, stride_vb, stride_vs, stride_vg, stride_db,
-    first_pair, chunk, tokens, groups, blocks, scale, STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr,
+    first_pair, first_block, chunk, tokens, groups, blocks, scale, STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FUSED: tl.constexpr,
     WIDE: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
@@ -243,7 +242,7 @@ def _block_grads_kernel(
     if item >= tl.load(totals_ptr):
         return
     cell = tl.load(item_block_ptr + item)
-    pair, start, end = _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL, PACKED)
+    pair, start, end = _block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL, PACKED)
     batch, group = pair // groups, pair % groups
     part = item - tl.load(item_first_ptr + cell)
     slot_first = tl.load(slot_first_ptr + cell)
@@ -296,10 +295,12 @@ def _block_grads_kernel(
 
 
 @triton.jit
-def _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr):
+def _block_place(
+    cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
     """(pair int64, first token, token after the last) of a block; an unused number is an empty block."""
     pair = (first_pair + cell // blocks).to(tl.int64)
-    number = cell % blocks
+    number = first_block + cell % blocks
     if PACKED:
         start = tl.load(starts_ptr + number)
         return pair, start, tl.minimum(start + SEL, tl.load(starts_ptr + number + 1))
@@ -360,10 +361,10 @@ def _block_grads_rows(
     return acc_dk, acc_dv
 
 
-@triton.jit(do_not_specialize=["first_pair", "chunk", "tokens", "groups", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks"])
 def _sum_parts_kernel(
     dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, counts_ptr, item_first_ptr, slot_first_ptr, starts_ptr,
-    first_pair, chunk, tokens, groups, blocks, KEYS: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr,
+    first_pair, first_block, chunk, tokens, groups, blocks, KEYS: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Adds, in order, the partial results of the blocks whose lists were cut."""
@@ -372,7 +373,7 @@ def _sum_parts_kernel(
     slot_first = tl.load(slot_first_ptr + cell)
     if slot_first < 0:
         return
-    pair, start, end = _block_place(cell, first_pair, blocks, tokens, starts_ptr, SEL, PACKED)
+    pair, start, end = _block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL, PACKED)
     col = (tl.program_id(0) % PIECES) * KEYS + tl.arange(0, KEYS)
     key_ok = (col < SEL) & (start + col < end)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)

@@ -22,7 +22,7 @@ from nsa.ops.layout import cached_with, num_blocks, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.launch import cdiv, power_of_2
 
-MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g) are done in turns
+MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g), or parts of one, are done in turns
 SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
 
 
@@ -73,7 +73,8 @@ def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:
 
 @dataclass(frozen=True)
 class BlockLists:
-    """The queries of every block of `pairs` pairs (b, g), from pair `first_pair` on.
+    """The queries of `count` blocks, J in the shapes below, from number `first_block` on, for each of `pairs` pairs
+    (b, g) from pair `first_pair` on.
 
     queries     [pairs * S * n] int32, the lists back to back
     offsets     [pairs * J] int64, where a block's list starts
@@ -87,6 +88,8 @@ class BlockLists:
 
     first_pair: int
     pairs: int
+    first_block: int
+    count: int
     chunk: int
     queries: Tensor
     offsets: Tensor
@@ -104,8 +107,24 @@ def table_bytes(tokens: int, blocks: int) -> int:
     return cdiv(tokens, SPAN) * blocks * (SPAN // 8 + 4)
 
 
-def pairs_at_once(tokens: int, blocks: int) -> int:
-    return max(1, MAX_TABLE_BYTES // max(1, table_bytes(tokens, blocks)))
+class Turn(NamedTuple):
+    """What `block_lists` inverts at a time: the blocks `first_block` .. + `blocks` of some pairs."""
+
+    first_pair: int
+    pairs: int
+    first_block: int
+    blocks: int
+
+
+def plan_turns(tokens: int, blocks: int, pairs: int) -> list[Turn]:
+    """All blocks of as many pairs as the workspace allows; where it does not hold one pair, parts of its blocks."""
+    at_once = max(1, MAX_TABLE_BYTES // max(1, table_bytes(tokens, blocks)))
+    size = min(blocks, max(1, MAX_TABLE_BYTES // max(1, table_bytes(tokens, 1))))
+    return [
+        Turn(pair, min(at_once, pairs - pair), block, min(size, blocks - block))
+        for pair in range(0, pairs, at_once)
+        for block in range(0, blocks, size)
+    ]
 
 
 class ListSizes(NamedTuple):
@@ -128,11 +147,11 @@ def list_sizes(tokens: int, chosen: int, blocks: int, pairs: int, chunk: int) ->
     return ListSizes(queries, cells, items, min(items, 2 * queries // chunk + 1))
 
 
-def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, first_pair: int, pairs: int) -> BlockLists:
+def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, turn: Turn) -> BlockLists:
     """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
     atomics set bits, so the order is fixed."""
     _, tokens, groups, chosen = indices.shape
-    count, spans = blocks.count, cdiv(tokens, SPAN)
+    (first_pair, pairs, first_block, count), spans = turn, cdiv(tokens, SPAN)
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=indices.device)
@@ -141,8 +160,7 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
     before = ints(pairs, spans, count)
     size = list_sizes(tokens, chosen, count, pairs, chunk)
     lists = BlockLists(
-        first_pair,
-        pairs,
+        *turn,
         chunk,
         queries=ints(size.queries),
         offsets=ints(size.cells, dtype=torch.int64),
@@ -158,7 +176,7 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, firs
     at_once = max(1, min(64, 1024 // padded))
     grid = (pairs * cdiv(tokens, at_once),)
     source = (indices, *indices.stride(), blocks.doc_start, blocks.number, bits)
-    sizes = (first_pair, tokens, groups, spans, count)
+    sizes = (first_pair, first_block, tokens, groups, spans, count)
     shape = {
         "CHOSEN": chosen, "PADDED": padded, "TOKENS": at_once,
         "SEL": spec.sel_block, "SPAN": SPAN, "PACKED": blocks.packed,
@@ -191,10 +209,12 @@ def block_start(index, t, there, doc_start_ptr, SEL: tl.constexpr, PACKED: tl.co
 
 @triton.jit
 def _chosen_numbers(
-    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
+    tokens, groups, blocks,
     CHOSEN: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """(pair counted from first_pair, queries [TOKENS, 1], block numbers [TOKENS, PADDED] or -1) of a program."""
+    """Of a program: the pair counted from first_pair, queries [TOKENS, 1], and block numbers [TOKENS, PADDED] counted
+    from first_block, negative where there is none."""
     per_pair = tl.cdiv(tokens, TOKENS)
     local = tl.program_id(0) // per_pair
     pair = first_pair + local
@@ -208,19 +228,20 @@ def _chosen_numbers(
         number = tl.load(number_ptr + start, mask=start >= 0, other=-1)
     else:
         number = tl.where(start >= 0, index, -1)
-    return local, t, number
+    number -= first_block
+    return local, t, tl.where(number < blocks, number, -1)
 
 
-@triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "groups", "spans", "blocks"])
 def _mark_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
     bits_ptr,  # [pairs, spans, J, SPAN / 32]
-    first_pair, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    first_pair, first_block, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     local, t, number = _chosen_numbers(
-        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
-        CHOSEN, PADDED, TOKENS, SEL, PACKED,
+        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
+        tokens, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
     )  # fmt: skip
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
     word = bits_ptr + cell * (SPAN // 32) + (t % SPAN) // 32
@@ -296,18 +317,18 @@ def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH
         tl.store(item_block_ptr + first + i, cell, mask=i < parts)
 
 
-@triton.jit(do_not_specialize=["first_pair", "tokens", "groups", "spans", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "groups", "spans", "blocks"])
 def _scatter_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
     bits_ptr, before_ptr, offsets_ptr,  # [pairs, spans, J, SPAN / 32]; [pairs, spans, J]; [pairs, J]
-    queries_ptr, first_pair, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    queries_ptr, first_pair, first_block, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Every query to its place: the queries before it are those of earlier spans and the lower bits of its own.
     A repeated index goes to the same place, with the same value."""
     local, t, number = _chosen_numbers(
-        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, tokens, groups,
-        CHOSEN, PADDED, TOKENS, SEL, PACKED,
+        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
+        tokens, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
     )  # fmt: skip
     ok = number >= 0
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number

@@ -1,7 +1,7 @@
 """Which blocks each query reads: block scores, then an exact top-k, in two kernels (`selection_kernels.py`).
 
 Promises the results of the reference: ascending indices padded with -1, forced blocks always in, equal scores to the
-lower index. Block scores exist for a chunk of queries at a time (`SCORE_BYTES`). A launch of the scores has compressed
+lower index. Block scores exist for a chunk of queries at a time (`chunk_bytes`). A launch of the scores has compressed
 tokens as rows and heads x queries as columns; one of the top-k has, as columns, the blocks that its warps keep in
 registers.
 
@@ -24,6 +24,7 @@ from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
 SCORE_BYTES = 256 << 20  # of one chunk of queries
+SCORE_PROGRAMS = 4 * H200.multiprocessors  # a chunk has at least as many, even where that takes more bytes
 
 # Found by counting registers and shared memory.
 LAUNCHES = LaunchTable(
@@ -74,7 +75,8 @@ def forward(
     layout = token_layout(tokens, spec, cu_seqlens, q.device) if packed else None
     doc_start, cmp_start = (layout.doc_start, layout.cmp_start) if layout else (indices, indices)
     planes, query_tile = constants["PLANES"], constants["QT"]
-    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, SCORE_BYTES)
+    limit = chunk_bytes(tokens, planes, query_tile, spec)
+    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit)
     size = score_elements(chunks, groups * planes, scored_from, spec)
     workspace = torch.empty(max(1, size), dtype=torch.float32, device=q.device)
 
@@ -106,7 +108,8 @@ def forward_workspace(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqle
     groups = k.shape[2]
     constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
     planes = groups * constants["PLANES"]
-    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, cu_seqlens is not None, SCORE_BYTES)
+    limit = chunk_bytes(tokens, constants["PLANES"], constants["QT"], spec)
+    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, cu_seqlens is not None, limit)
     return 4 * score_elements(chunks, planes, scored_from, spec)
 
 
@@ -155,6 +158,12 @@ def pick_constants(spec: NSASpec, width: int, params: Launch) -> tuple[dict[str,
 def block_width(stop: int, spec: NSASpec) -> int:
     """Length of one plane of a row's scores, for queries before `stop`: whole 64-byte pieces."""
     return cdiv(num_blocks(stop, spec), 16) * 16
+
+
+def chunk_bytes(tokens: int, planes: int, query_tile: int, spec: NSASpec) -> int:
+    """How many bytes of scores a chunk may have. Rows grow with the length: of a million tokens SCORE_BYTES hold a
+    thousand queries, too few to occupy a card."""
+    return max(SCORE_BYTES, SCORE_PROGRAMS * query_tile * 4 * planes * block_width(tokens, spec))
 
 
 @lru_cache(maxsize=256)

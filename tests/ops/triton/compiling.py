@@ -72,7 +72,8 @@ class Plan:
 @dataclass(frozen=True)
 class Taken:
     """spilled: bytes of local memory a thread needs. serialized: the assembler waits for every tensor-core product at
-    once (sm_90), which makes a kernel several times slower. tensor_memory: columns of it (sm_100)."""
+    once (sm_90), which makes a kernel several times slower. tensor_memory: columns of it (sm_100). narrow: strides that
+    are multiplied in 32 bits, which overflows in long sequences."""
 
     arch: int
     kernel: str
@@ -82,6 +83,7 @@ class Taken:
     serialized: bool
     shared: int
     tensor_memory: int
+    narrow: list[str]
 
 
 class Recorder:
@@ -209,10 +211,23 @@ def measured(arch: int, key: tuple[str, str], compiled: Any) -> Taken:
         if arch == 90:  # what only the assembler says
             source.write_text(compiled.asm["ptx"])
             report = tool("ptxas", "-v", "--gpu-name=sm_90a", source, "-o", binary)
-    memory = compiled.metadata
-    return Taken(
-        arch, *key, int(usage[1]), int(usage[2]), "serialized" in report, int(memory.shared), int(memory.tmem_size or 0)
-    )
+    memory, narrow = compiled.metadata, narrow_strides(compiled.asm["ttir"])
+    registers, spilled = int(usage[1]), int(usage[2])
+    tensor_memory = int(memory.tmem_size or 0)
+    return Taken(arch, *key, registers, spilled, "serialized" in report, int(memory.shared), tensor_memory, narrow)
+
+
+def narrow_strides(ttir: str) -> list[str]:
+    """The stride arguments of a kernel that are factors of a 32-bit product."""
+    strides = {name: name for name in re.findall(r"%(stride_\w+|\w+_s[a-z]): i32", ttir)}
+    found = set()
+    for result, operation, operands, kind in re.findall(r"%(\w+) = ([\w.]+) ([^:{]*?)(?: \{.*\})? : (.*)", ttir):
+        used = [strides[name] for name in re.findall(r"%(\w+)", operands) if name in strides]
+        if operation == "arith.muli" and "i32" in kind:
+            found.update(used)
+        elif used and operation in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
+            strides[result] = used[0]
+    return sorted(found)
 
 
 def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.triton.compiling import Plan, attend, recording, taken_elsewhere
+from tests.ops.triton.compiling import Plan, attend, narrow_strides, recording, taken_elsewhere
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TENSOR_MEMORY_LIMIT = 512  # columns, of sm_100
@@ -32,6 +32,9 @@ UNUSUAL_STEPS = [
 SPILLED = {"_block_grads_kernel": 512}
 
 
+# Strides of which products may be in 32 bits: `selection.forward` has counted that they fit.
+NARROW = {"score_kernel": {"stride_kn"}}
+
 # Those that hold most in shared memory: compressed attention, the selected blocks and their gradients.
 LARGEST = ("forward_kernel", "dkv_kernel", "_attend_kernel", "_block_grads_kernel")
 
@@ -45,6 +48,7 @@ def check(archs, plan, spilled, only=()):
         assert kernel.tensor_memory <= TENSOR_MEMORY_LIMIT, kernel
         assert kernel.spilled <= SPILLED.get(kernel.kernel, spilled), kernel
         assert not kernel.serialized, kernel
+        assert set(kernel.narrow) == NARROW.get(kernel.kernel, set()), kernel
 
 
 @pytest.mark.parametrize("plan", PRODUCTION, ids=str)
@@ -80,6 +84,29 @@ def test_kernels_of_other_shapes_fit_the_card(arch, plan):
 @pytest.mark.parametrize("plan", PRODUCTION + UNUSUAL, ids=str)
 def test_all_kernels_fit_cards_that_nothing_was_run_on(arch, plan):
     check([arch], plan, spilled=1024)
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(12, 2, 64), (64, 4, 128)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_of_a_million_tokens_have_wide_offsets_where_32_bits_overflow(heads, groups, dim, packed):
+    tokens = 1 << 20
+    with recording(90) as launches:
+        attend(Plan(1, tokens, heads, groups, dim, dim, packed=packed))
+    wide = {kernel.__name__: options["WIDE"] for kernel, _, options in launches if "WIDE" in options}
+    assert wide == {"score_kernel": False, "_block_grads_kernel": tokens * heads * dim >= 1 << 31}
+    assert len([kernel for kernel, *_ in launches if kernel.__name__ == "_block_grads_kernel"]) > groups, "in turns"
+
+
+def test_a_stride_that_is_multiplied_in_32_bits_is_found():
+    source = """
+  tt.func public @kernel(%q: !tt.ptr<bf16>, %stride_qs: i32 {tt.divisibility = 16 : i32}, %k_sn: i32, %q_ss: i32) {
+    %0 = arith.extsi %k_sn : i32 to i64 loc(#1)
+    %1 = arith.muli %0, %c : i64 loc(#2)
+    %2 = tt.splat %stride_qs : i32 -> tensor<64xi32> loc(#3)
+    %3 = arith.muli %2, %range : tensor<64xi32> loc(#4)
+    %4 = arith.muli %t, %q_ss {overflow = 1 : i32} : i32 loc(#5)
+    """
+    assert narrow_strides(source) == ["q_ss", "stride_qs"]
 
 
 def test_every_kernel_file_classifies_a_card_alike():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton import flash
 from nsa.ops.triton.launch import Launch
 from tests.ops.triton.branch_cases import (
     BRANCHES,
@@ -126,3 +127,25 @@ def test_says_what_it_cannot_run(branch):
     assert "float64" in reason
     if DEVICE == "cpu":
         assert "bfloat16" in str(BRANCHES[branch][0].refusal(q.bfloat16(), v.bfloat16(), SPEC))
+
+
+@pytest.mark.parametrize("borders", [None, (0, 13, 13, 40)])
+def test_gradients_of_keys_in_turns_are_those_at_once(branch, borders, monkeypatch):
+    """What only very long sequences use: the parts of dK and dV exist for some keys at a time."""
+    case = Case(tokens=40, heads=2, groups=1, batch=1 if borders else 2, splits=2, borders=borders)
+    tensors = inputs(branch, case)
+    whole = run_kernels(branch, case, tensors)
+    monkeypatch.setattr(flash, "PART_BYTES", 1)
+    k, v = tensors[1:3]
+    assert flash.keys_at_once(k, v, case.splits, SMALL) == min(SMALL.columns, k.shape[1])
+    turns = run_kernels(branch, case, tensors)
+    assert all(torch.equal(turns[name], whole[name]) for name in ("dk", "dv"))
+
+
+def test_parts_of_gradients_do_not_grow_with_the_square_of_the_length():
+    for tokens, heads, groups, dim in ((1 << 20, 12, 2, 64), (1 << 20, 64, 4, 128), (1 << 22, 64, 4, 128)):
+        q = torch.empty(1, tokens, heads, dim, device="meta", dtype=torch.bfloat16)
+        k = torch.empty(1, tokens // 16, groups, dim, device="meta", dtype=torch.bfloat16)
+        lse = torch.empty(1, tokens, heads, device="meta")
+        needed = flash.compressed.backward_workspace(q, q, k, k, q, lse, NSASpec())
+        assert needed <= 8 * lse.numel() + flash.PART_BYTES

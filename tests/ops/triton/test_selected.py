@@ -275,9 +275,12 @@ def test_gradients_are_the_same_every_time_when_asked_for() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_long_sequences_in_turns_and_with_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only very long sequences use: pairs inverted one at a time, 64-bit offsets in the gathers."""
-    monkeypatch.setattr(selected_lists, "MAX_TABLE_BYTES", 1)
+@pytest.mark.parametrize("at_once", [10, 3], ids=["pairs", "parts-of-pairs"])
+def test_long_sequences_in_turns_and_with_wide_offsets(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """What only very long sequences use: pairs, or `at_once` of their 10 blocks, inverted one at a time, and 64-bit
+    offsets in the gathers."""
+    monkeypatch.setattr(selected_lists, "MAX_TABLE_BYTES", selected_lists.table_bytes(40, at_once))
+    assert len(selected_lists.plan_turns(40, 10, 4)) == 4 * -(-10 // at_once)
     monkeypatch.setattr(selected_backward, "_extent", lambda x: 1 << 31)
     tensors = inputs(2, 40, 4, 2, 16, 16, torch.float32)
     check(*tensors, rows_of_blocks(2, 40, 2, SPEC), SPEC, dq="fused", chunk=16)
@@ -308,8 +311,9 @@ def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
     indices = wild_indices(2 - packed, tokens, groups, SPEC).to(DEVICE)
     borders = torch.tensor([0, 3, 3, 150, 200], dtype=torch.int32, device=DEVICE) if packed else None
     blocks = selected_lists.number_blocks(tokens, SPEC, borders, indices.device)
-    first, pairs = 1, indices.shape[0] * groups - 1
-    lists = selected_lists.block_lists(indices, SPEC, blocks, 32, first, pairs)
+    turn = selected_lists.Turn(1, indices.shape[0] * groups - 1, 5, blocks.count - 8)
+    first, pairs, first_block, num_blocks = turn
+    lists = selected_lists.block_lists(indices, SPEC, blocks, 32, turn)
     doc = blocks.doc_start.tolist() if packed else [0] * tokens
     items, slots = 0, 0
     for pair in range(pairs):
@@ -319,10 +323,13 @@ def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
             for j in {j for j in row if 0 <= j <= (t - doc[t]) // SPEC.sel_block}:
                 want.setdefault(doc[t] + j * SPEC.sel_block, []).append(t)
         for number in range(blocks.count):
-            cell = pair * blocks.count + number
+            cell = pair * num_blocks + number - first_block
             start = int(blocks.starts[number]) if packed else number * SPEC.sel_block
+            queries = want.pop(start, [])
+            if not first_block <= number < first_block + num_blocks:
+                continue
             begin, count = int(lists.offsets[cell]), int(lists.counts[cell])
-            assert lists.queries[begin : begin + count].tolist() == want.pop(start, [])
+            assert lists.queries[begin : begin + count].tolist() == queries
             parts = max(1, -(-count // 32))
             assert int(lists.item_first[cell]) == items
             assert lists.item_block[items : items + parts].tolist() == [cell] * parts

@@ -165,6 +165,7 @@ def test_rows_longer_than_the_registers(ties):
 def test_small_workspaces_change_nothing(monkeypatch):
     q, k, lse, _ = tensors(SMALL, 90, 2, 1, 16, batch=2)
     whole = selection.forward(q, k, lse, SMALL, None, params(32, 32))
+    monkeypatch.setattr(selection, "SCORE_PROGRAMS", 0)
     for limit in (1, 5_000):
         monkeypatch.setattr(selection, "SCORE_BYTES", limit)
         assert torch.equal(whole, selection.forward(q, k, lse, SMALL, None, params(32, 32)))
@@ -183,6 +184,16 @@ def test_chunks_cover_all_queries_within_the_limit():
             assert size <= selection.SCORE_BYTES
             covered += (b1 - b0) * (stop - first)
         assert covered == batch * tokens
+
+
+def test_chunks_of_a_million_tokens_occupy_a_card_with_a_workspace_that_grows_with_the_length_alone():
+    spec, groups, query_tile = NSASpec(), 2, 16
+    for tokens, most in ((1 << 16, 256), (1 << 20, 1100), (1 << 22, 4400)):
+        limit = selection.chunk_bytes(tokens, 2, query_tile, spec)
+        assert limit <= most << 20
+        _, chunks = selection.plan_chunks(1, tokens, 2 * groups, query_tile, spec, False, limit)
+        programs = [(stop - max(first, 1024)) // query_tile * groups for _, _, first, stop in chunks[:-1]]
+        assert min(programs, default=528) >= 528
 
 
 def test_strides_do_not_matter():

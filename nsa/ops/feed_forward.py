@@ -1,0 +1,95 @@
+"""A norm and a SwiGLU MLP over chunks of tokens: `out(silu(gate(n)) * up(n))` of `n = rms_norm(x)`.
+
+Of a token, only the input and the result outlive a chunk; backward computes the rest again, chunk by chunk. So memory
+is that of one chunk, whatever the length. Gradients of weights are summed over the chunks in float32.
+
+Legend: T tokens, C channels, M hidden width.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+CHUNK = 1 << 14  # tokens
+
+
+def forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> Tensor:
+    """x [..., C], norm [C], gate and up [M, C], out [C, M] -> [..., C] in the type of `out`, in which products are
+    computed."""
+    x_TC, joined = x.reshape(-1, x.shape[-1]), torch.cat([gate, up])
+    y_TC = x_TC.new_empty(x_TC.shape, dtype=out.dtype)
+    for rows in _rows(x_TC):
+        _forward_rows(y_TC[rows], x_TC[rows], norm, joined, out, eps)
+    return y_TC.view(x.shape)
+
+
+def _forward_rows(y: Tensor, x: Tensor, norm: Tensor, joined: Tensor, out: Tensor, eps: float) -> None:
+    read = _scaled(_normalize(x, eps)[0], norm, out)
+    opened, passed = (read @ joined.T).chunk(2, dim=-1)
+    torch.matmul(silu(opened) * passed, out.T, out=y)
+
+
+def backward(
+    dy: Tensor, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, norm, gate, up and out, each in its type."""
+    x_TC, dy_TC, joined = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), torch.cat([gate, up])
+    dx = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    weights = (norm, joined, out)
+    sums = [w.new_zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+    for rows in _rows(x_TC):
+        _backward_rows(dx[rows], sums, dy_TC[rows].to(out.dtype), x_TC[rows], *weights, eps)
+    dnorm, djoined, dout = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
+    dgate, dup = djoined.split(gate.shape[0])
+    return dx.view(x.shape), dnorm, dgate.clone(), dup.clone(), dout
+
+
+def _backward_rows(
+    dx: Tensor, sums: list[Tensor], dy: Tensor, x: Tensor, norm: Tensor, joined: Tensor, out: Tensor, eps: float
+) -> None:
+    """Writes dx and adds to the sums of norm, gate and up, and out."""
+    dnorm, djoined, dout = sums
+    normed, inverse = _normalize(x, eps)
+    read = _scaled(normed, norm, out)
+    opened, passed = (read @ joined.T).chunk(2, dim=-1)
+    dmixed, activated = dy @ out, silu(opened)
+    dout += dy.T @ (activated * passed)
+    dhidden = torch.cat([torch.ops.aten.silu_backward(dmixed * passed, opened), dmixed * activated], dim=-1)
+    djoined += dhidden.T @ read
+    dread = (dhidden @ joined).to(normed.dtype)
+    dnorm += (dread * normed).sum(0)
+    dnormed = dread * norm.to(normed.dtype)
+    dx.copy_(inverse * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)))
+
+
+def forward_workspace(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
+    """Bytes that `forward` holds on top of arguments and results: gate and up joined, and of one chunk their products,
+    what is activated and what it is multiplied to, and the normed input."""
+    tokens, channels, width = min(CHUNK, x.numel() // x.shape[-1]), x.shape[-1], gate.shape[0]
+    return out.element_size() * (2 * gate.numel() + tokens * (channels + 4 * width))
+
+
+def backward_workspace(dy: Tensor, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
+    """Bytes that `backward` holds on top of arguments and results: sums in float32 instead of gradients in the type of
+    the weights, and of one chunk eight tensors as wide as the hidden layer beside the normed input."""
+    tokens, channels, width = min(CHUNK, x.numel() // x.shape[-1]), x.shape[-1], gate.shape[0]
+    weights = gate.numel() * (3 * 4 - out.element_size())
+    return weights + tokens * (out.element_size() * (channels + 8 * width) + 4 * channels)
+
+
+def _normalize(x_TC: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows divided by their root mean square, and its inverse, at least in float32."""
+    x_TC = x_TC.to(torch.promote_types(x_TC.dtype, torch.float32))
+    inverse = (x_TC.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x_TC * inverse, inverse
+
+
+def _scaled(normed_TC: Tensor, norm: Tensor, like: Tensor) -> Tensor:
+    return (normed_TC * norm.to(normed_TC.dtype)).to(like.dtype)
+
+
+def _rows(x_TC: Tensor) -> Iterator[slice]:
+    for start in range(0, x_TC.shape[0], CHUNK):
+        yield slice(start, min(start + CHUNK, x_TC.shape[0]))

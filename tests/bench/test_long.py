@@ -1,0 +1,81 @@
+"""`python -m bench.long` on a CPU with a tiny model: every check and every figure, and what a wrong kernel gets."""
+
+import json
+
+import pytest
+import torch
+
+from bench import long
+from bench.shapes import Shape
+
+TINY = [
+    *("model.dim=32", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=1", "model.mlp_dim=48"),
+    *("model.head_dim_k=16", "model.head_dim_v=16", "runtime.precision=fp32"),
+]
+
+
+def run(out, *arguments):
+    tiny = ["--device", "cpu", "--lengths", "1536", "--quick", "--out", str(out), "--override", *TINY]
+    return long.main([*arguments, *tiny])
+
+
+@pytest.fixture
+def _attention_in_float32(monkeypatch):
+    """As on a CPU without bf16 instructions."""
+    original = long.check_attention
+    monkeypatch.setattr(long, "check_attention", lambda shape, device: original(shape, device, dtype=torch.float32))
+
+
+@pytest.mark.usefixtures("_attention_in_float32")
+def test_it_checks_measures_and_writes_what_it_found(tmp_path, capsys):
+    assert run(tmp_path / "long.json", "--ranks", "0") == 0
+    found = json.loads((tmp_path / "long.json").read_text())
+    assert set(found["checks"]) == {"chunks 1536", "attention 1x1k 2/1/16"}
+    assert max(found["checks"]["attention 1x1k 2/1/16"].values()) < 1e-5
+    assert [result["gradient_checkpointing"] for result in found["results"]] == ["selective", "block"]
+    for result in found["results"]:
+        assert result["seq_len"] == 1536
+        assert result["toks_per_s"] > 0
+        assert result["predicted_gib"] > 0
+    assert "One GPU" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_attention_in_float32")
+def test_what_is_wrong_gets_no_time(tmp_path, monkeypatch, capsys):
+    original = long.selected_attention
+    monkeypatch.setattr(long, "selected_attention", lambda *args: original(*args) * 1.02)
+    assert run(tmp_path / "long.json", "--ranks", "0") == 1
+    found = json.loads((tmp_path / "long.json").read_text())
+    assert (found["results"], found["rank_shares"]) == ([], [])
+    assert "attention sel" in capsys.readouterr().err
+
+
+def test_a_length_that_does_not_fit_is_recorded_without_a_time(tmp_path, monkeypatch):
+    def exhausted(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(long, "run_checks", lambda *_: {})
+    monkeypatch.setattr(long, "timed_steps", exhausted)
+    assert run(tmp_path / "long.json", "--ranks", "0") == 0
+    results = json.loads((tmp_path / "long.json").read_text())["results"]
+    assert [result["toks_per_s"] for result in results] == [None, None]
+
+
+def test_one_rank_computes_its_share_and_counts_its_bytes(tmp_path):
+    pytest.importorskip("nsa.parallel.context")
+    options = long.argparse.Namespace(config="configs/m7c_125m_1m.yaml", device="cpu", override=TINY, steps=1, ranks=2)
+    share = long.rank_share(1536, options)
+    assert share["sent_bytes_forward"] > 1536 // 2 * 16 * 2 * 2
+    assert share["step_s"] > 0
+
+
+def test_blocks_that_differ_are_counted():
+    shape = Shape(1, 1536, 2, 1, 16)
+    x = long.make_inputs(shape, correlated=True, dtype=torch.float32, device="cpu")
+    k, v = (part.detach() for part in x.compressed())
+    _, lse = long.compressed_attention(x.q, k, v, long.SPEC)
+    indices = long.select_blocks(x.q, k, lse, long.SPEC)[:, 1500]
+    assert long.row_by_hand(x, k, v, 1500, indices)[1] == 0.0
+    unchosen = next(j for j in range(24) if j not in indices[0, 0].tolist())
+    indices[0, 0, 5] = unchosen
+    assert long.row_by_hand(x, k, v, 1500, indices)[1] == pytest.approx(1 / 16)
