@@ -23,11 +23,12 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+from nsa.record.schema import HEARTBEAT, read_events
 
 RESULTS = Path("bench/results/learning-h200.jsonl")
 RECALL_RESULTS = Path("bench/results/recall-h200.jsonl")
@@ -175,11 +176,9 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int) -
 
 def run_row(work: Path, row: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     folder = folder_of(work, row, options, seed)
-    began = time.time()
     measured: dict[str, Any] = {}
     log = work / f"{folder.name}.log"
     code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed)], log)
-    seconds = round(time.time() - began, 1)
     if options.action == "recall" and code == 0:
         code = run_logged(["eval", str(folder), "--lengths", options.lengths, "--samples", str(RECALL_SAMPLES)], log)
         measured = json.loads((folder / "eval.json").read_text()) if code == 0 else {}
@@ -196,7 +195,7 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int) -> dic
         "val_loss": metrics.get("val_loss"),
         "val_bits_per_byte": metrics.get("val_bits_per_byte"),
         "curve": validations(folder),
-        "seconds": seconds,
+        "seconds": seconds_of(folder),
         "runs_at_once": options.jobs,
         "reason": metrics.get("reason"),
         **({"eval": measured} if measured else {}),
@@ -208,6 +207,16 @@ def run_logged(arguments: list[str], log: Path) -> int:
         return subprocess.run(
             [sys.executable, "-m", "nsa", *arguments], stdout=file, stderr=subprocess.STDOUT
         ).returncode
+
+
+def seconds_of(folder: Path) -> float:
+    """How long a run took, over all its starts: each from its boot to its last event."""
+    clocks: list[list[float]] = []
+    for event in read_events(folder) if HEARTBEAT.path(folder, 0).exists() else ():
+        if event["event"] == "boot" or not clocks:
+            clocks.append([])
+        clocks[-1].append(event["clock"])
+    return round(sum(start[-1] - start[0] for start in clocks), 1)
 
 
 def validations(folder: Path) -> list[tuple[int, float]]:

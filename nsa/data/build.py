@@ -22,6 +22,7 @@ from nsa.data.token_shards import ShardTokens, open_shards
 from nsa.data.tokenizers import Tokenizer
 from nsa.data.waiting import Activity, DaemonPool
 from nsa.errors import ConfigError, DataError
+from nsa.files import make_folder
 
 _VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed
 IN_MEMORY_BYTES = 4 << 30  # of tokens; more belong in shards
@@ -72,6 +73,7 @@ def build_data(
     shards that are compared with their hashes.
     """
     builder = _Builder(data, train, tokenizer, rank, checked, activity or Activity())
+    folder = folder and folder.resolve()  # it may be reached through links; nothing in it may be one
     built = builder.mixture(folder) if data.mixture else builder.part(data, folder)
     fingerprint = _digest(built.fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
     return replace(built, fingerprint=fingerprint, activity=builder.activity)
@@ -213,7 +215,10 @@ class _Builder:
         self.activity.watch(source)
         fingerprint, fraction = source.fingerprint(), self.data.validation_fraction
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                make_folder(folder)
+            except OSError as error:
+                raise DataError(f"{folder}: cannot be used: {error.strerror}; remove it") from None
         index = LengthIndex(folder, self.rank, _digest(fingerprint, self.tokenizer.fingerprint, str(fraction)))
         reader = UnitReader(source, self.tokenizer, fraction, self.data.workers, index)
         self.activity.add(source.name, reader.tokenised)

@@ -43,10 +43,10 @@ def claim_folder(folder: Path) -> Iterator[None]:
 
 def _clear(folder: Path) -> None:
     """Refuses links where a run would write through them, and removes what a killed process left half written."""
-    for name in FOLDERS:
-        if (folder / name).is_symlink():
+    for path in (*(folder / name for name in FOLDERS), *folder.glob("data_index_[0-9]*")):
+        if path.is_symlink():
             raise LaunchError(
-                f"train.out_dir: {folder / name} is a symbolic link and would lead files out of the folder; "
+                f"train.out_dir: {path} is a symbolic link and would lead files out of the folder; "
                 "remove it, or let train.out_dir itself be a link"
             )
     for path in folder.glob(".*.*"):

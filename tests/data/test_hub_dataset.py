@@ -1,5 +1,6 @@
 """Any dataset repository with parquet files: from a hub on this machine, from its cache and from a mirror."""
 
+import shutil
 import warnings
 
 import pyarrow as pa
@@ -159,6 +160,24 @@ def test_mixtures_and_commands_read_it(server, repository, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"data: {{source: hub, repo: {REPO}, subset: long, text_field: story}}")
     assert CliRunner().invoke(app, ["config", "check", str(file)], catch_exceptions=False).exit_code == 0
+
+
+def test_the_lengths_of_a_mixture_are_not_written_through_a_link(repository, tmp_path):
+    part = {"source": "hub", "subset": "long", "text_field": "story", "paths": [str(repository[0])]}
+    data = DataConfig(mixture=[part, part | {"subset": "short"}])
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    built = build_data(data, TRAIN, ByteTokenizer(), tmp_path / "link")
+    built.train.batch(0, 4)
+    built.close()
+    for number in (0, 1):
+        assert list((tmp_path / "run" / f"data_index_{number}").iterdir()), "the folder itself may be a link"
+        shutil.rmtree(tmp_path / "run" / f"data_index_{number}")
+    (tmp_path / "run" / "data_index_1").symlink_to(tmp_path / "outside")
+    with pytest.raises(DataError, match=r"data_index_1: cannot be used: it is a symbolic link; remove it"):
+        build_data(data, TRAIN, ByteTokenizer(), tmp_path / "link")
+    assert not list((tmp_path / "outside").iterdir())
 
 
 def test_a_checkpoint_of_a_version_without_its_keys_resumes():

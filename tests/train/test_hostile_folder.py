@@ -199,7 +199,7 @@ def test_a_linked_file_that_a_run_needs_ends_it_with_a_launch_error(name, tmp_pa
     assert victims[name].read_bytes() == VICTIM
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tb", "nonfinite", "wandb", ".wandb"])
+@pytest.mark.parametrize("name", ["checkpoints", "tb", "nonfinite", "wandb", ".wandb", "data_index_1"])
 def test_a_linked_folder_inside_a_run_is_refused(name, tmp_path):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from bench.learning import RESULTS, ROWS, main, overrides_of, parse, plot
+from bench.learning import RESULTS, ROWS, main, overrides_of, parse, plot, seconds_of
 from nsa.config import load_config
+from nsa.record.schema import HEARTBEAT, format_event
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -42,3 +43,12 @@ def test_the_same_results_give_the_same_figure(tmp_path):
     assert "million tokens" in drawn
     assert "pattern-1-3" in drawn
     assert drawn == (tmp_path / "img" / "b.svg").read_text()
+
+
+def test_the_seconds_of_a_row_that_was_resumed_count_all_its_starts(tmp_path):
+    assert seconds_of(tmp_path) == 0.0, "it never began"
+    moments = [("boot", 5.0), ("start", 7.0), ("step", 25.0), ("boot", 1000.0), ("step", 1001.5), ("end", 1002.5)]
+    about = {"v": 1, "time": 0.0, "rank": 0, "step": 0}
+    lines = [format_event({**about, "event": event, "clock": clock}) for event, clock in moments]
+    HEARTBEAT.path(tmp_path, 0).write_text("".join(lines))
+    assert seconds_of(tmp_path) == 22.5
