@@ -4,6 +4,8 @@ A message says what was wrong, where, and what to do about it. Asserts elsewhere
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # What acts on a terminal: controls other than a tab and the end of a line, marks that reverse the direction of text,
 # and halves of a pair, which cannot be encoded (a file name that is no UTF-8 has them).
@@ -23,6 +25,18 @@ class NSAError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+@contextmanager
+def reworded(
+    kind: type[NSAError], what: str, remedy: str = "", caught: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
+    """Raises `what: reason; remedy` in place of an error that is caught."""
+    try:
+        yield
+    except caught as error:
+        reason = getattr(error, "strerror", None) or error
+        raise kind(f"{what}: {reason}" + (f"; {remedy}" if remedy else "")) from None
 
 
 class ConfigError(NSAError):

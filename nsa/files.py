@@ -1,17 +1,20 @@
-"""Opening files that somebody else may have prepared: a run folder may come from anywhere.
+"""Opening files that somebody else may have prepared (a run folder may come from anywhere), and writing them whole.
 
 Whoever reads or writes inside a run folder opens its files here: only regular files, no links, a bounded size. The
-folder itself may be reached through links.
+folder itself may be reached through links. All functions raise OSError.
 """
 
 import errno
 import os
+import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a file that is read whole
 LARGEST_LOG = 4 * 2**30  # of one that is read line by line
+_UNFINISHED = re.compile(r"\..+\.(docs|json|safetensors|txt|yaml)\.\d+")
 
 
 def regular(path: str | Path, flags: int) -> int:
@@ -52,3 +55,41 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+
+
+def write_flushed(path: Path, content: bytes) -> None:
+    """Writes in place and waits until it is on disk."""
+    with open(path, "wb", opener=regular) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes beside the place, flushes, renames: a reader sees the old file or the new one, after a crash too."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_flushed(aside, content)
+        aside.replace(path)
+        flush_folder(path.parent)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what `replace_file` left in a process that was killed. No other may be writing there now."""
+    for path in folder.glob(".*.*"):
+        if _UNFINISHED.fullmatch(path.name) and not path.is_dir():
+            with suppress(OSError):
+                path.unlink()
+
+
+def flush_folder(folder: Path) -> None:
+    """Waits until the folder's names are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify
-from nsa.checkpoint.load import fill, read_state, read_step, saved_shapes
+from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.errors import CheckpointError
 from nsa.files import regular
 from nsa.record.schema import WEIGHTS_FILE
@@ -155,18 +155,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
     first_names: dict[int, str] = {}
     for name, tensor in own.items():
         first_names.setdefault(id(tensor), name)  # of tied parameters only the first is stored
-    missing = sorted(set(first_names.values()) - set(tensors))
-    unknown = sorted(set(tensors) - set(own))
-    if missing or unknown:
-        raise CheckpointError(
-            f"{path}: does not fit this model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
-            "is the configuration the one it was saved with?"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            raise CheckpointError(
-                f"{path}: {name} is {list(tensor.shape)} in the file and {list(own[name].shape)} in the model"
-            )
+    saved, wanted = ({name: tensor.shape for name, tensor in some.items()} for some in (tensors, own))
+    refuse_misfit(path, saved, wanted, optional=set(own) - set(first_names.values()))
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.files import sha256_of, write_flushed
-from nsa.errors import CheckpointError
-from nsa.files import read_regular
+from nsa.checkpoint.files import sha256_of
+from nsa.errors import CheckpointError, reworded
+from nsa.files import read_regular, write_flushed
 from nsa.record.schema import CHECKPOINTS_FOLDER
 
 FOLDER = CHECKPOINTS_FOLDER
@@ -133,7 +133,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
             raise CheckpointError(f"{folder / MANIFEST_FILE}: does not list {name}; it is no whole checkpoint")
     for name, entry in entries.items():
         path = folder / name
-        try:
+        with reworded(CheckpointError, f"{path}: cannot be read"):
             if path.is_symlink() or not path.is_file():
                 raise CheckpointError(f"{path}: is missing")
             size = path.stat().st_size
@@ -141,8 +141,6 @@ def verify(folder: Path) -> dict[str, FileEntry]:
                 raise CheckpointError(f"{path}: has {size} bytes, the manifest says {entry.bytes}")
             if sha256_of(path) != entry.sha256:
                 raise CheckpointError(f"{path}: its content differs from the manifest's SHA-256")
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     return entries
 
 

@@ -5,11 +5,10 @@ is read through an allow-list of the types it consists of, entries that are no t
 the manifest is opened.
 """
 
-import json
 import logging
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nsa.checkpoint.format import METADATA_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
-from nsa.errors import CheckpointError
-from nsa.files import LARGEST_DOCUMENT, open_regular, read_regular
+from nsa.errors import CheckpointError, reworded
+from nsa.files import LARGEST_DOCUMENT, open_regular
+from nsa.record.schema import read_json
 
 _TYPES = {
     "torch.distributed.checkpoint.metadata": {
@@ -94,25 +94,32 @@ def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup 
 
     A missing tensor, another shape, or a tensor of the model that is left over is an error before any is changed.
     """
-    saved = saved_shapes(checkpoint)
-    missing = sorted(set(tensors) - set(saved))
-    unknown = sorted(name for name in set(saved) - set(tensors) if name.startswith(MODEL))
-    if missing or unknown:
-        raise CheckpointError(
-            f"{checkpoint}: does not fit this model: missing {missing[:3] or 'nothing'}, unknown "
-            f"{unknown[:3] or 'nothing'}; is the configuration the one it was saved with?"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != saved[name]:
-            raise CheckpointError(
-                f"{checkpoint}: {name} is {list(saved[name])} in the checkpoint and {list(tensor.shape)} in the model"
-            )
+    saved = {n: shape for n, shape in saved_shapes(checkpoint).items() if n in tensors or n.startswith(MODEL)}
+    refuse_misfit(checkpoint, saved, {name: tensor.shape for name, tensor in tensors.items()})
     silence_torch()
     try:
         load(dict(tensors), storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         causes = "; ".join(dict.fromkeys(_cause(failure[0]) for failure in error.failures.values()))
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {causes}") from None
+
+
+def refuse_misfit(
+    path: Path, saved: Mapping[str, torch.Size], own: Mapping[str, torch.Size], optional: Collection[str] = ()
+) -> None:
+    """Raises a CheckpointError where the tensors saved in `path` are not the model's own, by name or by shape."""
+    missing = sorted(set(own) - set(saved) - set(optional))
+    unknown = sorted(set(saved) - set(own))
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path}: does not fit this model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
+            "is the configuration the one it was saved with?"
+        )
+    for name, shape in saved.items():
+        if shape != own[name]:
+            raise CheckpointError(
+                f"{path}: {name} is {list(shape)} in the checkpoint and {list(own[name])} in the model"
+            )
 
 
 def _cause(error: BaseException) -> str:
@@ -130,13 +137,8 @@ def silence_torch() -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_regular(path).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold an object")
-    return value
+    with reworded(CheckpointError, f"{path}: cannot be read", caught=(OSError, ValueError)):
+        return read_json(path)
 
 
 class _Reader(FileSystemReader):

@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from nsa import faults
 from nsa.checkpoint import format as names
-from nsa.checkpoint.files import flush_folder, write_atomically, write_flushed
+from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.format import FileEntry, entry_of, verify, write_manifest
 from nsa.checkpoint.load import silence_torch
 from nsa.errors import CheckpointError
-from nsa.files import make_folder
+from nsa.files import flush_folder, make_folder, write_flushed
 
 NEVER_DELETED = 2  # newest verified checkpoints
 T = TypeVar("T")
@@ -185,11 +185,12 @@ class Saver:
         self._sound.add(checkpoint)
         self._own.add(checkpoint)
         self.last_good = checkpoint.name  # even if what follows fails
+        pointer = checkpoint.name.encode() + b"\n"
         faults.point("save.latest")
-        self._point(names.LATEST, checkpoint)
+        write_atomically(self.root / names.LATEST, pointer)
         if snapshot.is_best:
             faults.point("save.best")
-            self._point(names.BEST, checkpoint)
+            write_atomically(self.root / names.BEST, pointer)
         faults.point("save.retention")
         for old in list(self._expendable()):
             # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
@@ -199,9 +200,6 @@ class Saver:
             shutil.rmtree(gone)
         self._remove_leftovers()
         faults.point("save.done")
-
-    def _point(self, pointer: str, checkpoint: Path) -> None:
-        write_atomically(self.root / pointer, checkpoint.name.encode() + b"\n")
 
     def _remove_leftovers(self) -> None:
         """Removes what an interrupted save or deletion left."""

@@ -31,8 +31,8 @@ from nsa.data.token_shards import (
     write_shard,
 )
 from nsa.data.tokenizers import Tokenizer
-from nsa.errors import DataError
-from nsa.files import regular
+from nsa.errors import DataError, reworded
+from nsa.files import regular, remove_unfinished
 
 SHARD_BYTES = 64 << 20  # of text
 GROUP_BYTES = 1 << 20  # of small units that are tokenised at once
@@ -80,11 +80,8 @@ def prepare(
         _refuse_another(folder, plan)
         if (folder / MANIFEST).exists():
             return read_manifest(folder)
-        done: dict[int, ShardEntry] = {}
-        for number in range(len(plan.shards)):
-            entry = read_entry(folder, number, plan.name, tokenizer.dtype.itemsize)
-            if entry is not None:
-                done[number] = entry
+        found = (read_entry(folder, number, plan.name, tokenizer.dtype.itemsize) for number in range(len(plan.shards)))
+        done = {entry.number: entry for entry in found if entry is not None}
 
         def report() -> None:
             total = sum(map(plan.size, range(len(plan.shards))))
@@ -112,14 +109,11 @@ class _Job:
     plan: str
 
     def write(self, number: int, units: Sequence[Unit]) -> ShardEntry:
-        try:
-            parts = (
-                tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in _groups(units, GROUP_BYTES)
-            )
+        groups = _groups(units, GROUP_BYTES)
+        parts = (tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in groups)
+        shard = shard_path(self.folder, number, "tokens").with_suffix("")
+        with reworded(DataError, f"{shard}: cannot be written"):
             return write_shard(self.folder, number, self.plan, parts, self.tokenizer)
-        except OSError as error:
-            path = shard_path(self.folder, number, "tokens")
-            raise DataError(f"{path.with_suffix('')}: cannot be written: {error}") from None
 
 
 def _write_all(job: _Job, shards: dict[int, Sequence[Unit]], workers: int) -> Iterator[ShardEntry]:
@@ -184,25 +178,21 @@ def _claimed(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataError(f"{folder}: another preparation is writing to it; wait until it ends") from None
+        remove_unfinished(folder)
         yield
 
 
 def _refuse_another(folder: Path, plan: Plan) -> None:
     """The shards in the folder must come from the same source, tokenizer and division."""
-    found = {read_manifest(folder).plan} if (folder / MANIFEST).exists() else _plans_of_entries(folder)
+    found = {read_manifest(folder).plan} if (folder / MANIFEST).exists() else set()
+    for path in folder.glob("shard-*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            found.add(str(json.loads(path.read_text(encoding="utf-8"))["plan"]))
     if found - {plan.name}:
         raise DataError(
             f"{folder}: holds shards of another preparation (other files, tokenizer or division); "
             "choose another folder, or --fresh to replace them"
         )
-
-
-def _plans_of_entries(folder: Path) -> set[str]:
-    found = set()
-    for path in folder.glob("shard-*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            found.add(str(json.loads(path.read_text(encoding="utf-8"))["plan"]))
-    return found
 
 
 def _remove(folder: Path) -> None:

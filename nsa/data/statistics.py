@@ -12,7 +12,7 @@ from nsa.data.corpus import Counts, tokenise
 from nsa.data.sequences import random_order
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.registry import open_source
-from nsa.data.token_shards import map_tokens, read_documents, read_manifest
+from nsa.data.token_shards import ShardTokens, read_documents, read_manifest
 from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
 from nsa.errors import DataError, NSAError
 
@@ -45,8 +45,8 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     if tokenizer is not None:
         for entry, documents in zip(manifest.shards, lengths, strict=True):
             if entry.tokens and len(texts) < samples:
-                tokens = map_tokens(folder, entry, np.dtype(made_with.dtype))
-                texts += _samples(tokens, documents, tokenizer, samples - len(texts))
+                shard = ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size)
+                texts += _samples(shard.mapped(), documents, tokenizer, samples - len(texts))
     elif samples:
         texts = [f"(set data.tokenizer to {made_with.name!r}, which made these shards, to see text)"]
     about = f"{folder} ({made_with.name}, from {manifest.source})"

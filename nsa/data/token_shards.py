@@ -15,6 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,8 @@ from nsa import faults
 from nsa.data.corpus import Counts, Keys, Tokenised
 from nsa.data.sources.base import Skipped
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, TokenArray, Tokenizer
-from nsa.errors import DataError
+from nsa.errors import DataError, reworded
+from nsa.files import replace_file
 
 MANIFEST = "manifest.json"
 FORMAT = "nsa-shards"
@@ -91,7 +93,7 @@ def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"
 
 
 def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised], tokenizer: Tokenizer) -> ShardEntry:
-    """Writes a shard to temporary files, then renames them; its entry comes last, and marks it as complete."""
+    """Writes the files of a shard, each whole or not at all; its entry comes last, and marks it as complete."""
     dtype = tokenizer.dtype.newbyteorder("<")
     lengths: list[Counts] = []
     keys: list[Keys] = []
@@ -99,7 +101,8 @@ def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised]
     text_bytes = 0
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
-    with _part(tokens_path).open("wb") as file:
+    unfinished = tokens_path.with_name(f"{tokens_path.name}.part")
+    with unfinished.open("wb") as file:
         for part in parts:
             content = np.ascontiguousarray(part.tokens.astype(dtype, copy=False)).data
             digest.update(content)
@@ -108,10 +111,10 @@ def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised]
             keys.append(part.keys)
             text_bytes += part.text_bytes
             skipped.update(part.skipped)
-        _flush(file)
+        file.flush()
+        os.fsync(file.fileno())
     faults.point("prepare.tokens")
     documents = np.stack([_join(lengths, np.int64).view(np.uint64), _join(keys, np.uint64)]).astype("<u8")
-    _write_flushed(_part(docs_path), documents.tobytes())
     entry = ShardEntry(
         number=number,
         plan=plan,
@@ -122,9 +125,9 @@ def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised]
         docs_sha256=hashlib.sha256(documents.tobytes()).hexdigest(),
         skipped=dict(skipped),
     )
+    replace_file(docs_path, documents.tobytes())
     faults.point("prepare.docs")
-    _part(tokens_path).rename(tokens_path)
-    _part(docs_path).rename(docs_path)
+    unfinished.rename(tokens_path)
     faults.point("prepare.renamed")
     _write_json(shard_path(folder, number, "json"), entry)
     faults.point("prepare.entry")
@@ -151,7 +154,7 @@ def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, e
     for entry in entries:
         skipped.update(entry.skipped)
     if isinstance(tokenizer, JsonTokenizer):
-        _replace(folder / TOKENIZER_FILE, tokenizer.text.encode())
+        replace_file(folder / TOKENIZER_FILE, tokenizer.text.encode())
     faults.point("prepare.manifest")
     made_with = TokenizerEntry(
         name=tokenizer.name,
@@ -206,15 +209,13 @@ class ShardTokens:
     used.
     """
 
-    def __init__(self, folder: Path, entry: ShardEntry, tokenizer: Tokenizer):
+    def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[np.unsignedinteger], vocab_size: int):
         self.path = shard_path(folder, entry.number, "tokens")
-        self.dtype = tokenizer.dtype.newbyteorder("<")
-        self._length, self._sha256, self._vocab_size = entry.tokens, entry.tokens_sha256, tokenizer.vocab_size
-        _check_size(self.path, entry.tokens * self.dtype.itemsize, _size_of(self.path))
-        try:
+        self.dtype = dtype.newbyteorder("<")
+        self._length, self._sha256, self._vocab_size = entry.tokens, entry.tokens_sha256, vocab_size
+        with _errors_of(self.path):
+            _check_size(self.path, self._length * self.dtype.itemsize, self.path.stat().st_size)
             self._file = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
         self._descriptor = self._file.fileno()
         self._lock = threading.Lock()
         self._stamp = self._state()
@@ -230,9 +231,13 @@ class ShardTokens:
             while os.preadv(self._descriptor, into, offset) != out.nbytes or self._state() != self._stamp:
                 self.check()
         except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from None
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
         if np.maximum.reduce(out) >= self._vocab_size:
             raise DataError(f"{self.path}: holds token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
+
+    def mapped(self) -> TokenArray:
+        """All tokens, where the file stays as it is meanwhile."""
+        return np.memmap(self.path, self.dtype, "r") if self._length else np.empty(0, self.dtype)
 
     def check(self) -> None:
         """Compares the content with the manifest."""
@@ -266,26 +271,18 @@ def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)
             if entry.tokens:
-                pieces.append(ShardTokens(folder, entry, tokenizer))
+                pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
             lengths.append(shard_lengths)
             keys.append(shard_keys)
             digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
     return Shards(pieces, _join(lengths, np.int64), _join(keys, np.uint64), digest.hexdigest())
 
 
-def map_tokens(folder: Path, entry: ShardEntry, dtype: np.dtype[np.unsignedinteger]) -> TokenArray:
-    path = shard_path(folder, entry.number, "tokens")
-    _check_size(path, entry.tokens * dtype.itemsize, _size_of(path))
-    return np.memmap(path, dtype=dtype.newbyteorder("<"), mode="r")
-
-
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
     path = shard_path(folder, entry.number, "docs")
-    _check_size(path, entry.documents * 16, _size_of(path))
-    try:
+    with _errors_of(path):
+        _check_size(path, entry.documents * 16, path.stat().st_size)
         table = np.fromfile(path, dtype="<u8").reshape(2, entry.documents)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; {AGAIN}") from None
     _check_hash(path, hashlib.sha256(table.tobytes()).hexdigest(), entry.docs_sha256)
     lengths = table[0].view(np.int64)
     if (lengths < 1).any() or int(lengths.sum()) != entry.tokens:
@@ -293,16 +290,13 @@ def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
     return lengths, table[1]
 
 
+def _errors_of(path: Path) -> AbstractContextManager[None]:
+    return reworded(DataError, f"{path}: cannot be read", AGAIN, (OSError, ValueError))
+
+
 def _check_hash(path: Path, found: str, wanted: str) -> None:
     if found != wanted:
         raise DataError(f"{path}: is damaged: its SHA-256 is {found}, the manifest says {wanted}; {AGAIN}")
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from None
 
 
 def _check_size(path: Path, wanted: int, found: int) -> None:
@@ -316,38 +310,15 @@ def verify(folder: Path) -> Manifest:
     made_with = manifest.tokenizer
     for entry in manifest.shards:
         lengths, _ = read_documents(folder, entry)
-        tokens_path = shard_path(folder, entry.number, "tokens")
-        with tokens_path.open("rb") as file:
-            _check_hash(tokens_path, hashlib.file_digest(file, "sha256").hexdigest(), entry.tokens_sha256)
-        if entry.tokens:
-            tokens = map_tokens(folder, entry, np.dtype(made_with.dtype))
-            if int(tokens.max()) >= made_with.vocab_size:
-                raise DataError(f"{tokens_path}: holds a token beyond the vocabulary")
-            if (tokens[np.cumsum(lengths) - lengths] != made_with.separator).any():
-                raise DataError(f"{tokens_path}: a document does not begin with the separator")
+        shard = ShardTokens(folder, entry, np.dtype(made_with.dtype), made_with.vocab_size)
+        shard.check()
+        tokens = shard.mapped()
+        if len(tokens) and tokens.max() >= made_with.vocab_size:
+            raise DataError(f"{shard.path}: holds a token beyond the vocabulary; {AGAIN}")
+        if (tokens[np.cumsum(lengths) - lengths] != made_with.separator).any():
+            raise DataError(f"{shard.path}: a document does not begin with the separator; {AGAIN}")
     return manifest
 
 
-def _part(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
-
-
 def _write_json(path: Path, content: BaseModel) -> None:
-    _replace(path, json.dumps(content.model_dump(), indent=1).encode() + b"\n")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a temporary file, flushes it, then renames it."""
-    _write_flushed(_part(path), content)
-    _part(path).rename(path)
-
-
-def _write_flushed(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        _flush(file)
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    replace_file(path, json.dumps(content.model_dump(), indent=1).encode() + b"\n")

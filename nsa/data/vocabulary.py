@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nsa.errors import ConfigError, DataError
+from nsa.errors import ConfigError, DataError, reworded
+from nsa.files import replace_file
 
 SEPARATOR = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the separator
@@ -29,37 +30,27 @@ def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_byte
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    limited = _Limited(documents, max_bytes)
+    read = 0
+
+    def limited() -> Iterator[str]:
+        nonlocal read
+        for text in documents:
+            read += len(text.encode("utf-8", "replace"))
+            yield text
+            if read >= max_bytes:
+                return
+
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # training counts words on all cores
     try:
-        tokenizer.train_from_iterator(limited, trainer)
+        tokenizer.train_from_iterator(limited(), trainer)
     finally:  # reading with the tokenizer brings its own threads
         del os.environ["TOKENIZERS_PARALLELISM"]
         os.environ |= {} if before is None else {"TOKENIZERS_PARALLELISM": before}
-    if not limited.read:
+    if not read:
         raise DataError("data: no text to learn a vocabulary from")
     tokenizer.add_special_tokens([SEPARATOR])
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with reworded(DataError, f"{path}: cannot be written", "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}; choose another place") from None
-    return tokenizer.get_vocab_size(), limited.read
-
-
-class _Limited:
-    """The first documents, up to `max_bytes` of UTF-8."""
-
-    def __init__(self, documents: Iterable[str], max_bytes: int):
-        self._documents, self._max_bytes = documents, max_bytes
-        self.read = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._documents:
-            self.read += len(text.encode("utf-8", "replace"))
-            yield text
-            if self.read >= self._max_bytes:
-                return
+        replace_file(path, tokenizer.to_str(pretty=True).encode())
+    return tokenizer.get_vocab_size(), read

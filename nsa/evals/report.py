@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.data.recall import Prompts
-from nsa.errors import ConfigError, DataError
+from nsa.errors import ConfigError, DataError, reworded
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
 from nsa.record.atomic_file import write_whole
 from nsa.train.trained import TrainedRun
@@ -98,11 +98,9 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:
-    try:
+    with reworded(DataError, f"{path}: cannot be written", "choose another folder with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found, indent=1) + "\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}; choose another folder with --out") from None
 
 
 def draw_figure(found: dict[str, Any], path: Path) -> None:

@@ -2,22 +2,18 @@
 
 import fcntl
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nsa.checkpoint.files import write_atomically
 from nsa.config import Config, differences, load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
-from nsa.files import regular
+from nsa.files import regular, remove_unfinished
 from nsa.plain_yaml import dump_yaml
 from nsa.record.schema import CONFIG_FILE, FOLDERS, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
-
-# A file that is renamed when it is whole: a kill leaves it.
-_HALF_WRITTEN = re.compile(r"\..+\.(json|safetensors|txt|yaml)\.\d+")
 
 
 @contextmanager
@@ -37,37 +33,34 @@ def claim_folder(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
-        _clear(folder)
+        _refuse_links(folder)
+        remove_unfinished(folder)
         yield
 
 
-def _clear(folder: Path) -> None:
-    """Refuses links where a run would write through them, and removes what a killed process left half written."""
+def _refuse_links(folder: Path) -> None:
+    """Where a run would write through them."""
     for path in (*(folder / name for name in FOLDERS), *folder.glob("data_index_[0-9]*")):
         if path.is_symlink():
             raise LaunchError(
                 f"train.out_dir: {path} is a symbolic link and would lead files out of the folder; "
                 "remove it, or let train.out_dir itself be a link"
             )
-    for path in folder.glob(".*.*"):
-        if _HALF_WRITTEN.fullmatch(path.name) and not path.is_dir():
-            with suppress(OSError):
-                path.unlink()
 
 
-def changed_keys(folder: Path, config: Config) -> list[str]:
-    """How the configuration differs from the one that the folder was written with, a line per key."""
-    return differences(load_config(folder / CONFIG_FILE, in_run=True).to_dict(), config)
-
-
-def refuse_other_config(folder: Path, config: Config) -> None:
-    """A finished run stands for its own configuration only."""
-    changed = changed_keys(folder, config)
-    if changed:
+def is_finished(folder: Path, config: Config, accept_changes: bool) -> bool:
+    """Whether the folder holds this run, done, with nothing left to do. One of another configuration is refused, or
+    resumed with `accept_changes`."""
+    metrics = read_metrics(folder) or {}
+    if metrics.get("status") != "done":
+        return False
+    changed = differences(load_config(folder / CONFIG_FILE, in_run=True).to_dict(), config)
+    if changed and not accept_changes:
         raise ConfigError(
             f"{'; '.join(changed)}: {folder} holds a finished run; choose another train.out_dir, "
             "--accept-changes to resume from its last checkpoint, or --fresh to train over it from the start"
         )
+    return not changed and metrics.get("steps") == config.train.steps
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -100,12 +93,6 @@ def start_over(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def finished_metrics(folder: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, or None where the folder holds none."""
-    metrics = read_metrics(folder)
-    return metrics if metrics is not None and metrics.get("status") == "done" else None
 
 
 def record_end(folder: Path, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:

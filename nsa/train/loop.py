@@ -23,7 +23,7 @@ from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
 from nsa.record.schema import TrainingRow
 from nsa.train import nonfinite
-from nsa.train.folder import changed_keys, claim_folder, finished_metrics, record_end, refuse_other_config
+from nsa.train.folder import claim_folder, is_finished, record_end
 from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
@@ -60,29 +60,21 @@ def train(
             ExitStack() as held,
         ):
             on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
-            done = on_first_rank(world, lambda: None if fresh else _finished(config, folder, accept_changes))
+            done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
-            if done is None:  # else nothing of the finished run is touched
+            if not done:  # else nothing of the finished run is touched
                 held.enter_context(log)
             print(world.banner(), flush=True)
-            if done is None:
+            if not done:
                 _run(config, folder, world, log, stop, StartOptions(fresh, accept_changes, synthetic_on_fail))
             elif world.is_first:
-                print(printable(f"{folder}: this run is done ({done} steps); --fresh trains it again from the start"))
+                steps = config.train.steps
+                print(printable(f"{folder}: this run is done ({steps} steps); --fresh trains it again from the start"))
     except Exception as error:
         lost = lost_rank(error, launch.rank, launch.size)
         if lost is None:
             raise
         raise lost from error
-
-
-def _finished(config: Config, folder: Path, accept_changes: bool) -> int | None:
-    """Steps of the finished run in this folder, where there is nothing left to do."""
-    metrics = finished_metrics(folder)
-    if metrics is None or (accept_changes and changed_keys(folder, config)):
-        return None
-    refuse_other_config(folder, config)
-    return config.train.steps if metrics.get("steps") == config.train.steps else None
 
 
 def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequest, options: StartOptions) -> None:

@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nsa.data.sources.base import MAX_DOCUMENT_BYTES, Skipped, Unit
-from nsa.errors import DataError
+from nsa.errors import DataError, reworded
 
 MAX_TEXT_BYTES = 1 << 30  # of a .txt file, which is one document
 MAX_CHUNK_BYTES = 2 << 30  # of one row group: a unit is worked on at once
@@ -40,14 +40,9 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG = "empty", "no text", "not UTF-8", f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
 
 
-@contextmanager
-def file_errors(path: Path) -> Iterator[None]:
+def file_errors(path: Path) -> AbstractContextManager[None]:
     """Turns an OSError into a `DataError` with its reason."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{path}: cannot be read: {reason}; fix it or take it out of data.paths") from None
+    return reworded(DataError, f"{path}: cannot be read", "fix it or take it out of data.paths")
 
 
 @contextmanager
@@ -170,7 +165,7 @@ def jsonl_documents(
             continue
         try:
             text = _text_of(record, text_field)
-        except _BadLineError as error:
+        except ValueError as error:
             raise DataError(f"{name}, {f'byte {offset}' if start else f'line {number}'}: {error}") from None
         if _is_text(text, skipped):
             yield text
@@ -231,23 +226,20 @@ def text_too_long(name: str) -> DataError:
     )
 
 
-class _BadLineError(ValueError):
-    """What is wrong with a line and what to do; the caller adds the position."""
-
-
 def _text_of(record: str, text_field: str) -> str | None:
+    """Raises a ValueError with what is wrong and what to do; the caller adds the position."""
     try:
         values: Any = json.loads(record)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-        raise _BadLineError(f"not valid JSON: {error}; fix the line or take the file out of data.paths") from None
+        raise ValueError(f"not valid JSON: {error}; fix the line or take the file out of data.paths") from None
     remedy = "set data.text_field to the one that holds the text"
     if not isinstance(values, dict) or text_field not in values:
-        raise _BadLineError(f"no field {text_field!r}; {remedy}")
+        raise ValueError(f"no field {text_field!r}; {remedy}")
     text = values[text_field]
     if text is None:
         return None
     if not isinstance(text, str):
-        raise _BadLineError(f"field {text_field!r} must be a text, got {type(text).__name__}; {remedy}")
+        raise ValueError(f"field {text_field!r} must be a text, got {type(text).__name__}; {remedy}")
     # A lone surrogate survives JSON, as an escape, but is no text.
     if text.isascii() or "\\u" not in record:
         return text
