@@ -5,6 +5,7 @@ configuration that loads can be started.
 """
 
 import re
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -18,6 +19,9 @@ HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
 LARGEST = 2**31 - 1  # of a count; no machine has more
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Text = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=2e6)]  # 23 days: the longest wait that the operating system counts
 
@@ -38,8 +42,8 @@ class RopeScalingConfig(Section):
     original_length: Positive | None = Field(
         None, description="context the model was first trained with: high frequencies stay (Llama 3.1); all when unset"
     )
-    low_freq_factor: Annotated[float, Field(gt=0.0)] = Field(1.0, description="turns in it below which one is divided")
-    high_freq_factor: Annotated[float, Field(gt=0.0)] = Field(4.0, description="turns in it above which one stays")
+    low_freq_factor: PositiveFloat = Field(1.0, description="turns in it below which one is divided")
+    high_freq_factor: PositiveFloat = Field(4.0, description="turns in it above which one stays")
 
     @model_validator(mode="after")
     def _check_factors(self) -> Self:
@@ -71,7 +75,7 @@ class ModelConfig(Section):
     rope_base: Annotated[float, Field(gt=1.0)] = Field(10_000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower rotary frequencies for a longer context")
     qkv_bias: bool = Field(False, description="biases in the projections of queries, keys and values")
-    norm_eps: Annotated[float, Field(gt=0.0)] = Field(1e-5, description="added inside RMSNorm")
+    norm_eps: PositiveFloat = Field(1e-5, description="added inside RMSNorm")
     vocab_size: Positive | None = Field(
         None, description="taken from the tokenizer when unset; more leaves rows that no token uses"
     )
@@ -120,15 +124,7 @@ class NSAConfig(Section):
         return self
 
     def spec(self) -> NSASpec:
-        return NSASpec(
-            self.cmp_block,
-            self.cmp_stride,
-            self.sel_block,
-            self.num_selected,
-            self.num_init,
-            self.num_local,
-            self.window,
-        )
+        return NSASpec(**{size.name: getattr(self, size.name) for size in fields(NSASpec)})
 
 
 class SourceConfig(Section):
@@ -137,24 +133,22 @@ class SourceConfig(Section):
     source: Literal["synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared"] = Field(
         "python", description="where text comes from"
     )
-    paths: list[Annotated[str, Field(min_length=1)]] = Field(
+    paths: list[Text] = Field(
         [],
         description="text: files, folders or globs; prepared: folders of `nsa data prepare`; "
         "fineweb_edu, hub: a local mirror instead of the hub",
     )
-    text_field: Annotated[str, Field(min_length=1)] = Field(
+    text_field: Text = Field(
         "text", description="field of a .jsonl line or column of a .parquet file that holds the text"
     )
-    repo: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="hub: a dataset repository of the Hugging Face hub, as OWNER/NAME"
-    )
-    subset: Annotated[str, Field(min_length=1)] = Field(
+    repo: Text | None = Field(None, description="hub: a dataset repository of the Hugging Face hub, as OWNER/NAME")
+    subset: Text = Field(
         "sample-10BT",
         description="fineweb_edu: sample-10BT, sample-100BT, sample-350BT, a crawl, or default for all; "
         "hub: a subset (configuration) of the repository, its default one when unset",
     )
-    split: Annotated[str, Field(min_length=1)] = Field("train", description="hub: split of the subset")
-    revision: Annotated[str, Field(min_length=1)] = Field("main", description="fineweb_edu, hub: branch, tag or commit")
+    split: Text = Field("train", description="hub: split of the subset")
+    revision: Text = Field("main", description="fineweb_edu, hub: branch, tag or commit")
     document_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="recall: tokens of the longest documents; train.seq_len when unset"
     )
@@ -184,20 +178,18 @@ class SourceConfig(Section):
 class MixturePart(SourceConfig):
     """One source of a mixture."""
 
-    weight: Annotated[float, Field(gt=0.0)] = Field(1.0, description="share of the sequences, relative to the others'")
+    weight: PositiveFloat = Field(1.0, description="share of the sequences, relative to the others'")
 
 
 class DataConfig(SourceConfig):
     """What is read, and how it becomes tokens."""
 
     mixture: list[MixturePart] = Field([], description="several sources with weights, instead of source")
-    tokenizer: Annotated[str, Field(min_length=1)] = Field(
-        "bytes", description="bytes, gpt2, or the path of a tokenizer.json"
-    )
-    tokenizer_path: Annotated[str, Field(min_length=1)] | None = Field(
+    tokenizer: Text = Field("bytes", description="bytes, gpt2, or the path of a tokenizer.json")
+    tokenizer_path: Text | None = Field(
         None, description="gpt2: folder with vocab.bpe and encoder.json; downloaded and checked when unset"
     )
-    separator: Annotated[str, Field(min_length=1)] | None = Field(
+    separator: Text | None = Field(
         None, description="token of a tokenizer.json that stands before every document; found by name when unset"
     )
     end_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -232,7 +224,7 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest; not with fsdp"
     )
-    lr: Annotated[float, Field(gt=0.0)] = Field(2e-4, description="highest learning rate")
+    lr: PositiveFloat = Field(2e-4, description="highest learning rate")
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.1, description="last learning rate over the highest"
     )
@@ -241,12 +233,10 @@ class TrainConfig(Section):
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.2, description="wsd: last share of the steps, in which the rate falls"
     )
-    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.01, description="AdamW decay of matrices")
+    weight_decay: NonNegativeFloat = Field(0.01, description="AdamW decay of matrices")
     beta1: Probability = Field(0.9, description="AdamW")
     beta2: Probability = Field(0.95, description="AdamW")
-    grad_clip: Annotated[float, Field(ge=0.0)] = Field(
-        1.0, description="largest global gradient norm; 0 for no clipping"
-    )
+    grad_clip: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 for no clipping")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of weights, data order and sampling")
     log_every: Positive = Field(10, description="steps between step lines")
     non_finite: Literal["stop", "skip"] = Field(
@@ -255,18 +245,16 @@ class TrainConfig(Section):
     max_skips: Positive = Field(10, description="skipped steps after which the run ends")
     eval_every: NonNegative = Field(500, description="steps between validations; 0 for none before the end")
     eval_sequences: Positive = Field(64, description="validation sequences, always the same")
-    out_dir: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="folder of the run; runs/NAME OF THE FILE when unset"
-    )
-    init_from: Annotated[str, Field(min_length=1)] | None = Field(
+    out_dir: Text | None = Field(None, description="folder of the run; runs/NAME OF THE FILE when unset")
+    init_from: Text | None = Field(
         None, description="run folder, checkpoint or .safetensors file whose weights to start from"
     )
-    freeze: list[Annotated[str, Field(min_length=1)]] = Field(
+    freeze: list[Text] = Field(
         [],
         description="parameters that do not learn: patterns such as 'embedding.*' on their names; '!' before one takes "
         "it back, the last that matches decides",
     )
-    teacher: Annotated[str, Field(min_length=1)] | None = Field(
+    teacher: Text | None = Field(
         None,
         description="run folder, checkpoint or .safetensors file of a model whose distribution over the next token is "
         "learned instead of the tokens (KL divergence)",
@@ -401,9 +389,9 @@ class TelemetryConfig(Section):
 class ReadinessConfig(Section):
     """The criteria of `nsa ready`."""
 
-    max_mem_gib: Annotated[float, Field(gt=0.0)] = Field(40.0, description="highest memory of one GPU")
-    min_toks_per_s: Annotated[float, Field(ge=0.0)] = Field(0.0, description="lowest throughput over all ranks")
-    max_step_s: Annotated[float, Field(gt=0.0)] | None = Field(None, description="longest median step")
+    max_mem_gib: PositiveFloat = Field(40.0, description="highest memory of one GPU")
+    min_toks_per_s: NonNegativeFloat = Field(0.0, description="lowest throughput over all ranks")
+    max_step_s: PositiveFloat | None = Field(None, description="longest median step")
     min_gpu_util: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
         80.0, description="lowest GPU utilisation in percent"
     )

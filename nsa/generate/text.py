@@ -18,9 +18,7 @@ class TextStream:
         """`before` are the tokens that the sequence goes on from."""
         self.stopped = False  # whether a stop text has come; it is not part of the text
         self._decode, self._stop = decode, stop
-        self._before = list(
-            before[-CONTEXT:]
-        )  # tokens whose text is complete: some tokenizers look at what comes before
+        self._before = list(before[-CONTEXT:])  # their text is complete; some tokenizers look at what comes before
         self._tokens: list[int] = []  # those after them
         self._given = 0  # characters that `_tokens` gave already
         self._held = ""
