@@ -37,7 +37,7 @@ from rich.table import Table
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import Data, build_data
 from nsa.data.corpus import Tokenised
-from nsa.data.loader import Prefetcher, Request
+from nsa.data.loader import Prefetcher
 from nsa.data.token_shards import ShardTokens, open_shards, write_manifest, write_shard
 from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
 from nsa.data.waiting import Waiter
@@ -189,7 +189,7 @@ def train_config() -> TrainConfig:
 
 
 def prefetcher(data: Data, batches: int, first: int = 0) -> Prefetcher:
-    requests = [Request(first + BATCH * number, BATCH) for number in range(batches)]
+    requests = [range(first + BATCH * number, first + BATCH * (number + 1)) for number in range(batches)]
     return Prefetcher(
         data.train,
         requests,

@@ -1,27 +1,25 @@
 """From a configuration to what a run reads: tokenizer, sources, training and validation batches."""
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import cast
 
 from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
-from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, split_corpus, tokenise_units
+from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
 from nsa.data.recall import RecallSequences
-from nsa.data.sequences import BestFit, Concat, Mixture, PackedStream, Sequences, SyntheticStream
-from nsa.data.sources.base import Progress, RemoteSource, Skipped, Source
+from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSequences
+from nsa.data.sources.base import Progress, Skipped, Unit
+from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
 from nsa.data.token_shards import ShardTokens, open_shards
 from nsa.data.tokenizers import Tokenizer
-from nsa.data.waiting import Activity, DaemonPool
-from nsa.errors import ConfigError, DataError
+from nsa.data.waiting import Activity, in_threads
+from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import make_folder
 
 _VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed
@@ -121,23 +119,30 @@ class _Builder:
             return Data(training, held_out, summary, f"recall 1 {longest}")
         if source.source == "prepared":
             shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
-            self._check(shards.pieces[self.checked])
-            corpora = split_corpus(shards.pieces, shards.lengths, shards.keys, fraction)
+            progress = self._progress("prepared", "shards checked")
+            list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
+            corpora = build_corpora(shards.pieces, shards.lengths, shards.keys, fraction)
             return self._from_corpora("prepared", *corpora, Skipped(), shards.fingerprint)
         opened = open_source(source, self.data.first_batch_s)
         if source.source in ("fineweb_edu", "hub"):
-            return self._streamed(cast(RemoteSource, opened), folder)
-        everything = join(self._tokenise_all(opened), self.tokenizer, IN_MEMORY_BYTES)
+            return self._streamed(cast(HubDataset, opened), folder)
+
+        def read(unit: Unit) -> Tokenised:
+            return tokenise_units(opened, unit, tokenizer=self.tokenizer)
+
+        progress = self._progress(opened.name, "parts tokenised")
+        parts = in_threads(read, opened.units(), self.data.workers, progress)
+        everything = join(parts, self.tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())
-        return self._from_corpora(source.source, *build_corpora(everything, fraction), everything.skipped, fingerprint)
+        corpora = build_corpora([everything.tokens], everything.lengths, everything.keys, fraction)
+        return self._from_corpora(source.source, *corpora, everything.skipped, fingerprint)
 
     def _loader(self, make: Callable[[], Sequences]) -> Loader:
         return Loader(make, self.train.seq_len, isolate_documents=self.data.isolate_documents)
 
     def _synthetic(self, *, validation: bool) -> Loader:
-        seed, seq_len = self.train.seed, self.train.seq_len
-        stream = SyntheticStream(seed, seq_len, self.tokenizer.separator, validation=validation)
-        return self._loader(lambda: Concat(stream, seq_len, seed, "synthetic"))
+        seed, seq_len, separator = self.train.seed, self.train.seq_len, self.tokenizer.separator
+        return self._loader(lambda: SyntheticSequences(seq_len, seed, separator, validation=validation))
 
     def _longest_document(self, source: SourceConfig) -> int:
         longest, seq_len = source.document_tokens or self.train.seq_len, self.train.seq_len
@@ -152,36 +157,10 @@ class _Builder:
         seq_len = self.train.seq_len
         return self._loader(lambda: RecallSequences(self.tokenizer, seq_len, longest, seed, validation=validation))
 
-    def _tokenise_all(self, source: Source) -> Iterator[Tokenised]:
-        """Every unit in order; threads are a few units ahead, which helps where the tokenizer lets them run."""
-        progress = Progress("parts tokenised")
-        self.activity.add(source.name, progress)
-        units = source.units()
-        progress.total = len(units)
-        workers = max(1, self.data.workers)
-        pool = DaemonPool(workers, "data-tokenise")
-        remaining = iter(units)
-        pending: deque[Future[Tokenised]] = deque()
-        try:
-            while progress.done < len(units):
-                for unit in islice(remaining, 4 * workers - len(pending)):
-                    pending.append(pool.submit(partial(tokenise_units, source, unit, tokenizer=self.tokenizer)))
-                yield pending.popleft().result()
-                progress.done += 1
-        finally:
-            pool.close()
-
-    def _check(self, shards: Sequence[ShardTokens]) -> None:
-        """Compares shards with their hashes, which the threads do beside each other."""
-        progress = Progress("shards checked", total=len(shards))
-        self.activity.add("prepared", progress)
-        pool = DaemonPool(max(1, self.data.workers), "data-check")
-        try:
-            for checked in [pool.submit(shard.check) for shard in shards]:
-                checked.result()
-                progress.done += 1
-        finally:
-            pool.close()
+    def _progress(self, source: str, what: str) -> Progress:
+        progress = Progress(what)
+        self.activity.add(source, progress)
+        return progress
 
     def _from_corpora(
         self, name: str, training: Corpus, validation: Corpus | None, skipped: Skipped, fingerprint: str
@@ -204,9 +183,9 @@ class _Builder:
     def _sequences(self, name: str, corpus: Corpus, seed: int) -> Sequences:
         if self.data.packing == "best_fit":
             return BestFit(corpus, self.train.seq_len, seed, self.tokenizer.separator, name)
-        return Concat(PackedStream(corpus, seed), self.train.seq_len, seed, name)
+        return Concat(corpus, self.train.seq_len, seed, name)
 
-    def _streamed(self, source: RemoteSource, folder: Path | None) -> Data:
+    def _streamed(self, source: HubDataset, folder: Path | None) -> Data:
         if self.data.packing == "best_fit":
             raise ConfigError(
                 "data.packing: best_fit needs the lengths of all documents, which a stream does not have; "
@@ -215,10 +194,8 @@ class _Builder:
         self.activity.watch(source)
         fingerprint, fraction = source.fingerprint(), self.data.validation_fraction
         if folder is not None:
-            try:
+            with reworded(DataError, f"{folder}: cannot be used", "remove it"):
                 make_folder(folder)
-            except OSError as error:
-                raise DataError(f"{folder}: cannot be used: {error.strerror}; remove it") from None
         index = LengthIndex(folder, self.rank, _digest(fingerprint, self.tokenizer.fingerprint, str(fraction)))
         reader = UnitReader(source, self.tokenizer, fraction, self.data.workers, index)
         self.activity.add(source.name, reader.tokenised)
@@ -236,7 +213,7 @@ class _Builder:
         corpus = collect_validation(reader, self.train.eval_sequences * self.train.seq_len + 1)
         remedy = "use a larger data.validation_fraction or 0 for no validation"
         self._check_length(corpus, "validation", remedy)
-        return Concat(PackedStream(corpus, _VALIDATION_SEED), self.train.seq_len, _VALIDATION_SEED, reader.source.name)
+        return Concat(corpus, self.train.seq_len, _VALIDATION_SEED, reader.source.name)
 
     def _check_length(self, corpus: Corpus, side: str, remedy: str) -> None:
         if corpus.num_tokens <= self.train.seq_len:

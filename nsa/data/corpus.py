@@ -28,8 +28,7 @@ BATCH = 64  # documents that go to the tokenizer at once
 class TokenFile(Protocol):
     """Tokens that are read when they are needed."""
 
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger]: ...
+    dtype: np.dtype[np.unsignedinteger]
 
     def __len__(self) -> int: ...
 
@@ -50,36 +49,21 @@ class Tokenised:
     skipped: Skipped = field(default_factory=Skipped)
 
 
-@dataclass(frozen=True)
 class Corpus:
     """The documents of one side. Document d is `lengths[d]` tokens from place `starts[d]` on, where places count
     through all `pieces`, in memory or in files; no document crosses from one piece to the next."""
 
-    pieces: Sequence[Piece]
-    starts: Counts
-    lengths: Counts
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_ends", list(accumulate(map(len, self.pieces))))
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger]:
-        return self.pieces[0].dtype
+    def __init__(self, pieces: Sequence[Piece], starts: Counts, lengths: Counts):
+        self.pieces, self.starts, self.lengths = pieces, starts, lengths
+        self.num_documents, self.num_tokens = len(lengths), int(lengths.sum())
+        self.dtype = pieces[0].dtype
+        self._ends = list(accumulate(map(len, pieces)))
 
     def read(self, document: int, offset: int, out: TokenArray) -> None:
         """Fills `out` with the tokens of a document from `offset` on."""
-        ends: list[int] = self._ends  # type: ignore[attr-defined]
         place = int(self.starts[document]) + offset
-        number = bisect_right(ends, place)
-        place -= ends[number - 1] if number else 0
+        number = bisect_right(self._ends, place)
+        place -= self._ends[number - 1] if number else 0
         piece = self.pieces[number]
         if isinstance(piece, np.ndarray):
             out[:] = piece[place : place + len(out)]
@@ -122,9 +106,17 @@ def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     return (keys >> np.uint64(64 - KEY_BITS)) < np.uint64(math.ceil(fraction * 2**KEY_BITS))
 
 
-def _split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
-    """Which documents of a whole corpus are for validation. Where the fraction is too small for the corpus, the
-    document closest to the threshold is, with its duplicates."""
+def select(pieces: Sequence[Piece], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
+    """The chosen documents of pieces in which all documents lie back to back."""
+    starts = np.cumsum(lengths) - lengths
+    return Corpus(pieces, starts[chosen], lengths[chosen])
+
+
+def build_corpora(
+    pieces: Sequence[Piece], lengths: Counts, keys: Keys, fraction: float
+) -> tuple[Corpus, Corpus | None]:
+    """(training, validation); no validation for a fraction of 0. Where the fraction is too small for the corpus, the
+    document closest to the threshold is for validation, with its duplicates."""
     if len(keys) == 0:
         raise DataError("data.source: the corpus is empty, no document has any text; give data.paths with text in them")
     mask = in_validation(keys, fraction)
@@ -137,22 +129,6 @@ def _split(keys: Keys, fraction: float) -> NDArray[np.bool_]:
         if mask.all():
             raise DataError("data.validation_fraction: every document fell into validation; choose a smaller fraction")
         mask = keys == keys.min()
-    return mask
-
-
-def select(pieces: Sequence[Piece], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
-    """The chosen documents of pieces in which all documents lie back to back."""
-    starts = np.cumsum(lengths) - lengths
-    return Corpus(pieces, starts[chosen], lengths[chosen])
-
-
-def build_corpora(everything: Tokenised, fraction: float) -> tuple[Corpus, Corpus | None]:
-    """(training, validation) in memory; no validation for a fraction of 0."""
-    return split_corpus([everything.tokens], everything.lengths, everything.keys, fraction)
-
-
-def split_corpus(pieces: Sequence[Piece], lengths: Counts, keys: Keys, fraction: float) -> tuple[Corpus, Corpus | None]:
-    mask = _split(keys, fraction)
     return select(pieces, lengths, ~mask), select(pieces, lengths, mask) if fraction else None
 
 

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
-from nsa.data.sources.base import Progress, RemoteSource, Skipped
+from nsa.data.sources.base import Progress, Skipped
+from nsa.data.sources.dataset import HubDataset
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import DaemonPool
 from nsa.errors import DataError
@@ -48,22 +49,23 @@ class LengthIndex:
         self._path = folder / f"{INDEX_PREFIX}{rank}.txt" if folder else None
         self._head = f"lengths {fingerprint}\n"
         self._lock = threading.Lock()
-        if folder is not None:
-            for path in sorted(folder.glob(f"{INDEX_PREFIX}*.txt")):
-                self._read(path)
+        found = sorted(folder.glob(f"{INDEX_PREFIX}*.txt")) if folder else []
+        self._has_begun = self._path in [path for path in found if self._read(path)]
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> bool:
+        """Whether the file is about these data."""
         try:
             head, *lines = read_regular(path).decode("ascii", errors="replace").splitlines(keepends=True)
         except (OSError, ValueError):
-            return
+            return False
         if head != self._head:
-            return
+            return False
         for line in lines:
             fields = line.split() if len(line) < LONGEST_LINE else []
             if len(fields) == 3 and line.endswith("\n") and fields[2] == _check(fields[0], fields[1]):
                 with suppress(ValueError):
                     self._lengths[int(fields[0])] = int(fields[1])
+        return True
 
     def get(self, unit: int) -> int | None:
         return self._lengths.get(unit)
@@ -76,16 +78,11 @@ class LengthIndex:
             if self._path is None:
                 return
             try:
-                fresh = not self._path.exists() or not self._starts_well()
-                with open(self._path, "w" if fresh else "a", encoding="ascii", opener=regular) as file:
-                    file.write((self._head if fresh else "") + f"{unit} {length} {_check(str(unit), str(length))}\n")
+                with open(self._path, "a" if self._has_begun else "w", encoding="ascii", opener=regular) as file:
+                    head, self._has_begun = "" if self._has_begun else self._head, True
+                    file.write(f"{head}{unit} {length} {_check(str(unit), str(length))}\n")
             except OSError:
                 self._path = None  # a cache that cannot be written is not needed
-
-    def _starts_well(self) -> bool:
-        assert self._path is not None
-        with open(self._path, encoding="ascii", errors="replace", opener=regular) as file:
-            return file.readline(len(self._head)) == self._head
 
 
 def _check(unit: str, length: str) -> str:
@@ -95,7 +92,7 @@ def _check(unit: str, length: str) -> str:
 class UnitReader:
     """Units of a source as tokens, prefetched by threads. `threads` = 0 reads when asked, in the calling thread."""
 
-    def __init__(self, source: RemoteSource, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
+    def __init__(self, source: HubDataset, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
         self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
         self.units = source.units()
         self.index = index

@@ -87,17 +87,9 @@ class Loader:
         return Batch(joined[0].view(1, -1), joined[1].view(1, -1), borders, self.seq_len)
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `Loader.batch`."""
-
-    first: int
-    count: int
-    stride: int = 1
-
-
 class Prefetcher:
-    """The batches of `requests` in their order; a thread is `ahead` of them, or loads each when it is needed (0).
+    """Batches of the sequences with these numbers, in their order; a thread is `ahead` of them, or loads each when it
+    is needed (0).
 
     `next` reports and interrupts its wait as `waiter` says, with a timeout of its own for the first batch. An error of
     the source is raised by the `next` that would have returned its batch. `borders`: see `Batch.padded`.
@@ -106,7 +98,7 @@ class Prefetcher:
     def __init__(
         self,
         loader: Loader,
-        requests: Iterable[Request],
+        numbers: Iterable[range],
         *,
         ahead: int,
         device: torch.device,
@@ -117,7 +109,7 @@ class Prefetcher:
     ):
         self.loader, self.device, self.waiter, self.borders = loader, device, waiter, borders
         self.first_batch_s, self.timeout_s = first_batch_s, timeout_s
-        self._requests = iter(requests)
+        self._numbers = iter(numbers)
         self._pool = DaemonPool(1, "data-prefetch")
         self._pending: deque[Future[Batch]] = deque()
         self._ahead = ahead
@@ -125,12 +117,12 @@ class Prefetcher:
         self._fill(ahead)
 
     def _fill(self, count: int) -> None:
-        while len(self._pending) < count and (request := next(self._requests, None)) is not None:
-            self._pending.append(self._pool.submit(partial(self._load, request)))
+        while len(self._pending) < count and (numbers := next(self._numbers, None)) is not None:
+            self._pending.append(self._pool.submit(partial(self._load, numbers)))
 
-    def _load(self, request: Request) -> Batch:
+    def _load(self, numbers: range) -> Batch:
         faults.point("data.batch")
-        batch = self.loader.batch(request.first, request.count, request.stride).padded(self.borders)
+        batch = self.loader.batch(numbers.start, len(numbers), numbers.step).padded(self.borders)
         if self.device.type != "cuda":
             return batch
         torch.cuda.set_device(self.device)  # else this thread would open a context on the first GPU

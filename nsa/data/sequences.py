@@ -1,10 +1,8 @@
 """Training sequences by their number in the run: each a pure function of (seed, number).
 
-`PackedStream` and `SyntheticStream` are endless streams of tokens. Position x of a packed stream lies in epoch
-x // length; each epoch holds every document once, in an order drawn from (seed, epoch).
-
-`Concat` cuts a stream into sequences of S inputs and, one further, S targets; they come in an order drawn from
-(seed, epoch), so that a batch mixes documents. What is left at an epoch's end, fewer than S tokens, is read in another
+`Concat` reads an endless stream: each epoch holds every document of a corpus once, in an order drawn from (seed,
+epoch). It is cut into sequences of S inputs and, one further, S targets, which come in an order drawn from (seed,
+epoch) too, so that a batch mixes documents. What is left at an epoch's end, fewer than S tokens, is read in another
 epoch's order or not at all. A separator stands before every document, so the last target of a document is "it ends
 here" and every target counts.
 
@@ -39,87 +37,6 @@ def random_bits(count: int, *key: int) -> NDArray[np.uint64]:
 def random_order(count: int, *key: int) -> NDArray[np.int64]:
     """A permutation that depends on the key alone."""
     return np.argsort(random_bits(count, *key), kind="stable")
-
-
-class PackedStream:
-    """The documents of a corpus, one after the other, in a new order every epoch of `length` tokens.
-
-    `read(start, count)` gives those tokens and the places among them where a document begins.
-    """
-
-    def __init__(self, corpus: Corpus, seed: int):
-        self.corpus = corpus
-        self.seed = seed
-        self.length: int = corpus.num_tokens
-        self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
-
-    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
-        tokens = np.empty(count, dtype=self.corpus.dtype)
-        borders: list[int] = []
-        filled = 0
-        epoch, place = divmod(start, self.length)
-        order, starts = self._epoch_order(epoch)
-        which = int(np.searchsorted(starts, place, side="right")) - 1
-        while filled < count:
-            if which == len(order):
-                epoch, which, place = epoch + 1, 0, 0
-                order, starts = self._epoch_order(epoch)
-            first, stop = int(starts[which]), int(starts[which + 1])
-            if first == place:
-                borders.append(filled)
-            part = min(count - filled, stop - place)
-            self.corpus.read(int(order[which]), place - first, tokens[filled : filled + part])
-            filled += part
-            place += part
-            which += 1
-        return tokens, np.array(borders, dtype=np.int64)
-
-    def _compute_epoch_order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents in the epoch's order, and where each starts in the epoch."""
-        order = random_order(self.corpus.num_documents, self.seed, epoch)
-        lengths = self.corpus.lengths[order]
-        return order, np.concatenate([[0], np.cumsum(lengths)])
-
-
-class SyntheticStream:
-    """Documents generated on the fly: phrases of synthetic words, drawn unevenly, so that a model has much to learn.
-
-    Every document is `document_length` tokens long. Of twenty consecutive documents one is for validation,
-    so the two sides share the phrases and never a document. Tokens are bytes, which every vocabulary has room for.
-    """
-
-    PHRASES = 512
-    VALIDATION_EVERY = 20
-    length = None
-
-    def __init__(self, seed: int, document_length: int, separator: int, *, validation: bool = False):
-        self.seed = seed
-        self.document_length = document_length
-        self.separator = separator
-        self.validation = validation
-        self._phrases = make_phrases(seed, self.PHRASES)
-        self._document = lru_cache(maxsize=4)(self._make_document)
-
-    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
-        first, last = start // self.document_length, (start + count - 1) // self.document_length
-        joined = np.concatenate([self._document(i) for i in range(first, last + 1)])
-        skip = start - first * self.document_length
-        begins = np.arange(first, last + 1) * self.document_length - start
-        return joined[skip : skip + count], begins[begins >= 0]
-
-    def _make_document(self, index: int) -> TokenArray:
-        per_cycle = self.VALIDATION_EVERY - 1
-        number = index * self.VALIDATION_EVERY
-        if not self.validation:
-            number = index // per_cycle * self.VALIDATION_EVERY + index % per_cycle + 1
-        needed = self.document_length // 8 + 2  # the shortest phrase, three words of one syllable, has 10 bytes
-        uniform = random_bits(needed, self.seed, number + 1).astype(np.float64) / 2**64
-        chosen = (uniform**2 * self.PHRASES).astype(np.int64)
-        text = b"".join([self._phrases[i] for i in chosen.tolist()])
-        document = np.empty(self.document_length, dtype=np.min_scalar_type(max(255, self.separator)))
-        document[0] = self.separator
-        document[1:] = np.frombuffer(text, dtype=np.uint8)[: self.document_length - 1]
-        return document
 
 
 def make_phrases(seed: int, count: int) -> list[bytes]:
@@ -176,28 +93,86 @@ class Sequences:
         return Row(tokens[:-1], tokens[1:], np.concatenate([[0], inside]))
 
 
+class SyntheticSequences(Sequences):
+    """Documents generated on the fly, one per sequence: phrases of synthetic words, drawn unevenly, so that a model has
+    much to learn.
+
+    Of twenty consecutive documents one is for validation, so the two sides share the phrases and never a document.
+    Tokens are bytes, which every vocabulary has room for.
+    """
+
+    PHRASES = 512
+    VALIDATION_EVERY = 20
+    name = "synthetic"
+
+    def __init__(self, seq_len: int, seed: int, separator: int, *, validation: bool = False):
+        self.seq_len, self.seed, self.separator, self.validation = seq_len, seed, separator, validation
+        self._phrases = make_phrases(seed, self.PHRASES)
+
+    def row(self, number: int) -> Row:
+        per_cycle = self.VALIDATION_EVERY - 1
+        document = number * self.VALIDATION_EVERY
+        if not self.validation:
+            document = number // per_cycle * self.VALIDATION_EVERY + number % per_cycle + 1
+        needed = self.seq_len // 8 + 2  # the shortest phrase, three words of one syllable, has 10 bytes
+        uniform = random_bits(needed, self.seed, document + 1).astype(np.float64) / 2**64
+        chosen = (uniform**2 * self.PHRASES).astype(np.int64)
+        text = b"".join([self._phrases[i] for i in chosen.tolist()])
+        tokens = np.full(self.seq_len + 1, self.separator, dtype=np.min_scalar_type(max(255, self.separator)))
+        tokens[1:-1] = np.frombuffer(text, dtype=np.uint8)[: self.seq_len - 1]
+        return self._row_of(tokens, np.array([0, self.seq_len]))
+
+
 class Concat(Sequences):
-    def __init__(self, stream: PackedStream | SyntheticStream, seq_len: int, seed: int, name: str = ""):
-        self.stream, self.seq_len, self.seed, self.name = stream, seq_len, seed, name
-        self._epoch_order = lru_cache(maxsize=2)(self._compute_epoch_order)
+    """`length` tokens are an epoch; position x of the stream lies in epoch x // length."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, seed: int, name: str = ""):
+        self.corpus, self.seq_len, self.seed, self.name = corpus, seq_len, seed, name
+        self.length = corpus.num_tokens
+        self._documents_of = lru_cache(maxsize=2)(self._order_documents)
+        self._sequences_of = lru_cache(maxsize=2)(self._order_sequences)
 
     @property
-    def count(self) -> int | None:
-        return None if self.stream.length is None else self.stream.length // self.seq_len
+    def count(self) -> int:
+        return self.length // self.seq_len
+
+    def row(self, number: int) -> Row:
+        return self._row_of(*self.read(self.first_token(number), self.seq_len + 1))
 
     def first_token(self, number: int) -> int:
         """Where in the stream a sequence starts."""
-        if self.stream.length is None or self.count is None:
-            return number * self.seq_len
         epoch, place = divmod(number, self.count)
-        return epoch * self.stream.length + int(self._epoch_order(epoch)[place]) * self.seq_len
+        return epoch * self.length + int(self._sequences_of(epoch)[place]) * self.seq_len
 
-    def _compute_epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        assert self.count is not None
+    def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
+        """Those tokens of the stream, and the places among them where a document begins."""
+        tokens = np.empty(count, dtype=self.corpus.dtype)
+        borders: list[int] = []
+        filled = 0
+        epoch, place = divmod(start, self.length)
+        order, starts = self._documents_of(epoch)
+        which = int(np.searchsorted(starts, place, side="right")) - 1
+        while filled < count:
+            if which == len(order):
+                epoch, which, place = epoch + 1, 0, 0
+                order, starts = self._documents_of(epoch)
+            first, stop = int(starts[which]), int(starts[which + 1])
+            if first == place:
+                borders.append(filled)
+            part = min(count - filled, stop - place)
+            self.corpus.read(int(order[which]), place - first, tokens[filled : filled + part])
+            filled += part
+            place += part
+            which += 1
+        return tokens, np.array(borders, dtype=np.int64)
+
+    def _order_documents(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Documents in the epoch's order, and where each starts in the epoch."""
+        order = random_order(self.corpus.num_documents, self.seed, epoch)
+        return order, np.concatenate([[0], np.cumsum(self.corpus.lengths[order])])
+
+    def _order_sequences(self, epoch: int) -> NDArray[np.int64]:
         return random_order(self.count, self.seed, epoch + _SEQUENCE_KEYS)
-
-    def row(self, number: int) -> Row:
-        return self._row_of(*self.stream.read(self.first_token(number), self.seq_len + 1))
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nsa.data.waiting import run_in_thread
-from nsa.errors import ConfigError, DataError, DataUnavailableError
+from nsa.errors import ConfigError, DataError, DataUnavailableError, reworded
 
 if TYPE_CHECKING:
     from nsa.config.schema import DataConfig
@@ -44,7 +44,7 @@ _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LAST_BREAKS = (re.compile(r"(?s).* (?=\S)"), re.compile(r"(?s).*\n(?=\S)"))
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """What the rest of the project needs of a tokenizer."""
 
     name: str  # as configured: bytes, gpt2, or the path
@@ -55,18 +55,19 @@ class Tokenizer(Protocol):
     dtype: np.dtype[np.unsignedinteger]  # the smallest one that holds every id
     byte_lengths: NDArray[np.int64]  # UTF-8 bytes that each id stands for; 0 for the separator and special tokens
 
-    def encode(self, text: str) -> TokenArray: ...
+    def encode(self, text: str) -> TokenArray:
+        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Equals `encode` of each. Works on the calling thread alone, mostly without the interpreter's lock."""
-        ...
+        """Of each text. Works on the calling thread alone, mostly without the interpreter's lock."""
+        raise NotImplementedError
 
     def decode(self, ids: list[int]) -> str:
         """Leaves separators and special tokens out; bytes that are no UTF-8 become U+FFFD."""
-        ...
+        raise NotImplementedError
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte. 0xFF never occurs in UTF-8, so it is free to separate documents."""
 
     name = "bytes"
@@ -80,11 +81,8 @@ class ByteTokenizer:
         self.byte_lengths = np.ones(self.vocab_size, dtype=np.int64)
         self.byte_lengths[self.separator] = 0
 
-    def encode(self, text: str) -> TokenArray:
-        return np.frombuffer(valid_text(text).encode("utf-8"), dtype=np.uint8)
-
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
-        return [self.encode(text) for text in texts]
+        return [np.frombuffer(valid_text(text).encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i != self.separator).decode("utf-8", errors="replace")
@@ -112,10 +110,8 @@ def load_tokenizer(
     if name == "gpt2":
         return _load_gpt2(path)
     file = json_file(name)
-    try:
+    with reworded(DataError, f"{file}: cannot be read", caught=(OSError, UnicodeDecodeError)):
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from error
     return JsonTokenizer(name, text, separator, end_tokens)
 
 
@@ -153,20 +149,10 @@ def _cut(text: str, start: int, end: int) -> int:
     return end
 
 
-class _SubwordTokenizer:
-    """What the two kinds share: long texts are encoded in pieces, and every id has a length in bytes."""
+class _SubwordTokenizer(Tokenizer):
+    """What the two kinds share: long texts are encoded in pieces."""
 
-    name: str
-    fingerprint: str
-    vocab_size: int
-    separator: int
-    ends: tuple[int, ...]
-    dtype: np.dtype[np.unsignedinteger]
-    byte_lengths: NDArray[np.int64]
     longest_piece: int
-
-    def encode(self, text: str) -> TokenArray:
-        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
         cut = [pieces(valid_text(text), self.longest_piece) for text in texts]

@@ -7,15 +7,22 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nsa.data.sources.base import Progress, RemoteSource
+from nsa.data.sources.base import Progress
 from nsa.errors import DataUnavailableError
 
+if TYPE_CHECKING:  # needs pyarrow, which takes a while to import
+    from nsa.data.sources.dataset import HubDataset
+
 T = TypeVar("T")
+U = TypeVar("U")
 POLL_S = 0.1  # how soon a request to stop is seen
 GRACE_S = 2.0  # a shorter wait is not interrupted: a step that lacks a moment is worth finishing
 
@@ -29,12 +36,12 @@ class Activity:
 
     def __init__(self) -> None:
         self._progress: list[tuple[str, Progress]] = []
-        self._remote: list[RemoteSource] = []
+        self._remote: list[HubDataset] = []
 
     def add(self, source: str, progress: Progress) -> None:
         self._progress.append((source, progress))
 
-    def watch(self, source: RemoteSource) -> None:
+    def watch(self, source: "HubDataset") -> None:
         self._remote.append(source)
         self.add(source.name, source.listed)
 
@@ -151,6 +158,23 @@ class DaemonPool:
         while (job := self._jobs.get()) is not None:
             _run(*job)
             del job  # results can be large, and the next job may be long in coming
+
+
+def in_threads(function: Callable[[U], T], items: Sequence[U], threads: int, progress: Progress) -> Iterator[T]:
+    """What the function makes of every item, in order. Threads, one at least, are a few items ahead."""
+    threads = max(1, threads)
+    pool = DaemonPool(threads, "data-open")
+    progress.done, progress.total = 0, len(items)
+    remaining = iter(items)
+    pending: deque[Future[T]] = deque()
+    try:
+        while progress.done < len(items):
+            for item in islice(remaining, 4 * threads - len(pending)):
+                pending.append(pool.submit(partial(function, item)))
+            yield pending.popleft().result()
+            progress.done += 1
+    finally:
+        pool.close()
 
 
 def run_in_thread(function: Callable[[], T], name: str) -> "Future[T]":

@@ -10,7 +10,7 @@ import torch
 from nsa.config import Config
 from nsa.config.schema import DataConfig
 from nsa.data.build import Data, build_data
-from nsa.data.loader import Batch, Loader, Prefetcher, Request
+from nsa.data.loader import Batch, Loader, Prefetcher
 from nsa.data.waiting import Activity, Waiter, WaitStopped
 from nsa.errors import DataError, DataUnavailableError, Interrupted, Preempted
 from nsa.parallel.collectives import sum_over_ranks
@@ -93,7 +93,7 @@ class Feed:
         )
         self._batches = Prefetcher(
             self._data.train,
-            self._requests_from(state.progress.sequences, state.progress.step),
+            self._numbers_from(state.progress.sequences, state.progress.step),
             ahead=data.prefetch if data.workers else 0,
             device=state.device,
             waiter=self._waiter,
@@ -152,9 +152,9 @@ class Feed:
 
     def again(self) -> list[Batch]:
         """The micro-batches of the current step, once more."""
-        requests = list(self._requests_of(self.state.progress.sequences))
+        passes = list(self._numbers_of(self.state.progress.sequences))
         return self._waiter.run(
-            lambda: [self._data.train.batch(r.first, r.count, r.stride) for r in requests],
+            lambda: [self._data.train.batch(n.start, len(n), n.step) for n in passes],
             "the batches of the step",
             interruptible=False,
         )
@@ -162,14 +162,15 @@ class Feed:
     def _is_stopped(self) -> bool:
         return self._interruptible and (self.stop.terminate or self.stop.interrupt)
 
-    def _requests_from(self, first: int, step: int) -> Iterator[Request]:
+    def _numbers_from(self, first: int, step: int) -> Iterator[range]:
         for later in range(self.config.train.steps - step):
-            yield from self._requests_of(first + later * self.config.train.batch_size)
+            yield from self._numbers_of(first + later * self.config.train.batch_size)
 
-    def _requests_of(self, first: int) -> Iterator[Request]:
-        size, rank = self.state.world.size, self.state.world.rank
-        for number in range(self.passes):
-            yield Request(first + number * self.micro_batch * size + rank, self.micro_batch, size)
+    def _numbers_of(self, first: int) -> Iterator[range]:
+        """This rank's sequences of a step, pass by pass."""
+        size, rank, last = self.state.world.size, self.state.world.rank, first + self.config.train.batch_size
+        for start in range(first, last, self.micro_batch * size):
+            yield range(start + rank, start + self.micro_batch * size, size)
 
     def _report_stall(self, seconds: float, message: str) -> None:
         arrived, self._arrived = self._arrived, self._activity.arrived()

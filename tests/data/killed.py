@@ -9,7 +9,7 @@ import torch
 
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.loader import Loader, Prefetcher, Request
+from nsa.data.loader import Loader, Prefetcher
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.data.waiting import Waiter
 
@@ -19,7 +19,7 @@ def read_steps(data: dict, train: dict, rank: int, size: int, first_step: int, l
     options, steps = DataConfig.model_validate(data), TrainConfig.model_validate(train)
     built = build_data(options, steps, ByteTokenizer(), folder, rank)
     batch, count = steps.batch_size, steps.batch_size // size
-    requests = [Request(step * batch + rank, count, size) for step in range(first_step, steps.steps)]
+    requests = [range(step * batch + rank, (step + 1) * batch, size) for step in range(first_step, steps.steps)]
     made = Prefetcher(
         built.train,
         requests,

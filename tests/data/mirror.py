@@ -6,7 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nsa.config.schema import SourceConfig
 from nsa.data.sources.base import Skipped
+from nsa.data.sources.registry import open_source
 
 FIRST = "sample/10BT/000_00000.parquet"  # the first file that is written
 WORDS = [
@@ -77,3 +79,8 @@ def _table(place, rows, chosen, fat):
         "int_score": [3] * rows,
     }
     return pa.table(columns, schema=SCHEMA)
+
+
+def fineweb_edu(subset="sample-10BT", *, revision="main", paths=(), deadline_s=60.0):
+    source = SourceConfig(source="fineweb_edu", subset=subset, revision=revision, paths=list(paths))
+    return open_source(source, deadline_s)

@@ -10,7 +10,7 @@ import torch
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.corpus import build_corpora, tokenise
-from nsa.data.sequences import PackedStream, SyntheticStream
+from nsa.data.sequences import Concat, SyntheticSequences
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import PythonSource, TextSource
 from nsa.data.tokenizers import ByteTokenizer
@@ -25,6 +25,11 @@ def numbered(count, length=40):
 
 def documents_of(source, skipped):
     return [text for unit in source.units() for text in source.documents(unit, skipped)]
+
+
+def corpora(documents, fraction):
+    found = tokenise(documents, TOKENIZER)
+    return build_corpora([found.tokens], found.lengths, found.keys, fraction)
 
 
 def data_of(tmp_path, documents, *, seq_len=32, seed=0, **options):
@@ -44,8 +49,8 @@ def test_any_text_survives_the_byte_tokenizer(text):
 
 def test_an_epoch_holds_every_training_document_once_and_whole():
     documents = numbered(30)
-    training, _ = build_corpora(tokenise(documents, TOKENIZER), 0.0)
-    stream = PackedStream(training, seed=1)
+    training, _ = corpora(documents, 0.0)
+    stream = Concat(training, seq_len=32, seed=1)
     for epoch in range(3):
         tokens, borders = stream.read(epoch * stream.length, stream.length)
         assert (tokens[borders] == TOKENIZER.separator).all()
@@ -56,8 +61,8 @@ def test_an_epoch_holds_every_training_document_once_and_whole():
 
 
 def test_reading_in_pieces_equals_reading_at_once():
-    training, _ = build_corpora(tokenise(numbered(9), TOKENIZER), 0.0)
-    stream = PackedStream(training, seed=1)
+    training, _ = corpora(numbered(9), 0.0)
+    stream = Concat(training, seq_len=32, seed=1)
     count = 2 * stream.length + 17
     whole, borders = stream.read(0, count)
     pieces = [stream.read(start, min(13, count - start)) for start in range(0, count, 13)]
@@ -68,7 +73,7 @@ def test_reading_in_pieces_equals_reading_at_once():
 
 def test_the_split_follows_the_text_and_never_overlaps():
     documents = numbered(200) + numbered(50)  # fifty come twice
-    training, validation = build_corpora(tokenise(documents, TOKENIZER), 0.2)
+    training, validation = corpora(documents, 0.2)
 
     def texts(corpus):
         found = []
@@ -82,12 +87,12 @@ def test_the_split_follows_the_text_and_never_overlaps():
     assert not set(train_texts) & set(validation_texts)
     assert sorted(train_texts + validation_texts) == sorted(documents)
     assert 0.1 < len(validation_texts) / len(documents) < 0.3
-    grown, _ = build_corpora(tokenise([*numbered(300, length=60), *documents], TOKENIZER), 0.2)
+    grown, _ = corpora([*numbered(300, length=60), *documents], 0.2)
     assert set(train_texts) <= set(texts(grown)), "new documents must not move old ones"
 
 
 def test_few_documents_still_give_a_validation_document():
-    training, validation = build_corpora(tokenise(["one " * 9, "two " * 9, "one " * 9], TOKENIZER), 0.001)
+    training, validation = corpora(["one " * 9, "two " * 9, "one " * 9], 0.001)
     assert {training.num_documents, validation.num_documents} == {1, 2}
 
 
@@ -113,7 +118,7 @@ def test_an_epoch_of_sequences_covers_the_stream_once_in_mixed_order(tmp_path):
     starts = [cut.first_token(n) for n in range(loader.num_sequences)]
     assert sorted(starts) == [i * 32 for i in range(loader.num_sequences)]
     assert starts != sorted(starts)
-    assert cut.first_token(loader.num_sequences) >= cut.stream.length
+    assert cut.first_token(loader.num_sequences) >= cut.length
 
 
 def test_targets_are_the_next_tokens_and_borders_are_where_documents_begin(tmp_path):
@@ -135,18 +140,18 @@ def test_without_isolation_a_batch_has_no_borders(tmp_path):
 
 def test_synthetic_text_repeats_with_its_seed_and_splits_without_overlap():
     def documents(seed, validation, count=60):
-        stream = SyntheticStream(seed, 256, TOKENIZER.separator, validation=validation)
-        tokens, borders = stream.read(0, 256 * count)
-        assert borders.tolist() == list(range(0, 256 * count, 256))
-        return [hashlib.sha256(tokens[b : b + 256].tobytes()).digest() for b in borders]
+        sequences = SyntheticSequences(256, seed, TOKENIZER.separator, validation=validation)
+        rows = [sequences.row(number) for number in range(count)]
+        for row in rows:
+            assert row.starts.tolist() == [0]
+            assert row.inputs[0] == row.targets[-1] == TOKENIZER.separator
+            assert np.array_equal(row.inputs[1:], row.targets[:-1])
+        return [hashlib.sha256(row.inputs.tobytes()).digest() for row in rows]
 
     assert documents(0, False) == documents(0, False)
     assert documents(0, False) != documents(1, False)
     assert len(set(documents(0, False))) == 60
     assert not set(documents(0, False)) & set(documents(0, True))
-    stream = SyntheticStream(0, 256, TOKENIZER.separator)
-    late, _ = stream.read(10**12 + 5, 600)
-    assert np.array_equal(late, np.concatenate([stream.read(10**12 + 5 + i, 100)[0] for i in range(0, 600, 100)]))
 
 
 def test_the_standard_library_is_a_corpus_of_real_text():

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from nsa.data.sources import repository
 from nsa.data.sources.base import Skipped
-from nsa.data.sources.fineweb import FineWebEdu
 from nsa.data.sources.repository import RemoteFile
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer, download
-from tests.data.mirror import FIRST, texts_of, write_mirror
+from tests.data.mirror import FIRST, fineweb_edu, texts_of, write_mirror
 
 
 def test_the_hub_gives_the_documents_and_units_that_a_mirror_on_disk_gives(served, mirror):
     server, texts = served
-    hub, disk = FineWebEdu(), FineWebEdu(paths=[str(mirror[0])])
+    hub, disk = fineweb_edu(), fineweb_edu(paths=[str(mirror[0])])
     assert texts_of(hub) == texts_of(disk) == texts
     assert hub.units() == disk.units()
     assert [(u.path, u.part) for u in hub.units()][:5] == [(FIRST, i) for i in range(4)] + [
@@ -36,7 +35,7 @@ def test_the_hub_gives_the_documents_and_units_that_a_mirror_on_disk_gives(serve
 
 @pytest.mark.parametrize(("subset", "files"), [("CC-MAIN-2024-10", 2), ("default", 2), ("sample-10BT", 3)])
 def test_a_subset_is_its_folder(served, mirror, subset, files):
-    hub, disk = FineWebEdu(subset), FineWebEdu(subset, paths=[str(mirror[0])])
+    hub, disk = fineweb_edu(subset), fineweb_edu(subset, paths=[str(mirror[0])])
     assert len({unit.path for unit in hub.units()}) == files
     assert texts_of(hub) == texts_of(disk)
 
@@ -45,7 +44,7 @@ def test_only_footers_and_the_text_of_row_groups_are_fetched(tmp_path, hub_setti
     texts = write_mirror(tmp_path, files=2, row_groups=5, rows=500, fat=1000)
     with HubServer(tmp_path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        source = FineWebEdu()
+        source = fineweb_edu()
         units = source.units()
         assert [r.sent for r in server.requests("cdn")] == [64 << 10] * 2, "a tail of each file"
         assert len(server.requests("hub", "/resolve/")) == 2
@@ -73,57 +72,57 @@ def test_a_footer_longer_than_the_first_read_is_completed_and_kept(tmp_path, hub
     assert size > repository.TAIL_BYTES
     with HubServer(tmp_path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        source = FineWebEdu()
+        source = fineweb_edu()
         assert texts_of(source) == texts
         assert [r.sent for r in server.requests("cdn")][:2] == [64 << 10, size + 8 - (64 << 10)]
         assert len(server.requests("cdn")) == 2 + 80
         monkeypatch.setattr(repository, "FOOTER_CACHE_BYTES", 0)
-        assert texts_of(FineWebEdu()) == texts, "also when no footer can be kept"
+        assert texts_of(fineweb_edu()) == texts, "also when no footer can be kept"
 
 
 def test_wrong_names_are_answered_with_the_right_ones(served, mirror):
     for subset in ("sample-11BT", "CC-MAIN-1999-01", "../data", "10BT"):
         with pytest.raises(DataError, match=r"data\.subset: .* it has sample-10BT, CC-MAIN-2024-10, default"):
-            FineWebEdu(subset).units()
+            fineweb_edu(subset).units()
         with pytest.raises(
             DataError, match=r"data\.subset: the mirror .* it has sample-10BT, CC-MAIN-2024-10, default"
         ):
-            FineWebEdu(subset, paths=[str(mirror[0])]).units()
+            fineweb_edu(subset, paths=[str(mirror[0])]).units()
     with pytest.raises(DataError, match=r"data\.revision: .*revision v7: .*Invalid rev id"):
-        FineWebEdu(revision="v7").units()
+        fineweb_edu(revision="v7").units()
     with pytest.raises(DataError, match=r"data\.revision: "):
-        FineWebEdu(revision="0" * 40).units()
+        fineweb_edu(revision="0" * 40).units()
 
 
 def test_a_run_reads_the_state_of_its_first_contact(tmp_path, hub_settings, monkeypatch):
     old = write_mirror(tmp_path)
     with HubServer(tmp_path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        running = FineWebEdu()
+        running = fineweb_edu()
         commit, fingerprint = running.commit, running.fingerprint()
         new = write_mirror(tmp_path, seed=1)
         server.commit()
-        assert texts_of(running) == texts_of(FineWebEdu(revision=commit)) == old
-        assert texts_of(FineWebEdu()) == new
-        assert FineWebEdu().fingerprint() != fingerprint
-        assert FineWebEdu(revision=commit).fingerprint() == fingerprint
+        assert texts_of(running) == texts_of(fineweb_edu(revision=commit)) == old
+        assert texts_of(fineweb_edu()) == new
+        assert fineweb_edu().fingerprint() != fingerprint
+        assert fineweb_edu(revision=commit).fingerprint() == fingerprint
 
 
 def test_offline_what_was_downloaded_is_read_and_nothing_is_asked(served, tmp_path, monkeypatch):
     server, texts = served
     download(server, tmp_path / "home")
-    online = FineWebEdu()
+    online = fineweb_edu()
     units, commit = online.units(), online.commit
     requests = len(server.log)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    source = FineWebEdu()
+    source = fineweb_edu()
     assert texts_of(source) == texts
     assert source.units() == units
     assert source.commit == commit
     with pytest.raises(DataUnavailableError, match="CC-MAIN-2024-10: offline mode is on"):
-        FineWebEdu("CC-MAIN-2024-10").units()
+        fineweb_edu("CC-MAIN-2024-10").units()
     with pytest.raises(DataError, match=r"data\.subset: 'nonsense'"):
-        FineWebEdu("nonsense").units()
+        fineweb_edu("nonsense").units()
     assert len(server.log) == requests
 
 
@@ -133,13 +132,13 @@ def test_the_hub_and_its_cache_have_one_fingerprint(tmp_path, hub_settings, monk
     def offline():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HF_HUB_OFFLINE", "1")
-            return FineWebEdu().fingerprint()
+            return fineweb_edu().fingerprint()
 
     write_mirror(tmp_path / "repository")
     with HubServer(tmp_path / "repository") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         snapshot = Path(download(server, tmp_path / "home"))
-        first = FineWebEdu().fingerprint()
+        first = fineweb_edu().fingerprint()
         assert offline() == first
         # As huggingface_hub keeps a file that several repositories share.
         blob = (snapshot / FIRST).resolve()
@@ -152,14 +151,14 @@ def test_the_hub_and_its_cache_have_one_fingerprint(tmp_path, hub_settings, monk
         server.commit()
         assert offline() == first, "the cache still holds what was downloaded"
         download(server, tmp_path / "home")
-        assert offline() == FineWebEdu().fingerprint() != first
+        assert offline() == fineweb_edu().fingerprint() != first
 
 
 def test_offline_without_a_download_says_what_to_do(served, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     remedy = rf'unset HF_HUB_OFFLINE.*`hf download {REPO} --repo-type dataset --include "sample/10BT/\*"`'
     with pytest.raises(DataUnavailableError, match=remedy + ".*data.paths"):
-        FineWebEdu().units()
+        fineweb_edu().units()
     assert not served[0].log
 
 
@@ -171,12 +170,12 @@ def test_offline_a_download_that_was_cut_is_not_taken_for_the_whole(served, tmp_
     Path(download(served[0], tmp_path / "home"), FIRST).unlink()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataUnavailableError, match="does not hold all of it"):
-        FineWebEdu().units()
+        fineweb_edu().units()
 
 
 def test_a_copy_in_another_process_reads_the_same_without_listing_again(served):
     server, texts = served
-    source = FineWebEdu()
+    source = fineweb_edu()
     units = source.units()
     listings = len(server.requests("hub", "/api/"))
     code = (
@@ -188,32 +187,32 @@ def test_a_copy_in_another_process_reads_the_same_without_listing_again(served):
     )
     assert pickle.loads(done.stdout) == (texts[250:300], source.commit)
     assert len(server.requests("hub", "/api/")) == listings
-    assert texts_of(pickle.loads(pickle.dumps(FineWebEdu()))) == texts, "a copy made before the first contact"
+    assert texts_of(pickle.loads(pickle.dumps(fineweb_edu()))) == texts, "a copy made before the first contact"
 
 
 def test_a_mirror_may_be_files_and_folders_with_equal_names(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     texts = [write_mirror(folder, files=1, subset="x", seed=i) for i, folder in enumerate(folders)]
     file = folders[0] / "x" / "000_00000.parquet"
-    source = FineWebEdu(paths=[str(folders[0]), str(folders[1]), str(file)])
+    source = fineweb_edu(paths=[str(folders[0]), str(folders[1]), str(file)])
     assert {unit.path for unit in source.units()} == {"x/000_00000.parquet", "1/x/000_00000.parquet"}
     assert texts_of(source) == texts[1] + texts[0]
-    assert texts_of(FineWebEdu(paths=[str(file)])) == texts[0]
+    assert texts_of(fineweb_edu(paths=[str(file)])) == texts[0]
     fingerprint = source.fingerprint()
     write_mirror(folders[1], files=1, rows=51, subset="x")
-    assert FineWebEdu(paths=source.paths).fingerprint() != fingerprint
+    assert fineweb_edu(paths=source.paths).fingerprint() != fingerprint
 
 
 def test_a_mirror_without_parquet_files_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(DataError, match=r"data\.paths: .* holds no \.parquet file"):
-            FineWebEdu(paths=[str(path)]).units()
+            fineweb_edu(paths=[str(path)]).units()
     with pytest.raises(DataError, match=r"data\.paths: no such file or folder: nowhere"):
-        FineWebEdu(paths=["nowhere"]).units()
+        fineweb_edu(paths=["nowhere"]).units()
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "blob")
     with pytest.raises(DataError, match=r"gone\.parquet: cannot be read: No such file"):
-        FineWebEdu(paths=[str(tmp_path)]).units()
+        fineweb_edu(paths=[str(tmp_path)]).units()
 
 
 @given(st.binary(max_size=60), st.integers(0, 60), st.lists(st.tuples(st.integers(0, 70), st.integers(-1, 70))))

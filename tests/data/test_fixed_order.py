@@ -14,10 +14,9 @@ from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.lanes import LengthIndex
 from nsa.data.prepare import prepare
-from nsa.data.sources.fineweb import FineWebEdu
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer, GPT2Tokenizer, load_tokenizer
-from tests.data.mirror import write_mirror
+from tests.data.mirror import fineweb_edu, write_mirror
 
 TRAIN = TrainConfig(seq_len=48, batch_size=6, seed=11, eval_sequences=4)
 
@@ -183,4 +182,4 @@ def test_the_fingerprint_of_a_mirror_is_made_of_names_sizes_and_content_ids(fold
     found = hashlib.sha256()
     for path in sorted((folder / "mirror/sample/10BT").iterdir()):
         found.update(f"sample/10BT/{path.name}\0{path.stat().st_size}\0\n".encode())
-    assert FineWebEdu(paths=[str(folder / "mirror")]).fingerprint() == found.hexdigest()
+    assert fineweb_edu(paths=[str(folder / "mirror")]).fingerprint() == found.hexdigest()

@@ -16,10 +16,9 @@ import pytest
 
 from nsa.data.sources import hub
 from nsa.data.sources.base import Skipped
-from nsa.data.sources.fineweb import FineWebEdu
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer
-from tests.data.mirror import FIRST, texts_of, write_mirror
+from tests.data.mirror import FIRST, fineweb_edu, texts_of, write_mirror
 
 
 def test_the_server_of_these_tests_also_serves_the_hub_library(served, mirror):
@@ -59,13 +58,13 @@ def test_a_fault_that_passes_changes_nothing(served, monkeypatch, side, match, f
     server, texts = served
     monkeypatch.setattr(hub, "ATTEMPT_S", 0.2)
     server.fault(side=side, match=match, **fault)
-    assert texts_of(FineWebEdu(deadline_s=30)) == texts
+    assert texts_of(fineweb_edu(deadline_s=30)) == texts
     assert server.faults[0].times == 0
 
 
 def test_a_fault_amid_row_groups_changes_nothing(served):
     server, texts = served
-    source = FineWebEdu(deadline_s=30)
+    source = fineweb_edu(deadline_s=30)
     source.units()
     for fault in FAULTS.values():
         server.fault(**{**fault, "sleep": 0.0})
@@ -75,7 +74,7 @@ def test_a_fault_amid_row_groups_changes_nothing(served):
 
 def test_a_signature_that_ran_out_is_asked_for_again(served):
     server, texts = served
-    source = FineWebEdu(deadline_s=30)
+    source = fineweb_edu(deadline_s=30)
     units = source.units()
     server.expire()
     assert [text for unit in units for text in source.documents(unit, Skipped())] == texts
@@ -91,7 +90,7 @@ def test_what_arrived_before_a_cut_is_not_fetched_again(tmp_path, hub_settings, 
     monkeypatch.setattr(hub, "CHUNK_BYTES", 10_000)
     with HubServer(tmp_path) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        source = FineWebEdu(deadline_s=1.0)
+        source = fineweb_edu(deadline_s=1.0)
         (unit,) = source.units()
         server.fault(cut=15_000, times=100)  # many more tries than the deadline would allow without progress
         assert list(source.documents(unit, Skipped())) == texts
@@ -105,7 +104,7 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(served, clock, header):
     server, _ = served
     wait = formatdate(time.time() + 8, usegmt=True) if header == "a date" else header
     server.fault(side="hub", match="/tree/", status=429, retry_after=wait)
-    FineWebEdu().fingerprint()
+    fineweb_edu().fingerprint()
     (pause,) = clock.pauses
     assert 6.0 <= pause <= 8.0
 
@@ -115,7 +114,7 @@ def test_the_deadline_holds_against_a_server_that_is_always_overloaded(served, c
     server, _ = served
     server.fault(side="hub", status=503, times=10**9, retry_after=wait)
     with pytest.raises(DataUnavailableError, match=r"revision main: .* for 1\.0 s, \d+ tries, last: HTTP 503; check"):
-        FineWebEdu(deadline_s=1.0).units()
+        fineweb_edu(deadline_s=1.0).units()
     assert clock.now == pytest.approx(1.0)
     assert len(server.log) == len(clock.pauses) + 1, "a last attempt at the deadline"
     assert len(server.log) == 2 if wait else len(server.log) > 5
@@ -127,7 +126,7 @@ def test_the_deadline_holds_without_any_server(hub_settings, clock, monkeypatch)
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
     remedy = r"data\.first_batch_s \(up to a run's first batch\) or data\.timeout_s \(everywhere else\)"
     with pytest.raises(DataUnavailableError, match=f"last: connection refused; .* more time with {remedy}"):
-        FineWebEdu(deadline_s=1.0).units()
+        fineweb_edu(deadline_s=1.0).units()
     assert clock.now == pytest.approx(1.0)
 
 
@@ -150,7 +149,7 @@ def test_the_deadline_holds_against_a_server_that_sends_nothing_or_very_little(h
         threading.Thread(target=serve, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(DataUnavailableError, match=r"for \d\.\d s, .* last: no answer in time"):
-            FineWebEdu(deadline_s=0.3).units()
+            fineweb_edu(deadline_s=0.3).units()
 
 
 @contextmanager
@@ -207,7 +206,7 @@ def test_a_hostile_answer_is_an_error(hub_settings, clock, monkeypatch, answer, 
     monkeypatch.setattr(hub, "BACKOFF_FIRST_S", 60.0)  # two attempts are enough
     monkeypatch.setattr(hub, "BACKOFF_MAX_S", 60.0)
     with answering(monkeypatch, answer), pytest.raises(DataError, match=error):
-        FineWebEdu(deadline_s=20).units()
+        fineweb_edu(deadline_s=20).units()
 
 
 def test_a_redirect_with_an_endless_body_is_not_read_to_its_end(hub_settings, clock, monkeypatch):
@@ -216,19 +215,19 @@ def test_a_redirect_with_an_endless_body_is_not_read_to_its_end(hub_settings, cl
     body = b"x" * (hub.CHUNK_BYTES + (4 << 20))
     endless = b"HTTP/1.1 302 Found\r\nContent-Length: 1000000000000\r\nLocation: {}/again\r\n\r\n" + body
     with answering(monkeypatch, endless) as asked, pytest.raises(DataUnavailableError, match="redirects"):
-        FineWebEdu(deadline_s=20).units()
+        fineweb_edu(deadline_s=20).units()
     assert len(asked) == 2 * (hub.MAX_REDIRECTS + 1)
 
 
 def test_a_file_that_cannot_be_had_is_named(served, clock):
     server, _ = served
-    source = FineWebEdu(deadline_s=0.5)
+    source = fineweb_edu(deadline_s=0.5)
     units = source.units()
     server.fault(match="000_00000", status=500, times=10**9)
     with pytest.raises(DataUnavailableError, match=rf"{FIRST}, row group 2: .* last: HTTP 500; .*data\.paths"):
         list(source.documents(units[2], Skipped()))
     with pytest.raises(DataUnavailableError, match=f"{FIRST}, footer: "):
-        FineWebEdu(deadline_s=0.5).units()
+        fineweb_edu(deadline_s=0.5).units()
 
 
 @pytest.mark.parametrize("match", ["/revision/", "/tree/", "/resolve/"])
@@ -237,7 +236,7 @@ def test_what_will_not_pass_is_an_error_at_once(served, match, status, remedy):
     server, _ = served
     server.fault(side="hub", match=match, status=status)
     with pytest.raises(DataError, match=rf"HTTP {status}.*{remedy}") as error:
-        FineWebEdu().units()
+        fineweb_edu().units()
     assert not isinstance(error.value, DataUnavailableError)
     assert len(server.requests("hub", match)) <= 3, "one for each file, and none again"
 
@@ -245,17 +244,17 @@ def test_what_will_not_pass_is_an_error_at_once(served, match, status, remedy):
 def test_a_wrong_endpoint_is_named(served, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
     with pytest.raises(DataError, match=r"HF_ENDPOINT: 'huggingface\.co' is not a web address"):
-        FineWebEdu().units()
+        fineweb_edu().units()
     monkeypatch.setenv("HF_ENDPOINT", served[0].endpoint + "/elsewhere")
     with pytest.raises(DataError, match=r"Repository not found.*check HF_ENDPOINT"):
-        FineWebEdu().units()
+        fineweb_edu().units()
 
 
 @pytest.mark.parametrize("link_base", [None, "https://huggingface.co"])
 def test_a_listing_of_many_pages_is_read_to_its_end(served, link_base):
     server, texts = served
     server.page, server.link_base = 1, link_base
-    assert texts_of(FineWebEdu()) == texts
+    assert texts_of(fineweb_edu()) == texts
     assert len(server.requests("hub", "/tree/")) == 3
 
 
@@ -265,7 +264,7 @@ def test_a_listing_without_an_end_is_an_error(served, monkeypatch):
     asked = []
     monkeypatch.setattr(hub.Hub, "_json", lambda self, path, what: asked.append(path) or answer)
     with pytest.raises(DataError, match=r"/tree/.*: a listing of more than 5 pages; check HF_ENDPOINT"):
-        hub.Hub(REPO, 1.0).tree("c", "sample", recursive=True)
+        hub.Hub(REPO, 1.0).tree("c", "sample")
     assert len(asked) == 5
 
 
@@ -295,19 +294,19 @@ def test_an_entry_that_is_none_is_an_error(served, monkeypatch, item):
 
     monkeypatch.setattr(hub.Hub, "_json", answer)
     with pytest.raises(DataError, match="is not a listing of files"):
-        hub.Hub(REPO, 1.0).tree("c", "sample", recursive=True)
+        hub.Hub(REPO, 1.0).tree("c", "sample")
 
 
 def test_a_password_in_the_endpoint_is_sent_and_never_shown(served, monkeypatch):
     server, texts = served
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint.replace("//", "//user:se@cret@"))
-    assert texts_of(FineWebEdu()) == texts
+    assert texts_of(fineweb_edu()) == texts
     server.fault(side="hub", match="/revision/", status=404)
     with pytest.raises(DataError, match=r"http://127") as refused:
-        FineWebEdu().units()
+        fineweb_edu().units()
     monkeypatch.setenv("HF_ENDPOINT", "user:se@cret@huggingface.co")
     with pytest.raises(DataError, match=r"HF_ENDPOINT: 'huggingface\.co' is not a web address") as wrong:
-        FineWebEdu().units()
+        fineweb_edu().units()
     for error in (refused, wrong):
         assert "cret" not in str(error.value)
 
@@ -316,14 +315,14 @@ def test_the_token_goes_to_the_hub_and_to_nobody_else(mirror, hub_settings, monk
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with HubServer(mirror[0], token="hf_secret") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        source = FineWebEdu()
+        source = fineweb_edu()
         assert texts_of(source) == mirror[1]
         assert {r.token for r in server.requests("hub")} == {"Bearer hf_secret"}
         assert {r.token for r in server.requests("cdn")} == {None}
         assert b"hf_secret" not in pickle.dumps(source)
         monkeypatch.setenv("HF_TOKEN", "hf_stale")
         with pytest.raises(DataError, match=r"HTTP 401 .*HF_TOKEN") as error:
-            FineWebEdu().units()
+            fineweb_edu().units()
         assert "hf_stale" not in str(error.value)
 
 
@@ -332,13 +331,13 @@ def test_a_proxy_is_used_where_the_environment_names_one(served, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, server.endpoint.replace("//", "//me:pass@"))
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
-    assert texts_of(FineWebEdu()) == texts
+    assert texts_of(fineweb_edu()) == texts
     assert {r.path[:19] for r in server.requests("hub")} == {"http://hub.invalid/"}
 
 
 def test_threads_read_different_units_at_once(served):
     server, texts = served
-    source = FineWebEdu(deadline_s=30)
+    source = fineweb_edu(deadline_s=30)
     units = list(source.units()) * 3
     for fault in FAULTS.values():
         server.fault(**{**fault, "sleep": 0.0})
@@ -350,7 +349,7 @@ def test_threads_read_different_units_at_once(served):
 
 def test_what_is_waited_for_can_be_seen_from_outside(served, clock, monkeypatch):
     server, texts = served
-    source = FineWebEdu(deadline_s=30)
+    source = fineweb_edu(deadline_s=30)
     unit = source.units()[1]
     assert source.waiting_for() is None
     paused, released = threading.Event(), threading.Event()
@@ -383,7 +382,7 @@ def wait_until(value):
 
 def test_connections_are_kept_from_request_to_request(served):
     server, texts = served
-    source = FineWebEdu()
+    source = fineweb_edu()
     units = source.units()
     before = len(server.log)
     assert [text for unit in units for text in source.documents(unit, Skipped())] == texts
@@ -394,7 +393,7 @@ def test_connections_are_kept_from_request_to_request(served):
 
 def test_an_idle_connection_that_the_server_closed_is_no_failure(served, clock):
     server, texts = served
-    source = FineWebEdu()
+    source = fineweb_edu()
     units = source.units()
     server.fault(reset=True)  # met by the connection that was kept
     assert list(source.documents(units[0], Skipped())) == texts[:50]
@@ -404,7 +403,7 @@ def test_an_idle_connection_that_the_server_closed_is_no_failure(served, clock):
 
 def test_how_many_footers_are_read_can_be_seen_from_outside(served):
     server, _ = served
-    source = FineWebEdu(deadline_s=30)
+    source = fineweb_edu(deadline_s=30)
     assert str(source.listed) == "files are being listed"
     server.fault(match="002_00000", status=503, times=10**9)
     listing = ThreadPoolExecutor(1).submit(source.units)
@@ -421,5 +420,5 @@ def test_a_file_that_fails_for_good_ends_the_wait_for_the_others(served):
     server.fault(status=503, times=10**9)
     server.fault(side="hub", match="002_00000", status=403)
     with pytest.raises(DataError, match=r"002_00000.parquet, footer: .* HTTP 403"):
-        FineWebEdu(deadline_s=60).units()
+        fineweb_edu(deadline_s=60).units()
     assert not [t for t in threading.enumerate() if t.name.startswith("footer")]

@@ -13,12 +13,11 @@ from nsa.config.differences import differences
 from nsa.config.load import ConfigWarning, parse_config, warn_if_unlikely
 from nsa.config.schema import Config, DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.sources.fineweb import FineWebEdu
 from nsa.data.sources.registry import open_source
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError, DataError, DataUnavailableError
 from tests.data.hub_server import HubServer, download
-from tests.data.mirror import texts_of, write_mirror
+from tests.data.mirror import fineweb_edu, texts_of, write_mirror
 
 REPO = "someone/stories"
 TRAIN = TrainConfig(seq_len=48, batch_size=4, seed=11, eval_sequences=4)
@@ -117,7 +116,7 @@ def test_the_fingerprint_of_fineweb_edu_is_that_of_earlier_versions(tmp_path):
             "16b4cee7381efd3441742f14defe3512d5ce431742b0bef0fe4ae4da5bcd6536",
         ),
     ):
-        assert FineWebEdu(paths=[str(tmp_path / folder) for folder in folders]).fingerprint() == expected
+        assert fineweb_edu(paths=[str(tmp_path / folder) for folder in folders]).fingerprint() == expected
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from nsa.data.loader import Loader, Prefetcher, Request
-from nsa.data.sequences import Concat, SyntheticStream
+from nsa.data.loader import Loader, Prefetcher
+from nsa.data.sequences import SyntheticSequences
 from nsa.data.waiting import Activity, Waiter
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.clock import Clock
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def loader():
-    return Loader(lambda: Concat(SyntheticStream(0, 64, 255), 32, 0), 32, isolate_documents=True)
+    return Loader(lambda: SyntheticSequences(32, 0, 255), 32, isolate_documents=True)
 
 
 class Gate:
@@ -41,10 +41,10 @@ def prefetcher(source, requests, *, ahead=2, waiter=None, first_batch_s=30.0, ti
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 8])
 def test_batches_come_in_order_and_are_those_of_the_loader(ahead):
-    requests = [Request(first, 3, 2) for first in range(0, 60, 6)]
+    requests = [range(first, first + 6, 2) for first in range(0, 60, 6)]
     made = prefetcher(loader(), requests, ahead=ahead)
     for request in requests:
-        batch, expected = made.next(), loader().batch(request.first, 3, 2)
+        batch, expected = made.next(), loader().batch(request.start, 3, 2)
         assert batch.inputs.equal(expected.inputs)
         assert batch.targets.equal(expected.targets)
         assert batch.cu_seqlens.equal(expected.cu_seqlens)
@@ -53,7 +53,7 @@ def test_batches_come_in_order_and_are_those_of_the_loader(ahead):
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_no_more_is_prefetched_than_configured(ahead):
     gate = Gate(permits=1000)
-    made = prefetcher(gate, (Request(n, 1) for n in range(1000)), ahead=ahead)
+    made = prefetcher(gate, (range(n, n + 1) for n in range(1000)), ahead=ahead)
     for taken in range(1, 5):
         made.next()
         # What the thread does is done when a job behind all of the prefetcher's is.
@@ -65,7 +65,7 @@ def test_no_more_is_prefetched_than_configured(ahead):
 def test_the_first_batch_and_later_ones_have_timeouts_of_their_own():
     clock, gate, reports = Clock(), Gate(), []
     waiter = Waiter(Activity(), 10.0, lambda _, message: reports.append(message), clock=clock, pause=clock.pause)
-    made = prefetcher(gate, [Request(n, 1) for n in range(9)], ahead=1, waiter=waiter, first_batch_s=25, timeout_s=50)
+    made = prefetcher(gate, [range(n, n + 1) for n in range(9)], ahead=1, waiter=waiter, first_batch_s=25, timeout_s=50)
     with pytest.raises(DataUnavailableError, match=r"waiting for the first batch since 25\.\d s.*data\.first_batch_s"):
         made.next()
     assert reports == [f"data: waiting for the first batch since {seconds}.0 s" for seconds in (10, 20)]
@@ -83,12 +83,12 @@ def test_the_first_batch_and_later_ones_have_timeouts_of_their_own():
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_an_error_of_the_source_comes_out_where_its_batch_would(ahead):
     with pytest.raises(DataError, match="shard 3 is torn"):
-        prefetcher(Gate(permits=9, error=DataError("shard 3 is torn")), [Request(0, 1)], ahead=ahead).next()
+        prefetcher(Gate(permits=9, error=DataError("shard 3 is torn")), [range(1)], ahead=ahead).next()
 
 
 def test_a_closed_prefetcher_lets_its_thread_end():
     before = set(threading.enumerate())
-    made = prefetcher(Gate(permits=9), (Request(n, 1) for n in range(10**6)), ahead=1)
+    made = prefetcher(Gate(permits=9), (range(n, n + 1) for n in range(10**6)), ahead=1)
     (thread,) = set(threading.enumerate()) - before
     made.next()
     made.close()

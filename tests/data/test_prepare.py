@@ -278,10 +278,10 @@ def test_several_folders_are_one_corpus(source, tmp_path):
     for part in ("a", "b"):
         prepare(source, TOKENIZER, tmp_path / part, workers=1)
     shards = open_shards([tmp_path / "a", tmp_path / "b"], TOKENIZER)
-    training, validation = build_corpora(
-        join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER), 0.1
-    )
-    assert len(shards.lengths) == 2 * (training.num_documents + validation.num_documents)
+    once = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
+    assert shards.lengths.tolist() == [*once.lengths, *once.lengths]
+    training, validation = build_corpora(shards.pieces, shards.lengths, shards.keys, 0.1)
+    assert training.num_documents + validation.num_documents == 2 * len(once.lengths)
 
 
 def test_the_plan_depends_on_sizes_alone(source):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.corpus import build_corpora, tokenise
-from nsa.data.sequences import IGNORED, BestFit, Concat, Mixture, PackedStream, SyntheticStream, fit
+from nsa.data.sequences import IGNORED, BestFit, Concat, Mixture, SyntheticSequences, fit
 from nsa.data.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -21,7 +21,12 @@ SEPARATOR = TOKENIZER.separator
 def corpus_of(lengths):
     """Documents with so many tokens each, the separator included."""
     texts = [(f"{n}:" + "abcdefghij" * 50)[: length - 1] for n, length in enumerate(lengths)]
-    return build_corpora(tokenise(texts, TOKENIZER), 0.0)[0], texts
+    return whole_corpus(texts), texts
+
+
+def whole_corpus(texts):
+    found = tokenise(texts, TOKENIZER)
+    return build_corpora([found.tokens], found.lengths, found.keys, 0.0)[0]
 
 
 def documents_of(rows):
@@ -96,7 +101,9 @@ def test_best_fit_is_the_same_every_time_and_another_in_every_epoch():
 
 
 def cut(name, seed, seq_len=16):
-    return Concat(SyntheticStream(seed, 64, SEPARATOR), seq_len, seed, name)
+    sequences = SyntheticSequences(seq_len, seed, SEPARATOR)
+    sequences.name = name
+    return sequences
 
 
 @settings(deadline=None, max_examples=40)
@@ -140,8 +147,7 @@ def test_a_mixture_of_files_trains_on_all_of_them(tmp_path):
 
 
 def test_reading_by_stride_gives_the_sequences_between(tmp_path):
-    training, _ = build_corpora(tokenise([f"{i} " * 40 for i in range(60)], TOKENIZER), 0.0)
-    sequences = Concat(PackedStream(training, 1), 32, 1)
+    sequences = Concat(whole_corpus([f"{i} " * 40 for i in range(60)]), 32, 1)
     assert sequences.count is not None
     whole = [sequences.row(n).inputs.tobytes() for n in range(12)]
     for size in (1, 2, 3, 4):
@@ -156,7 +162,7 @@ def test_a_sequence_of_a_million_tokens_is_packed_from_thousands_of_documents():
     """Every sequence follows from its number alone, and reads the documents of its place in the epoch, in order."""
     length = 1 << 20
     corpus, _ = corpus_of([500] * 4500)
-    sequences = Concat(PackedStream(corpus, seed=3), length, seed=3)
+    sequences = Concat(corpus, length, seed=3)
     assert sequences.count == 2
     rows = [sequences.row(number) for number in (0, 1)]
     for row in rows:
@@ -165,5 +171,5 @@ def test_a_sequence_of_a_million_tokens_is_packed_from_thousands_of_documents():
         assert np.array_equal(np.union1d([0], np.flatnonzero(row.inputs == SEPARATOR)), row.starts)
         assert 2097 <= len(row.starts) <= 2099
     assert not np.array_equal(rows[0].inputs, rows[1].inputs)
-    again = Concat(PackedStream(corpus, seed=3), length, seed=3).row(1)
+    again = Concat(corpus, length, seed=3).row(1)
     assert np.array_equal(again.inputs, rows[1].inputs)

@@ -31,12 +31,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, or a folder without size and content id, by its name in the repository."""
+    """A file by its name in the repository."""
 
     name: str
-    size: int = 0
-    content_id: str = ""
-    is_folder: bool = False
+    size: int
+    content_id: str
 
 
 @dataclass
@@ -70,27 +69,4 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Changes when files are added, removed or changed."""
-        ...
-
-
-class RemoteSource(Source, Protocol):
-    """A source that may not answer. `listed` is the progress of `units`."""
-
-    listed: Progress
-
-    @property
-    def commit(self) -> str | None:
-        """The commit of the repository that is read; None where there is none."""
-        ...
-
-    def waiting_for(self) -> str | None:
-        """The slowest operation and its last failure; None when nothing is slow."""
-        ...
-
-    def set_deadline(self, deadline_s: float) -> None:
-        """Sets how long an operation may go without any success, from now on."""
-        ...
-
-    def cancel(self) -> None:
-        """Operations in other threads end soon, with an error."""
         ...

@@ -9,32 +9,21 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from nsa.data.sources.base import Progress, Skipped, Unit
-from nsa.data.sources.layout import Chosen, is_parquet
+from nsa.data.sources.base import Entry, Progress, Skipped, Unit
+from nsa.data.sources.layout import HubLayout, is_parquet
 from nsa.data.sources.readers import file_errors, parquet_documents, parquet_units
-from nsa.data.sources.repository import HubFiles, LocalFiles, OnDisk, OnHub, Repository
+from nsa.data.sources.repository import HubRepository, LocalRepository, Repository
+from nsa.data.sources.text import no_such_path
 from nsa.errors import DataError, DataUnavailableError
 
 if TYPE_CHECKING:  # a mirror needs no HTTP client, which takes a while to import
     from nsa.data.sources.hub import Hub
 
 FOOTER_THREADS = 16
-
-
-class Layout(Protocol):
-    """How a subset's files are found. `needs` are patterns of files that the choice itself depends on."""
-
-    subset: str
-
-    @property
-    def needs(self) -> Sequence[str]: ...
-
-    def choose(self, repository: Repository) -> Chosen:
-        """Raises a `DataError` that lists what there is to choose from."""
-        ...
 
 
 class HubDataset:
@@ -48,11 +37,11 @@ class HubDataset:
         self,
         name: str,
         repo: str,
-        layout: Layout,
-        revision: str = "main",
-        paths: Sequence[str] = (),
-        text_field: str = "text",
-        deadline_s: float = 60.0,
+        layout: HubLayout,
+        revision: str,
+        paths: Sequence[str],
+        text_field: str,
+        deadline_s: float,
     ):
         self.name = name
         self.repo = repo
@@ -63,7 +52,7 @@ class HubDataset:
         self.deadline_s = deadline_s
         self.listed = Progress("footers read")
         self._hub: Hub | None = None
-        self._files: LocalFiles | HubFiles | None = None
+        self._files: dict[str, tuple[Repository, Entry]] | None = None
         self._units: list[Unit] | None = None
         self._lock = threading.RLock()
 
@@ -76,14 +65,14 @@ class HubDataset:
     @property
     def commit(self) -> str | None:
         """The commit that is read, from the first contact on; None for a mirror, which has none."""
-        return self._listed().commit
+        return next(repository.commit for repository, _ in self._listed().values())
 
     def units(self) -> Sequence[Unit]:
         with self._lock:
             if self._units is None:
-                files = self._listed()
+                names = sorted(self._listed())
                 with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
-                    footers = [pool.submit(self._units_of, files, name) for name in sorted(files.entries)]
+                    footers = [pool.submit(self._units_of, name) for name in names]
                     self.listed.done, self.listed.total = 0, len(footers)
                     try:
                         for footer in as_completed(footers):
@@ -98,61 +87,75 @@ class HubDataset:
             return self._units
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
-        with self._listed().open(unit.path, f"row group {unit.part}") as file:
+        with self._open(unit.path, f"row group {unit.part}") as file:
             yield from parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for name, entry in sorted(self._listed().entries.items()):
+        for name, (_, entry) in sorted(self._listed().items()):
             digest.update(f"{name}\0{entry.size}\0{entry.content_id}\n".encode())
         return digest.hexdigest()
 
     def waiting_for(self) -> str | None:
-        """As "FILE, row group 3: try 4, 12 s, last: HTTP 503"."""
+        """The slowest operation and its last failure, as "FILE, row group 3: try 4, 12 s, last: HTTP 503"; None when
+        nothing is slow."""
         return None if self._hub is None else self._hub.waiting_for()
 
     def set_deadline(self, deadline_s: float) -> None:
-        """A run that is under way waits longer than one that has not started."""
+        """Sets how long an operation may go without any success, from now on: a run that is under way waits longer
+        than one that has not started."""
         self.deadline_s = deadline_s
         if self._hub is not None:
             self._hub.deadline_s = deadline_s
 
     def cancel(self) -> None:
+        """Operations in other threads end soon, with an error."""
         if self._hub is not None:
             self._hub.cancel()
 
-    def _units_of(self, files: LocalFiles | HubFiles, name: str) -> list[Unit]:
-        with files.open(name, "footer") as file:
+    def _units_of(self, name: str) -> list[Unit]:
+        with self._open(name, "footer") as file:
             return parquet_units(name, file, self.text_field)
 
-    def _listed(self) -> LocalFiles | HubFiles:
+    def _open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
+        if name not in (files := self._listed()):
+            raise DataError(f"{name}: is not among the files of this source; did data.paths or data.subset change?")
+        repository, entry = files[name]
+        return repository.open(entry.name, what)
+
+    def _listed(self) -> dict[str, tuple[Repository, Entry]]:
+        """The files that are read, by their names in the source: where each lies, and as what."""
         files = self._files
         if files is not None:  # without the lock, which a thread that reads footers holds
             return files
         with self._lock:
             if self._files is None:
-                self._files = LocalFiles(self._mirrored()) if self.paths else self._from_hub()
+                self._files = self._mirrored() if self.paths else self._from_hub()
             return self._files
 
-    def _from_hub(self) -> LocalFiles | HubFiles:
+    def _from_hub(self) -> dict[str, tuple[Repository, Entry]]:
         from nsa.data.sources.hub import Hub, is_offline
 
         if is_offline():
             return self._cached()
         self._hub = self._hub or Hub(self.repo, self.deadline_s)
-        repository = OnHub(self._hub, self.revision)
-        return repository.files(self.layout.choose(repository).names)
+        title = f"{self.repo} at {self.revision}"
+        repository = HubRepository(self._hub, self._hub.commit(self.revision), title)
+        names = self.layout.choose(repository).names
+        repository.entries = {name: repository.entries[name] for name in names}  # a copy needs no others
+        return {name: (repository, repository.entry(name)) for name in names}
 
-    def _cached(self) -> LocalFiles:
+    def _cached(self) -> dict[str, tuple[Repository, Entry]]:
         """From the hub's local cache, if it holds all of them."""
         from nsa.data.sources.hub import cached_snapshot
 
         include = self.layout.needs
         snapshot = cached_snapshot(self.repo, self.revision, include)
         if snapshot is not None:
-            chosen = self.layout.choose(OnDisk(snapshot, "cache", f"the local cache of {self.repo}"))
+            repository = LocalRepository(snapshot, "cache", f"the local cache of {self.repo}", snapshot.name)
+            chosen = self.layout.choose(repository)
             if chosen.names and cached_snapshot(self.repo, self.revision, chosen.include) is not None:
-                return LocalFiles({name: snapshot / name for name in chosen.names}, commit=snapshot.name)
+                return {name: (repository, repository.entry(name)) for name in chosen.names}
             include = [*include, *chosen.include]
         patterns = " ".join(f'"{pattern}"' for pattern in dict.fromkeys(include))
         raise DataUnavailableError(
@@ -161,28 +164,25 @@ class HubDataset:
             f"--include {patterns}`, or set data.paths to a mirror"
         )
 
-    def _mirrored(self) -> dict[str, Path]:
+    def _mirrored(self) -> dict[str, tuple[Repository, Entry]]:
         """The files that `data.paths` names, each once. Names are relative to the folder that was named."""
-        found: dict[str, Path] = {}
+        found: dict[str, tuple[Repository, Entry]] = {}
         seen: set[str] = set()
         for number, given in enumerate(self.paths):
             top = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
             with file_errors(top):
-                names = self._names_at(top, given)
-            for name in names:
-                path = top / name if top.is_dir() else top
-                real = os.path.realpath(path)
+                if not top.exists():
+                    raise no_such_path(given)
+                is_folder = top.is_dir()
+                repository = LocalRepository(top if is_folder else top.parent, "mirror", f"the mirror {top}")
+                names = self.layout.choose(repository).names if is_folder else [top.name]
+            if not any(map(is_parquet, names)):
+                raise DataError(
+                    f"data.paths: {given} holds no .parquet file; name a mirror of {self.repo}, or a folder of it"
+                )
+            for name in sorted(names):
+                real = os.path.realpath(repository.top / name)
                 if real not in seen:
                     seen.add(real)
-                    found[name if name not in found else f"{number}/{name}"] = path
+                    found[name if name not in found else f"{number}/{name}"] = repository, repository.entry(name)
         return found
-
-    def _names_at(self, top: Path, given: str) -> list[str]:
-        if not top.exists():
-            raise DataError(f"data.paths: no such file or folder: {given}; relative paths start at {Path.cwd()}")
-        names = self.layout.choose(OnDisk(top, "mirror", f"the mirror {top}")).names if top.is_dir() else [top.name]
-        if not any(map(is_parquet, names)):
-            raise DataError(
-                f"data.paths: {given} holds no .parquet file; name a mirror of {self.repo}, or a folder of it"
-            )
-        return sorted(names)

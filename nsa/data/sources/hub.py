@@ -128,6 +128,8 @@ class Hub:
 
     def commit(self, revision: str) -> str:
         """Resolves a branch, a tag or a commit to the hash of its commit."""
+        if re.fullmatch(r"[0-9a-f]{40}", revision):
+            return revision
         url = f"/api/datasets/{self.repo}/revision/{quote(revision, safe='')}"
         info, _ = self._json(url, f"{self.repo}, revision {revision}")
         commit = info.get("sha") if isinstance(info, dict) else None
@@ -135,16 +137,16 @@ class Hub:
             raise DataError(f"{self.shown}{url}: names no commit; check HF_ENDPOINT")
         return commit
 
-    def tree(self, commit: str, folder: str, *, recursive: bool) -> list[Entry]:
-        """What a folder holds at a commit, over all pages of the listing; nothing when there is no such folder."""
+    def tree(self, commit: str, folder: str) -> list[Entry]:
+        """The files below a folder at a commit, over all pages of the listing; none when there is no such folder."""
         url = f"/api/datasets/{self.repo}/tree/{quote(commit, safe='')}"
         url += f"/{quote(folder, safe='')}" if folder else ""
-        query = {"recursive": str(recursive), "expand": "False"}
+        query = {"recursive": "True", "expand": "False"}
         entries: list[Entry] = []
         for _ in range(MAX_PAGES):
             try:
                 page, link = self._json(f"{url}?{urlencode(query)}", f"{self.repo}, listing of {folder or 'all files'}")
-                entries += [_entry(item) for item in page]
+                entries += filter(None, map(_entry, page))
             except _NoEntryError:
                 return []
             except (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError):
@@ -158,18 +160,45 @@ class Hub:
 
     def text(self, commit: str, name: str) -> str:
         """A whole file, a short one; empty when there is no such file."""
-        path = f"/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
         try:
-            return self._body(path, f"{self.repo}, {name}")[0].decode("utf-8", errors="replace")
+            return self._body(self._path(commit, name), f"{self.repo}, {name}")[0].decode("utf-8", errors="replace")
         except _NoEntryError:
             return ""
 
     def read(self, commit: str, name: str, start: int, stop: int, size: int, what: str) -> bytes:
         """Bytes [start, stop) of a file of `size` bytes. What arrived before a connection was cut is kept."""
-        buffer = bytearray()
+        path, buffer = self._path(commit, name), bytearray()
+
+        def attempt(operation: _Operation) -> None:
+            first = start + len(buffer)
+            wanted = {"Range": f"bytes={first}-{stop - 1}"}
+            try:
+                url = self._signed.get(path, self.endpoint + path)
+                with self._response(url, wanted, operation.timeout()) as response:
+                    if response.status_code != 206:
+                        raise self._refusal(response, what)
+                    given = response.headers.get("Content-Range", "")
+                    if given != f"bytes {first}-{stop - 1}/{size}":
+                        raise DataError(
+                            f"{what}: asked for bytes {first}-{stop - 1} of {size} and got {given!r}; check "
+                            "HF_ENDPOINT, or set data.paths to a local mirror"
+                        )
+                    _receive(response, buffer, stop - start, operation.timeout(), operation.progress)
+                    if len(buffer) < stop - start:
+                        raise _Failure(f"the connection was cut, {stop - start - len(buffer)} bytes are missing")
+            except BaseException:
+                # A signature expired, or a host is down: the hub is asked again where the bytes are.
+                self._signed.pop(path, None)
+                raise
+            if _origin(response.url) != self._origin:
+                self._signed[path] = str(response.url)
+
         if start < stop:
-            self._retry(what, lambda operation: self._resume(commit, name, start, stop, size, buffer, operation))
+            self._retry(what, attempt)
         return bytes(buffer)
+
+    def _path(self, commit: str, name: str) -> str:
+        return f"/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
 
     def _retry(self, what: str, attempt: Callable[[_Operation], T]) -> T:
         """What the first successful attempt returns. Failures that cannot pass raise a `DataError` at once."""
@@ -221,34 +250,6 @@ class Hub:
         if len(body) == MAX_BODY_BYTES:
             raise DataError(f"{self.shown}{path}: answers more than {MAX_BODY_BYTES >> 20} MiB; check HF_ENDPOINT")
         return body, link
-
-    def _resume(
-        self, commit: str, name: str, start: int, stop: int, size: int, buffer: bytearray, operation: _Operation
-    ) -> None:
-        """One attempt at what the buffer still lacks."""
-        key, what = f"{commit}/{name}", operation.what
-        url = f"{self.endpoint}/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
-        first = start + len(buffer)
-        wanted = {"Range": f"bytes={first}-{stop - 1}"}
-        try:
-            with self._response(self._signed.get(key, url), wanted, operation.timeout()) as response:
-                if response.status_code != 206:
-                    raise self._refusal(response, what)
-                given = response.headers.get("Content-Range", "")
-                if given != f"bytes {first}-{stop - 1}/{size}":
-                    raise DataError(
-                        f"{what}: asked for bytes {first}-{stop - 1} of {size} and got {given!r}; check HF_ENDPOINT, "
-                        "or set data.paths to a local mirror"
-                    )
-                _receive(response, buffer, stop - start, operation.timeout(), operation.progress)
-                if len(buffer) < stop - start:
-                    raise _Failure(f"the connection was cut, {stop - start - len(buffer)} bytes are missing")
-        except BaseException:
-            # A signature expired, or a host is down: the hub is asked again where the bytes are.
-            self._signed.pop(key, None)
-            raise
-        if _origin(response.url) != self._origin:
-            self._signed[key] = str(response.url)
 
     @contextmanager
     def _response(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
@@ -341,11 +342,12 @@ def _receive(
             raise TimeoutError
 
 
-def _entry(item: dict[str, Any]) -> Entry:
+def _entry(item: dict[str, Any]) -> Entry | None:
+    """None for a folder."""
     if not isinstance(item["path"], str):
         raise TypeError
     if item["type"] != "file":
-        return Entry(item["path"], is_folder=True)
+        return None
     digest = (item.get("lfs") or {}).get("oid") or item.get("oid") or ""
     if not isinstance(digest, str):
         raise TypeError

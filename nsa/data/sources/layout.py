@@ -24,6 +24,7 @@ from nsa.data.sources.text import matches
 from nsa.errors import DataError
 
 CONVERTED = "refs/convert/parquet"
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 LARGEST_FRONT = 2**22  # characters of the YAML at the top of a README
 KEYWORDS = {  # between characters that are no letters
     "train": "train|training",
@@ -51,13 +52,18 @@ class Subset:
 
 
 class HubLayout:
-    """One subset and split of any repository. `needs` is what must be there before files can be chosen."""
+    """One subset and split of any repository."""
 
     def __init__(self, subset: str = "default", split: str = "train"):
         self.subset, self.split = subset, split
-        self.needs: Sequence[str] = (CARD,)
+
+    @property
+    def needs(self) -> Sequence[str]:
+        """Patterns of files that the choice itself depends on."""
+        return [CARD]
 
     def choose(self, repository: Repository) -> Chosen:
+        """Raises a `DataError` that lists what there is to choose from."""
         title = repository.title
         subsets = _declared(repository.card(), title)
         names: list[str] = []
@@ -92,6 +98,33 @@ class HubLayout:
             known = _listed(splits, self.split)
             raise DataError(f"data.split: subset {self.subset!r} of {title} has no {self.split!r}; it has {known}")
         return self.split
+
+
+class FineWebLayout(HubLayout):
+    """FineWeb-Edu, whose subsets are known: they are folders, and a part of it needs no README. A mirror may also be a
+    folder of files, whatever its name."""
+
+    @property
+    def needs(self) -> Sequence[str]:
+        folder = _fineweb_folder(self.subset)
+        if folder is None:
+            raise DataError(
+                f"data.subset: {self.subset!r} is not a subset of {FINEWEB_EDU}; name sample-10BT, sample-100BT, "
+                "sample-350BT, a crawl such as CC-MAIN-2024-10, or default for all"
+            )
+        return [f"{folder}/*"]
+
+    def choose(self, repository: Repository) -> Chosen:
+        folder = _fineweb_folder(self.subset)
+        names = repository.below(folder) if folder else []
+        if not any(map(is_parquet, names)) and repository.kind != "cache":
+            # In a mirror of the repository another subset must not be mistaken for the one that is configured.
+            folders = {name.rpartition("/")[0] for top in ("sample", "data") for name in repository.below(top)}
+            others = sorted(other for other in folders if re.fullmatch(r"sample/\w+BT|data/CC-MAIN-[^/]+", other))
+            if others or repository.kind == "hub":
+                raise _unknown_fineweb_subset(self.subset, repository.title, others)
+            names = repository.below("")
+        return Chosen(sorted(filter(is_parquet, names)), [f"{folder}/*"])
 
 
 _REMEDY = (
@@ -242,3 +275,20 @@ def _listed(names: Iterable[str], wanted: str = "") -> str:
     shown = [*close, *(name for name in every if name not in close)][:SHOWN]
     more = [f"{len(every) - SHOWN:,} more"] if len(every) > SHOWN else []
     return ", ".join([*shown, *more]) or "none"
+
+
+def _fineweb_folder(subset: str) -> str | None:
+    """The repository's folder for a subset; None for a name that no subset can have."""
+    if subset == "default":
+        return "data"
+    if sample := re.fullmatch(r"sample-(\w+)", subset):
+        return f"sample/{sample[1]}"
+    return f"data/{subset}" if re.fullmatch(r"CC-MAIN-[\w-]+", subset) else None
+
+
+def _unknown_fineweb_subset(subset: str, where: str, folders: Sequence[str]) -> DataError:
+    samples = sorted(f.replace("sample/", "sample-") for f in folders if f.startswith("sample/"))
+    crawls = sorted(f.removeprefix("data/") for f in folders if f.startswith("data/"))
+    shown = crawls if len(crawls) <= 8 else [*crawls[:3], f"{len(crawls) - 6} more crawls", *crawls[-3:]]
+    names = ", ".join([*samples, *shown, *(["default (all crawls)"] if crawls else [])])
+    return DataError(f"data.subset: {where} has no {subset!r}; it has {names or 'no subsets at all'}")

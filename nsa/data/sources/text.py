@@ -158,8 +158,12 @@ def _named_by(entry: str, path: Path) -> list[Path]:
     elif path.exists():
         raise DataError(f"data.paths: {entry} is neither a regular file nor a folder; write it to a file first")
     else:
-        raise DataError(f"data.paths: no such file or folder: {entry}; relative paths start at {Path.cwd()}")
+        raise no_such_path(entry)
     return inside
+
+
+def no_such_path(entry: str) -> DataError:
+    return DataError(f"data.paths: no such file or folder: {entry}; relative paths start at {Path.cwd()}")
 
 
 def _kind_and_codec(path: Path) -> tuple[str, str | None]:
@@ -211,26 +215,16 @@ def _matching(pattern: Path) -> Iterator[Path]:
 
 def matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     """Whether a path matches a glob, both in parts; `**` stands for any folders. All ways to match go side by side."""
-    reached = _past_stars({0}, patterns)  # patterns that may stand for the next name
-    for name in names:
-        following = set()
-        for place in reached - {len(patterns)}:
-            pattern = patterns[place]
-            if name.startswith(".") and not pattern.startswith("."):  # hidden, as for glob()
-                continue
+    shown = [not name.startswith(".") for name in names]  # hidden ones need a dot in the pattern, as for glob()
+    reached = {0}  # how many names the patterns so far may stand for
+    for pattern in patterns:
+        following: set[int] = set()
+        for at in reached:
             if pattern == "**":
-                following.add(place)
-            elif fnmatchcase(name, pattern):
-                following.add(place + 1)
-        reached = _past_stars(following, patterns)
-    return len(patterns) in reached
-
-
-def _past_stars(places: set[int], patterns: tuple[str, ...]) -> set[int]:
-    """With the places after each `**`, which may stand for no folder."""
-    found: set[int] = set()
-    for place in places:
-        while place not in found:
-            found.add(place)
-            place += place < len(patterns) and patterns[place] == "**"
-    return found
+                while at not in following:
+                    following.add(at)
+                    at += at < len(names) and shown[at]
+            elif at < len(names) and (shown[at] or pattern.startswith(".")) and fnmatchcase(names[at], pattern):
+                following.add(at + 1)
+        reached = following
+    return len(names) in reached
