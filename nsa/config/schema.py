@@ -187,7 +187,7 @@ class DataConfig(SourceConfig):
     mixture: list[MixturePart] = Field([], description="several sources with weights, instead of source")
     tokenizer: Text = Field("bytes", description="bytes, gpt2, or the path of a tokenizer.json")
     tokenizer_path: Text | None = Field(
-        None, description="gpt2: folder with vocab.bpe and encoder.json; downloaded and checked when unset"
+        None, description="gpt2: folder with vocab.bpe; downloaded and checked when unset"
     )
     separator: Text | None = Field(
         None, description="token of a tokenizer.json that stands before every document; found by name when unset"

@@ -34,15 +34,9 @@ def _uniform(count: int, seed: int, key: int) -> NDArray[np.float64]:
     return random_bits(count, seed, key).astype(np.float64) / 2**64
 
 
-class _Pairs:
-    """The keys of one document, all different, and their values."""
-
-    def __init__(self, words: list[int], values: NDArray[np.float64]):
-        self.words, self.values = words, (values * 10**VALUE_LENGTH).astype(np.int64).tolist()
-
-    def line(self, key: int) -> str:
-        first, second = divmod(self.words[key], len(SYLLABLES))
-        return f"{SYLLABLES[first]}{SYLLABLES[second]}={self.values[key]:0{VALUE_LENGTH}d}\n"
+def _line(key: int, uniform: float) -> str:
+    first, second = divmod(key, len(SYLLABLES))
+    return f"{SYLLABLES[first]}{SYLLABLES[second]}={int(uniform * 10**VALUE_LENGTH):0{VALUE_LENGTH}d}\n"
 
 
 def make_text(characters: int, seed: int, key: int) -> str:
@@ -50,17 +44,18 @@ def make_text(characters: int, seed: int, key: int) -> str:
     count = characters // LINE + 1
     draw = _uniform(1 + 5 * count, seed, key)
     words, values, kind, which, pick = draw[1:].reshape(5, count)
-    pairs = _Pairs(list(dict.fromkeys((words * NUM_KEYS).astype(np.int64).tolist())), values)
+    keys = dict.fromkeys((words * NUM_KEYS).astype(np.int64).tolist())  # all different
+    pairs = list(zip(keys, values.tolist(), strict=False))
     is_filler = kind >= SPARSEST ** max(0.0, 4 * draw[0] - 3)
     defined = 0
     lines = []
     for filler, asks, chosen in zip(is_filler.tolist(), (which < 0.5).tolist(), pick.tolist(), strict=True):
         if filler:
             lines.append(FILLER[int(chosen * len(FILLER))])
-        elif defined and (asks or defined == len(pairs.words)):
-            lines.append(pairs.line(int(chosen * defined)))
+        elif defined and (asks or defined == len(pairs)):
+            lines.append(_line(*pairs[int(chosen * defined)]))
         else:
-            lines.append(pairs.line(defined))
+            lines.append(_line(*pairs[defined]))
             defined += 1
     return "".join(lines)
 
@@ -149,16 +144,17 @@ class Prompts:
         inside, order, values, filler = np.split(draw, np.cumsum([len(depths), len(depths), count]))
         lines = [FILLER[int(chosen * len(FILLER))] for chosen in filler.tolist()]
         keys = min(count, NUM_KEYS) if self.several else 1
-        pairs = _Pairs(random_order(NUM_KEYS, number, purpose | 1)[:keys].tolist(), values)
+        words = random_order(NUM_KEYS, number, purpose | 1)[:keys].tolist()
+        pairs = list(zip(words, values.tolist(), strict=False))
         total = keys if self.several else count
         starts = [depth * total // self.num_depths for depth in range(self.num_depths + 1)]
         chosen = [starts[d] + int(u * (starts[d + 1] - starts[d])) for d, u in zip(depths, inside, strict=True)]
         places = [key * count // keys for key in range(keys)] if self.several else chosen
         for key, place in enumerate(places):
-            lines[place] = pairs.line(key)
+            lines[place] = _line(*pairs[key])
         text, answers = "".join(lines), [0] * len(depths)
         for question in np.argsort(order).tolist():
-            line = pairs.line(chosen[question] if self.several else 0)
+            line = _line(*pairs[chosen[question] if self.several else 0])
             answers[question] = len(text) + line.index("=") + 1
             text += line
         return text, answers

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 
 TokenArray = NDArray[np.unsignedinteger]
 
-_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES: dict[str, tuple[str, str]] = {  # name: URL, and its sha256
-    "vocab.bpe": (_GPT2_URL + "vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
-    "encoder.json": (_GPT2_URL + "encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
-}
+GPT2_FILE = "vocab.bpe"  # its merges; ids follow from their order
+GPT2_URL = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{GPT2_FILE}"
+GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 BUILT_IN = ("bytes", "gpt2")  # any other name is the path of a tokenizer.json
 TOKENIZER_FILE = "tokenizer.json"  # in any folder
 DOWNLOAD_TIMEOUT_S = 60.0  # for one file of about 1 MB
@@ -97,7 +95,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of `data.tokenizer`, with `data.tokenizer_path`, `data.separator` and `data.end_tokens`.
 
-    `path` is the folder of GPT-2's two files, which are downloaded when it is unset. `separator` and `end_tokens` are
+    `path` is the folder of GPT-2's file, which is downloaded when it is unset. `separator` and `end_tokens` are
     tokens of a tokenizer.json; bytes and gpt2 have their own separator, which alone ends a text.
     """
     if path is not None and name != "gpt2":
@@ -363,77 +361,63 @@ def _unknown(name: str) -> ConfigError:
 
 def _load_gpt2(path: str | None) -> GPT2Tokenizer:
     """From the folder `path`, or from the cache and the network when it is None."""
-    data = {}
-    for file in GPT2_FILES:
-        data[file] = _download(file) if path is None else _from_folder(path, file)
-    try:
-        return GPT2Tokenizer(_gpt2_ranks(data["vocab.bpe"].decode(), json.loads(data["encoder.json"])))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"data.tokenizer: vocab.bpe and encoder.json do not fit together: {error!r}") from error
+    data = _download() if path is None else _from_folder(path)
+    return GPT2Tokenizer(_gpt2_ranks(data.decode()))
 
 
-def _gpt2_ranks(merges: str, encoder: dict[str, int]) -> dict[bytes, int]:
-    """The id of each token by its bytes. Both files write a byte as a character that can be seen."""
+def _gpt2_ranks(merges: str) -> dict[bytes, int]:
+    """The id of each token by its bytes: single bytes, then what each merge makes, since tiktoken merges the pair with
+    the lowest id first. The file writes a byte as a character that can be seen."""
     visible = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     hidden = [b for b in range(256) if b not in visible]
     bytes_of = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
-    # Ids are ranks: tiktoken merges the pair with the lowest id first, so they must follow the order of the merges.
     lines = merges.split("\n")[1:]  # the first one is a version
-    expected = [*bytes_of, *("".join(line.split(" ")) for line in lines if line)]
-    if [encoder[token] for token in expected] != list(range(len(expected))):
-        raise ValueError("the ids of encoder.json are not in the order of vocab.bpe")
-    if set(encoder) - set(expected) - {_END_OF_TEXT}:
-        raise ValueError("encoder.json has tokens that vocab.bpe lacks")
-    return {bytes(bytes_of[character] for character in token): i for i, token in enumerate(expected)}
+    tokens = [*bytes_of, *("".join(line.split(" ")) for line in lines if line)]
+    return {bytes(bytes_of[character] for character in token): i for i, token in enumerate(tokens)}
 
 
-def _from_folder(folder: str, file: str) -> bytes:
-    try:
-        data = Path(folder, file).expanduser().read_bytes()
-    except (OSError, RuntimeError) as error:  # the latter at ~ of nobody
-        raise DataError(f"data.tokenizer_path: {folder} must be a folder with {file}: {error}") from error
-    _check(str(Path(folder, file)), data, file)
+def _from_folder(folder: str) -> bytes:
+    wanted = f"data.tokenizer_path: {folder} must be a folder with {GPT2_FILE}"
+    with reworded(DataError, wanted, caught=(OSError, RuntimeError)):  # the latter at ~ of nobody
+        return _checked(str(Path(folder, GPT2_FILE)), Path(folder, GPT2_FILE).expanduser().read_bytes())
+
+
+def _checked(where: str, data: bytes) -> bytes:
+    found = hashlib.sha256(data).hexdigest()
+    if found != GPT2_SHA256:
+        raise DataError(f"{where}: is not {GPT2_FILE} of gpt2: expected the sha256 {GPT2_SHA256}, found {found}")
     return data
 
 
-def _check(where: str, data: bytes, file: str) -> None:
-    expected, found = GPT2_FILES[file][1], hashlib.sha256(data).hexdigest()
-    if found != expected:
-        raise DataError(f"{where}: is not {file} of gpt2: expected the sha256 {expected}, found {found}")
-
-
-def _download(file: str) -> bytes:
+def _download() -> bytes:
     """From tiktoken's cache, else downloaded into it: folder, names and hash check are tiktoken's.
 
     Its download has no timeout, so a thread does it that is abandoned when the time is over.
     """
     from tiktoken.load import read_file_cached
 
-    url, expected = GPT2_FILES[file]
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
     if folder is None:
         folder = str(Path(tempfile.gettempdir(), "data-gym-cache"))
-    entry = Path(folder, hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest())
+    entry = Path(folder, hashlib.sha1(GPT2_URL.encode(), usedforsecurity=False).hexdigest())
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not (folder and entry.is_file()):
-        raise _no_download(file, f"HF_HUB_OFFLINE is set and {folder or 'the cache'} does not have it")
-    download = run_in_thread(lambda: read_file_cached(url, expected), "data-download")
+        raise _no_download(f"HF_HUB_OFFLINE is set and {folder or 'the cache'} does not have it")
+    download = run_in_thread(lambda: read_file_cached(GPT2_URL, GPT2_SHA256), "data-download")
     if not wait([download], DOWNLOAD_TIMEOUT_S).done:
-        raise _no_download(file, f"not finished after {DOWNLOAD_TIMEOUT_S:g} s")
+        raise _no_download(f"not finished after {DOWNLOAD_TIMEOUT_S:g} s")
     try:
         data: bytes = download.result()
     except ValueError as error:  # another hash
-        raise DataError(f"data.tokenizer: {file} of gpt2: {error}") from None
+        raise DataError(f"data.tokenizer: {GPT2_FILE} of gpt2: {error}") from None
     except OSError as error:
         if error.filename is not None:  # of the disk, not of the network
             raise DataError(f"cannot use the cache folder {folder}: {error}") from error
-        raise _no_download(file, str(error)) from error
-    _check(url, data, file)  # tiktoken checks nothing where its cache is switched off
-    return data
+        raise _no_download(str(error)) from error
+    return _checked(GPT2_URL, data)  # tiktoken checks nothing where its cache is switched off
 
 
-def _no_download(file: str, reason: str) -> DataUnavailableError:
-    urls = " and ".join(url for url, _ in GPT2_FILES.values())
+def _no_download(reason: str) -> DataUnavailableError:
     return DataUnavailableError(
-        f"data.tokenizer: cannot download {file} of gpt2: {reason}. Download {urls} on a machine that can, put both "
-        "into one folder and set data.tokenizer_path=FOLDER, or use data.tokenizer=bytes"
+        f"data.tokenizer: cannot download {GPT2_FILE} of gpt2: {reason}. Download {GPT2_URL} on a machine that can, "
+        "put it into a folder and set data.tokenizer_path=FOLDER, or use data.tokenizer=bytes"
     )
