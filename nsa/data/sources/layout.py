@@ -88,8 +88,11 @@ class HubLayout:
             candidates = [subset for subset in subsets.values() if subset.is_default] or list(subsets.values())
             chosen = candidates[0] if len(candidates) == 1 else None
         if chosen is None:
-            raise DataError(f"data.subset: {title} has no {self.subset!r}; it has {_listed(subsets, self.subset)}")
+            raise self._unknown(title, subsets)
         return chosen
+
+    def _unknown(self, title: str, subsets: Iterable[str]) -> DataError:
+        return DataError(f"data.subset: {title} has no {self.subset!r}; it has {_listed(subsets, self.subset)}")
 
     def _split_of(self, splits: Mapping[str, Any], title: str) -> str:
         if not splits:
@@ -120,9 +123,11 @@ class FineWebLayout(HubLayout):
         if not any(map(is_parquet, names)) and repository.kind != "cache":
             # In a mirror of the repository another subset must not be mistaken for the one that is configured.
             folders = {name.rpartition("/")[0] for top in ("sample", "data") for name in repository.below(top)}
-            others = sorted(other for other in folders if re.fullmatch(r"sample/\w+BT|data/CC-MAIN-[^/]+", other))
+            others = [other for other in folders if re.fullmatch(r"sample/\w+BT|data/CC-MAIN-[^/]+", other)]
             if others or repository.kind == "hub":
-                raise _unknown_fineweb_subset(self.subset, repository.title, others)
+                crawls = sorted(name.removeprefix("data/") for name in others if name.startswith("data/"))[::-1]
+                samples = sorted(name.replace("/", "-") for name in others if name.startswith("sample/"))
+                raise self._unknown(repository.title, [*samples, *(["default"] if crawls else []), *crawls])
             names = repository.below("")
         return Chosen(sorted(filter(is_parquet, names)), [f"{folder}/*"])
 
@@ -284,11 +289,3 @@ def _fineweb_folder(subset: str) -> str | None:
     if sample := re.fullmatch(r"sample-(\w+)", subset):
         return f"sample/{sample[1]}"
     return f"data/{subset}" if re.fullmatch(r"CC-MAIN-[\w-]+", subset) else None
-
-
-def _unknown_fineweb_subset(subset: str, where: str, folders: Sequence[str]) -> DataError:
-    samples = sorted(f.replace("sample/", "sample-") for f in folders if f.startswith("sample/"))
-    crawls = sorted(f.removeprefix("data/") for f in folders if f.startswith("data/"))
-    shown = crawls if len(crawls) <= 8 else [*crawls[:3], f"{len(crawls) - 6} more crawls", *crawls[-3:]]
-    names = ", ".join([*samples, *shown, *(["default (all crawls)"] if crawls else [])])
-    return DataError(f"data.subset: {where} has no {subset!r}; it has {names or 'no subsets at all'}")
