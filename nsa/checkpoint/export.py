@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nsa.checkpoint.files import write_atomically
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify
 from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
-from nsa.errors import CheckpointError
+from nsa.errors import CheckpointError, reworded
 from nsa.files import regular
 from nsa.record.schema import WEIGHTS_FILE
 
@@ -92,17 +92,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with open(Path(path).resolve(), "rb", opener=regular):  # the library would wait for a pipe
+    damage = (OSError, SafetensorError, ValueError, RecursionError)
+    with reworded(CheckpointError, f"{path}: is no whole safetensors file", caught=damage):
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file; has the run finished?")
+        with open(path.resolve(), "rb", opener=regular):  # the library would wait for a pipe
             pass
         with safe_open(path, "pt") as file:
             yield file
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; has the run finished?") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: is no whole safetensors file: {error.strerror or error}") from None
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no whole safetensors file: {error}") from None
 
 
 def _about(file: Any) -> dict[str, Any]:

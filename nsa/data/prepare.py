@@ -168,11 +168,9 @@ def _groups(units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    try:
+    with reworded(DataError, f"{folder}: cannot be used", "choose another folder", (OSError, ValueError)):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (held below)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: cannot be used: {error}; choose another folder") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -273,11 +273,9 @@ class JsonTokenizer(_SubwordTokenizer):
             while stop < len(texts) and (stop == start or size + len(texts[stop]) <= self.longest_piece):
                 size += len(texts[stop])
                 stop += 1
-            try:
+            with reworded(DataError, f"{self.name}: cannot encode a text", caught=Exception):
                 # Unlike `encode`, this one lets other threads run, and works out no offsets.
                 batch = self._tokenizer.encode_batch_fast(texts[start:stop], add_special_tokens=False)
-            except Exception as error:
-                raise DataError(f"{self.name}: cannot encode a text: {error}") from error
             for encoding in batch:
                 yield self._ordinary(np.array(encoding.ids, dtype=self.dtype))
             start = stop
@@ -294,10 +292,8 @@ class JsonTokenizer(_SubwordTokenizer):
 
 def _parse(name: str, text: str) -> dict[str, Any]:
     """The file as a dictionary, without what would shorten, lengthen or randomise a text's ids."""
-    try:
+    with reworded(DataError, f"{name}: not a valid tokenizer.json", caught=(ValueError, RecursionError)):
         spec = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: not a valid tokenizer.json: {error}") from error
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
         raise DataError(f"{name}: not a valid tokenizer.json: it has no 'model'")
     if "dropout" in spec["model"]:

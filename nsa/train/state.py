@@ -12,7 +12,7 @@ from torch import nn
 from nsa.checkpoint.export import find_weights, load_any_weights
 from nsa.config import Config
 from nsa.data.tokenizers import Tokenizer
-from nsa.errors import CheckpointError, ConfigError
+from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
 from nsa.parallel.ddp import HookWrapper
@@ -109,10 +109,8 @@ def build_state(
         config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config)
     )
     if config.train.init_from is not None:
-        try:
+        with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
             load_any_weights(model, find_weights(Path(config.train.init_from)))
-        except CheckpointError as error:
-            raise CheckpointError(f"train.init_from: {error}") from None
     freeze(model, config.train.freeze)
     apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
     if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole

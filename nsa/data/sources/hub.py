@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 import huggingface_hub
 
 from nsa.data.sources.base import Entry
-from nsa.errors import DataError, DataUnavailableError
+from nsa.errors import DataError, DataUnavailableError, reworded
 
 try:
     import httpx2 as httpx
@@ -416,7 +416,6 @@ def _new_client() -> httpx.Client:
         tls.load_verify_locations(certifi.where())
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
     headers = {"User-Agent": "nsa", "Accept-Encoding": "identity"}
-    try:
+    proxies = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: cannot be used"
+    with reworded(DataError, proxies, "correct or unset it", (ValueError, ImportError)):
         return httpx.Client(headers=headers, limits=limits, verify=tls)
-    except (ValueError, ImportError) as error:
-        raise DataError(f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: cannot be used: {error}; correct or unset it") from None
