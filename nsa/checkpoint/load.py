@@ -115,11 +115,10 @@ def refuse_misfit(
             f"{path}: does not fit this model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
             "is the configuration the one it was saved with?"
         )
+    kind = "checkpoint" if path.is_dir() else "file"
     for name, shape in saved.items():
         if shape != own[name]:
-            raise CheckpointError(
-                f"{path}: {name} is {list(shape)} in the checkpoint and {list(own[name])} in the model"
-            )
+            raise CheckpointError(f"{path}: {name} is {list(shape)} in the {kind} and {list(own[name])} in the model")
 
 
 def _cause(error: BaseException) -> str:
