@@ -189,10 +189,11 @@ class _Unpickler(pickle._Unpickler):
         raise CheckpointError(f"refused: it asks for {module}.{name}, which no checkpoint of ours needs")
 
     def load_build(self) -> None:
-        built = self.stack[-2]  # type: ignore[attr-defined]
+        built, state = self.stack[-2:]  # type: ignore[attr-defined]
         if isinstance(built, type) or not is_dataclass(built):
             raise CheckpointError("refused: it changes something that was there before")
-        if isinstance(built, TensorProperties) and not _are(self.stack[-1], _PROPERTIES):  # type: ignore[attr-defined]
+        sound = isinstance(state, tuple) and tuple(map(type, state)) == _PROPERTIES
+        if isinstance(built, TensorProperties) and not sound:
             raise CheckpointError("refused: the properties of a tensor are none")
         super().load_build()  # type: ignore[misc]
 
@@ -237,15 +238,10 @@ class _Unpickler(pickle._Unpickler):
 def _check_keys(keys: list[Any]) -> None:
     """Texts, numbers, and where in a tensor a part begins: all are hashed at once."""
     for key in keys:
-        plain = type(key) in (str, int) or (
-            isinstance(key, MetadataIndex) and type(vars(key).get("fqn")) is str and _is_offset(vars(key).get("offset"))
-        )
-        if not plain:
+        index = vars(key) if isinstance(key, MetadataIndex) else {}
+        is_index = type(index.get("fqn")) is str and isinstance(index.get("offset"), torch.Size | None)
+        if type(key) not in (str, int) and not is_index:
             raise CheckpointError(f"refused: a key of its tables is of type {type(key).__name__}")
-
-
-def _is_offset(value: Any) -> bool:
-    return value is None or isinstance(value, torch.Size)
 
 
 def _memory_format(*given: Any) -> _MEM_FORMAT_ENCODING:
@@ -253,10 +249,6 @@ def _memory_format(*given: Any) -> _MEM_FORMAT_ENCODING:
     if len(given) != 2 or given[0] is not _MEM_FORMAT_ENCODING or type(given[1]) is not str:
         raise CheckpointError("refused: it asks for builtins.getattr of something that is no memory format")
     return _MEM_FORMAT_ENCODING[given[1]]
-
-
-def _are(values: Any, types: tuple[type, ...]) -> bool:
-    return isinstance(values, tuple) and tuple(map(type, values)) == types
 
 
 def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStorageMetadata]:
