@@ -9,29 +9,14 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from nsa.data.sources import readers
 from nsa.data.sources.base import Skipped, Unit
-from nsa.data.sources.readers import (
-    BLOCK_BYTES,
-    CODECS,
-    EMPTY,
-    MAX_TEXT_BYTES,
-    NOT_UTF8,
-    Unpacked,
-    file_errors,
-    files_fingerprint,
-    jsonl_documents,
-    open_file,
-    parquet_documents,
-    parquet_units,
-    text_document,
-    text_too_long,
-)
 from nsa.errors import DataError
 
 RANGE_BYTES = 16 << 20  # of a .jsonl file in one unit
 UNPACKED_RATIO = 3  # about how much longer text is than its compressed file
 KINDS = (".txt", ".jsonl")  # each of them also compressed
-SUFFIXES = (*KINDS, *(kind + packed for kind in KINDS for packed in CODECS), ".parquet")
+SUFFIXES = (*KINDS, *(kind + packed for kind in KINDS for packed in readers.CODECS), ".parquet")
 # For messages: " or ".join(SUFFIXES) would hide the two that nearly everybody has.
 READABLE = ".txt or .jsonl file, plain or as .gz or .zst, and no .parquet file"
 # Folders of the standard library that hold installed packages, or tests full of deliberate oddities.
@@ -58,9 +43,9 @@ class TextSource:
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
         path = Path(unit.path)
         kind, codec = _kind_and_codec(path)
-        with open_file(path, BLOCK_BYTES if kind == ".jsonl" else -1) as file:
+        with readers.open_file(path, readers.BLOCK_BYTES if kind == ".jsonl" else -1) as file:
             if kind == ".parquet":
-                yield from parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
+                yield from readers.parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
                 return
             size = os.fstat(file.fileno()).st_size
             if size < unit.stop:
@@ -68,30 +53,30 @@ class TextSource:
                     f"{path}: has {size} bytes and had at least {unit.stop} before; files must not change during a run"
                 )
             if codec:
-                file = cast(BinaryIO, io.BufferedReader(Unpacked(unit.path, file, codec), BLOCK_BYTES))
+                file = cast(BinaryIO, io.BufferedReader(readers.Unpacked(unit.path, file, codec), readers.BLOCK_BYTES))
             if kind == ".txt":
-                yield from text_document(unit.path, file, skipped)
+                yield from readers.text_document(unit.path, file, skipped)
             elif codec:
-                yield from jsonl_documents(unit.path, file, self.text_field, skipped)
+                yield from readers.jsonl_documents(unit.path, file, self.text_field, skipped)
             else:
-                yield from jsonl_documents(unit.path, file, self.text_field, skipped, unit.start, unit.stop)
+                yield from readers.jsonl_documents(unit.path, file, self.text_field, skipped, unit.start, unit.stop)
 
     def fingerprint(self) -> str:
-        return files_fingerprint(expand_paths(self.paths))
+        return readers.files_fingerprint(expand_paths(self.paths))
 
     def _units_of(self, path: Path) -> list[Unit]:
         kind, codec = _kind_and_codec(path)
         name = str(path)
         if kind == ".parquet":
-            with open_file(path) as file:
-                return parquet_units(name, file, self.text_field)
-        with file_errors(path):
+            with readers.open_file(path) as file:
+                return readers.parquet_units(name, file, self.text_field)
+        with readers.file_errors(path):
             size = path.stat().st_size
         if codec:
             return [Unit(name, stop=size, size=UNPACKED_RATIO * size)]
         if kind == ".txt":
-            if size > MAX_TEXT_BYTES:
-                raise text_too_long(name)
+            if size > readers.MAX_TEXT_BYTES:
+                raise readers.text_too_long(name)
             return [Unit(name, stop=size, size=size)]
         starts = range(0, size, self.range_bytes)
         stops = [*starts[1:], size]
@@ -114,15 +99,15 @@ class PythonSource:
         try:
             text = Path(unit.path).read_bytes().decode("utf-8")
         except (UnicodeDecodeError, OSError) as error:
-            skipped["cannot be read" if isinstance(error, OSError) else NOT_UTF8] += 1
+            skipped["cannot be read" if isinstance(error, OSError) else readers.NOT_UTF8] += 1
             return
         if text.strip():
             yield text
         else:
-            skipped[EMPTY] += 1
+            skipped[readers.EMPTY] += 1
 
     def fingerprint(self) -> str:
-        return files_fingerprint(self._paths())
+        return readers.files_fingerprint(self._paths())
 
     def _paths(self) -> list[Path]:
         found = []
@@ -137,7 +122,7 @@ def expand_paths(paths: Sequence[str]) -> list[Path]:
     found: dict[Path, None] = {}
     for entry in paths:
         path = Path(os.path.expanduser(entry))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
-        with file_errors(path):
+        with readers.file_errors(path):
             found.update(dict.fromkeys(_named_by(entry, path)))
     return list(found)
 
@@ -169,7 +154,7 @@ def no_such_path(entry: str) -> DataError:
 def _kind_and_codec(path: Path) -> tuple[str, str | None]:
     """.txt, .jsonl or .parquet, and how it is compressed."""
     suffixes = path.name.lower().split(".")[-2:]
-    codec = CODECS.get("." + suffixes[-1])
+    codec = readers.CODECS.get("." + suffixes[-1])
     return "." + (suffixes[0] if codec else suffixes[-1]), codec
 
 
