@@ -18,7 +18,7 @@ from nsa.config import Config, parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.data.tokenizers import tokenizer_for
-from nsa.errors import CheckpointError, reworded
+from nsa.errors import CheckpointError
 from nsa.files import make_folder, read_regular
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
@@ -58,9 +58,11 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
 
 def reproduce(dumped: Path) -> StepResult:
     """Runs the dumped step again in one process: the loss and gradient norm that were not finite."""
-    with reworded(CheckpointError, f"{dumped}: is no whole dump of a step", caught=(OSError, ValueError, KeyError)):
+    try:
         report: dict[str, Any] = json.loads(read_regular(dumped / "report.json"))
         parts = [read_tensors(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
     config = parse_config(report["config"], str(dumped / "report.json"), ["parallel.strategy=single"])
     with numerics(config.runtime):
         state = build_state(config, tokenizer_for(config.data))
