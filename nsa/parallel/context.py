@@ -120,7 +120,8 @@ class Pending:
     """What an exchange gives, which may still be under way; what is sent is kept until it has ended."""
 
     def __init__(self, result: Tensor, sent: Tensor, work: Any):
-        self._result, self._sent, self._work = result, sent, work
+        self._result, self._work = result, work
+        self._sent: Tensor | None = sent
 
     def wait(self) -> Tensor:
         if self._work is not None:

@@ -9,6 +9,7 @@ Legend: B batch, S tokens of this rank, C channels, H query heads, G key/value h
 for the compressed tokens of a chunk, N compressed tokens of the sequence, T tokens of the sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from torch.nn.functional import pad
 
 from nsa.errors import ArgumentError
 from nsa.nn.attention import NSAAttention
-from nsa.nn.compressor import MeanCompressor
 from nsa.nn.dense import DenseAttention
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
@@ -66,7 +66,8 @@ def plan(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, context: Context) 
     if cu_seqlens is None:
         if (key, x.device) not in context.plans:
             context.plans[key, x.device] = _plan(length, spec, None, context, x.device)
-        return context.plans[key, x.device]
+        found: Plan = context.plans[key, x.device]
+        return found
     return cached_with(cu_seqlens, key, lambda: _plan(length, spec, cu_seqlens, context, x.device))
 
 
@@ -282,8 +283,11 @@ def _assemble(gathered: Tensor, plan: Plan, k: Tensor, v: Tensor) -> tuple[Tenso
 def _with_halos(k: Tensor, v: Tensor, width: int, context: Context) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of the early and the late chunk, each with the `width` tokens before it."""
     joined = torch.cat([k, v], dim=-1)
-    pairs = zip(halo(joined, width, context), joined.chunk(2, dim=1), strict=True)
-    return [tuple(torch.cat(pair, dim=1).split([k.shape[3], v.shape[3]], dim=-1)) for pair in pairs]  # type: ignore[misc]
+    halves = []
+    for before, own in zip(halo(joined, width, context), joined.chunk(2, dim=1), strict=True):
+        k_half, v_half = torch.cat([before, own], dim=1).split([k.shape[3], v.shape[3]], dim=-1)
+        halves.append((k_half, v_half))
+    return halves
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
@@ -296,7 +300,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
     return torch.cat(outputs, dim=1)
 
 
-def _compress(phi: MeanCompressor | nn.Module, halves: list[Tensor], plan: Plan, spec: NSASpec) -> Tensor:
+def _compress(phi: nn.Module, halves: Sequence[Tensor], plan: Plan, spec: NSASpec) -> Tensor:
     """Every chunk with its halo -> the compressed tokens that end in it, [B, 2 * M, G, D]."""
     slots = plan.slot_position.shape[1]
     compressed = []
@@ -322,7 +326,9 @@ def _nsa_forward(
     q, k_sel = rotate(q, tables), rotate(k_sel, tables)
     k_win = k_sel if layer.shared_kv else rotate(k_win, tables)
     is_turned = layer.compress == "after_rotation"
-    heads = o_cmp = indices = None
+    heads: Heads | None = None
+    o_cmp: Tensor | None = None
+    indices: Tensor | None = None
     if forced != "win":
         k_cmp = rotate(k_cmp, tables) if is_turned else k_cmp
         keys, values = zip(*_with_halos(k_cmp, v_cmp, spec.cmp_block - 1, context), strict=True)
@@ -331,13 +337,15 @@ def _nsa_forward(
             k_slots = rotate(k_slots, rotary_tables(here.slot_position.flatten(), *rotary))
         slots = _gather_slots(k_slots, v_slots, context)
         heads = Heads(k_sel, v_sel, context) if forced != "cmp" else None  # under way while the others are computed
-        o_cmp, indices = _Compressed.apply(slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
+        given = (slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
+        o_cmp, indices = _Compressed.apply(*given)  # type: ignore[no-untyped-call]
     o_win = _window(q, k_win, v_win, win) if forced in (None, "win") else None
     o_sel = None if heads is None else _attend_by_head(heads, sel, q, k_sel, v_sel, indices)
     if forced is None:
         o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
     else:
         o_BSHV = {"cmp": o_cmp, "sel": o_sel, "win": o_win}[forced]
+    assert isinstance(o_BSHV, Tensor)
     out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
     return out_BSC
 
