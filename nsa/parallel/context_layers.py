@@ -76,9 +76,9 @@ def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Contex
     tokens = 2 * size * length
     layout = token_layout(tokens, spec, cu_seqlens, device)
     halves, rows = [], []
-    for number, first in enumerate(context.starts(length)):
+    for late, first in enumerate(context.starts(length)):
         rows.append(torch.arange(first, first + length, device=device))
-        halves.append(_half(slice(number * length, (number + 1) * length), first, spec, cu_seqlens))
+        halves.append(_half(slice(late * length, (late + 1) * length), first, spec, cu_seqlens))
     # Compressed tokens that end before each chunk: chunk c has those from ended[c] on.
     ended = (layout.cmp_start + visible_compressed(layout.position, spec))[length - 1 :: length]
     ended = pad(ended, (1, 0))

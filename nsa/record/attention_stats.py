@@ -56,7 +56,7 @@ class AttentionObserver:
         self._gates.append(gate_numbers(gates))
 
     @torch.no_grad()
-    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> None:
+    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> None:
         self._selection.append(selection_numbers(indices, spec, cu_seqlens, q_offset))
 
     def finish(self, step: int) -> None:

@@ -23,6 +23,7 @@ from nsa.errors import ConfigError, LaunchError
 from nsa.ops import NSASpec
 from nsa.parallel.context import Context, bytes_per_layer, chunks_of, data_ranks
 from nsa.parallel.launch import start_world
+from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config
 from tests.distributed.test_same_numbers import DEEP, assert_same, column, recompute, strategy, train_all, tree
 
@@ -141,6 +142,27 @@ def test_every_recomputation_changes_no_bit(tmp_path, granularity, kind):
     train_all(tmp_path, 2, [{"name": name, "config": config} for name, config in jobs.items()])
     assert column(tmp_path / "again", "loss") == column(tmp_path / "plain", "loss")
     assert column(tmp_path / "again", "grad_norm") == column(tmp_path / "plain", "grad_norm")
+
+
+@pytest.mark.long
+def test_a_teacher_is_divided_too(tmp_path):
+    train_all(tmp_path, 1, [{"name": "teacher", "config": tree(SHORT)}])
+    taught = tree(SHORT, ODD, {"train": {"teacher": str(tmp_path / "teacher"), "seed": 1}})
+    train_all(tmp_path, 1, [{"name": "one", "config": taught}])
+    train_all(tmp_path, 2, [{"name": "two", "config": tree(taught, divided(2))}])
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.long
+def test_a_step_that_is_not_finite_can_be_run_again_in_one_process(tmp_path):
+    config = write_config(tmp_path, train={"steps": 3}, parallel={"context": 2})
+    ended = run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.loss:nan:hit=2:rank=1")
+    assert [e.code for e in ended] == [5, 5]
+    (dumped,) = (tmp_path / "run" / "nonfinite").iterdir()
+    assert [e.code for e in run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'unbroken'}")] == [0, 0]
+    again = reproduce(dumped)  # the NaN was injected: without it, the step has the numbers of an unbroken run
+    assert again.loss == pytest.approx(column(tmp_path / "unbroken", "loss")[1], rel=1e-5)
+    assert again.grad_norm == pytest.approx(column(tmp_path / "unbroken", "grad_norm")[1], rel=1e-4)
 
 
 def test_a_killed_run_resumes_to_the_bit(tmp_path):
