@@ -33,7 +33,7 @@ SHORT = {"train": {"steps": 4, "eval_every": 2}, "checkpoint": {"every": 0}, "te
 MLP = {"nsa": {"phi": "mlp"}}
 PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
 ODD = {"train": {"seq_len": 61, "batch_size": 2}}  # 122 tokens, packed, in 4 or 8 chunks
-WHOLE_ROWS = {"data": {"isolate_documents": False}, "train": {"batch_size": 2}}
+WHOLE_ROWS = {"data": {"isolate_documents": False}, "train": {"seq_len": 64, "batch_size": 2}}
 
 
 def divided(ranks, kind="ddp"):
@@ -254,7 +254,10 @@ def test_impossible_layouts_are_refused():
     with pytest.raises(LaunchError, match="and 1 rank cannot"), start_world(ParallelConfig(context=2), "cpu", {}):
         pass
     for changes, message in (
-        ({"parallel": {"context": 64}}, "64 tokens cannot be divided into the 128 chunks of 64 ranks"),
+        (
+            {"parallel": {"context": 64}, "train": {"seq_len": 64}},
+            "64 tokens cannot be divided into the 128 chunks of 64 ranks",
+        ),
         ({"parallel": {"context": 2, "strategy": "single"}}, "use ddp or fsdp"),
         ({"parallel": {"context": 2}, "runtime": {"compile": True}}, r"runtime\.compile: compiled blocks"),
     ):
