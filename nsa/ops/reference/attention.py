@@ -189,7 +189,7 @@ class Branch:
     def __init__(self, chunks: Callable[..., Iterator[Chunk]]):
         self.chunks = chunks
 
-    def forward_workspace(self, q: Tensor, k: Tensor, *rest: Any) -> int:
+    def forward_workspace(self, q: Tensor, k: Tensor, *rest: Any, q_offset: int = 0) -> int:
         """Upper bound of the bytes held on top of arguments and results: the scores of a chunk, and their mask and
         exponentials."""
         return 2 * 4 * self._scores(q, k, rest[-2])

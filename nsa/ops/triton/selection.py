@@ -111,15 +111,18 @@ def _starts(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) 
     return layout.doc_start[q_offset:] - q_offset, layout.cmp_start[q_offset:]
 
 
-def forward_workspace(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
+def forward_workspace(
+    q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
+) -> int:
     """Bytes that `forward` holds on top of arguments and results: the block scores of its largest chunk."""
     batch, tokens, heads, dim = q.shape
     groups = k.shape[2]
     constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
     planes = groups * constants["PLANES"]
-    limit = chunk_bytes(tokens, constants["PLANES"], constants["QT"], spec)
-    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, cu_seqlens is not None, limit)
-    return 4 * score_elements(chunks, planes, scored_from, spec)
+    packed = cu_seqlens is not None or q_offset > 0
+    limit = chunk_bytes(q_offset + tokens, constants["PLANES"], constants["QT"], spec)
+    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, limit, q_offset)
+    return 4 * score_elements(chunks, planes, scored_from, spec, q_offset)
 
 
 # What follows from shapes alone is computed once for each; callers only read it.
