@@ -35,6 +35,7 @@ from nsa.checks.progress import Progress
 from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus, write_trial_config
 from nsa.config import Config, load_config, parse_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
+from nsa.parallel.context import data_ranks
 from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
 
@@ -70,7 +71,7 @@ class Setup:
         """The configuration as it is; a ConfigError where its ranks cannot share the batch evenly."""
         config = self.config
         strategy = "single" if self.given_nproc == 1 else "ddp"
-        batch = (config.train.batch_size, micro_batch_size(config, self.given_nproc))
+        batch = self._given_batch
         return Case(
             config.model.n_layers,
             config.train.seq_len,
@@ -81,6 +82,11 @@ class Setup:
             data=SYNTHETIC if config.data.source == "synthetic" and not config.data.mixture else AS_GIVEN,
             batch=SMALL if batch == self.small_batch else AS_GIVEN,
         )
+
+    @property
+    def _given_batch(self) -> tuple[int, int]:
+        groups = data_ranks(self.config.parallel.context, self.given_nproc)
+        return self.config.train.batch_size, micro_batch_size(self.config, groups)
 
     @property
     def small_batch(self) -> tuple[int, int]:
@@ -96,8 +102,7 @@ class Setup:
         """What the configuration of a case changes, by `section.key`: its factors, the number of steps, and timeouts
         with which the watchdog finds a hang well within the limit and before any collective times out."""
         config, telemetry, parallel = self.config, self.config.telemetry, self.config.parallel
-        given_batch = (config.train.batch_size, micro_batch_size(config, self.given_nproc))
-        batch_size, micro_batch = self.small_batch if case.batch == SMALL else given_batch
+        batch_size, micro_batch = self.small_batch if case.batch == SMALL else self._given_batch
         changes: dict[str, Any] = {
             "model.n_layers": case.layers,
             "nsa.force_branch": case.branch,
@@ -111,6 +116,7 @@ class Setup:
             "runtime.compile": case.compiled,
             "runtime.cuda_graphs": "auto",  # which no case refuses
             "parallel.strategy": case.strategy,
+            "parallel.context": parallel.context if case.strategy != "single" and not case.compiled else 1,
             "parallel.allow_single_rank": parallel.allow_single_rank or (self.on_gpu and self.processes(case) == 1),
             # One process takes several passes for the batch.
             "parallel.ddp.static_graph": parallel.ddp.static_graph and case.strategy == "ddp",
@@ -149,8 +155,9 @@ def load_setup(
     """Loads the configuration and decides how many processes it takes. A mistake in it is a ConfigError."""
     config = load_config(config_file, overrides, os.environ)
     gpus, strategy = usable_gpus(config), config.parallel.strategy
-    wanted = nproc or gpus or 2
-    given = 1 if strategy == "single" or (strategy == "auto" and not (nproc or gpus)) else wanted
+    wanted = nproc or gpus or max(2, config.parallel.context)
+    alone = strategy == "auto" and config.parallel.context == 1 and not (nproc or gpus)
+    given = 1 if strategy == "single" or alone else wanted
     setup = Setup(config_file, tuple(overrides), config, out, wanted, given, gpus > 0, steps, limit_s)
     _ = setup.given
     return setup

@@ -18,6 +18,7 @@ import torch
 
 from nsa.config import Config
 from nsa.nn.model import build_model
+from nsa.parallel.context import data_ranks
 from nsa.train.state import micro_batch_size
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
@@ -44,12 +45,14 @@ def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -
     with torch.device("meta"):
         model = build_model(config.model, config.nsa, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
-    micro = micro_batch_size(config, nproc)  # a ConfigError where the ranks cannot share the batch evenly
-    passes = config.train.batch_size // nproc // micro
+    groups = data_ranks(config.parallel.context, nproc)
+    micro = micro_batch_size(config, groups)  # a ConfigError where the ranks cannot share the batch evenly
+    passes = config.train.batch_size // groups // micro
+    shared = f", each over {config.parallel.context} ranks" if groups < nproc else ""
     return [
         *_versions(),
         *_gpus(config, nproc),
-        Finding("batch", True, f"{nproc} ranks x {passes} passes x {micro} sequences"),
+        Finding("batch", True, f"{groups} ranks x {passes} passes x {micro} sequences{shared}"),
         _disk(folder, (config.checkpoint.keep + 2) * state + SPARE_BYTES),
         _host_memory(2 * state),
         _open_files(),

@@ -20,6 +20,7 @@ from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
 from nsa.nn.loss import LONG_PASS
 from nsa.nn.model import Decoder
+from nsa.parallel.context import data_ranks
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
 from nsa.parallel.recompute import Granularity
@@ -148,8 +149,9 @@ class Planner:
         self.config, self.nproc, self.torch_version = config, nproc, torch_version
         self.strategy = choose_strategy(config.parallel.strategy, nproc)
         self.precision = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
-        self.micro_batch = micro_batch_size(config, nproc)
-        self.share = config.train.batch_size // nproc  # sequences of a rank in a step
+        groups = data_ranks(config.parallel.context, nproc)
+        self.micro_batch = micro_batch_size(config, groups)
+        self.share = config.train.batch_size // groups  # sequences of a rank in a step, which others may share
         self._shards = nproc if self.strategy == "fsdp" else 1
         wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
         self.param_dtype = _DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward

@@ -22,6 +22,8 @@ from nsa.checks.memory_workspaces import workspace_bytes
 from nsa.config import Config
 from nsa.nn.loss import next_token_loss
 from nsa.nn.model import Decoder, build_model
+from nsa.parallel.context import Context
+from nsa.parallel.context_layers import apply_context
 from nsa.parallel.recompute import apply_recompute
 from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
@@ -137,13 +139,16 @@ def trace(config: Config, param_dtype: torch.dtype, *, norms_in_float32: bool) -
         model = build_model(shortened, config.nsa, config.model.vocab_size, 0, chosen_kernels(config))
         _change_dtype(model, param_dtype)
         live = LiveBytes([*model.parameters(), *model.buffers()])
+        context = Context(None, config.parallel.context)
+        if context.size > 1:
+            apply_context(model, context)
         apply_recompute(model, config.runtime.gradient_checkpointing)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
             fused = partial(_fused_norm, weight=norm.weight, in_float32=norms_in_float32)
             norm.forward = fused  # type: ignore[method-assign]
         _register_hooks(model, live)
         with live:
-            _run(model, config, live)
+            _run(model, config, live, context)
     untraced, block = config.model.n_layers - len(model.blocks), model.blocks[0]
     in_block = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     parameters = model.num_parameters() + untraced * in_block
@@ -208,8 +213,9 @@ def _register_hooks(model: Decoder, live: LiveBytes) -> None:
             parameter.register_post_accumulate_grad_hook(live.mark_gradient)
 
 
-def _run(model: Decoder, config: Config, live: LiveBytes) -> None:
-    """A pass over a batch shaped as the loader shapes it: isolated documents are concatenated into one row."""
+def _run(model: Decoder, config: Config, live: LiveBytes, context: Context) -> None:
+    """A pass over a batch shaped as the loader shapes it: isolated documents are concatenated into one row, and ranks
+    that share sequences have their tokens."""
     micro_batch, length = config.train.micro_batch, config.train.seq_len
     assert isinstance(micro_batch, int)
     tokens, cu_seqlens = torch.zeros(micro_batch, length, dtype=torch.int64), None
@@ -217,6 +223,8 @@ def _run(model: Decoder, config: Config, live: LiveBytes) -> None:
         tokens = tokens.view(1, -1)
         documents = micro_batch + tokens.numel() // TOKENS_PER_DOCUMENT
         cu_seqlens = torch.zeros(documents + 1, dtype=torch.int32)
+    if context.size > 1:
+        tokens = tokens.new_zeros(tokens.shape[0], context.rows(tokens.shape[1])[0].shape[0])
     dtype = AUTOCAST_TYPES.get(config.runtime.precision)
     with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
         loss = model(tokens, cu_seqlens, loss=partial(next_token_loss, targets_BS=torch.zeros_like(tokens)))

@@ -48,11 +48,14 @@ def workspace_bytes(func: Any, args: Sequence[Any]) -> float:
     if name not in _NODES:
         return 0.0
     operator, function = _NODES[name]
-    *given, sizes, cu_seqlens, backend = args
+    *given, backend = args
+    offset = 0 if operator == "phi" else given.pop()
+    *given, sizes, cu_seqlens = given
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
     formula = getattr(runs, f"{function}_workspace", None)
-    return 0.0 if formula is None else float(formula(*given, NSASpec(*sizes), cu_seqlens))
+    more = {"q_offset": offset} if operator == "select" else {}  # its scores are as wide as the sequence
+    return 0.0 if formula is None else float(formula(*given, NSASpec(*sizes), cu_seqlens, **more))
 
 
 def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> float:

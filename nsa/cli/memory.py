@@ -129,7 +129,9 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
     processes = f"{planner.nproc} process{'es' if planner.nproc > 1 else ''}"
     compiled = ", compiled" if found["compile"] else ""
     say(f"{file}: {processes}, {planner.strategy}, {planner.precision}{compiled}")
-    console.print(f"micro-batch {estimate['micro_batch']} x {planner.config.train.seq_len} tokens\n")
+    ranks = planner.config.parallel.context
+    shared = f", each over {ranks} processes" if ranks > 1 else ""
+    console.print(f"micro-batch {estimate['micro_batch']} x {planner.config.train.seq_len} tokens{shared}\n")
     console.print(held)
     gradients = estimate["all_gradients"] / 2**30
     console.print(f"Highest in the {estimate['moment']}. Gradients when backward ends: {gradients:.2f} GiB.\n")

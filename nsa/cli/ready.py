@@ -58,7 +58,7 @@ def ready(
     before = read_baseline(baseline) if baseline else None
     folder = out or Path("runs") / f"{config.stem}-ready"
     gpus = usable_gpus(resolved)
-    processes = nproc or (1 if resolved.parallel.strategy == "single" else max(1, gpus))
+    processes = nproc or (1 if resolved.parallel.strategy == "single" else max(resolved.parallel.context, gpus))
     scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
     plan = Plan(resolved, folder, processes, scale, arguments)

@@ -356,6 +356,7 @@ class ParallelConfig(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         "auto", description="auto: single for one rank, else ddp"
     )
+    context: Positive = Field(1, description="ranks that share each sequence; the others divide the batch")
     timeout_s: Seconds = Field(600.0, description="timeout of a collective")
     allow_single_rank: bool = Field(False, description="allow one process on a node with several GPUs")
     ddp: DDPConfig = DDPConfig()
@@ -416,6 +417,18 @@ class Config(Section):
         if self.train.optimizer == "muon" and self.parallel.strategy == "fsdp":
             raise field_error(
                 "train.optimizer", "muon needs whole matrices, which fsdp shards; use parallel.strategy=ddp or adamw"
+            )
+        ranks, length = self.parallel.context, self.train.seq_len
+        if ranks > 1 and self.parallel.strategy == "single":
+            raise field_error(
+                "parallel.context", "ranks cannot share a sequence under strategy single; use ddp or fsdp"
+            )
+        if ranks > 1 and length < 2 * ranks:
+            cannot = f"{length} tokens cannot be divided into the {2 * ranks} chunks of {ranks} ranks"
+            raise field_error("parallel.context", f"{cannot}; raise train.seq_len or lower parallel.context")
+        if ranks > 1 and self.runtime.compile:
+            raise field_error(
+                "runtime.compile", "compiled blocks cannot exchange keys; turn it off for parallel.context"
             )
         return self
 

@@ -9,9 +9,10 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa import faults
-from nsa.data.sequences import Row, Sequences
+from nsa.data.sequences import IGNORED, Row, Sequences
 from nsa.data.waiting import DaemonPool, Waiter
 
 
@@ -37,6 +38,16 @@ class Batch:
             return self
         missing = self.cu_seqlens[-1:].expand(borders - self.cu_seqlens.shape[0])
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, missing]))
+
+    def take(self, rows: Tensor, length: int) -> "Batch":
+        """Tokens `rows` of every sequence padded to `length` tokens; borders stay those of the whole. What pads has no
+        targets, and where documents have borders it is one by itself."""
+        extra = length - self.inputs.shape[1]
+        inputs, targets = pad(self.inputs, (0, extra)), pad(self.targets, (0, extra), value=IGNORED)
+        borders = self.cu_seqlens
+        if borders is not None and extra:
+            borders = torch.cat([borders, borders.new_tensor([length])])
+        return Batch(inputs[:, rows], targets[:, rows], borders, self.max_seqlen)
 
     def pinned(self) -> "Batch":
         """In memory that a GPU copies from asynchronously."""

@@ -7,6 +7,8 @@ all tensors one device. First derivatives only: a second one raises DerivativeEr
 spec         NSASpec, the sizes of blocks, selection and window
 cu_seqlens   None, or the borders of documents packed into one sequence, for B = 1: int32 [documents + 1] on the device
              of the others, from 0 to S, never decreasing. No document reads another
+q_offset     tokens before the first query: the S queries are the last of a sequence of q_offset + S tokens, whose keys,
+             values and borders are given whole
 backend      None runs the fastest backend that can; "reference" or "triton" runs that one or raises BackendError
 
 Names are loaded on first use, so that `nsa.ops.spec` can be imported without torch.

@@ -1,9 +1,9 @@
 """The operators as torch sees them: opaque nodes with shapes, gradients and a backend chosen inside.
 
 Autograd, torch.compile, checkpointing and meta tensors all meet one node per operator. The arguments of a node are the
-backends': tensors, the spec as seven integers, cu_seqlens; then the backend's name. An attention's log-sum-exp is a
-second output, kept for backward. When a node runs, it checks values (document borders, block indices) and chooses the
-backend. `operators` has checked everything else.
+backends': tensors, the spec as seven integers, cu_seqlens, q_offset where there are queries; then the backend's name.
+An attention's log-sum-exp is a second output, kept for backward. When a node runs, it checks values (document borders,
+block indices) and chooses the backend. `operators` has checked everything else.
 
 Values are always checked on the CPU. On a GPU that would synchronize, so there it happens inside `checked_values()`
 only; elsewhere the formulas mask bad values.
@@ -30,6 +30,7 @@ from nsa.ops.spec import NSASpec
 # host, as long as the kernels of a short sequence run.
 _LIBRARY = torch.library.Library("nsa", "DEF")
 _SETTINGS = "SymInt[] spec, Tensor? cu_seqlens, str? backend"
+_QUERY_SETTINGS = "SymInt[] spec, Tensor? cu_seqlens, SymInt q_offset, str? backend"  # of operators that have queries
 
 _check_every_device: ContextVar[bool] = ContextVar("check_every_device", default=False)
 
@@ -56,11 +57,11 @@ def _check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
             raise ArgumentError("cu_seqlens", f"must never decrease, but entry {place} goes from {left} to {right}")
 
 
-def _check_index_values(indices: Tensor, spec: NSASpec) -> None:
+def _check_index_values(indices: Tensor, tokens: int, spec: NSASpec) -> None:
     """Every index is -1 or a block of the sequence."""
     if indices.numel() == 0 or (indices.is_cuda and not _check_every_device.get()):
         return
-    blocks = num_blocks(indices.shape[1], spec)
+    blocks = num_blocks(tokens, spec)
     low, high = int(indices.min()), int(indices.max())
     if low < -1 or high >= blocks:
         raise ArgumentError("indices", f"must be -1 or one of the {blocks} blocks, got values from {low} to {high}")
@@ -87,12 +88,14 @@ def _node(operator: str, function: str, query: int = 0, value: int = 0, *, forwa
     those of forward, so that the same backend is chosen."""
 
     def run(*args: Any) -> Any:
-        *given, sizes, cu_seqlens, backend = args
+        *given, backend = args
+        offset = {} if operator == "phi" else {"q_offset": given.pop()}
+        *given, sizes, cu_seqlens = given
         spec = _spec(*sizes)
         if forward:
-            _check_border_values(cu_seqlens, given[0].shape[1])
+            _check_border_values(cu_seqlens, given[0].shape[1] + offset.get("q_offset", 0))
         chosen = choose(operator, backend, given[query], given[value], spec, count=forward)
-        return getattr(chosen, function)(*given, spec, cu_seqlens)
+        return getattr(chosen, function)(*given, spec, cu_seqlens, **offset)
 
     return run
 
@@ -180,13 +183,13 @@ _differentiate(contract_blocks, contract_blocks_backward)
 
 def _select(*args: Any) -> Tensor:
     indices: Tensor = _run_selection(*args)
-    notify("selected", indices, _spec(*args[-3]), args[-2])
+    notify("selected", indices, _spec(*args[3]), *args[4:6])
     return indices
 
 
 _run_selection = _node("select", "forward", 0, 1)
 select_blocks = _define(
-    f"select_blocks(Tensor q, Tensor k, Tensor lse, {_SETTINGS}) -> Tensor",
+    f"select_blocks(Tensor q, Tensor k, Tensor lse, {_QUERY_SETTINGS}) -> Tensor",
     _select,
     lambda q, k, lse, spec, *_: q.new_empty(q.shape[0], q.shape[1], k.shape[2], spec[3], dtype=torch.int32),
 )
@@ -202,26 +205,30 @@ def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor,
 
 def _define_attention(
     name: str, run: Callable[..., Any], operator: str, tensors: str = "Tensor q, Tensor k, Tensor v"
-) -> Any:
-    forward = _define(f"{name}({tensors}, {_SETTINGS}) -> (Tensor, Tensor)", run, _attention_shapes)
+) -> tuple[Any, Any]:
+    forward = _define(f"{name}({tensors}, {_QUERY_SETTINGS}) -> (Tensor, Tensor)", run, _attention_shapes)
     backward = _define(
-        f"{name}_backward(Tensor do, {tensors}, Tensor o, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+        f"{name}_backward(Tensor do, {tensors}, Tensor o, Tensor lse, {_QUERY_SETTINGS}) -> (Tensor, Tensor, Tensor)",
         _node(operator, "backward", 1, 3, forward=False),
         lambda do, q, k, v, *_: _like(q, k, v),
     )
-    _differentiate(forward, backward, lambda inputs, output: (*inputs[:-3], *output, *inputs[-3:]))
-    return forward
+    _differentiate(forward, backward, lambda inputs, output: (*inputs[:-4], *output, *inputs[-4:]))
+    return forward, backward
 
 
 def _attend_selected(*args: Any) -> tuple[Tensor, Tensor]:
-    _check_index_values(args[3], _spec(*args[4]))
+    _check_index_values(args[3], args[1].shape[1], _spec(*args[4]))
     return _run_selected(*args)
 
 
 _run_selected = _node("sel", "forward", 0, 2)
-compressed_attention = _define_attention("compressed_attention", _node("cmp", "forward", 0, 2), "cmp")
-window_attention = _define_attention("window_attention", _node("win", "forward", 0, 2), "win")
-selected_attention = _define_attention(
+compressed_attention, compressed_attention_backward = _define_attention(
+    "compressed_attention", _node("cmp", "forward", 0, 2), "cmp"
+)
+window_attention, window_attention_backward = _define_attention(
+    "window_attention", _node("win", "forward", 0, 2), "win"
+)
+selected_attention, selected_attention_backward = _define_attention(
     "selected_attention", _attend_selected, "sel", "Tensor q, Tensor k, Tensor v, Tensor indices"
 )
 

@@ -19,8 +19,8 @@ from nsa.ops.spec import NSASpec
 class Observer(Protocol):
     failures: int
 
-    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
-        """The blocks of one layer: [B, S, G, num_selected] int32, padded with -1."""
+    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> None:
+        """The blocks of one layer, or of some of its queries: [B, S, G, num_selected] int32, padded with -1."""
         ...
 
     def mixed(self, gates: Tensor) -> None:

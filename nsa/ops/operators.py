@@ -61,6 +61,7 @@ def compressed_attention(
     spec: NSASpec,
     *,
     cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over visible compressed tokens.
@@ -69,8 +70,8 @@ def compressed_attention(
     natural-log log-sum-exp [B,S,H], which carries no gradient.
     """
     _check_sequence("q", q, cu_seqlens)
-    _check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, _num_slots(q, spec, cu_seqlens))
-    o, lse = library.compressed_attention(q, k_cmp, v_cmp, spec.as_ints(), cu_seqlens, backend)
+    _check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, _num_slots(q, spec, cu_seqlens, q_offset))
+    o, lse = library.compressed_attention(q, k_cmp, v_cmp, spec.as_ints(), cu_seqlens, q_offset, backend)
     return o, lse.detach()
 
 
@@ -81,6 +82,7 @@ def select_blocks(
     spec: NSASpec,
     *,
     cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """The blocks each query reads: int32 [B,S,G,num_selected], ascending, padded with -1. No gradient.
@@ -90,22 +92,22 @@ def select_blocks(
     the newest `num_local` are always among them.
     """
     _check_sequence("q", q, cu_seqlens)
-    _check_keys("k_cmp", k_cmp, q, _num_slots(q, spec, cu_seqlens))
+    _check_keys("k_cmp", k_cmp, q, _num_slots(q, spec, cu_seqlens, q_offset))
     if lse.shape != q.shape[:3]:
         raise ArgumentError("lse", f"must be [B, S, H] = {list(q.shape[:3])}, got {list(lse.shape)}")
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     if lse.dtype != wanted:
         raise ArgumentError("lse", f"must be {wanted} for {q.dtype} queries, got {lse.dtype}")
     _check_device("lse", lse, q)
-    return _select_blocks(q, k_cmp, lse, spec, cu_seqlens, backend)
+    return _select_blocks(q, k_cmp, lse, spec, cu_seqlens, q_offset, backend)
 
 
 def _select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, backend: str | None
+    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int, backend: str | None
 ) -> Tensor:
     def compute() -> Tensor:
         indices: Tensor = library.select_blocks(
-            q.detach(), k_cmp.detach(), lse.detach(), spec.as_ints(), cu_seqlens, backend
+            q.detach(), k_cmp.detach(), lse.detach(), spec.as_ints(), cu_seqlens, q_offset, backend
         )
         return indices
 
@@ -122,6 +124,7 @@ def selected_attention(
     spec: NSASpec,
     *,
     cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """Attention over the tokens of the selected blocks at positions up to the query's own: [B,S,H,Dv].
@@ -130,27 +133,34 @@ def selected_attention(
     block twice in a row, -1 for none.
     """
     _check_sequence("q", q, cu_seqlens)
-    _check_pair("k", k, "v", v, q, q.shape[1])
+    _check_pair("k", k, "v", v, q, _length(q, q_offset))
     wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]
     if list(indices.shape) != wanted:
         raise ArgumentError("indices", f"must be [B, S, G, num_selected] = {wanted}, got {list(indices.shape)}")
     if indices.dtype != torch.int32:
         raise ArgumentError("indices", f"must be int32, got {indices.dtype}")
     _check_device("indices", indices, q)
-    o: Tensor = library.selected_attention(q, k, v, indices, spec.as_ints(), cu_seqlens, backend)[0]
+    o: Tensor = library.selected_attention(q, k, v, indices, spec.as_ints(), cu_seqlens, q_offset, backend)[0]
     return o
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, backend: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: NSASpec,
+    *,
+    cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
+    backend: str | None = None,
 ) -> Tensor:
     """Attention over the last `window` tokens, the query's own included: [B,S,H,Dv].
 
     q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv].
     """
     _check_sequence("q", q, cu_seqlens)
-    _check_pair("k", k, "v", v, q, q.shape[1])
-    o: Tensor = library.window_attention(q, k, v, spec.as_ints(), cu_seqlens, backend)[0]
+    _check_pair("k", k, "v", v, q, _length(q, q_offset))
+    o: Tensor = library.window_attention(q, k, v, spec.as_ints(), cu_seqlens, q_offset, backend)[0]
     return o
 
 
@@ -175,16 +185,16 @@ def nsa_attention(
     mapping from operators (`nsa.ops.dispatch.OPERATORS`) to names.
     """
     _check_sequence("q", q, cu_seqlens)
-    _check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, _num_slots(q, spec, cu_seqlens))
+    _check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, _num_slots(q, spec, cu_seqlens, 0))
     _check_pair("k_sel", k_sel, "v_sel", v_sel, q, q.shape[1])
     _check_pair("k_win", k_win, "v_win", v_win, q, q.shape[1])
     _check_gates(gates, q)
     cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
     sizes = spec.as_ints()
-    o_cmp, lse = library.compressed_attention(q, k_cmp, v_cmp, sizes, cu_seqlens, cmp)
-    indices = _select_blocks(q, k_cmp, lse, spec, cu_seqlens, select)
-    o_sel = library.selected_attention(q, k_sel, v_sel, indices, sizes, cu_seqlens, sel)[0]
-    o_win = library.window_attention(q, k_win, v_win, sizes, cu_seqlens, win)[0]
+    o_cmp, lse = library.compressed_attention(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
+    indices = _select_blocks(q, k_cmp, lse, spec, cu_seqlens, 0, select)
+    o_sel = library.selected_attention(q, k_sel, v_sel, indices, sizes, cu_seqlens, 0, sel)[0]
+    o_win = library.window_attention(q, k_win, v_win, sizes, cu_seqlens, 0, win)[0]
     mixed: Tensor = library.mix_branches(o_cmp, o_sel, o_win, gates, mix)
     return mixed
 
@@ -215,8 +225,15 @@ def check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
     _check_device("cu_seqlens", cu_seqlens, x)
 
 
-def _num_slots(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
-    return num_slots(q.shape[1], spec, packed=cu_seqlens is not None)
+def _length(q: Tensor, q_offset: int) -> int:
+    """Tokens of the sequence whose last ones are the queries."""
+    if q_offset < 0:
+        raise ArgumentError("q_offset", f"must be at least 0 tokens before the first query, got {q_offset}")
+    return q_offset + q.shape[1]
+
+
+def _num_slots(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> int:
+    return num_slots(_length(q, q_offset), spec, packed=cu_seqlens is not None)
 
 
 def _check_sequence(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:

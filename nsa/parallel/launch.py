@@ -22,6 +22,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
+from nsa.parallel.context import Context, data_ranks
 
 Strategy = str  # "single", "ddp" or "fsdp"
 
@@ -38,6 +39,17 @@ class World:
     backend: str = "none"
     cpu_group: dist.ProcessGroup | None = None
     local_size: int = 0  # ranks of this node; 0 where the launcher does not say
+    context: Context | None = None  # the ranks that share this rank's sequences; None where each has its own
+
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks that read different sequences."""
+        return self.size // (self.context.size if self.context else 1)
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's group."""
+        return self.rank // (self.context.size if self.context else 1)
 
     @property
     def node_share(self) -> slice:
@@ -161,6 +173,7 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     launch = read_launch(environment)
     chosen = pick_device(device, launch.local_rank)
     guard(launch, chosen, parallel, environment)
+    data_ranks(parallel.context, launch.size)
     strategy = choose_strategy(parallel.strategy, launch.size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -180,5 +193,10 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     on_device: dict[str, Any] = {"device_id": chosen} if backend == "nccl" else {}
     dist.init_process_group(both, timeout=timeout, **store, **on_device)
     group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
-    yield World(chosen, strategy, launch.rank, launch.local_rank, launch.size, backend, group, launch.local_size)
+    context = None
+    if parallel.context > 1:  # neighbouring ranks, which have the fastest connections
+        own, _ = dist.new_subgroups(parallel.context, timeout=timeout)
+        context = Context(own)
+    ranks = (launch.rank, launch.local_rank, launch.size)
+    yield World(chosen, strategy, *ranks, backend, group, launch.local_size, context)
     dist.destroy_process_group()  # not after an error: the others may be gone, and this would wait for them

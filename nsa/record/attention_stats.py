@@ -11,7 +11,7 @@ regardless of the scores. The distance of a block is counted in blocks from the 
 row's blocks that the row of the token before it in its document reads too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionSta
 
 COLLAPSED = 0.95
 MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
+GATE_NUMBERS, SELECTION_NUMBERS = 8, 7 + len(DISTANCE_BINS)  # of a row
 _COMPARED = 6  # where `selection_numbers` has the blocks that agreement is a share of
 
 
@@ -37,10 +38,14 @@ class Sample:
 
 
 class AttentionObserver:
-    """Watches one forward pass at a time. `layers` are the names of the attention layers in the order they run."""
+    """Watches one forward pass at a time. `layers` are the names of the attention layers in the order they run.
 
-    def __init__(self, layers: Sequence[str]):
-        self.layers = list(layers)
+    Where ranks share sequences, a layer reports the blocks of its two chunks of queries one after the other. `gather`
+    stacks a tensor over these ranks: the numbers are those of whole sequences, on each of them.
+    """
+
+    def __init__(self, layers: Sequence[str], gather: Callable[[Tensor], Tensor] | None = None):
+        self.layers, self._gather = list(layers), gather
         self.failures = 0
         self._gates: list[Tensor] = []
         self._selection: list[Tensor] = []
@@ -51,13 +56,16 @@ class AttentionObserver:
         self._gates.append(gate_numbers(gates))
 
     @torch.no_grad()
-    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
-        self._selection.append(selection_numbers(indices, spec, cu_seqlens))
+    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> None:
+        self._selection.append(selection_numbers(indices, spec, cu_seqlens, q_offset))
 
     def finish(self, step: int) -> None:
         """Ends a pass: starts the copy of its numbers to the host."""
         gates, selection = self._gates, self._selection
         self._gates, self._selection = [], []
+        if self._gather is not None:
+            gates = self._joined(gates, 1, GATE_NUMBERS, lowest=2, largest=3)
+            selection = self._joined(selection, 2, SELECTION_NUMBERS, lowest=None, largest=2)
         if gates or selection:
             on_host = [_to_host(torch.stack(part)) if part else None for part in (gates, selection)]
             arrived = None
@@ -65,6 +73,21 @@ class AttentionObserver:
                 arrived = torch.cuda.Event()
                 arrived.record()
             self._waiting.append((step, on_host[0], on_host[1], arrived))
+
+    def _joined(self, rows: list[Tensor], parts: int, width: int, lowest: int | None, largest: int) -> list[Tensor]:
+        """The parts of every layer over all ranks as one row; none where a rank did not see all layers."""
+        assert self._gather is not None
+        layers = len(self.layers)
+        if len(rows) == parts * layers:
+            own = torch.stack(rows).unflatten(0, (layers, -1)).transpose(0, 1)
+        else:  # all ranks gather the same shape, whatever happened on one of them
+            own = torch.full((parts, layers, width), torch.nan, dtype=torch.float64)
+        everywhere = self._gather(own.contiguous()).flatten(0, 1)
+        total = everywhere.sum(0)
+        total[:, largest] = everywhere[..., largest].amax(0)
+        if lowest is not None:
+            total[:, lowest] = everywhere[..., lowest].amin(0)
+        return list(total) if rows else []
 
     def wait(self) -> None:
         """Waits for the copies: for the end of a run."""
@@ -127,11 +150,11 @@ def read_gates(row: Tensor) -> GateStats:
     return GateStats(int(rows), entropy / rows, lowest, largest, collapsed / rows, *(share / rows for share in shares))
 
 
-def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:
     """[B, S, G, n] -> rows, blocks, most in a row, rows that are full, forced blocks, agreeing and compared blocks,
     and blocks by distance."""
     batch, tokens, groups, width = indices.shape
-    position = token_layout(tokens, spec, cu_seqlens, indices.device).position
+    position = token_layout(q_offset + tokens, spec, cu_seqlens, indices.device).position[q_offset:]
     own = (position // spec.sel_block).view(1, tokens, 1, 1)
     used = indices >= 0
     distinct = used.sum(-1)

@@ -21,7 +21,7 @@ from nsa.train.state import RunState
 
 class Feed:
     """This rank's batches, from the run's data cursor on. Which sequences a step reads, over all ranks, depends on the
-    cursor alone: sequence number first + k is read by rank k % size.
+    cursor alone: sequence number first + k is read by rank k % size, or by the k-th group where ranks share sequences.
 
     Every long wait is reported. A request to stop interrupts the wait for the first batch, and in a run of one process
     any later one, with `WaitStopped`. Ranks of a larger run finish their step: they wait for each other in it.
@@ -32,7 +32,7 @@ class Feed:
     ):
         self.config, self.state, self.folder = config, state, folder
         self.micro_batch, self.monitor, self.stop = micro_batch, monitor, stop
-        self.passes = config.train.batch_size // (micro_batch * state.world.size)
+        self.passes = config.train.batch_size // (micro_batch * state.world.data_size)
         self.fallback: str | None = None  # why the run trains on synthetic text
         self.first_batch_s = 0.0
         self._arrived = 0
@@ -168,7 +168,7 @@ class Feed:
 
     def _numbers_of(self, first: int) -> Iterator[range]:
         """This rank's sequences of a step, pass by pass."""
-        size, rank, last = self.state.world.size, self.state.world.rank, first + self.config.train.batch_size
+        size, rank, last = self.state.world.data_size, self.state.world.data_rank, first + self.config.train.batch_size
         for start in range(first, last, self.micro_batch * size):
             yield range(start + rank, start + self.micro_batch * size, size)
 

@@ -56,7 +56,7 @@ def plan_graphs(config: Config, world: World, micro_batch: int) -> "StepGraphs":
     reason = "runtime.cuda_graphs is false" if wanted is False else refusal(config, world)
     if wanted is True and reason is not None:
         raise ConfigError(f"runtime.cuda_graphs: cannot be true, because {reason}; set it to auto or false")
-    accumulates = config.train.batch_size > micro_batch * world.size
+    accumulates = config.train.batch_size > micro_batch * world.data_size
     return StepGraphs(micro_batch * config.train.seq_len, accumulates, reason, required=wanted is True)
 
 

@@ -29,7 +29,7 @@ from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
 from nsa.train.session import Session, StartOptions
 from nsa.train.signals import StopRequest
-from nsa.train.state import RunState, build_state, micro_batch_size
+from nsa.train.state import RunState, build_state, micro_batch_size, own_tokens
 from nsa.train.step import StepResult, Validation, train_step, validate
 from nsa.train.trained import load_teacher
 
@@ -86,7 +86,7 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
     micro_batch = 1
     try:
         with stop, monitor.watchdog:
-            micro_batch = micro_batch_size(config, world.size)
+            micro_batch = micro_batch_size(config, world.data_size)
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
             state.teacher = load_teacher(config, state)
@@ -175,7 +175,7 @@ def _micro_batches(session: Session, clock: StepClock) -> Iterator[Batch]:
         batch = session.feed.next()
         session.monitor.beat(session.step + 1, "step")
         clock.data_wait_s += time.perf_counter() - began
-        yield batch.to(session.state.device)
+        yield own_tokens(batch, session.state.world).to(session.state.device)
 
 
 def _row(

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nsa.config import Config
 from nsa.errors import HangError
 from nsa.nn.attention import attention_layers
@@ -79,7 +81,12 @@ class Monitor:
         self.tracer.attach(state.model, state.module)
         layers = [name for name, _ in attention_layers(state.model)]
         if layers and wanted.attention:
-            self._observer = AttentionObserver(layers)
+            self._observer = AttentionObserver(layers, self._stack if self.world.context else None)
+
+    def _stack(self, x: Tensor) -> Tensor:
+        """x of all ranks that share this rank's sequences."""
+        assert self.world.context is not None
+        return self.world.context.stack(x.to(self.world.device))
 
     def _add(self, make: Callable[[], Sink]) -> None:
         with self._counted():  # not installed, not logged in, nowhere to write
@@ -198,6 +205,8 @@ class Monitor:
                     self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
+        if self.world.context is not None and self.world.context.rank > 0:
+            return  # the ranks that share sequences have the same numbers
         self._emit_stats("gates", sample.step, sample.gates)
         self._emit_stats("selection", sample.step, sample.selection)
 

@@ -31,11 +31,12 @@ _TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
 
 
 def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
-    """Every rank calls this, with the step's own batches and the weights as they were before it."""
+    """Every rank calls this, with the step's own batches, whole sequences, and the weights as they were before it."""
     dumped = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
     weights = gather_weights(state.parameters, state.world)  # before anything can fail on one rank alone
     tensors: dict[str, Tensor] = {}
-    for number, batch in enumerate(batches):
+    has_whole = state.world.context is None or state.world.context.rank == 0  # one of those that share sequences
+    for number, batch in enumerate(batches if has_whole else ()):
         for name in _TENSORS:
             if (tensor := getattr(batch, name)) is not None:
                 tensors[f"{number}/{name}"] = tensor.cpu().clone()  # inputs and targets of one row overlap
@@ -63,7 +64,9 @@ def reproduce(dumped: Path) -> StepResult:
         parts = [read_tensors(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
-    config = parse_config(report["config"], str(dumped / "report.json"), ["parallel.strategy=single"])
+    config = parse_config(
+        report["config"], str(dumped / "report.json"), ["parallel.strategy=single", "parallel.context=1"]
+    )
     with numerics(config.runtime):
         state = build_state(config, tokenizer_for(config.data))
         if not (dumped / "weights.safetensors").exists():

@@ -171,9 +171,11 @@ class Session:
             f"at {config.train.seq_len} tokens (estimates, forward and backward)"
         )
         yield (
-            f"batch   {config.train.batch_size} sequences a step: {state.world.size} ranks x {self.feed.passes} passes "
-            f"x {self.micro_batch}"
+            f"batch   {config.train.batch_size} sequences a step: {state.world.data_size} ranks x {self.feed.passes} "
+            f"passes x {self.micro_batch}"
         )
+        if state.world.context is not None:
+            yield f"context each of these is {state.world.context.size} ranks, which share every sequence"
         if config.parallel.ddp.safe_mode:
             used = effective(config.parallel.ddp)
             yield (

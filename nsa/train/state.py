@@ -11,10 +11,12 @@ from torch import nn
 
 from nsa.checkpoint.export import find_weights, load_any_weights
 from nsa.config import Config
+from nsa.data.loader import Batch
 from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
+from nsa.parallel.context_layers import apply_context
 from nsa.parallel.ddp import HookWrapper
 from nsa.parallel.launch import World, pick_device
 from nsa.parallel.numerics import compute_precision
@@ -112,6 +114,8 @@ def build_state(
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
             load_any_weights(model, find_weights(Path(config.train.init_from)))
     freeze(model, config.train.freeze)
+    if world.context is not None:
+        apply_context(model, world.context)
     apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
     if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole
         model.to(world.device)
@@ -121,6 +125,11 @@ def build_state(
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
     return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)
+
+
+def own_tokens(batch: Batch, world: World) -> Batch:
+    """This rank's part of every sequence of a batch."""
+    return batch if world.context is None else batch.take(*world.context.rows(batch.inputs.shape[1]))
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
@@ -148,7 +157,8 @@ def chosen_kernels(config: Config) -> Backend:
 
 
 def micro_batch_size(config: Config, world_size: int) -> int:
-    """Sequences one rank runs at once: as many as it has, or what the configuration says."""
+    """Sequences one rank runs at once: as many as it has, or what the configuration says. Ranks that share sequences
+    count as one."""
     batch, size = config.train.batch_size, config.train.micro_batch
     if batch % world_size:
         raise ConfigError(

@@ -15,7 +15,7 @@ from nsa.nn.loss import HeadLoss, divergence_loss, next_token_loss
 from nsa.ops.observe import Observer, observing
 from nsa.parallel.collectives import sum_over_ranks
 from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
-from nsa.train.state import RunState
+from nsa.train.state import RunState, own_tokens
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,12 @@ def validate(
     state.module.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     byte_lengths = torch.from_numpy(state.tokenizer.byte_lengths)
-    for start in range(0, sequences, micro_batch * world.size):
+    for start in range(0, sequences, micro_batch * world.data_size):
         faults.point("validate")
         progressed()
-        first = start + world.rank * micro_batch
+        first = start + world.data_rank * micro_batch
         count = max(0, min(micro_batch, sequences - first))
-        batch = loader.batch(first if count else 0, count or 1)
+        batch = own_tokens(loader.batch(first if count else 0, count or 1), world)
         counted = batch.targets[batch.targets != IGNORED]
         text_bytes = int(byte_lengths[counted].sum())
         moved = batch.to(state.device)

@@ -17,6 +17,7 @@ from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokeni
 from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.files import LARGEST_DOCUMENT
 from nsa.nn.model import Decoder, build_model
+from nsa.parallel.context_layers import apply_context
 from nsa.parallel.launch import pick_device
 from nsa.parallel.numerics import compute_precision
 from nsa.record.schema import CONFIG_FILE
@@ -58,6 +59,8 @@ def load_teacher(config: Config, state: RunState) -> Decoder | None:
             f"train.teacher: {config.train.teacher} has another vocabulary ({run.config.data.tokenizer!r}, "
             f"{run.model.vocab_size} tokens) than this run ({config.data.tokenizer!r}, {state.model.vocab_size})"
         )
+    if state.world.context is not None:
+        apply_context(run.model, state.world.context)
     return run.model.to(state.device).requires_grad_(False)
 
 

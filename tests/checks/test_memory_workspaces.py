@@ -88,7 +88,8 @@ def allocated_and_formula(backend, operator, given):
         result = run(*tensors, SPEC, borders)
     results = sum(t.untyped_storage().nbytes() for t in (result if isinstance(result, tuple) else (result,)))
     func = getattr(torch.ops.nsa, operator).default
-    formula = workspace_bytes(func, (*tensors, SPEC.as_ints(), borders, backend))
+    offset = () if "blocks" in operator and operator != "select_blocks" else (0,)  # compression has no queries
+    formula = workspace_bytes(func, (*tensors, SPEC.as_ints(), borders, *offset, backend))
     return live.phases["start"].total - results, formula
 
 
@@ -111,7 +112,7 @@ def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypa
 def test_without_triton_the_reference_counts(monkeypatch):
     given = tensors_of(1, 2048, 4, 2, 16, False)
     func = torch.ops.nsa.window_attention_backward.default
-    args = (*(given[name] for name in CALLS["window_attention_backward"]), SPEC.as_ints(), None)
+    args = (*(given[name] for name in CALLS["window_attention_backward"]), SPEC.as_ints(), None, 0)
     kernels = workspace_bytes(func, (*args, None))
     monkeypatch.setattr(dispatch, "triton_missing", lambda: "Triton cannot be imported")
     assert workspace_bytes(func, (*args, None)) == workspace_bytes(func, (*args, "reference")) > kernels

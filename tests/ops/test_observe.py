@@ -15,14 +15,14 @@ class Observer:
     def __init__(self):
         self.failures, self.seen = 0, []
 
-    def selected(self, indices, spec, cu_seqlens):
-        self.seen.append(("selected", tuple(indices.shape), spec, cu_seqlens))
+    def selected(self, indices, spec, cu_seqlens, q_offset):
+        self.seen.append(("selected", tuple(indices.shape), spec, cu_seqlens, q_offset))
 
     def mixed(self, gates):
         self.seen.append(("mixed", tuple(gates.shape)))
 
 
-SEEN = [("selected", (1, 23, 2, SMALL.num_selected), SMALL, None), ("mixed", (1, 23, 4, 3))]
+SEEN = [("selected", (1, 23, 2, SMALL.num_selected), SMALL, None, 0), ("mixed", (1, 23, 4, 3))]
 
 
 def attend():

@@ -127,29 +127,38 @@ def attend_backward(
     return dq, dk.transpose(1, 2).to(k.dtype).contiguous(), dv.transpose(1, 2).to(v.dtype).contiguous()
 
 
-def visible_chunks(q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Iterator[Chunk]:
+def shifted(rows: slice, offset: int) -> slice:
+    """Where queries `rows` stand in the sequence: `offset` tokens come before the first query."""
+    return slice(rows.start + offset, rows.stop + offset)
+
+
+def visible_chunks(
+    q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0
+) -> Iterator[Chunk]:
     """Which compressed tokens each chunk of queries sees. Shared with block selection."""
-    layout = token_layout(q.shape[1], spec, cu_seqlens, q.device)
+    layout = token_layout(q_offset + q.shape[1], spec, cu_seqlens, q.device)
     for rows in row_slices(q, num_keys):
+        at = shifted(rows, q_offset)
         # Upper bound: visible tokens of the chunk's last query; packed, every document starts no later than here.
-        stop = visible_compressed(rows.stop - 1, spec) if cu_seqlens is None else rows.stop // spec.cmp_stride
-        first = layout.cmp_start[rows]
-        last = first + visible_compressed(layout.position[rows], spec)
-        keys = slice(min(earliest(layout.cmp_start, rows.start), stop), stop)
+        stop = visible_compressed(at.stop - 1, spec) if cu_seqlens is None else at.stop // spec.cmp_stride
+        first = layout.cmp_start[at]
+        last = first + visible_compressed(layout.position[at], spec)
+        keys = slice(min(earliest(layout.cmp_start, at.start), stop), stop)
         slot = torch.arange(keys.start, keys.stop, device=q.device)
         yield Chunk(rows, keys, (slot >= first[:, None]) & (slot < last[:, None]))
 
 
 def selected_chunks(
-    q: Tensor, num_keys: int, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
+    q: Tensor, num_keys: int, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0
 ) -> Iterator[Chunk]:
     layout = token_layout(num_keys, spec, cu_seqlens, q.device)
     blocks = num_blocks(num_keys, spec)
     for rows in row_slices(q, num_keys):
-        keys = slice(earliest(layout.doc_start, rows.start), rows.stop)
+        at = shifted(rows, q_offset)
+        keys = slice(earliest(layout.doc_start, at.start), at.stop)
         key = torch.arange(keys.start, keys.stop, device=q.device)
-        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-        readable = (key >= layout.doc_start[rows][:, None]) & (key <= row)
+        row = torch.arange(at.start, at.stop, device=q.device)[:, None]
+        readable = (key >= layout.doc_start[at][:, None]) & (key <= row)
         # One extra column takes the padding (-1) and every index out of range, and is never looked up.
         chosen = indices[:, rows].to(torch.int64)
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= blocks), blocks)
@@ -159,25 +168,28 @@ def selected_chunks(
         yield Chunk(rows, keys, (picked.transpose(1, 2) & readable).unsqueeze(2))
 
 
-def window_chunks(q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Iterator[Chunk]:
+def window_chunks(
+    q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0
+) -> Iterator[Chunk]:
     layout = token_layout(num_keys, spec, cu_seqlens, q.device)
     # A chunk reads rows + window keys: as many rows as the window keeps half of them in use.
     for rows in row_slices(q, min(2 * spec.window, num_keys), most=max(64, spec.window)):
-        keys = slice(max(0, rows.start - spec.window + 1), rows.stop)
+        at = shifted(rows, q_offset)
+        keys = slice(max(0, at.start - spec.window + 1), at.stop)
         key = torch.arange(keys.start, keys.stop, device=q.device)
-        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        row = torch.arange(at.start, at.stop, device=q.device)[:, None]
         near = (key > row - spec.window) & (key <= row)
-        yield Chunk(rows, keys, near & (key >= layout.doc_start[rows][:, None]))
+        yield Chunk(rows, keys, near & (key >= layout.doc_start[at][:, None]))
 
 
 class Branch:
-    """Attention in which queries read what `chunks(q, num_keys, *indices, spec, cu_seqlens)` yields. Rows that read
-    nothing give 0 and a log-sum-exp of -inf."""
+    """Attention in which queries read what `chunks(q, num_keys, *indices, spec, cu_seqlens, q_offset)` yields. Rows
+    that read nothing give 0 and a log-sum-exp of -inf."""
 
     def __init__(self, chunks: Callable[..., Iterator[Chunk]]):
         self.chunks = chunks
 
-    def forward_workspace(self, q: Tensor, k: Tensor, *rest: Any) -> int:
+    def forward_workspace(self, q: Tensor, k: Tensor, *rest: Any, q_offset: int = 0) -> int:
         """Upper bound of the bytes held on top of arguments and results: the scores of a chunk, and their mask and
         exponentials."""
         return 2 * 4 * self._scores(q, k, rest[-2])
@@ -191,14 +203,16 @@ class Branch:
             rows, keys = min(rows, spec.window), min(keys, 2 * spec.window)
         return min(SCORES_PER_CHUNK["cuda"], q.shape[0] * q.shape[2] * rows * keys)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0) -> tuple[Tensor, Tensor]:
         """`rest` is the indices, for the selected branch, spec and cu_seqlens."""
-        return attend(q, k, v, self.chunks(q, k.shape[1], *rest))
+        return attend(q, k, v, self.chunks(q, k.shape[1], *rest, q_offset))
 
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`rest` has o and lse before spec and cu_seqlens."""
         *indices, o, lse, spec, cu_seqlens = rest
-        return attend_backward(do, q, k, v, o, lse, self.chunks(q, k.shape[1], *indices, spec, cu_seqlens))
+        return attend_backward(do, q, k, v, o, lse, self.chunks(q, k.shape[1], *indices, spec, cu_seqlens, q_offset))
 
 
 compressed = Branch(visible_chunks)  # the visible compressed tokens

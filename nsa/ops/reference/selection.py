@@ -8,25 +8,33 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa.ops.layout import num_blocks, overlap_weights, token_layout, visible_compressed
-from nsa.ops.reference.attention import chunk_scores, compressed, exp_minus, fold_heads, keys_first, visible_chunks
+from nsa.ops.reference.attention import (
+    chunk_scores,
+    compressed,
+    exp_minus,
+    fold_heads,
+    keys_first,
+    shifted,
+    visible_chunks,
+)
 from nsa.ops.spec import NSASpec
 
 
-def forward(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
+def forward(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:
     """q [B,S,H,D], k [B,N,G,D], lse [B,S,H] -> indices [B,S,G,num_selected] int32."""
     batch, tokens, heads, _ = q.shape
     groups, per_group = k.shape[2], heads // k.shape[2]
-    layout = token_layout(tokens, spec, cu_seqlens, q.device)
+    layout = token_layout(q_offset + tokens, spec, cu_seqlens, q.device)
     indices = torch.empty(batch, tokens, groups, spec.num_selected, dtype=torch.int32, device=q.device)
-    for chunk in visible_chunks(q, k.shape[1], spec, cu_seqlens):
-        rows = chunk.rows
+    for chunk in visible_chunks(q, k.shape[1], spec, cu_seqlens, q_offset):
+        rows, at = chunk.rows, shifted(chunk.rows, q_offset)
         scores = chunk_scores(fold_heads(q[:, rows], groups), keys_first(k, chunk.keys), chunk.mask, per_group)
         row_lse = lse[:, rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
         p = exp_minus(scores, row_lse).sum(2)  # [B, G, R, K]
         if cu_seqlens is not None:
-            p = _count_from_document(p, layout.cmp_start[rows] - chunk.keys.start, layout.position[rows], spec)
-        blocks = block_scores(p, num_blocks(rows.stop, spec), spec)
-        picked = pick_blocks(blocks, layout.position[rows], spec)
+            p = _count_from_document(p, layout.cmp_start[at] - chunk.keys.start, layout.position[at], spec)
+        blocks = block_scores(p, num_blocks(at.stop, spec), spec)
+        picked = pick_blocks(blocks, layout.position[at], spec)
         indices[:, rows] = picked.transpose(1, 2)
     return indices
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import cached_with, token_layout, visible_compressed
+from nsa.ops.layout import TokenLayout, cached_with, token_layout, visible_compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
@@ -88,8 +88,8 @@ LAUNCHES = LaunchTable(
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Which keys each query sees. Without documents hi(t) counts the n with n*stride + span - 1 <= t and
-    lo(t) is max(0, t - window + 1), or 0 where window is 0. With documents both ends are tables.
+    """Which keys each query sees. Without documents and offset hi(t) counts the n with n*stride + span - 1 <= t and
+    lo(t) is max(0, t - window + 1), or 0 where window is 0. Else both ends are tables.
 
     lo, hi          [S] int32, first key seen and first key no longer seen, by query
     first, behind   [N] int32, first query that sees and first that no longer sees, by key
@@ -114,18 +114,16 @@ class KeyRange:
         return self._by_key[num_keys]
 
 
-def _compressed_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
-    if cu_seqlens is None:
+def _compressed_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
+    if layout is None:
         return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
-    layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
     hi = layout.cmp_start + visible_compressed(layout.position, spec)
     return KeyRange(spec.cmp_block, spec.cmp_stride, 0, layout.cmp_start.to(torch.int32), hi.to(torch.int32))
 
 
-def _window_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
-    if cu_seqlens is None:
+def _window_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
+    if layout is None:
         return KeyRange(1, 1, spec.window)
-    layout = token_layout(tokens, spec, cu_seqlens, cu_seqlens.device)
     token = layout.doc_start + layout.position
     lo = torch.maximum(layout.doc_start, token + (1 - spec.window))
     return KeyRange(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
@@ -134,7 +132,7 @@ def _window_range(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyR
 class Branch:
     """The functions of a branch: the same as its reference's. Launches replace those of the table, for tuning."""
 
-    def __init__(self, name: str, key_range: Callable[[int, NSASpec, Tensor | None], KeyRange]):
+    def __init__(self, name: str, key_range: Callable[[NSASpec, TokenLayout | None], KeyRange]):
         self.name, self._range = name, key_range
 
     def refusal(self, q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -145,17 +143,34 @@ class Branch:
         """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""
         return LAUNCHES.find(f"{self.name}_{kernel}", q, v, card)
 
-    def key_range(self, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> KeyRange:
-        if cu_seqlens is None:
-            return self._range(tokens, spec, None)
-        return cached_with(cu_seqlens, (self.name, tokens, spec), lambda: self._range(tokens, spec, cu_seqlens))
+    def key_range(self, q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
+        """For queries like q with `q_offset` tokens before them."""
+        if cu_seqlens is None and not q_offset:
+            return self._range(spec, None)
+        tokens = q_offset + q.shape[1]
+
+        def of_queries() -> KeyRange:
+            whole = token_layout(tokens, spec, cu_seqlens, q.device)
+            tables = (whole.position, whole.doc_start, whole.cmp_start)
+            return self._range(spec, TokenLayout(*(table[q_offset:] for table in tables)))
+
+        key = (self.name, tokens, q_offset, spec)
+        return of_queries() if cu_seqlens is None else cached_with(cu_seqlens, key, of_queries)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: NSASpec,
+        cu_seqlens: Tensor | None,
+        params: Launch | None = None,
+        *,
+        q_offset: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] float32, natural logarithm."""
         params = params or self.launch("forward", q, v)
-        key_range = self.key_range(q.shape[1], spec, cu_seqlens)
+        key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         q, k, v = unit_last(q), unit_last(k), unit_last(v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -180,10 +195,12 @@ class Branch:
         cu_seqlens: Tensor | None,
         dq_params: Launch | None = None,
         dkv_params: Launch | None = None,
+        *,
+        q_offset: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
         dq_params, dkv_params = dq_params or self.launch("dq", q, v), dkv_params or self.launch("dkv", q, v)
-        key_range = self.key_range(q.shape[1], spec, cu_seqlens)
+        key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
         (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -227,7 +244,7 @@ class Branch:
         """Bytes that `backward` holds on top of arguments and results: two numbers a row, and dK and dV in float32
         of some keys once for every part that their sum over the queries is split into."""
         params = self.launch("dkv", q, v, H200)
-        splits = num_splits(q, k, self._range(q.shape[1], spec, None), params, H200)
+        splits = num_splits(q, k, self._range(spec, None), params, H200)
         at_once = keys_at_once(k, v, splits, params) if splits > 1 else 0
         return 8 * lse.numel() + at_once * _part_bytes(k, v, splits)
 

@@ -43,7 +43,7 @@ backward_workspace = selected_backward.backward_workspace
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run on such tensors; None when they can."""
-    if q.shape[1] >= MAX_TOKENS:
+    if v.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
     return launch.refusal(q, v)
 
@@ -61,6 +61,8 @@ def forward(
     spec: NSASpec,
     cu_seqlens: Tensor | None,
     params: TilePlan | None = None,
+    *,
+    q_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv], indices [B,S,G,n] -> o [B,S,H,Dv], lse [B,S,H] (natural log)."""
     o = q.new_empty(*q.shape[:3], v.shape[3])
@@ -71,7 +73,7 @@ def forward(
     scale = q.shape[3] ** -0.5 * math.log2(math.e)
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
-        blocks = number_blocks(q.shape[1], spec, cu_seqlens, q.device)
+        blocks = number_blocks(k.shape[1], spec, cu_seqlens, q.device, q_offset)
         for tile_pass in plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params):
             tile_pass.launch(_attend_kernel, (q, k, v, o, lse), (), scale, spec)
     return o, lse
@@ -82,15 +84,15 @@ def forward_workspace(
 ) -> int:
     """Bytes that `forward` holds on top of arguments and results: the blocks that each tile of queries reads."""
     plan = default_params(q, k, v, spec, H200)
-    return sum(list_bytes(indices, count_blocks(q.shape[1], spec, cu_seqlens), q.shape[2] // k.shape[2], plan))
+    return sum(list_bytes(indices, count_blocks(k.shape[1], spec, cu_seqlens), q.shape[2] // k.shape[2], plan))
 
 
-@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
+@triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr,
     o_ptr, lse_ptr, entries_ptr,  # [B, S, H, DV] contiguous; [B, S, H]; [P, tiles, capacity]
     counts_ptr, take_ptr,  # [P, tiles, 2]; [P, large_tiles]
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, tokens, groups, tiles,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, tokens, q_offset, groups, tiles,
     capacity, large_tiles,
     scale,  # Dk ** -0.5 * log2(e)
     PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
@@ -113,6 +115,7 @@ def _attend_kernel(
     k_base = k_ptr + batch * stride_kb + group * stride_kg
     v_base = v_ptr + batch * stride_vb + group * stride_vg
 
+    keys = q_offset + tokens  # the queries are the last tokens of the sequence
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
     num_whole = tl.load(counts_ptr + here * 2)
@@ -121,7 +124,7 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     acc, top, total = _attend_entries(
-        acc, top, total, q, t, slot, entries, 0, num_whole, k_base, v_base, tokens, scale,
+        acc, top, total, q, q_offset + t, slot, entries, 0, num_whole, k_base, v_base, keys, scale,
         STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, False, False,
     )  # fmt: skip
     # Only near the end of the sequence can a tile of keys reach beyond it. (One loop after the other, not a
@@ -129,11 +132,11 @@ def _attend_kernel(
     inside = (tile + 1) * QUERIES + (SEL + KEYS) <= tokens
     num_inside = tl.where(inside, num_all, num_whole)
     acc, top, total = _attend_entries(
-        acc, top, total, q, t, slot, entries, num_whole, num_inside, k_base, v_base, tokens, scale,
+        acc, top, total, q, q_offset + t, slot, entries, num_whole, num_inside, k_base, v_base, keys, scale,
         STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, False,
     )  # fmt: skip
     acc, top, total = _attend_entries(
-        acc, top, total, q, t, slot, entries, num_inside, num_all, k_base, v_base, tokens, scale,
+        acc, top, total, q, q_offset + t, slot, entries, num_inside, num_all, k_base, v_base, keys, scale,
         STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, True,
     )  # fmt: skip
 

@@ -107,6 +107,8 @@ def backward(
     spec: NSASpec,
     cu_seqlens: Tensor | None,
     params: BackwardPlan | None = None,
+    *,
+    q_offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v."""
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -118,7 +120,7 @@ def backward(
     lse = lse.contiguous()
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
-        blocks = number_blocks(q.shape[1], spec, cu_seqlens, q.device)
+        blocks = number_blocks(k.shape[1], spec, cu_seqlens, q.device, q_offset)
         delta = torch.empty_like(lse)
         if params.dq == "fused":
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -150,7 +152,7 @@ def backward_workspace(
     invert the selection or, after them, dK and dV in parts. A fused dQ is summed in float32; a separate one needs the
     lists of its tiles first."""
     params = default_params(q, k, v, spec, H200)
-    tokens, blocks = q.shape[1], count_blocks(q.shape[1], spec, cu_seqlens)
+    tokens, blocks = q.shape[1], count_blocks(k.shape[1], spec, cu_seqlens)
     turns = selected_lists.plan_turns(tokens, blocks, k.shape[0] * k.shape[2])
     pairs, at_once = turns[0].pairs, turns[0].blocks  # of the largest turn
     size = selected_lists.list_sizes(tokens, indices.shape[3], at_once, pairs, params.chunk)
@@ -189,11 +191,11 @@ def _launch_block(
     dk_parts = torch.empty(lists.max_slots, spec.sel_block, q.shape[3], dtype=torch.float32, device=q.device)
     dv_parts = torch.empty(lists.max_slots, spec.sel_block, v.shape[3], dtype=torch.float32, device=q.device)
     places = (lists.counts, lists.item_first, lists.slot_first, blocks.starts)
-    sizes = (lists.first_pair, lists.first_block, lists.chunk, q.shape[1], k.shape[2], lists.count)
+    sizes = (lists.first_pair, lists.first_block, lists.chunk, k.shape[1], k.shape[2], lists.count)
     _block_grads_kernel[(lists.max_items * cdiv(spec.sel_block, keys),)](
         *tensors, dk_parts, dv_parts,
         lists.queries, lists.offsets, lists.item_block, lists.totals, *places,
-        q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, q.shape[3] ** -0.5,
+        q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, blocks.q_offset, q.shape[3] ** -0.5,
         STRIDE_Q=q.stride(1), STRIDE_DO=do.stride(1), HEADS=q.shape[2], PER_GROUP=q.shape[2] // k.shape[2],
         ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused",
         WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
@@ -223,7 +225,7 @@ def _delta_kernel(
     tl.store(delta_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
 
 
-@triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks", "q_offset"])
 def _block_grads_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H]; [B, S, H, DK] float32, when FUSED
@@ -231,7 +233,8 @@ def _block_grads_kernel(
     dv_parts_ptr,  # [slots, SEL, DV] float32
     queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, slot_first_ptr,
     starts_ptr, stride_qb, stride_kb, stride_ks, stride_kg, stride_vb, stride_vs, stride_vg, stride_db,
-    first_pair, first_block, chunk, tokens, groups, blocks, scale, STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr,
+    first_pair, first_block, chunk, tokens, groups, blocks, q_offset, scale, STRIDE_Q: tl.constexpr,
+    STRIDE_DO: tl.constexpr,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FUSED: tl.constexpr,
     WIDE: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
@@ -262,7 +265,7 @@ def _block_grads_kernel(
 
     q_base = q_ptr + batch * stride_qb + (group * PER_GROUP) * DK
     do_base = do_ptr + batch * stride_db + (group * PER_GROUP) * DV
-    row_base = batch * tokens * HEADS + group * PER_GROUP
+    row_base = batch * (tokens - q_offset) * HEADS + group * PER_GROUP  # of the queries, the last of the tokens
     lse_base, delta_base, dq_base = lse_ptr + row_base, delta_ptr + row_base, dq_ptr + row_base * DK
     num_rows = (last - first) * PER_GROUP
     # Lists ascend, so queries inside the block, at most SEL of them, come first: only they need the causal mask.
@@ -271,15 +274,14 @@ def _block_grads_kernel(
     acc_dk = tl.zeros([KEYS, BLOCK_DK], tl.float32)
     acc_dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
     acc_dk, acc_dv = _block_grads_rows(
-        acc_dk, acc_dv, k, v, key, key_ok, queries, 0, split, num_rows, q_base, do_base, lse_base, delta_base,
-        dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE, DK, DV, BLOCK_DK, BLOCK_DV,
-        SEL % KEYS != 0, True,
+        acc_dk, acc_dv, k, v, key - q_offset, key_ok, queries, 0, split, num_rows, q_base, do_base, lse_base,
+        delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE, DK, DV, BLOCK_DK,
+        BLOCK_DV, SEL % KEYS != 0, True,
     )  # fmt: skip
     acc_dk, acc_dv = _block_grads_rows(
-        acc_dk, acc_dv, k, v, key, key_ok, queries, split, tl.cdiv(num_rows, ROWS), num_rows, q_base, do_base,
-        lse_base, delta_base,
-        dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE, DK, DV, BLOCK_DK, BLOCK_DV,
-        SEL % KEYS != 0, False,
+        acc_dk, acc_dv, k, v, key - q_offset, key_ok, queries, split, tl.cdiv(num_rows, ROWS), num_rows, q_base,
+        do_base, lse_base, delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE,
+        DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, False,
     )  # fmt: skip
     acc_dk *= scale
     dk_ok = key_ok[:, None] & (dk < DK)[None, :]

@@ -10,7 +10,7 @@ by its number: blocks are numbered through the sequence, document after document
 Legend: B batch, S tokens, G key/value heads, n indices per query, pair = one (b, g), J blocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class Blocks:
     doc_start  [S] int32, first token of every token's document
     number     [S] int32, number of the block that starts at a token
     starts     [count + 1] int32, first token of a block; S from the first unused number on
+    q_offset   tokens before the first query: indices are those of the queries alone, blocks those of the sequence
     """
 
     count: int
@@ -42,6 +43,7 @@ class Blocks:
     doc_start: Tensor
     number: Tensor
     starts: Tensor
+    q_offset: int = 0
 
 
 def count_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
@@ -51,11 +53,14 @@ def count_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
     return min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)  # a document adds at most one short block
 
 
-def number_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device) -> Blocks:
+def number_blocks(
+    tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device, q_offset: int = 0
+) -> Blocks:
     if cu_seqlens is None:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return Blocks(count_blocks(tokens, spec, None), False, nothing, nothing, nothing)
-    return cached_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
+        return Blocks(count_blocks(tokens, spec, None), False, nothing, nothing, nothing, q_offset)
+    blocks = cached_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
+    return replace(blocks, q_offset=q_offset)
 
 
 def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:
@@ -176,7 +181,7 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, turn
     at_once = max(1, min(64, 1024 // padded))
     grid = (pairs * cdiv(tokens, at_once),)
     source = (indices, *indices.stride(), blocks.doc_start, blocks.number, bits)
-    sizes = (first_pair, first_block, tokens, groups, spans, count)
+    sizes = (first_pair, first_block, tokens, blocks.q_offset, groups, spans, count)
     shape = {
         "CHOSEN": chosen, "PADDED": padded, "TOKENS": at_once,
         "SEL": spec.sel_block, "SPAN": SPAN, "PACKED": blocks.packed,
@@ -210,7 +215,7 @@ def block_start(index, t, there, doc_start_ptr, SEL: tl.constexpr, PACKED: tl.co
 @triton.jit
 def _chosen_numbers(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
-    tokens, groups, blocks,
+    tokens, q_offset, groups, blocks,
     CHOSEN: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Of a program: the pair counted from first_pair, queries [TOKENS, 1], and block numbers [TOKENS, PADDED] counted
@@ -223,7 +228,7 @@ def _chosen_numbers(
     place = tl.arange(0, PADDED)[None, :]
     there = (t < tokens) & (place < CHOSEN)
     index = tl.load(base + t.to(tl.int64) * stride_s + place * stride_n, mask=there, other=-1)
-    start = block_start(index, t, there, doc_start_ptr, SEL, PACKED)
+    start = block_start(index, q_offset + t, there, doc_start_ptr, SEL, PACKED)
     if PACKED:
         number = tl.load(number_ptr + start, mask=start >= 0, other=-1)
     else:
@@ -232,16 +237,16 @@ def _chosen_numbers(
     return local, t, tl.where(number < blocks, number, -1)
 
 
-@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "groups", "spans", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks"])
 def _mark_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
     bits_ptr,  # [pairs, spans, J, SPAN / 32]
-    first_pair, first_block, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    first_pair, first_block, tokens, q_offset, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     local, t, number = _chosen_numbers(
         idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
-        tokens, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
+        tokens, q_offset, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
     )  # fmt: skip
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
     word = bits_ptr + cell * (SPAN // 32) + (t % SPAN) // 32
@@ -317,18 +322,18 @@ def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH
         tl.store(item_block_ptr + first + i, cell, mask=i < parts)
 
 
-@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "groups", "spans", "blocks"])
+@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks"])
 def _scatter_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
     bits_ptr, before_ptr, offsets_ptr,  # [pairs, spans, J, SPAN / 32]; [pairs, spans, J]; [pairs, J]
-    queries_ptr, first_pair, first_block, tokens, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
+    queries_ptr, first_pair, first_block, tokens, q_offset, groups, spans, blocks, CHOSEN: tl.constexpr,
+    PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Every query to its place: the queries before it are those of earlier spans and the lower bits of its own.
     A repeated index goes to the same place, with the same value."""
     local, t, number = _chosen_numbers(
         idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
-        tokens, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
+        tokens, q_offset, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
     )  # fmt: skip
     ok = number >= 0
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number

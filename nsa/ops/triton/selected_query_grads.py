@@ -10,13 +10,13 @@ from nsa.ops.triton.flash_kernels import load_tile
 from nsa.ops.triton.selected_tiles import decode_tile
 
 
-@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "capacity", "large_tiles"])
+@triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
 def query_grads_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,
     lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H], written here; [B, S, H, DK] contiguous
     entries_ptr, counts_ptr, take_ptr,  # [P, tiles, capacity]; [P, tiles, 2]; [P, large_tiles]
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, stride_ob, stride_os,
-    stride_oh, stride_db, stride_ds, stride_dh, tokens, groups, tiles, capacity, large_tiles, scale,
+    stride_oh, stride_db, stride_ds, stride_dh, tokens, q_offset, groups, tiles, capacity, large_tiles, scale,
     PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SEL: tl.constexpr, STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
@@ -46,23 +46,24 @@ def query_grads_kernel(
 
     k_base = k_ptr + batch * stride_kb + group * stride_kg
     v_base = v_ptr + batch * stride_vb + group * stride_vg
+    keys = q_offset + tokens
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
     num_whole = tl.load(counts_ptr + here * 2)
     num_all = tl.load(counts_ptr + here * 2 + 1)
     dq = tl.zeros([ROWS, BLOCK_DK], tl.float32)
     dq = _query_grads_entries(
-        dq, q, do, lse, delta, t, slot, entries, 0, num_whole, k_base, v_base, tokens, scale,
+        dq, q, do, lse, delta, q_offset + t, slot, entries, 0, num_whole, k_base, v_base, keys, scale,
         STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, False, False,
     )  # fmt: skip
     inside = (tile + 1) * QUERIES + (SEL + KEYS) <= tokens
     num_inside = tl.where(inside, num_all, num_whole)
     dq = _query_grads_entries(
-        dq, q, do, lse, delta, t, slot, entries, num_whole, num_inside, k_base, v_base, tokens, scale,
+        dq, q, do, lse, delta, q_offset + t, slot, entries, num_whole, num_inside, k_base, v_base, keys, scale,
         STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, False,
     )  # fmt: skip
     dq = _query_grads_entries(
-        dq, q, do, lse, delta, t, slot, entries, num_inside, num_all, k_base, v_base, tokens, scale,
+        dq, q, do, lse, delta, q_offset + t, slot, entries, num_inside, num_all, k_base, v_base, keys, scale,
         STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, True,
     )  # fmt: skip
     dq_ok = row_ok[:, None] & (dk < DK)[None, :]

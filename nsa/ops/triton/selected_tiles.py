@@ -80,7 +80,8 @@ class TilePass:
         kernel[(lists.entries.shape[0] * lists.tiles * head_tiles,)](
             *tensors, lists.entries, lists.counts, lists.counts if take is None else take,
             *q.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2), *strides,
-            q.shape[1], k.shape[2], lists.tiles, lists.capacity, 0 if take is None else take.shape[1], scale,
+            q.shape[1], k.shape[1] - q.shape[1], k.shape[2], lists.tiles, lists.capacity,
+            0 if take is None else take.shape[1], scale,
             PER_GROUP=per_group, QUERIES=lists.queries, HEADS=self.shape.heads, HEAD_TILES=head_tiles,
             ROWS=self.shape.rows, KEYS=keys_at_once(self.params, spec), SEL=spec.sel_block,
             STRIDE_KS=k.stride(1), STRIDE_VS=v.stride(1), DK=q.shape[3], DV=v.shape[3],
@@ -110,7 +111,7 @@ def choose_tiles(
         small = replace(small, rows=rows, num_warps=max(small.num_warps, rows // 16))
     if per_group >= 16:
         ratio = min(ratio, 1.5)  # small tiles have no idle rows then
-    visible = cdiv(q.shape[1], spec.sel_block)
+    visible = cdiv(k.shape[1], spec.sel_block)
     # When a query reads most of what it may see, so do its neighbours: nearly dense, whatever was selected.
     return TilePlan("tile" if visible <= 2 * spec.num_selected else "adaptive", small, large, ratio)
 
@@ -173,7 +174,7 @@ def tile_lists(
     _tile_lists_kernel[(pairs * cdiv(tiles, at_once),)](
         indices, *indices.stride(), blocks.doc_start, entries, counts,
         counts if small is None else small.counts, counts if take is None else take,
-        ratio, tokens, groups, tiles, 0 if small is None else small.tiles, capacity,
+        ratio, tokens, blocks.q_offset, groups, tiles, 0 if small is None else small.tiles, capacity,
         CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=spec.sel_block, PACKED=blocks.packed,
         SUB=0 if small is None else queries // small.queries,
         SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries),
@@ -182,12 +183,12 @@ def tile_lists(
     return TileLists(queries, tiles, capacity, entries, counts, take)
 
 
-@triton.jit(do_not_specialize=["tokens", "groups", "tiles", "small_tiles", "capacity"])
+@triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "small_tiles", "capacity"])
 def _tile_lists_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n,
     doc_start_ptr, entries_ptr, counts_ptr,  # [S]; [P, tiles, capacity]; [P, tiles, 2]
     small_counts_ptr, take_ptr,  # [P, small_tiles, 2]; [P, tiles]
-    ratio, tokens, groups, tiles, small_tiles, capacity, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
+    ratio, tokens, q_offset, groups, tiles, small_tiles, capacity, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, SUB: tl.constexpr,
     SUB_WIDTH: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +203,7 @@ def _tile_lists_kernel(
     t = tile[:, None] * QUERIES + (place // CHOSEN)[None, :]  # [TILES, WIDTH]
     there = (place < QUERIES * CHOSEN)[None, :] & (t < tokens) & (tile < tiles)[:, None]
     index = tl.load(base + t.to(tl.int64) * stride_s + (place % CHOSEN)[None, :] * stride_n, mask=there, other=-1)
-    start = block_start(index, t, there, doc_start_ptr, SEL, PACKED)
+    start = block_start(index, q_offset + t, there, doc_start_ptr, SEL, PACKED)
 
     # Candidates from the last to the first, so that what remains in `first` is the first equal one.
     first = tl.zeros([TILES, WIDTH], dtype=tl.int32)
@@ -216,14 +217,14 @@ def _tile_lists_kernel(
         if UNROLL:
             for i in tl.static_range(CHOSEN - 1, -1, -1):
                 index2 = tl.load(row + i * stride_n, mask=there2, other=-1)
-                same = start == block_start(index2, t2, there2, doc_start_ptr, SEL, PACKED)[:, None]
+                same = start == block_start(index2, q_offset + t2, there2, doc_start_ptr, SEL, PACKED)[:, None]
                 hit = hit | same
                 first = tl.where(same, slot * CHOSEN + i, first)
         else:
             for n in range(CHOSEN):
                 i = CHOSEN - 1 - n
                 index2 = tl.load(row + i * stride_n, mask=there2, other=-1)
-                same = start == block_start(index2, t2, there2, doc_start_ptr, SEL, PACKED)[:, None]
+                same = start == block_start(index2, q_offset + t2, there2, doc_start_ptr, SEL, PACKED)[:, None]
                 hit = hit | same
                 first = tl.where(same, slot * CHOSEN + i, first)
         mask = mask | tl.where(hit, 1 << slot, 0)
@@ -232,7 +233,7 @@ def _tile_lists_kernel(
     present = tl.minimum(QUERIES, tokens - tile * QUERIES)
     everyone = ((tl.full([TILES], 1, tl.int64) << tl.maximum(present, 0).to(tl.int64)) - 1).to(tl.int32)
     # A block chosen by all and over before the tile's first query is read whole by all.
-    whole = entry & (mask == everyone[:, None]) & (start + (SEL - 1) <= (tile * QUERIES)[:, None])
+    whole = entry & (mask == everyone[:, None]) & (start + (SEL - 1) <= (q_offset + tile * QUERIES)[:, None])
     partial = entry & (whole == 0)
     num_whole = tl.sum(whole.to(tl.int32), axis=1)
     num_all = num_whole + tl.sum(partial.to(tl.int32), axis=1)

@@ -59,6 +59,8 @@ def forward(
     spec: NSASpec,
     cu_seqlens: Tensor | None,
     params: tuple[Launch, Launch] | None = None,
+    *,
+    q_offset: int = 0,
 ) -> Tensor:
     """q [B,S,H,D], k [B,N,G,D], lse [B,S,H] -> indices [B,S,G,num_selected] int32."""
     batch, tokens, heads, dim = q.shape
@@ -71,19 +73,18 @@ def forward(
 
     wide = k.shape[1] * k.stride(1) >= 1 << 31  # else 32-bit offsets inside a head: a tenth of the loop
     constants = score_constants(spec, heads // groups, dim, wide, score)
-    packed = cu_seqlens is not None
-    layout = token_layout(tokens, spec, cu_seqlens, q.device) if packed else None
-    doc_start, cmp_start = (layout.doc_start, layout.cmp_start) if layout else (indices, indices)
+    packed = cu_seqlens is not None or q_offset > 0
+    doc_start, cmp_start = _starts(q, spec, cu_seqlens, q_offset) if packed else (indices, indices)
     planes, query_tile = constants["PLANES"], constants["QT"]
-    limit = chunk_bytes(tokens, planes, query_tile, spec)
-    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit)
-    size = score_elements(chunks, groups * planes, scored_from, spec)
+    limit = chunk_bytes(q_offset + tokens, planes, query_tile, spec)
+    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit, q_offset)
+    size = score_elements(chunks, groups * planes, scored_from, spec, q_offset)
     workspace = torch.empty(max(1, size), dtype=torch.float32, device=q.device)
 
     with launch_on(q):
         for b0, b1, first, stop in chunks:
             score_first = max(first, scored_from)
-            width = block_width(stop, spec)
+            width = block_width(q_offset + stop, spec)
             if size and stop > score_first:
                 tiles = cdiv(stop - score_first, query_tile)
                 score_kernel[(tiles * (b1 - b0) * groups,)](
@@ -102,15 +103,26 @@ def forward(
     return indices
 
 
-def forward_workspace(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
+def _starts(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> tuple[Tensor, Tensor]:
+    """The first token of every query's document, counted from the first query, and its first compressed token."""
+    layout = token_layout(q_offset + q.shape[1], spec, cu_seqlens, q.device)
+    if not q_offset:
+        return layout.doc_start, layout.cmp_start
+    return layout.doc_start[q_offset:] - q_offset, layout.cmp_start[q_offset:]
+
+
+def forward_workspace(
+    q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
+) -> int:
     """Bytes that `forward` holds on top of arguments and results: the block scores of its largest chunk."""
     batch, tokens, heads, dim = q.shape
     groups = k.shape[2]
     constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
     planes = groups * constants["PLANES"]
-    limit = chunk_bytes(tokens, constants["PLANES"], constants["QT"], spec)
-    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, cu_seqlens is not None, limit)
-    return 4 * score_elements(chunks, planes, scored_from, spec)
+    packed = cu_seqlens is not None or q_offset > 0
+    limit = chunk_bytes(q_offset + tokens, constants["PLANES"], constants["QT"], spec)
+    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, limit, q_offset)
+    return 4 * score_elements(chunks, planes, scored_from, spec, q_offset)
 
 
 # What follows from shapes alone is computed once for each; callers only read it.
@@ -168,7 +180,7 @@ def chunk_bytes(tokens: int, planes: int, query_tile: int, spec: NSASpec) -> int
 
 @lru_cache(maxsize=256)
 def plan_chunks(
-    batch: int, tokens: int, planes: int, query_tile: int, spec: NSASpec, packed: bool, limit: int
+    batch: int, tokens: int, planes: int, query_tile: int, spec: NSASpec, packed: bool, limit: int, q_offset: int = 0
 ) -> tuple[int, list[tuple[int, int, int, int]]]:
     """The first query that needs scores, and the work cut into (batch from, to, query from, to) so that the scores of
     each chunk fit `limit` bytes, as far as single tiles of queries allow."""
@@ -178,7 +190,7 @@ def plan_chunks(
         return scored_from, [(0, batch, 0, tokens)]
 
     def row_bytes(stop: int) -> int:
-        return 4 * planes * block_width(stop, spec)
+        return 4 * planes * block_width(q_offset + stop, spec)
 
     batch_step = min(batch, max(1, limit // (row_bytes(tokens) * min(query_tile, tokens))))
     pieces = []
@@ -199,12 +211,14 @@ def plan_chunks(
     return scored_from, chunks
 
 
-def score_elements(chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: NSASpec) -> int:
+def score_elements(
+    chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: NSASpec, q_offset: int = 0
+) -> int:
     """Scores of the largest chunk, [B, S, G, planes, width] of that chunk; 0 where none are needed."""
     if _all_forced(spec):
         return 0
     return max(
-        (b1 - b0) * max(0, stop - max(first, scored_from)) * planes * block_width(stop, spec)
+        (b1 - b0) * max(0, stop - max(first, scored_from)) * planes * block_width(q_offset + stop, spec)
         for b0, b1, first, stop in chunks
     )
 

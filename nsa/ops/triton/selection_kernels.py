@@ -129,7 +129,7 @@ def score_kernel(
         at = s_first
         end = tl.minimum(s_first + QT, row_stop)
         while at < end:
-            start = tl.max(tl.where(rows == at, starts, 0), axis=0)
+            start = tl.sum(tl.where(rows == at, starts, 0), axis=0)  # below 0 where it lies before the queries
             base = tl.max(tl.where(rows == at, bases, 0), axis=0)
             same = exists & (starts == start)
             wanted = enough & same

@@ -1,0 +1,286 @@
+"""Context parallelism: the tokens of a sequence divided among the ranks of a group, and what they exchange.
+
+A sequence is cut into 2N chunks of equal length for N ranks. Rank r has chunks r and 2N-1-r, an early and a late one:
+late queries see more compressed tokens, so every rank has the same work. Tensors of a rank hold the tokens of the early
+chunk, then those of the late one. A length that 2N does not divide is padded at the end, where no token sees it.
+
+Every exchange goes through `Context`: `gather`, `reduce_scatter` (always in float32) and `halo`. What the layers
+compute from it is in `context_layers`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nsa.errors import LaunchError
+from nsa.ops.spec import NSASpec
+
+# Since torch 2.13 under new names; the old ones warn.
+_NAMES = {
+    "gather": ("all_gather_single", "all_gather_into_tensor"),
+    "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
+}
+
+
+def _collective(what: str) -> Any:
+    new, old = _NAMES[what]
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+class Piece(NamedTuple):
+    """Tokens start .. stop of chunk `chunk`, counted from its first."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
+def owner(chunk: int, size: int) -> tuple[int, int]:
+    """The rank of a chunk, and whether it is that rank's early (0) or late (1) one."""
+    return (chunk, 0) if chunk < size else (2 * size - 1 - chunk, 1)
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    return rank, 2 * size - 1 - rank
+
+
+def padded_length(tokens: int, size: int) -> int:
+    return -(-tokens // (2 * size)) * 2 * size
+
+
+def halo_pieces(chunk: int, length: int, width: int) -> list[Piece]:
+    """The last `width` tokens before a chunk, or as many as there are, by the chunks of `length` tokens they lie in."""
+    first, stop = max(0, chunk * length - width), chunk * length
+    return [
+        Piece(c, max(first - c * length, 0), min(stop - c * length, length))
+        for c in range(first // length, chunk)
+        if stop > first
+    ]
+
+
+def slots_of(length: int, spec: NSASpec) -> int:
+    """Room for the compressed tokens that end in one chunk of `length` tokens, wherever documents begin."""
+    return length // spec.cmp_stride + 1
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends for one layer: in forward, and in backward without recomputation. Recomputing the layer
+    adds `forward` once more."""
+
+    forward: int
+    backward: int
+
+
+def bytes_per_layer(
+    kind: str,
+    tokens: int,
+    size: int,
+    rank: int,
+    spec: NSASpec,
+    *,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    batch: int = 1,
+    itemsize: int = 2,
+    gradient_itemsize: int = 4,
+) -> Traffic:
+    """What rank `rank` of a group of `size` sends for a layer of `kind` "nsa", "dense" or "window" over `batch`
+    sequences of `tokens` tokens, whose keys and values have `itemsize` bytes a number and travel back as float32.
+
+    Forward: its raw keys and values (nsa, dense) and its compressed ones (nsa) to all other ranks, and the halos of the
+    window (nsa, window) and of compression (nsa) to those that hold the next chunks. Backward: what was gathered again,
+    and the gradients of everything in float32.
+    """
+    length = padded_length(tokens, size) // (2 * size)
+    gathered = 2 * length * (kind != "window") + 2 * slots_of(length, spec) * (kind == "nsa")
+    widths = {"nsa": (spec.window - 1, spec.cmp_block - 1), "window": (spec.window - 1,), "dense": ()}[kind]
+    others = [(width, other) for width in widths for other in range(size) if other != rank]
+    lent = sum(sent_to(other, rank, length, size, width) for width, other in others)
+    borrowed = sum(sent_to(rank, other, length, size, width) for width, other in others)
+    numbers = batch * num_kv_heads * (head_dim_k + head_dim_v)
+    to_all = (size - 1) * gathered
+    return Traffic(
+        forward=itemsize * numbers * (to_all + lent),
+        backward=itemsize * numbers * to_all + gradient_itemsize * numbers * (to_all + borrowed),
+    )
+
+
+def sent_to(receiver: int, sender: int, length: int, size: int, width: int) -> int:
+    """Tokens of the halos of `receiver` that `sender` holds."""
+    pieces = (p for chunk in chunks_of(receiver, size) for p in halo_pieces(chunk, length, width))
+    return sum(p.stop - p.start for p in pieces if owner(p.chunk, size)[0] == sender)
+
+
+class Pending:
+    """What an exchange gives, which may still be under way; what is sent is kept until it has ended."""
+
+    def __init__(self, result: Tensor, sent: Tensor, work: Any):
+        self._result, self._work = result, work
+        self._sent: Tensor | None = sent
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._sent = self._work = None
+        return self._result
+
+
+@dataclass(frozen=True)
+class HaloTables:
+    """How halos of one width travel between ranks.
+
+    send      tokens of this rank in the order they are sent, by receiver; `sends` of them to each
+    place     where the tokens of this rank's two halos lie in what it receives, `receives` of them from each
+    lengths   of the halos of the early and the late chunk
+    """
+
+    send: Tensor
+    sends: list[int]
+    place: Tensor
+    receives: list[int]
+    lengths: tuple[int, int]
+
+
+class Context:
+    """This rank among the `size` ranks that share its sequences.
+
+    Without a group nothing is sent, and all ranks are taken to have what this one has: for estimates and measurements
+    of one rank's share.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, size: int = 1, rank: int = 0):
+        self.group, self.size, self.rank = group, size, rank
+        if group is not None:
+            self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.plans: dict[Any, Any] = {}  # of `context_layers`, for sequences without documents
+        self._halos: dict[tuple[int, int, torch.device], HaloTables] = {}
+        self._orders: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """The first token of this rank's chunks, of `length` tokens each, in the sequence."""
+        early, late = chunks_of(self.rank, self.size)
+        return early * length, late * length
+
+    def rows(self, tokens: int) -> tuple[Tensor, int]:
+        """Which of a sequence's tokens this rank has, and to how many the sequence is padded before."""
+        whole = padded_length(tokens, self.size)
+        length = whole // (2 * self.size)
+        return torch.cat([torch.arange(first, first + length) for first in self.starts(length)]), whole
+
+    def gather(self, local: Tensor) -> Pending:
+        """Starts to gather what every rank has, along the first dimension."""
+        local = local.contiguous()
+        whole = local.new_empty(self.size * local.shape[0], *local.shape[1:])
+        if self.group is None:
+            whole.unflatten(0, (self.size, -1)).copy_(local)
+            return Pending(whole, local, None)
+        return Pending(whole, local, _collective("gather")(whole, local, group=self.group, async_op=True))
+
+    def reduce_scatter(self, whole: Tensor) -> Pending:
+        """Starts to sum over ranks what each has of a gathered tensor, of which each gets its part. In float32."""
+        assert whole.dtype in (torch.float32, torch.float64)
+        whole = whole.contiguous()
+        local = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
+        if self.group is None:
+            return Pending(local.copy_(whole[: local.shape[0]]), whole, None)
+        return Pending(local, whole, _collective("reduce")(local, whole, group=self.group, async_op=True))
+
+    def stack(self, x: Tensor) -> Tensor:
+        """What every rank has, along a new first dimension."""
+        return self.gather(x[None]).wait()
+
+    def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each chunk of the sequence lies among the chunks as they are gathered; and the inverse."""
+        if device not in self._orders:
+            places = [2 * rank + late for rank, late in (owner(chunk, self.size) for chunk in range(2 * self.size))]
+            place = torch.tensor(places, device=device)
+            self._orders[device] = place, place.argsort()
+        return self._orders[device]
+
+    def halo_tables(self, length: int, width: int, device: torch.device) -> HaloTables:
+        key = (length, width, device)
+        if key not in self._halos:
+            self._halos[key] = self._plan_halos(length, width, device)
+        return self._halos[key]
+
+    def _plan_halos(self, length: int, width: int, device: torch.device) -> HaloTables:
+        def halos(rank: int) -> list[Piece]:
+            return [piece for chunk in chunks_of(rank, self.size) for piece in halo_pieces(chunk, length, width)]
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            return torch.cat([torch.zeros(0, dtype=torch.int64), *parts]).to(device)
+
+        sent: list[Tensor] = []
+        sends = [0] * self.size
+        for receiver in range(self.size):
+            for chunk, start, stop in halos(receiver):
+                rank, late = owner(chunk, self.size)
+                if rank == self.rank:
+                    sent.append(torch.arange(late * length + start, late * length + stop))
+                    sends[receiver] += stop - start
+        mine = halos(self.rank)
+        receives = [sum(p.stop - p.start for p in mine if owner(p.chunk, self.size)[0] == r) for r in range(self.size)]
+        at = [sum(receives[:rank]) for rank in range(self.size)]
+        places: list[Tensor] = []
+        for chunk, start, stop in mine:
+            rank, _ = owner(chunk, self.size)
+            places.append(torch.arange(at[rank], at[rank] + stop - start))
+            at[rank] += stop - start
+        early, late_start = self.starts(length)
+        lengths = (min(width, early), min(width, late_start))
+        return HaloTables(joined(sent), sends, joined(places), receives, lengths)
+
+    def exchange(self, sent: Tensor, receives: list[int], sends: list[int]) -> Tensor:
+        """Sends rows of a tensor to every rank, as many as `sends` says, and receives as many as `receives` says."""
+        received = sent.new_zeros(sum(receives), *sent.shape[1:])
+        if self.group is not None:
+            dist.all_to_all_single(received, sent.contiguous(), receives, sends, group=self.group)
+        return received
+
+
+class _Halo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context, tables: HaloTables) -> Tensor:
+        ctx.context, ctx.tables, ctx.tokens, ctx.dtype = context, tables, x.shape[1], x.dtype
+        received = context.exchange(x.transpose(0, 1)[tables.send], tables.receives, tables.sends)
+        return received[tables.place].transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        tables: HaloTables = ctx.tables
+        grad = widened(grads[0]).transpose(0, 1)
+        sent = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        sent[tables.place] = grad
+        received = ctx.context.exchange(sent, tables.sends, tables.receives)
+        whole = received.new_zeros(ctx.tokens, *received.shape[1:])
+        whole.index_add_(0, tables.send, received)
+        return whole.transpose(0, 1).to(ctx.dtype), None, None
+
+
+def halo(x: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor]:
+    """The `width` tokens before the early and before the late chunk of x [B, S, ...], fewer at the sequence's start."""
+    tables = context.halo_tables(x.shape[1] // 2, width, x.device)
+    both: Tensor = _Halo.apply(x, context, tables)  # type: ignore[no-untyped-call]
+    early, late = both.split(tables.lengths, dim=1)
+    return early, late
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, or float64 where it is that already: how gradients travel."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def data_ranks(context: int, size: int) -> int:
+    """How many groups of `context` ranks divide the batch among them."""
+    if size % context:
+        ranks = "rank" if size == 1 else "ranks"
+        raise LaunchError(
+            f"parallel.context: {context} ranks share a sequence, and {size} {ranks} cannot be divided into such "
+            f"groups; start a multiple of {context} (torchrun --nproc-per-node), or choose a divisor of {size}"
+        )
+    return size // context

@@ -1,0 +1,397 @@
+"""Attention layers whose sequences are divided among ranks: queries stay, keys and values travel.
+
+`apply_context` replaces the forward of every attention layer. Compressed keys and values are computed where their last
+token is, with a halo from the chunk before, then gathered whole. The window takes its halo from the chunk before. Raw
+keys and values, of the selected branch and of dense layers, are gathered one key/value head after the other while
+others are computed, and again in backward, so that no rank keeps them.
+
+Legend: B batch, S tokens of this rank, C channels, H query heads, G key/value heads, K/V head sizes, M slots: places
+for the compressed tokens of a chunk, N compressed tokens of the sequence, T tokens of the sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from nsa.errors import ArgumentError
+from nsa.nn.attention import NSAAttention
+from nsa.nn.dense import DenseAttention
+from nsa.nn.projection import check_input, project
+from nsa.nn.rope import rotary_tables, rotate
+from nsa.ops import library, operators
+from nsa.ops.layout import cached_with, num_slots, slot_layout, token_layout, visible_compressed
+from nsa.ops.operators import backend_of, check_borders
+from nsa.ops.spec import NSASpec
+from nsa.parallel.context import Context, Pending, chunks_of, halo, slots_of, widened
+
+
+@dataclass(frozen=True)
+class Half:
+    """One chunk of this rank: tokens first .. stop of the sequence, `rows` of the rank's tensors. Borders are those of
+    documents in tokens 0 .. stop, and in the tokens from the halo of each kind on."""
+
+    rows: slice
+    first: int
+    stop: int
+    borders: Tensor | None
+    win_borders: Tensor | None
+    cmp_borders: Tensor | None
+    cmp_skipped: int  # tokens of the halo before the first block that ends in this chunk, without documents
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where this rank's tokens and compressed tokens stand in their sequence; the same for all layers of a pass.
+
+    position        [S], of every token in its document
+    slot_position   [2, M], of every compressed token of this rank's chunks
+    slot_place      [N], where the compressed tokens of the sequence lie in what is gathered, [ranks * 2 * M]
+    """
+
+    halves: tuple[Half, Half]
+    position: Tensor
+    slot_position: Tensor
+    slot_place: Tensor
+
+
+def plan(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, context: Context) -> Plan:
+    """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence."""
+    length = x.shape[1] // 2
+    key = ("context", context.rank, context.size, length, spec)
+    if cu_seqlens is None:
+        if (key, x.device) not in context.plans:
+            context.plans[key, x.device] = _plan(length, spec, None, context, x.device)
+        found: Plan = context.plans[key, x.device]
+        return found
+    return cached_with(cu_seqlens, key, lambda: _plan(length, spec, cu_seqlens, context, x.device))
+
+
+def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Context, device: torch.device) -> Plan:
+    size, slots = context.size, slots_of(length, spec)
+    tokens = 2 * size * length
+    layout = token_layout(tokens, spec, cu_seqlens, device)
+    halves, rows = [], []
+    for late, first in enumerate(context.starts(length)):
+        rows.append(torch.arange(first, first + length, device=device))
+        halves.append(_half(slice(late * length, (late + 1) * length), first, spec, cu_seqlens))
+    # Compressed tokens that end before each chunk: chunk c has those from ended[c] on.
+    ended = (layout.cmp_start + visible_compressed(layout.position, spec))[length - 1 :: length]
+    ended = pad(ended, (1, 0))
+    number = torch.arange(num_slots(tokens, spec, packed=cu_seqlens is not None), device=device)
+    chunk = torch.searchsorted(ended[1:].contiguous(), number, right=True).clamp(max=2 * size - 1)
+    place, _ = context.order(device)
+    within = (number - ended[chunk]).clamp(max=slots - 1)  # what no document uses goes anywhere
+    position = slot_layout(tokens, spec, cu_seqlens, device).position
+    own = ended[list(chunks_of(context.rank, size))][:, None] + torch.arange(slots, device=device)
+    padded = pad(position, (0, 1))
+    return Plan(
+        (halves[0], halves[1]),
+        layout.position[torch.cat(rows)],
+        padded[own.clamp(max=position.shape[0])],
+        place[chunk] * slots + within,
+    )
+
+
+def _half(rows: slice, first: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Half:
+    stop = first + rows.stop - rows.start
+    cmp_first, win_first = max(0, first - spec.cmp_block + 1), max(0, first - spec.window + 1)
+    if cu_seqlens is None:
+        skipped = visible_compressed(first - 1, spec) * spec.cmp_stride - cmp_first
+        return Half(rows, first, stop, None, None, None, skipped)
+    border = cu_seqlens.to(torch.int64)
+    # The document that is under way at `first`: its blocks go on in their own rhythm, so here it starts with the first
+    # block that ends in this chunk. What lies before, shorter than a block, is a document by itself.
+    current = torch.searchsorted(border, torch.full((1,), first, device=border.device), right=True) - 1
+    blocks = -((border - cmp_first) // spec.cmp_stride)
+    aligned = border + blocks.clamp(min=0) * spec.cmp_stride
+    is_current = torch.arange(border.shape[0], device=border.device) == current
+    local = torch.where(is_current, aligned, border)
+    return Half(
+        rows,
+        first,
+        stop,
+        cu_seqlens.clamp(max=stop),
+        (cu_seqlens - win_first).clamp(0, stop - win_first),
+        pad((local - cmp_first).clamp(0, stop - cmp_first), (1, 0)).to(torch.int32),
+        0,
+    )
+
+
+class Heads:
+    """Keys and values of one key/value head after the other, each gathered while the one before is in use."""
+
+    def __init__(self, k_BSGK: Tensor, v_BSGV: Tensor, context: Context):
+        self._k, self._v, self._context = k_BSGK.detach(), v_BSGV.detach(), context
+        self._next = self._start(0)
+
+    def _start(self, head: int) -> Pending | None:
+        if head == self._k.shape[2]:
+            return None
+        local = torch.cat([self._k[:, :, head], self._v[:, :, head]], dim=-1)
+        return self._context.gather(local.transpose(0, 1))
+
+    def take(self, head: int) -> tuple[Tensor, Tensor]:
+        """k [B, T, 1, K] and v [B, T, 1, V] of the whole sequence, for heads 0, 1, ... in turn."""
+        assert self._next is not None
+        gathered = self._next.wait()
+        self._next = self._start(head + 1)
+        place, _ = self._context.order(gathered.device)
+        whole = gathered.unflatten(0, (place.shape[0], -1))[place].flatten(0, 1).transpose(0, 1).unsqueeze(2)
+        k, v = whole.split([self._k.shape[3], self._v.shape[3]], dim=-1)
+        return k, v
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the functions below need besides tensors."""
+
+    context: Context
+    plan: Plan
+    spec: NSASpec
+    backend: str | None
+
+    def settings(self, half: Half) -> tuple[Any, ...]:
+        return self.spec.as_ints(), half.borders, half.first, self.backend
+
+
+class _ByHead(torch.autograd.Function):
+    """Attention over gathered keys and values: of the blocks `indices`, or of all tokens without them."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Heads, call: _Call, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> Tensor:
+        groups = k.shape[2]
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=widened(q).dtype)
+        operator = library.window_attention if indices is None else library.selected_attention
+        for g in range(groups):
+            k_T, v_T = heads.take(g)
+            mine = slice(g * q.shape[2] // groups, (g + 1) * q.shape[2] // groups)
+            for half in call.plan.halves:
+                rows = half.rows
+                chosen = () if indices is None else (indices[:, rows, g : g + 1],)
+                given = (q[:, rows, mine], k_T[:, : half.stop], v_T[:, : half.stop], *chosen)
+                o[:, rows, mine], lse[:, rows, mine] = operator(*given, *call.settings(half))
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, indices, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, indices, o, lse = ctx.saved_tensors
+        do, call, groups = grads[0], ctx.call, k.shape[2]
+        is_dense = indices is None
+        operator = library.window_attention_backward if is_dense else library.selected_attention_backward
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        heads = Heads(k, v, call.context)
+        sums: list[tuple[int, Pending]] = []
+        for g in range(groups):
+            k_T, v_T = heads.take(g)
+            mine = slice(g * q.shape[2] // groups, (g + 1) * q.shape[2] // groups)
+            total = widened(q.new_empty(0)).new_zeros(k_T.shape[1], q.shape[0], k.shape[3] + v.shape[3])  # [T, B, .]
+            for half in call.plan.halves:
+                rows, stop = half.rows, half.stop
+                chosen = () if is_dense else (indices[:, rows, g : g + 1],)
+                given = (q[:, rows, mine], k_T[:, :stop], v_T[:, :stop], *chosen, o[:, rows, mine], lse[:, rows, mine])
+                dq[:, rows, mine], dk_T, dv_T = operator(do[:, rows, mine], *given, *call.settings(half))
+                total[:stop, :, : k.shape[3]] += dk_T[:, :, 0].transpose(0, 1)
+                total[:stop, :, k.shape[3] :] += dv_T[:, :, 0].transpose(0, 1)
+            if sums:  # the head before, which travelled meanwhile
+                _set_head(dk, dv, *sums.pop())
+            _, gathered = call.context.order(total.device)
+            ordered = total.unflatten(0, (gathered.shape[0], -1))[gathered].flatten(0, 1)
+            del total
+            sums.append((g, call.context.reduce_scatter(ordered)))
+            del ordered
+        _set_head(dk, dv, *sums.pop())
+        return None, None, dq, dk, dv, None
+
+
+def _set_head(dk: Tensor, dv: Tensor, head: int, summed: Pending) -> None:
+    local = summed.wait().transpose(0, 1)
+    dk[:, :, head], dv[:, :, head] = local.split([dk.shape[3], dv.shape[3]], dim=-1)
+
+
+def _attend_by_head(
+    heads: Heads, call: _Call, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None = None
+) -> Tensor:
+    o: Tensor = _ByHead.apply(heads, call, q, k, v, indices)  # type: ignore[no-untyped-call]
+    return o
+
+
+class _Compressed(torch.autograd.Function):
+    """Attention over all compressed tokens, from those of this rank, and where `selects` the blocks it selects, by the
+    backend `select`. `slots` is their gather, under way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slots: Pending, call: _Call, select: str | None, selects: bool, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        k_N, v_N = _assemble(slots.wait(), call.plan, k, v)
+        o = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=widened(q).dtype)
+        chosen = []
+        for half in call.plan.halves:
+            n = num_slots(half.stop, call.spec, packed=half.borders is not None)
+            part, keys = q[:, half.rows], k_N[:, :n]
+            o[:, half.rows], lse_half = library.compressed_attention(part, keys, v_N[:, :n], *call.settings(half))
+            lse[:, half.rows] = lse_half
+            if selects:
+                where = (half.borders, half.first, select)
+                chosen.append(operators._select_blocks(part, keys, lse_half, call.spec, *where))
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, o, lse)
+        indices = torch.cat(chosen, dim=1) if chosen else q.new_empty(0, dtype=torch.int32)
+        ctx.mark_non_differentiable(indices)
+        return o, indices
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        do, call = grads[0], ctx.call
+        k_N, v_N = _assemble(_gather_slots(k, v, call.context).wait(), call.plan, k, v)
+        dq = torch.empty_like(q)
+        total = widened(q.new_empty(0)).new_zeros(k_N.shape[1], *k.shape[:1], k.shape[2], k.shape[3] + v.shape[3])
+        for half in call.plan.halves:
+            rows, n = half.rows, num_slots(half.stop, call.spec, packed=half.borders is not None)
+            given = (q[:, rows], k_N[:, :n], v_N[:, :n], o[:, rows], lse[:, rows])
+            dq[:, rows], dk_N, dv_N = library.compressed_attention_backward(do[:, rows], *given, *call.settings(half))
+            total[:n, ..., : k.shape[3]] += dk_N.transpose(0, 1)
+            total[:n, ..., k.shape[3] :] += dv_N.transpose(0, 1)
+        spread = total.new_zeros(call.context.size * k.shape[1], *total.shape[1:])
+        spread.index_add_(0, call.plan.slot_place, total)
+        local = call.context.reduce_scatter(spread).wait().transpose(0, 1)
+        dk, dv = local.to(k.dtype).split([k.shape[3], v.shape[3]], dim=-1)
+        return None, None, None, None, dq, dk, dv
+
+
+def _gather_slots(k: Tensor, v: Tensor, context: Context) -> Pending:
+    return context.gather(torch.cat([k.detach(), v.detach()], dim=-1).transpose(0, 1))
+
+
+def _assemble(gathered: Tensor, plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compressed keys and values [B, N, G, .] in the order of the sequence."""
+    whole = gathered[plan.slot_place].transpose(0, 1)
+    k_N, v_N = whole.split([k.shape[3], v.shape[3]], dim=-1)
+    return k_N, v_N
+
+
+def _with_halos(k: Tensor, v: Tensor, width: int, context: Context) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the early and the late chunk, each with the `width` tokens before it."""
+    joined = torch.cat([k, v], dim=-1)
+    halves = []
+    for before, own in zip(halo(joined, width, context), joined.chunk(2, dim=1), strict=True):
+        k_half, v_half = torch.cat([before, own], dim=1).split([k.shape[3], v.shape[3]], dim=-1)
+        halves.append((k_half, v_half))
+    return halves
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    outputs = []
+    pairs = _with_halos(k, v, call.spec.window - 1, call.context)
+    for half, (k_half, v_half) in zip(call.plan.halves, pairs, strict=True):
+        before = k_half.shape[1] - (half.stop - half.first)
+        settings = (call.spec.as_ints(), half.win_borders, before, call.backend)
+        outputs.append(library.window_attention(q[:, half.rows], k_half, v_half, *settings)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _compress(phi: nn.Module, halves: Sequence[Tensor], plan: Plan, spec: NSASpec) -> Tensor:
+    """Every chunk with its halo -> the compressed tokens that end in it, [B, 2 * M, G, D]."""
+    slots = plan.slot_position.shape[1]
+    compressed = []
+    for half, x in zip(plan.halves, halves, strict=True):
+        y: Tensor = phi(x[:, half.cmp_skipped :], half.cmp_borders)[:, :slots]
+        compressed.append(pad(y, (0, 0, 0, 0, 0, slots - y.shape[1])))
+    return torch.cat(compressed, dim=1)
+
+
+def _nsa_forward(
+    layer: NSAAttention, context: Context, x_BSC: Tensor, *, cache: Any = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """`NSAAttention.forward` of this rank's tokens; `cu_seqlens` has the borders of the whole sequence."""
+    _check(x_BSC, layer, cache, cu_seqlens)
+    spec, forced = layer.spec, layer.force_branch
+    here = plan(x_BSC, spec, cu_seqlens, context)
+    by = {name: backend_of(name, layer.backend) for name in ("cmp", "select", "sel", "win", "mix")}
+    cmp, sel, win = (_Call(context, here, spec, by[name]) for name in ("cmp", "sel", "win"))
+    rotary = (layer.head_dim_k, layer.rope_base, layer.rope_scaling)
+    tables = rotary_tables(here.position, *rotary)
+
+    q, ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)) = layer._projections(x_BSC)
+    q, k_sel = rotate(q, tables), rotate(k_sel, tables)
+    k_win = k_sel if layer.shared_kv else rotate(k_win, tables)
+    is_turned = layer.compress == "after_rotation"
+    heads: Heads | None = None
+    o_cmp: Tensor | None = None
+    indices: Tensor | None = None
+    if forced != "win":
+        k_cmp = rotate(k_cmp, tables) if is_turned else k_cmp
+        keys, values = zip(*_with_halos(k_cmp, v_cmp, spec.cmp_block - 1, context), strict=True)
+        k_slots, v_slots = _compress(layer.phi_k, keys, here, spec), _compress(layer.phi_v, values, here, spec)
+        if not is_turned:
+            k_slots = rotate(k_slots, rotary_tables(here.slot_position.flatten(), *rotary))
+        slots = _gather_slots(k_slots, v_slots, context)
+        heads = Heads(k_sel, v_sel, context) if forced != "cmp" else None  # under way while the others are computed
+        given = (slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
+        o_cmp, indices = _Compressed.apply(*given)  # type: ignore[no-untyped-call]
+    o_win = _window(q, k_win, v_win, win) if forced in (None, "win") else None
+    o_sel = None if heads is None else _attend_by_head(heads, sel, q, k_sel, v_sel, indices)
+    if forced is None:
+        o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
+    else:
+        o_BSHV = {"cmp": o_cmp, "sel": o_sel, "win": o_win}[forced]
+    assert isinstance(o_BSHV, Tensor)
+    out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
+    return out_BSC
+
+
+def _dense_forward(
+    layer: DenseAttention,
+    context: Context,
+    x_BSC: Tensor,
+    *,
+    cache: Any = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """`DenseAttention.forward` of this rank's tokens. A window as long as the sequence is causal attention."""
+    _check(x_BSC, layer, cache, cu_seqlens)
+    spec = NSASpec(window=layer.window or context.size * x_BSC.shape[1])
+    call = _Call(context, plan(x_BSC, spec, cu_seqlens, context), spec, backend_of("win", layer.backend))
+    tables = rotary_tables(call.plan.position, layer.head_dim_k, layer.rope_base, layer.rope_scaling)
+    q, k = project(x_BSC, [layer.q, layer.k])
+    q_BSHK = q.unflatten(-1, (layer.num_heads, layer.head_dim_k))
+    k_BSGK = k.unflatten(-1, (layer.num_kv_heads, layer.head_dim_k))
+    v_BSGV = layer.v(x_BSC).unflatten(-1, (layer.num_kv_heads, layer.head_dim_v))
+    q_BSHK = rotate(layer.q_norm(q_BSHK).to(q.dtype), tables)
+    k_BSGK = rotate(layer.k_norm(k_BSGK).to(k.dtype), tables)
+    if layer.window is not None:
+        o_BSHV = _window(q_BSHK, k_BSGK, v_BSGV, call)
+    else:
+        o_BSHV = _attend_by_head(Heads(k_BSGK, v_BSGV, context), call, q_BSHK, k_BSGK, v_BSGV)
+    out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
+    return out_BSC
+
+
+def _check(x_BSC: Tensor, layer: NSAAttention | DenseAttention, cache: Any, cu_seqlens: Tensor | None) -> None:
+    check_input(x_BSC, layer.dim, layer.q)
+    check_borders(cu_seqlens, x_BSC)
+    if cache is not None:
+        raise ArgumentError("cache", "a model divided by parallel.context does not decode; load the run with load_run")
+    if x_BSC.shape[1] % 2:
+        raise ArgumentError("x_BSC", f"must hold two chunks of equal length, got {x_BSC.shape[1]} tokens")
+
+
+def apply_context(model: nn.Module, context: Context) -> None:
+    """The attention layers of a model then take this rank's tokens of each sequence (`Context.rows`). Weights, names
+    and types of modules stay."""
+    for module in model.modules():
+        if isinstance(module, NSAAttention):
+            module.forward = partial(_nsa_forward, module, context)  # type: ignore[method-assign]
+        elif isinstance(module, DenseAttention):
+            module.forward = partial(_dense_forward, module, context)  # type: ignore[method-assign]

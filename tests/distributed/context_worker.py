@@ -1,0 +1,130 @@
+"""One rank of a group that computes layers over divided sequences, and compares them with the layers over whole ones.
+
+`python -m tests.distributed.context_worker`; it fails where they differ.
+"""
+
+import os
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from nsa.nn.attention import NSAAttention
+from nsa.nn.dense import DenseAttention
+from nsa.ops import NSASpec
+from nsa.parallel.context import Context, bytes_per_layer
+from nsa.parallel.context_layers import apply_context
+
+SPEC = NSASpec(cmp_block=6, cmp_stride=3, sel_block=6, num_selected=4, num_init=1, num_local=1, window=11)
+SIZES = (32, 4, 2, 16, 32)
+nsa = partial(NSAAttention, *SIZES, SPEC)
+LAYERS = {
+    "mean": lambda: nsa(),
+    "mlp": lambda: nsa(phi="mlp", qk_norm=True, gate="softmax"),
+    "mean_mlp": lambda: nsa(phi="mean_mlp", compress="after_rotation"),
+    "shared": lambda: nsa(shared_kv=True, compress="after_rotation"),
+    "cmp": lambda: nsa(phi="mlp", force_branch="cmp"),
+    "sel": lambda: nsa(force_branch="sel"),
+    "win": lambda: nsa(force_branch="win"),
+    "dense": lambda: DenseAttention(*SIZES, qk_norm=True),
+    "window": lambda: DenseAttention(*SIZES, window=9, qkv_bias=True),
+}
+FEW = ("mean", "mlp", "dense", "window")
+SEQUENCES = (
+    (2, 96, None),
+    (1, 101, None),
+    (1, 13, None),  # chunks shorter than halos
+    (1, 101, [0, 1, 1, 30, 33, 47, 90, 101]),
+    (1, 96, [0, 41, 96]),
+    (1, 96, [0, 19, 24, 24, 48, 53, 72, 95, 96]),
+)
+
+
+class Counted:
+    """Bytes that this rank sends to others, by what torch.distributed is called with."""
+
+    def __init__(self, size, rank):
+        self.bytes = 0
+        for names, counted in (
+            (("all_gather_single", "all_gather_into_tensor"), lambda out, x: (size - 1) * x.nbytes),
+            (("reduce_scatter_single", "reduce_scatter_tensor"), lambda out, x: (size - 1) * out.nbytes),
+        ):
+            name = next(name for name in names if hasattr(dist, name))
+            setattr(dist, name, partial(self.call, getattr(dist, name), counted))
+        exchange = dist.all_to_all_single
+
+        def counted_exchange(out, x, receives, sends, group=None):
+            row = x.nbytes // max(1, x.shape[0])
+            self.bytes += row * (sum(sends) - sends[rank])
+            return exchange(out, x, receives, sends, group=group)
+
+        dist.all_to_all_single = counted_exchange
+
+    def call(self, real, counted, out, x, *args, **options):
+        self.bytes += counted(out, x)
+        return real(out, x, *args, **options)
+
+    def take(self):
+        taken, self.bytes = self.bytes, 0
+        return taken
+
+
+def weighted(y, rows):
+    return (y * (rows[None, :, None] + 1.0).sin() * torch.arange(1.0, 33.0, dtype=y.dtype)).sum()
+
+
+def compare(name, make, batch, tokens, borders, context, counted):
+    torch.manual_seed(0)
+    layer = make().double()
+    if isinstance(layer, NSAAttention):
+        torch.nn.init.normal_(layer.gate.out.weight)
+    x = torch.randn(batch, tokens, 32, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    whole = layer(x, cu_seqlens=cu_seqlens)
+    weighted(whole, torch.arange(tokens)).backward()
+    wanted = {n: p.grad for n, p in layer.named_parameters() if p.requires_grad}
+    wanted["x"], x.grad = x.grad, None
+    layer.zero_grad()
+
+    rows, length = context.rows(tokens)
+    if cu_seqlens is not None and length > tokens:
+        cu_seqlens = torch.tensor([*borders, length], dtype=torch.int32)
+    apply_context(layer, context)
+    mine = torch.nn.functional.pad(x, (0, 0, 0, length - tokens))[:, rows]
+    counted.take()
+    y = layer(mine, cu_seqlens=cu_seqlens)
+    forward = counted.take()
+    real = rows < tokens
+    assert torch.allclose(y[:, real], whole[:, rows[real]], rtol=1e-9, atol=1e-9), f"{name}: output"
+    (weighted(y, rows) * 1.0 if length == tokens else weighted(y[:, real], rows[real])).backward()
+    backward = counted.take()
+    found = {n: p.grad for n, p in layer.named_parameters() if p.requires_grad}
+    found["x"] = x.grad
+    for key, grad in found.items():
+        dist.all_reduce(grad)
+        assert torch.allclose(grad, wanted[key], rtol=1e-8, atol=1e-9), f"{name}: gradient of {key}"
+    kind = "nsa" if isinstance(layer, NSAAttention) else "dense" if layer.window is None else "window"
+    if getattr(layer, "force_branch", None) is None:
+        spec = SPEC if kind == "nsa" else NSASpec(window=layer.window or tokens)
+        sizes = {"num_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 32, "batch": batch, "itemsize": 8}
+        formula = bytes_per_layer(kind, tokens, context.size, context.rank, spec, gradient_itemsize=8, **sizes)
+        assert (forward, backward) == (formula.forward, formula.backward), f"{name}: bytes sent"
+
+
+def main():
+    dist.init_process_group("gloo")
+    context = Context(dist.group.WORLD)
+    counted = Counted(context.size, context.rank)
+    for name in sys.argv[1:] or LAYERS:
+        for batch, tokens, borders in SEQUENCES:
+            compare(f"{name} {batch} x {tokens} {borders}", LAYERS[name], batch, tokens, borders, context, counted)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
+    sys.stdout.flush()
+    os._exit(0)
