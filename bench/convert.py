@@ -13,6 +13,7 @@ run that was stopped goes on.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import sys
@@ -65,7 +66,9 @@ def import_both(work: Path, options: argparse.Namespace) -> dict[str, Path]:
     dense = dense_folder(work, options)
     if not is_finished(dense):
         sys.exit(f"{dense}: has not finished; run it first: python -m bench.convert run {work} --rows dense")
-    made = work / "convert" / dense.name
+    # Other overrides make other models: each set has a folder of its own.
+    marks = hashlib.sha256(" ".join(options.override).encode()).hexdigest()[:8]
+    made = work / "convert" / (f"{dense.name}-{marks}" if options.override else dense.name)
     log = work / f"{dense.name}-convert.log"
     if not (made / "hf").exists() and run_logged(["export", str(dense), str(made / "hf")], log):
         sys.exit(f"nsa export {dense} failed; see {log}")

@@ -128,7 +128,8 @@ def check_chunks(seq_len: int, options: argparse.Namespace) -> dict[str, float]:
         with torch.no_grad(), state.autocast():
             hidden = state.model.hidden(batch.inputs)
         for limit in (1, 1 << 62):
-            with mock.patch.object(losses, "LONG_PASS", limit):
+            # Several chunks in the loss and in the MLP, or none.
+            with mock.patch.object(losses, "LONG_PASS", limit), mock.patch.object(losses, "LOGITS_AT_ONCE", 1 << 20):
                 with torch.no_grad(), state.autocast():
                     value = float(losses.next_token_loss(hidden, state.model.head, batch.targets))
                 result = train_step(state, iter([batch]), batch.targets.numel(), lr=0.0)
@@ -223,7 +224,7 @@ def rank_share(seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
     traffic = [context.bytes_per_layer(kind, seq_len, ranks, 0, config.nsa.spec(), **heads) for kind in kinds]
     device = pick_device(options.device)
     with numerics(config.runtime), silent_ranks(ranks) as group:
-        own: dict[str, Any] = {"context": context.Context(group)}
+        own: dict[str, Any] = {"context": context.Context(None, ranks)}
         world = World(device, size=ranks, cpu_group=group, **own)
         state = build_state(config, ByteTokenizer(), world)
         free(device)

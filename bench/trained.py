@@ -98,7 +98,7 @@ class Agreements:
         self.failures = 0
         self.found: list[float] = []
 
-    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
+    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> None:
         self.found.append(agreement(indices, spec))
 
     def mixed(self, gates: Tensor) -> None:

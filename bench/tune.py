@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=540.0, help="in all; compiling takes at most half of it")
     parser.add_argument("--worker", type=int)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--workers", type=int, default=min(8, max(1, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     what, dims = options.what.split(","), options.dims.split(",")
@@ -258,6 +258,10 @@ def main() -> None:
             process.wait(max(0.0, end - options.seconds / 2 - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()  # what it held of the GPU is free again
+        else:
+            if process.returncode:
+                print(f"a worker that compiles ended with {process.returncode}; its share is compiled when it is timed")
     everything: dict[str, list[tuple[float, str]]] = {}
     for case, short in zip(cases(what, dims), cases(what, dims, SHORT), strict=True):
         if time.monotonic() > end:

@@ -118,8 +118,10 @@ class Setup:
             "parallel.strategy": case.strategy,
             "parallel.context": parallel.context if case.strategy != "single" and not case.compiled else 1,
             "parallel.allow_single_rank": parallel.allow_single_rank or (self.on_gpu and self.processes(case) == 1),
-            # One process takes several passes for the batch.
-            "parallel.ddp.static_graph": parallel.ddp.static_graph and case.strategy == "ddp",
+            # One process takes several passes for the batch, and so do few groups of ranks for the small one.
+            "parallel.ddp.static_graph": parallel.ddp.static_graph
+            and case.strategy == "ddp"
+            and (parallel.context == 1 or case.batch != SMALL),
             "parallel.timeout_s": max(parallel.timeout_s, limit_s),
             "telemetry.watchdog_first_step_s": min(telemetry.watchdog_first_step_s, limit_s / 2),
             "telemetry.watchdog_floor_s": min(telemetry.watchdog_floor_s, limit_s / 4),
@@ -244,9 +246,12 @@ class Diagnosis:
     def _survey(self) -> Attempt | None:
         """The first trial that fails."""
         nproc, given = self.setup.nproc, self.setup.given
-        plain = Case(given.layers, given.tokens, branch=given.branch)
+        ranks = self.setup.config.parallel.context
+        # One process gets the tokens that a rank has: a sequence that is divided may not fit it.
+        alone = given.tokens if ranks == 1 else max(2 * ranks, given.tokens // ranks)
+        plain = Case(given.layers, alone, branch=given.branch)
         recompute = "block" if given.checkpointing == "none" else given.checkpointing
-        shared = replace(plain, checkpointing=given.checkpointing)
+        shared = replace(plain, tokens=given.tokens, checkpointing=given.checkpointing)
         cases = {
             "single process": plain,
             f"checkpointing ({recompute})": replace(plain, checkpointing=recompute),
@@ -267,7 +272,8 @@ class Diagnosis:
             return self.attempt(name, case, against=against, limit_s=self._limit_s(case)).failure == kind
 
         is_nsa = "nsa" in config.model.layer_kinds()
-        min_tokens = min(max(MIN_TOKENS, config.nsa.sel_block if is_nsa else 0), failed.case.tokens)
+        shortest = max(MIN_TOKENS, config.nsa.sel_block if is_nsa else 0, 2 * config.parallel.context)
+        min_tokens = min(shortest, failed.case.tokens)
         space = Space(self._fast_operators() if is_nsa else (), is_nsa, min_tokens)
         self.smallest, causes = search(failed.case, space, fails)
         self.causes += causes

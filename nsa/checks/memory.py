@@ -8,6 +8,7 @@ from the number of parameters (`Planner._parts`). An estimate is the highest mom
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from nsa.config import Config
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
-from nsa.nn.loss import LONG_PASS
+from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import Decoder
-from nsa.parallel.context import data_ranks
+from nsa.parallel.context import data_ranks, padded_length
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
 from nsa.parallel.recompute import Granularity
@@ -140,7 +141,7 @@ class Planner:
     """Estimates of one configuration at any micro-batch and granularity of checkpointing.
 
     The configured micro-batch is traced. For another one, each phase of the pass is interpolated linearly between that
-    trace and one of four times the micro-batch, as far as both are short passes or both long.
+    trace and one of four times the micro-batch, as far as both compute the same in chunks.
     """
 
     def __init__(self, config: Config, nproc: int = 1, *, torch_version: str = torch.__version__):
@@ -183,7 +184,8 @@ class Planner:
         step; 0 where not even one sequence fits."""
         sizes = range(1, _MOST_SEQUENCES + 1)
         largest = bisect_right(sizes, card.gib, key=lambda size: self.estimate(size).needed_gib)
-        return largest, max((n for n in range(1, min(self.share, largest) + 1) if self.share % n == 0), default=0)
+        divisors = (n for n in range(self.share, 0, -1) if self.share % n == 0)
+        return largest, next((n for n in divisors if n <= largest and self.estimate(n).needed_gib <= card.gib), 0)
 
     def advice(self, card: Card) -> list[str]:
         """Settings with which the configuration fits the card, each by itself; empty where it fits as it is."""
@@ -207,19 +209,24 @@ class Planner:
         return [f"{setting} ({found.planned_gib:.1f} GiB)" for setting, found in fitting.items()]
 
     def _traced_sizes(self, size: int) -> tuple[int, int]:
-        """Two micro-batches between which, or beyond which, memory is linear: all of them short passes, or all long."""
-        shortest = -(-LONG_PASS // self.config.train.seq_len)  # of the long ones
-        if size >= shortest:
-            near = max(self.micro_batch, shortest)
-            return near, 4 * near
-        near = min(self.micro_batch, shortest - 1)
-        far = min(4 * near, shortest - 1)
-        return (near, far) if near < far else (max(1, far // 4), far)
+        """Two micro-batches between which, or beyond which, memory is linear: none lies behind a border at which passes
+        begin to compute in chunks and `size` does not."""
+        tokens = padded_length(self.config.train.seq_len, self.config.parallel.context) // self.config.parallel.context
+        borders = [-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))]
+        least = max([1, *(border for border in borders if border <= size)])
+        most = min((border - 1 for border in borders if border > size), default=_MOST_SEQUENCES)
+        near = min(max(self.micro_batch, least), most)
+        far = min(4 * near, most)
+        return (near, far) if near < far else (max(least, far // 4), far)
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        return _vocab_size(self.config)
 
     def _trace(self, granularity: Granularity, micro_batch: int) -> Trace:
         key = granularity, micro_batch
         if key not in self._traces:
-            config = _replace(self.config, "model", vocab_size=_vocab_size(self.config))
+            config = _replace(self.config, "model", vocab_size=self._vocab_size)
             config = _replace(config, "train", micro_batch=micro_batch)
             config = _replace(config, "runtime", precision=self.precision, gradient_checkpointing=granularity)
             major, minor = self.torch_version.split(".")[:2]

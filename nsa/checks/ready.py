@@ -20,6 +20,7 @@ from nsa.checks.progress import Progress
 from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial, write_trial_config
 from nsa.config import Config, parse_config
 from nsa.inspect.reading import RunView
+from nsa.parallel.context import data_ranks
 from nsa.record.numbers import seconds
 from nsa.record.schema import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
 
@@ -260,13 +261,13 @@ def is_deep(config: Config) -> bool:
 
 
 def deep(config: Config, nproc: int) -> Config:
-    """Twelve layers, 2048 tokens, gradient checkpointing, one sequence per rank."""
+    """Twelve layers, 2048 tokens, gradient checkpointing, one sequence per rank or group of ranks that share it."""
     recompute = config.runtime.gradient_checkpointing
     return changed(
         config,
         f"model.n_layers={max(DEEP_LAYERS, config.model.n_layers)}",
         f"train.seq_len={max(DEEP_TOKENS, config.train.seq_len)}",
-        f"train.batch_size={nproc}",
+        f"train.batch_size={data_ranks(config.parallel.context, nproc)}",
         "train.micro_batch=auto",
         "train.init_from=null",  # those weights have another depth
         "data.validation_fraction=0.0",

@@ -79,7 +79,8 @@ class LengthIndex:
                 return
             try:
                 with open(self._path, "a" if self._has_begun else "w", encoding="ascii", opener=regular) as file:
-                    head, self._has_begun = "" if self._has_begun else self._head, True
+                    self._has_begun = True
+                    head = "" if file.tell() else self._head  # a file that somebody removed begins again
                     file.write(f"{head}{unit} {length} {_check(str(unit), str(length))}\n")
             except OSError:
                 self._path = None  # a cache that cannot be written is not needed

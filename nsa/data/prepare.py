@@ -182,8 +182,9 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _refuse_another(folder: Path, plan: Plan) -> None:
     """The shards in the folder must come from the same source, tokenizer and division."""
-    found = {read_manifest(folder).plan} if (folder / MANIFEST).exists() else set()
-    for path in folder.glob("shard-*.json"):
+    is_whole = (folder / MANIFEST).exists()
+    found = {read_manifest(folder).plan} if is_whole else set()
+    for path in [] if is_whole else folder.glob("shard-*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             found.add(str(json.loads(path.read_text(encoding="utf-8"))["plan"]))
     if found - {plan.name}:

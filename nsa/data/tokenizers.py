@@ -37,6 +37,7 @@ DOWNLOAD_TIMEOUT_S = 60.0  # for one file of about 1 MB
 _END_OF_TEXT = "<|endoftext|>"
 _SEPARATORS = (_END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 _MAX_ID = 1 << 24  # sixty times the largest vocabulary in use: a table over all ids stays small
+_RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # of a tokenizer.json: what decides text -> ids
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LAST_BREAKS = (re.compile(r"(?s).* (?=\S)"), re.compile(r"(?s).*\n(?=\S)"))
@@ -63,6 +64,9 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Leaves separators and special tokens out; bytes that are no UTF-8 become U+FFFD."""
         raise NotImplementedError
+
+    def encodes_like(self, other: "Tokenizer") -> bool:
+        return self.fingerprint == other.fingerprint
 
 
 class ByteTokenizer(Tokenizer):
@@ -231,7 +235,8 @@ class JsonTokenizer(_SubwordTokenizer):
         if self.vocab_size > _MAX_ID:
             raise DataError(f"{name}: has the token id {self.vocab_size - 1}; at most {_MAX_ID - 1} can be used")
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
-        identity = json.dumps([self._rules(), self.longest_piece, self.separator_token, self.separator], sort_keys=True)
+        rules = [spec.get(key) for key in _RULES]
+        identity = json.dumps([rules, self.longest_piece, self.separator_token, self.separator], sort_keys=True)
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._learn_tokens(spec, vocabulary)
 
@@ -239,15 +244,19 @@ class JsonTokenizer(_SubwordTokenizer):
         # The library's own pickle forgets encode_special_tokens.
         return type(self), (self.name, self.text, self.separator_token, self.end_tokens)
 
+    def encodes_like(self, other: Tokenizer) -> bool:
+        """Also where the files differ: versions of the library and transformers write the same in several ways."""
+        return isinstance(other, JsonTokenizer) and self._rules() == other._rules()
+
     def _rules(self) -> list[Any]:
-        """What decides text -> ids, as the library serializes it: files write the same in several ways. Text never
-        becomes a special token, so how one would be found in it does not count, nor whether the separator is listed."""
+        """What decides text -> ids, as the library serializes it. Text never becomes a special token, so how one would
+        be found in it does not count, nor whether the separator is listed."""
         spec = json.loads(self._tokenizer.to_str())
         listed = {token["id"]: token for token in spec["added_tokens"]}
         listed.setdefault(self.separator, {"id": self.separator, "content": self.separator_token, "special": True})
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         spec["added_tokens"] = [token | flags if token["special"] else token for _, token in sorted(listed.items())]
-        return [spec[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
+        return [self.separator, *(spec[key] for key in _RULES)]
 
     def _learn_tokens(self, spec: dict[str, Any], vocabulary: dict[str, int]) -> None:
         """Sets the length of every token, and the ordinary tokens for text that would be a special token."""

@@ -184,7 +184,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values what it holds goes on, without a gradient
         """
         for name in ("output_attentions", "output_hidden_states"):
-            if options.get(name):
+            if options.get(name, getattr(self.config, name, False)):
                 raise ArgumentError(name, "is not supported: layers give their output alone")
         if inputs_embeds is not None:
             raise ArgumentError("inputs_embeds", "is not supported; pass input_ids")

@@ -67,7 +67,8 @@ class DecoderBlock(nn.Module):
         """The norm and the MLP on some tokens at a time, where calling the modules would do nothing else."""
         norm, mlp = self.mlp_norm, self.mlp
         weights: list[Tensor] = []
-        if isinstance(mlp, SwiGLU) and mlp.is_plain() and not has_hooks(mlp) and not has_hooks(norm):
+        is_ours = type(mlp) is SwiGLU and type(norm) is nn.RMSNorm and norm.eps is not None
+        if is_ours and isinstance(mlp, SwiGLU) and mlp.is_plain() and not has_hooks(mlp) and not has_hooks(norm):
             weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in (mlp.gate, mlp.up, mlp.out)]
         y_BSC: Tensor = norm_mlp(x_BSC, norm.weight, *weights, norm.eps) if weights else mlp(norm(x_BSC))
         return y_BSC

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, kl_div
 
 from nsa.nn.projection import compute_dtype, is_plain
@@ -117,6 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
         hidden_TC, weight_VC = ctx.saved_tensors
         (scale,) = grads

@@ -176,6 +176,7 @@ class _ByHead(torch.autograd.Function):
                 chosen = () if indices is None else (indices[:, rows, g : g + 1],)
                 given = (q[:, rows, mine], k_T[:, : half.stop], v_T[:, : half.stop], *chosen)
                 o[:, rows, mine], lse[:, rows, mine] = operator(*given, *call.settings(half))
+            del k_T, v_T, given  # before the next head is put together
         ctx.call = call
         ctx.save_for_backward(q, k, v, indices, o, lse)
         return o
@@ -200,6 +201,8 @@ class _ByHead(torch.autograd.Function):
                 dq[:, rows, mine], dk_T, dv_T = operator(do[:, rows, mine], *given, *call.settings(half))
                 total[:stop, :, : k.shape[3]] += dk_T[:, :, 0].transpose(0, 1)
                 total[:stop, :, k.shape[3] :] += dv_T[:, :, 0].transpose(0, 1)
+                del dk_T, dv_T
+            del k_T, v_T, given
             if sums:  # the head before, which travelled meanwhile
                 _set_head(dk, dv, *sums.pop())
             _, gathered = call.context.order(total.device)

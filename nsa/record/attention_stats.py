@@ -105,10 +105,10 @@ class AttentionObserver:
 
     def _read(self, step: int, gates: Tensor | None, selection: Tensor | None) -> Sample:
         sample = Sample(step, {}, {})
-        if gates is not None:
+        if gates is not None and gates.isfinite().all():  # NaN: a rank that shares the sequence has no numbers
             mixed = [read_gates(row) for row in gates]
             sample.gates.update(zip(self._names(len(mixed)), [*mixed, GateStats.merge(mixed)], strict=True))
-        if selection is not None:
+        if selection is not None and selection.isfinite().all():
             selected = [read_selection(row) for row in selection]
             whole = SelectionStats.merge(selected, selection[:, _COMPARED].tolist())
             sample.selection.update(zip(self._names(len(selected)), [*selected, whole], strict=True))

@@ -5,6 +5,7 @@ its folder is not usable; nothing that fails later does: it is counted.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
@@ -61,6 +62,7 @@ class Monitor:
         self._sink_failures = 0
         self._failure_reported = False
         self._steps_done = 0
+        self._fallbacks_before = Counter(dispatch.counters())  # of whatever the process did before this run
 
     def open(self, state: RunState) -> None:
         """Opens the files of the run, truncated to the step it resumes from."""
@@ -156,6 +158,9 @@ class Monitor:
     def step_done(self, row: TrainingRow) -> None:
         """A step is done, its validation included."""
         self._steps_done = row.step
+        with self._counted():  # first: here ranks that share sequences exchange numbers, whatever fails below on one
+            if self._observer is not None and self._is_sampled(row.step):
+                self._observer.finish(row.step)
         with self._counted():
             self._record(row)
         if self.failures and not self._failure_reported:
@@ -188,11 +193,10 @@ class Monitor:
 
     def _take_samples(self, step: int) -> None:
         if self._is_sampled(step):
-            counts = sorted((branch, reason, count) for (branch, reason), count in dispatch.counters().items())
+            new = Counter(dispatch.counters()) - self._fallbacks_before
+            counts = sorted((branch, reason, count) for (branch, reason), count in new.items())
             self.stream.emit("fallbacks", step, counts=counts)
         if self._observer is not None:
-            if self._is_sampled(step):
-                self._observer.finish(step)
             for sample in self._observer.ready():
                 self._emit_sample(sample)
 

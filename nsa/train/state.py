@@ -160,16 +160,18 @@ def micro_batch_size(config: Config, world_size: int) -> int:
     """Sequences one rank runs at once: as many as it has, or what the configuration says. Ranks that share sequences
     count as one."""
     batch, size = config.train.batch_size, config.train.micro_batch
+    shared = config.parallel.context
+    ranks = f"{world_size} ranks" if shared == 1 else f"{world_size} groups of {shared} ranks (parallel.context)"
     if batch % world_size:
         raise ConfigError(
-            f"train.batch_size: {batch} sequences cannot be divided among {world_size} ranks; choose a multiple of it"
+            f"train.batch_size: {batch} sequences cannot be divided among {ranks}; choose a multiple of {world_size}"
         )
     if size == "auto":
         size = batch // world_size
     if batch // world_size % size:
         raise ConfigError(
             f"train.micro_batch: {size} must divide the {batch // world_size} sequences of a rank "
-            f"({batch} over {world_size} ranks)"
+            f"({batch} over {ranks})"
         )
     if config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode and batch // world_size > size:
         raise ConfigError(

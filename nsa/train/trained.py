@@ -54,7 +54,7 @@ def load_teacher(config: Config, state: RunState) -> Decoder | None:
         run = load_run(config.train.teacher, overrides=[f"runtime.device={state.device.type}"])
     except NSAError as error:
         raise type(error)(f"train.teacher: {error}") from None
-    if run.tokenizer.fingerprint != state.tokenizer.fingerprint or run.model.vocab_size != state.model.vocab_size:
+    if not run.tokenizer.encodes_like(state.tokenizer) or run.model.vocab_size != state.model.vocab_size:
         raise ConfigError(
             f"train.teacher: {config.train.teacher} has another vocabulary ({run.config.data.tokenizer!r}, "
             f"{run.model.vocab_size} tokens) than this run ({config.data.tokenizer!r}, {state.model.vocab_size})"

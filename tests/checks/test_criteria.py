@@ -15,6 +15,7 @@ from nsa.checks.ready import (
     QUICK,
     QUICK_ON_CPU,
     Plan,
+    changed,
     deep,
     first_difference,
     is_deep,
@@ -242,6 +243,7 @@ def test_phases_change_only_what_they_must():
     made = deep(long, 2)
     assert is_deep(made)
     assert made.train.batch_size == 2
+    assert deep(changed(long, "parallel.context=4"), 8).train.batch_size == 2, "one for each group of ranks"
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK, QUICK_ON_CPU])

@@ -32,8 +32,8 @@ def test_a_result_that_is_not_a_number_is_wrong():
 def test_a_selection_of_other_blocks_is_wrong(monkeypatch):
     right = selection.forward
 
-    def forward(q, *args):
-        indices = right(q, *args)
+    def forward(q, *args, **options):
+        indices = right(q, *args, **options)
         return indices if q.dtype == torch.float64 else indices.flip(1)  # float64 is what it is compared with
 
     monkeypatch.setattr(selection, "forward", forward)

@@ -276,6 +276,20 @@ def test_other_micro_batches_are_interpolated_on_their_side_of_the_limit_of_long
         assert planner.estimate(micro_batch).peak_gib == pytest.approx(direct.peak_gib, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("settings", "nproc", "border"),
+    [
+        (["train.seq_len=8192", "model.vocab_size=128256"], 1, 3),  # whose logits are more than 2^31
+        (["train.seq_len=262144", "parallel.context=8", "parallel.strategy=ddp"], 8, 8),  # 32,768 tokens a rank
+    ],
+    ids=["logits", "shared sequences"],
+)
+def test_traces_lie_on_the_side_of_the_border_where_the_micro_batch_lies(settings, nproc, border):
+    planner = Planner(config_of(BASE, *settings, "train.batch_size=4", "train.micro_batch=4"), nproc)
+    for size in (1, border - 1, border, 4 * border):
+        assert {traced >= border for traced in planner._traced_sizes(size)} == {size >= border}
+
+
 def test_nothing_of_the_model_is_allocated():
     process = psutil.Process()
     estimate(config_of(BASE, *SMALL))  # what is imported and cached stays

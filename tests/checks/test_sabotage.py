@@ -49,7 +49,12 @@ def test_a_run_that_ends_early_is_named_and_nothing_after_it_runs(tmp_path):
 
 def test_a_wrong_gradient_of_a_kernel_is_named(tmp_path, monkeypatch):
     right = selected.backward
-    monkeypatch.setattr(selected, "backward", lambda *args: (lambda dq, dk, dv: (dq, dk * 1.01, dv))(*right(*args)))
+
+    def wrong(*args, **options):
+        dq, dk, dv = right(*args, **options)
+        return dq, dk * 1.01, dv
+
+    monkeypatch.setattr(selected, "backward", wrong)
     result = ready_here(tmp_path, write_config(tmp_path))
     assert failed(result) == {("phase0", "kernels")}
     assert "sel (reference): gradient of k by differences is off by" in reason(result, "kernels")

@@ -169,6 +169,8 @@ def test_finished_shards_are_not_made_again_and_other_ones_are_refused(source, t
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
     prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
     assert {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"} == before
+    (out / "shard-99999.json").write_text('{"plan": "of another folder"}')  # the manifest does not list it
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
     with pytest.raises(DataError, match="another preparation"):
         prepare(source, TOKENIZER, out, workers=1, shard_bytes=100 * SHARD_BYTES)
     prepare(source, TOKENIZER, out, workers=1, shard_bytes=100 * SHARD_BYTES, fresh=True)

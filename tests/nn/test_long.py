@@ -9,6 +9,7 @@ from torch import nn
 from nsa.checks.memory_trace import LiveBytes
 from nsa.config.schema import ModelConfig, NSAConfig
 from nsa.nn import loss as losses
+from nsa.nn.block import SwiGLU
 from nsa.nn.loss import divergence_loss, next_token_loss
 from nsa.nn.model import build_model
 from nsa.ops import feed_forward
@@ -163,14 +164,30 @@ def test_a_short_pass_is_left_as_it_was(monkeypatch):
 
 
 def test_layers_that_do_more_than_multiply_are_called(in_chunks):
-    """Adapters and hooks see every token, in one call."""
+    """Adapters, hooks and modules of the user's own see every token, in one call."""
     in_chunks()
     model = build_model(MODEL, NSA, VOCABULARY, seed=0)
     apply_recompute(model, "block")
     seen = []
-    for module in (model.head, model.blocks[0].mlp.up, model.blocks[1].mlp_norm):
+
+    class Other(SwiGLU):
+        def forward(self, x_BSC):
+            seen.append(tuple(x_BSC.shape[:2]))
+            return super().forward(x_BSC)
+
+    model.blocks[1].mlp.__class__ = Other
+    for module in (model.head, model.blocks[0].mlp.up):
         module.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape[:2])))
     tokens, targets = a_batch()
     with torch.no_grad():
         model(tokens, loss=partial(next_token_loss, targets_BS=targets))
     assert seen == [(2, 51)] * 3
+
+
+def test_a_long_pass_has_no_second_derivative(in_chunks):
+    in_chunks()
+    hidden, head = torch.randn(1, 20, 8, requires_grad=True), nn.Linear(8, VOCABULARY, bias=False)
+    loss = next_token_loss(hidden, head, torch.randint(0, VOCABULARY, (1, 20)))
+    (gradient,) = torch.autograd.grad(loss * loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

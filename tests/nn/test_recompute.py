@@ -43,9 +43,9 @@ def test_backward_reads_the_blocks_that_forward_chose(granularity, monkeypatch):
     calls = []
     original = selection.forward
 
-    def counted(*args):
+    def counted(*args, **options):
         calls.append(1)
-        indices = original(*args)
+        indices = original(*args, **options)
         return indices if len(calls) <= MODEL.n_layers else torch.full_like(indices, -1)
 
     monkeypatch.setattr(dispatch.REFERENCE["select"], "forward", counted)
@@ -57,9 +57,9 @@ def test_selective_runs_no_attention_operator_twice(monkeypatch):
     calls = Counter()
 
     def counted(operator, original):
-        def forward(*args):
+        def forward(*args, **options):
             calls[operator] += 1
-            return original(*args)
+            return original(*args, **options)
 
         return forward
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.config import parse_config
 from nsa.nn import NSAAttention
 from nsa.nn.attention import attention_layers
-from nsa.ops import NSASpec
+from nsa.ops import NSASpec, dispatch
 from nsa.ops.observe import observing
 from nsa.record.attention_stats import (
     AttentionObserver,
@@ -219,6 +219,7 @@ def test_a_run_samples_every_layer_once_with_and_without_recomputation(tmp_path,
             f"runtime.gradient_checkpointing={recompute}",
         ],
     )
+    dispatch._count_fallback("decode", "what the process did before", on_gpu=False)
     train(config, tmp_path / "run")
     gates = list(csv.DictReader((tmp_path / "run" / "gate_stats.csv").open()))
     names = [f"blocks.{n}.attention" for n in range(3)]
