@@ -293,9 +293,9 @@ def _with_halos(k: Tensor, v: Tensor, width: int, context: Context) -> list[tupl
     return halves
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+def _window(q: Tensor, pairs: list[tuple[Tensor, Tensor]], call: _Call) -> Tensor:
+    """Attention of both chunks over keys and values with their halos."""
     outputs = []
-    pairs = _with_halos(k, v, call.spec.window - 1, call.context)
     for half, (k_half, v_half) in zip(call.plan.halves, pairs, strict=True):
         before = k_half.shape[1] - (half.stop - half.first)
         settings = (call.spec.as_ints(), half.win_borders, before, call.backend)
@@ -332,6 +332,8 @@ def _nsa_forward(
     heads: Heads | None = None
     o_cmp: Tensor | None = None
     indices: Tensor | None = None
+    # First: exchanges of one group run one after the other, and the keys of the selected branch take long.
+    near = _with_halos(k_win, v_win, spec.window - 1, context) if forced in (None, "win") else []
     if forced != "win":
         k_cmp = rotate(k_cmp, tables) if is_turned else k_cmp
         keys, values = zip(*_with_halos(k_cmp, v_cmp, spec.cmp_block - 1, context), strict=True)
@@ -342,7 +344,7 @@ def _nsa_forward(
         heads = Heads(k_sel, v_sel, context) if forced != "cmp" else None  # under way while the others are computed
         given = (slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
         o_cmp, indices = _Compressed.apply(*given)  # type: ignore[no-untyped-call]
-    o_win = _window(q, k_win, v_win, win) if forced in (None, "win") else None
+    o_win = _window(q, near, win) if near else None
     o_sel = None if heads is None else _attend_by_head(heads, sel, q, k_sel, v_sel, indices)
     if forced is None:
         o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
@@ -374,7 +376,7 @@ def _dense_forward(
     q_BSHK = rotate(layer.q_norm(q_BSHK).to(q.dtype), tables)
     k_BSGK = rotate(layer.k_norm(k_BSGK).to(k.dtype), tables)
     if layer.window is not None:
-        o_BSHV = _window(q_BSHK, k_BSGK, v_BSGV, call)
+        o_BSHV = _window(q_BSHK, _with_halos(k_BSGK, v_BSGV, spec.window - 1, context), call)
     else:
         o_BSHV = _attend_by_head(Heads(k_BSGK, v_BSGV, context), call, q_BSHK, k_BSGK, v_BSGV)
     out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
