@@ -203,6 +203,17 @@ def test_an_observer_that_fails_is_removed_and_the_layer_continues():
     assert observer.failures == 1
 
 
+def test_a_rank_without_numbers_leaves_out_those_of_the_ranks_that_share_its_sequences():
+    def gather(mine):
+        return torch.stack([mine, torch.full_like(mine, torch.nan)])
+
+    observer = AttentionObserver(["a"], gather)
+    observer.mixed(torch.rand(1, 8, 4, 3))
+    observer.finish(1)
+    [sample] = observer.ready()
+    assert (sample.step, sample.gates, sample.selection) == (1, {}, {})
+
+
 @pytest.mark.parametrize("recompute", ["none", "block", "branch"])
 def test_a_run_samples_every_layer_once_with_and_without_recomputation(tmp_path, recompute):
     texts = tmp_path / "a.jsonl"
