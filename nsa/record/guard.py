@@ -88,7 +88,7 @@ class Guard:
         self.beat = mmap.mmap(beat, BEAT.size, access=mmap.ACCESS_READ)
         self.link = socket.socket(fileno=link)
         self.stacks, self.path, self.exit_switch = stacks, Path(path) if path else None, exit_switch
-        self.replies = b""
+        self.replies, self.is_left = b"", False
         self.written = self._position()
 
     def watch(self) -> None:
@@ -109,14 +109,13 @@ class Guard:
     def _wait(self, seconds: float) -> bool:
         """Waits for a reply of the rank. False: it is gone, or no longer wants to be watched."""
         if select.select([self.link], [], [], seconds)[0]:
-            try:
+            reply = b""
+            with suppress(OSError):
                 reply = self.link.recv(4096)
-            except OSError:
-                return False
             self.replies += reply
-            if not reply:
-                return False
-        return os.getppid() == self.pid
+            self.is_left = not reply
+        self.is_left |= os.getppid() != self.pid
+        return not self.is_left
 
     def _handle_hang(self, report: Report) -> None:
         now = time.time()
@@ -130,6 +129,8 @@ class Guard:
         standing = format_ranks(found) + f"\nmemory: {resident_gib:.3f} GiB resident\n"
         self._send({"report": report, "standing": standing, "until": time.monotonic() + self.answer_s})
         if not self._is_recorded_by_thread():
+            if self.is_left:  # it goes on after all, and ends by itself; a signal could crash it
+                return
             time_limited(self.report_s, self._report, report, standing)
         others = [rank for rank in ranks if rank.pid != self.pid and rank.is_alive_here]
         if others:

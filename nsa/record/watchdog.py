@@ -65,7 +65,7 @@ class Watchdog:
         self._path: Path | None = None
         self._file = STDERR
         self._guard: subprocess.Popen[bytes] | None = None
-        self._closing = False
+        self._closing, self._reporting = False, threading.Lock()
 
     def __enter__(self) -> Self:
         with self._counted():
@@ -83,6 +83,8 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # The end of a rank that was stopped may wake this one during its report. The hang is still the reason.
+        self._reporting.acquire(timeout=2 * report_s(self._floor_s))
         self._closing = True
         with self._counted():
             self._end_guard()
@@ -182,12 +184,13 @@ class Watchdog:
         with self._counted(), self._link.makefile("rb") as messages:
             for line in messages:
                 message = json.loads(line)
-                if self._closing:
-                    return
                 if "end" in message:
                     os._exit(EXIT_CODE)
+                if self._closing:
+                    return
                 if time.monotonic() < message["until"]:  # later the guard reports, and two reports are one too many
-                    self._report(message["report"], message["standing"])
+                    with self._reporting:
+                        self._report(message["report"], message["standing"])
         if not self._closing:
             self.failures += 1  # the guard is gone, and nothing is watched any more
 

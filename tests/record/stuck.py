@@ -67,6 +67,25 @@ def report_that_never_ends(dog: Watchdog) -> None:
     sleeping(dog)
 
 
+def end_while_it_is_reported(dog: Watchdog) -> None:
+    """As when the guard has killed the rank that this one waited for."""
+    reported, record = threading.Event(), dog._on_hang
+
+    def slowly(report: dict[str, object]) -> None:
+        reported.set()
+        time.sleep(0.2)
+        record(report)
+
+    dog._on_hang = slowly
+    reported.wait()
+
+
+def end_before_it_is_reported(dog: Watchdog) -> None:
+    """The guard asks for a report when the process is about to leave the watchdog."""
+    dog._closing = True
+    dog._thread.join()
+
+
 def device(dog: Watchdog) -> None:
     with dog.allow(120):
         import torch

@@ -205,8 +205,9 @@ WITHOUT_FOLDER = ("sleeping", "gil")
 HANGS = (
     *("sleeping", "lock", "pipe", "data_thread", "gil", "gil_without_exit_switch", "gil_again_and_again"),
     *("stderr_that_nobody_reads", "full_disk", "report_that_never_ends", "after_allowed", "aborting"),
+    "end_while_it_is_reported",
 )
-NO_HANGS = ("first_step", "allowed", "nothing", "raising")
+NO_HANGS = ("first_step", "allowed", "nothing", "raising", "end_before_it_is_reported")
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +286,17 @@ def test_a_report_that_does_not_end_is_cut_off_and_the_guard_records_the_hang(en
     assert metrics_of(folder)["exit_code"] == 6
 
 
+def test_a_rank_that_goes_on_during_its_report_waits_for_it_and_ends_with_code_6(ended):
+    end, folder = ended["end_while_it_is_reported"]
+    assert end.code == 6
+    (hang,) = [event for event in events_of(folder) if event["event"] == "hang"]
+    assert hang["reported_by"] == "thread"
+    (text,) = dumps(folder)
+    assert text.count("stacks of all threads") == 1
+    assert "Fatal" not in text
+    assert "reported by the guard" not in text
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_hung_device_ends_the_process_with_its_memory_and_nccls_record(tmp_path):
@@ -325,6 +337,13 @@ def test_with_a_full_disk_the_stacks_are_on_stderr(ended):
     assert shown_where("sleeping", end.output)
     assert "(phase backward); stacks above; exit code 6" in end.output
     assert dumps(folder) == [""]
+
+
+def test_a_rank_that_is_about_to_end_is_sent_no_signal_and_keeps_its_own_code(ended):
+    end, folder = ended["end_before_it_is_reported"]
+    assert (end.code, end.output.splitlines()[-1]) == (0, "done with 0 failures")
+    assert dumps(folder) == []
+    assert [event["event"] for event in events_of(folder)] == ["start", "step"]
 
 
 def test_a_normal_end_leaves_no_file_and_no_thread(ended):

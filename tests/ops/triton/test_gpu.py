@@ -59,13 +59,13 @@ def errors(monkeypatch):
         kernels = dispatch.kernels_for("select")
         original = kernels.forward
 
-        def remembered(*args):
-            chosen.append(original(*args))
+        def remembered(*args, **options):
+            chosen.append(original(*args, **options))
             return chosen[-1]
 
         monkeypatch.setattr(kernels, "forward", remembered)
         got = run(tensors, cu_seqlens, "triton")
-        monkeypatch.setattr(dispatch.REFERENCE["select"], "forward", lambda *args: chosen[0])
+        monkeypatch.setattr(dispatch.REFERENCE["select"], "forward", lambda *args, **options: chosen[0])
         want = run([t.detach().double().requires_grad_() for t in tensors], cu_seqlens, "reference")
         return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
 
