@@ -3,6 +3,8 @@
 Runs in the interpreter on a machine without a GPU, on the GPU otherwise. Fresh memory and unused pages hold NaN.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -24,10 +26,10 @@ def _poisoned(monkeypatch):
     poison(monkeypatch)
 
 
-def launches(programs=100, columns=16, scored=16, merged=2):
+def launches(programs=100, columns=16):
     """As many parts as `programs` for a card with one multiprocessor, and small tiles."""
-    keys = Launch(programs, columns, 1, 1)
-    return Launches(keys, Launch(1, scored // 8, 1), keys, Launch(1, merged, 1))
+    keys = Launch(programs, columns, 1, 1, depth=1)
+    return Launches(keys, keys)
 
 
 def tensors(cache):
@@ -89,12 +91,16 @@ def test_several_new_tokens_with_padding(new, ring):
 
 
 def test_pieces_of_the_queries_change_nothing(monkeypatch):
-    x = inputs(140, batch=2, heads=2, groups=2)
-    positions = [[128, 129, 130], [2, 3, -1]]
-    whole = check(x, positions, WIDE, launches(40))
-    monkeypatch.setattr(decode, "SCORE_BYTES", 4_000)
-    for got, want in zip(check(x, positions, WIDE, launches(40)), whole, strict=True):
+    """With as many parts as there are tiles, that is: more parts for fewer queries would round differently."""
+    x = inputs(80, heads=1)
+    positions = [[72, 73, -1]]
+    whole = check(x, positions, WIDE, launches(1000))
+    pieces = mock.Mock(wraps=decode._nsa_piece)
+    monkeypatch.setattr(decode, "_nsa_piece", pieces)
+    monkeypatch.setattr(decode, "SCORE_BYTES", 120)
+    for got, want in zip(check(x, positions, WIDE, launches(1000)), whole, strict=True):
         assert torch.equal(got, want)
+    assert pieces.call_count == 2
 
 
 @pytest.mark.parametrize(
@@ -146,9 +152,9 @@ def test_rows_longer_than_the_registers(monkeypatch):
     x = inputs(300, spec=SMALL, heads=2)
     wanted = check(x, [[299]], SMALL, launches(30))
     monkeypatch.setattr(decode, "MOST_KEPT", 16)
-    decode.pick_plan.cache_clear()
+    decode.choice_plan.cache_clear()
     got = check(x, [[299]], SMALL, launches(30))
-    decode.pick_plan.cache_clear()
+    decode.choice_plan.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
