@@ -12,7 +12,7 @@ KERNELS = {
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
 }  # fmt: skip
-DECODE_KERNELS = {"interval_kernel", "pick_blocks_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
+DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
 UNUSUAL = [
     Plan(1, 32768, 32, 8, 128, 128, packed=True),
