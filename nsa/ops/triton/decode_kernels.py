@@ -45,6 +45,13 @@ def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _finished(acc):
+    """acc once its product has ended, by an instruction that is none. On Hopper products of 64 rows run beside what
+    follows; if that converts layouts, the assembler would wait for every part of a product."""
+    return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _look_up(table, entry, INTERPRETED: tl.constexpr):
     """table[entry], by an instruction that the compiler does not pipeline: a load whose address is loaded in the loop
     would leave one stage for the keys."""
@@ -111,6 +118,8 @@ def _attend_interval(
             seen = seen & (c % BC < R)[None, :]
         s = tl.where(seen, s, NOTHING)
         acc, peak, total, p = _step(acc, peak, total, s, v, PLANES > 0, PRECISION)
+        if (PLANES > 0) and (p.shape[0] >= 64) and not INTERPRETED:
+            acc = _finished(acc)
         if PLANES > 0:
             left = R - tl.arange(0, BC)  # chunks from a compressed token's start to its block's end
             by_block = tl.reshape(p, [p.shape[0], BJ, BC])
