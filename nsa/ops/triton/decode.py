@@ -169,6 +169,7 @@ def _nsa_piece(
     reach = min(spec.window, UNLIMITED)
     parts_sel, parts_win = branch_parts(lines, spec, window, params.blocks, card_of(q))
     parts = parts_sel + parts_win
+    one = parts_sel == spec.num_selected * block["PER_BLOCK"] and not choice["TILED"]
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
     with launch_on(q):
@@ -188,7 +189,7 @@ def _nsa_piece(
             *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
             new, groups, parts_sel, parts_win, splits, tiles, width, k_sel.shape[0], k_win.shape[0], capacity, scale,
             WINDOW=reach, PAGE=k_sel.shape[1], **ring_or_pages(k_win, win_places, "PAGE_WIN"),
-            **choice, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"], **block, **sizes,
+            **choice, ONE=one, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"], **block, **sizes,
             SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
             **params.overlapping(), **options(params.blocks, block["HP"]),
         )  # fmt: skip

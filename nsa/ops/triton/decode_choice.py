@@ -58,44 +58,64 @@ def splits_used(
 
 
 @triton.jit
-def _score_tiles(
-    first, seen, whole, weight, shares, edges, peaks,
+def _load_tiles(
+    first, seen, shares, edges, peaks,
     HEADS: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Scores [TILES * BJ] of the blocks of tiles `first` and on, of which `seen` keys count. The heads' log-sum-exp is
-    whole - log2(weight)."""
+    """What tiles `first` and on, of which `seen` keys count, give to their blocks [TILES, BJ, HP], and the tiles before
+    each of them to its first block [TILES, HP], both with the maxima they are relative to."""
     head, j = tl.arange(0, HP), tl.arange(0, BJ)
     tile = first + tl.arange(0, TILES)
     known = (tile * (BJ * R) < seen)[:, None] & (head < HEADS)[None, :]
     at = tile.to(tl.int64)[:, None] * HP + head[None, :]
-    exponent = tl.load(peaks + at, mask=known, other=NOTHING)
     at_blocks = (tile.to(tl.int64)[:, None, None] * BJ + j[None, :, None]) * HP + head[None, None, :]
     share = tl.load(shares + at_blocks, mask=known[:, None, :], other=0.0)
-    score = share * power_of_2(exponent - whole[None, :])[:, None, :]
+    peak = tl.load(peaks + at, mask=known, other=NOTHING)
+    edge, edge_peak = peak, peak
     if PLANES == 2:
         before = (tile >= 1)[:, None] & ((tile - 1) * (BJ * R) < seen)[:, None] & (head < HEADS)[None, :]
         edge = tl.load(edges + at - HP, mask=before, other=0.0)
-        edge *= power_of_2(tl.load(peaks + at - HP, mask=before, other=NOTHING) - whole[None, :])
-        score += tl.where((j == 0)[None, :, None], edge[:, None, :], 0.0)
+        edge_peak = tl.load(peaks + at - HP, mask=before, other=NOTHING)
+    return share, peak, edge, edge_peak
+
+
+@triton.jit
+def _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES: tl.constexpr):
+    """Scores of the blocks of what was loaded. The heads' log-sum-exp is whole - log2(weight)."""
+    TILES: tl.constexpr = share.shape[0]
+    BJ: tl.constexpr = share.shape[1]
+    score = share * power_of_2(peak - whole[None, :])[:, None, :]
+    if PLANES == 2:
+        edge *= power_of_2(edge_peak - whole[None, :])
+        score += tl.where((tl.arange(0, BJ) == 0)[None, :, None], edge[:, None, :], 0.0)
     score = tl.reshape(tl.sum(score * weight[None, None, :], 2), [TILES * BJ])
     # Far below rounding, where shares may have been too small to be kept: all alike.
     return tl.where(score > 1e-30, score, 0.0)
 
 
 @triton.jit
+def page_of_blocks(table, t, SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The pages of the blocks that the query at t sees."""
+    block = tl.arange(0, BLOCK)
+    return tl.load(table + block * SEL_BLOCK // PAGE, mask=block * SEL_BLOCK <= t, other=0)
+
+
+@triton.jit
 def choose_blocks(
-    out, t, used, row, splits, num_rows, stats, shares, edges, peaks, scores, width,
+    out, t, used, row, splits, num_rows, stats, shares, edges, peaks, scores, width, slot, pages,
     CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """The blocks of the query at t and one group, to out [NUM_SELECTED]. `row` is that of the group's first head.
-    Scores stay in registers, or TILED go to scores [width], workspace."""
+    Scores stay in registers, or TILED go to scores [width], workspace. ONE: returns the block at place `slot` and its
+    page, of `pages` [BLOCK], without reading them back."""
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     CJ: tl.constexpr = TILES * BJ
     own = t // SEL_BLOCK
     place = tl.arange(0, NUM_PADDED)
+    ranks = tl.full([BLOCK // 32, 32], -1, tl.int32)  # of the free blocks that were chosen
     if (t < 0) | (own < NUM_SELECTED):
         tl.store(out + place, tl.where((place <= own) & (t >= 0), place, -1), mask=place < NUM_SELECTED)
     else:
@@ -104,35 +124,51 @@ def choose_blocks(
         newest = own - (NUM_SELECTED - 1 - place)
         tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
         if FREE > 0:
+            # All of the first loads are on their way before anything waits for one.
             head, split = tl.arange(0, HP), tl.arange(0, SPLITS)
             there = (head < HEADS)[:, None] & (split < used)[None, :]
             at = (row + head)[:, None] * splits + split[None, :]
-            peak = tl.load(stats + at, mask=there, other=NOTHING)
+            top = tl.load(stats + at, mask=there, other=NOTHING)
             total = tl.load(stats + num_rows * splits + at, mask=there, other=0.0)
-            top = tl.max(peak, 1)
-            lse = top + tl.log2(tl.maximum(tl.sum(total * tl.exp2(peak - top[:, None]), 1), 1e-30))
+            _, seen = keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
+            share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
+            highest = tl.max(top, 1)
+            lse = highest + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - highest[:, None]), 1), 1e-30))
             whole = tl.floor(lse)
             weight = tl.exp2(whole - lse)  # [HP]
-            _, seen = keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
+            score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
             stop = own - NUM_LOCAL + 1
             if TILED:
-                for j0 in tl.range(0, stop, CJ):
-                    score = _score_tiles(
-                        j0 // BJ, seen, whole, weight, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
+                j = tl.arange(0, CJ)
+                tl.store(scores + j, score, mask=j < width)
+                for j0 in tl.range(CJ, stop, CJ):
+                    share, peak, edge, edge_peak = _load_tiles(
+                        j0 // BJ, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
                     )  # fmt: skip
-                    j = j0 + tl.arange(0, CJ)
-                    tl.store(scores + j, score, mask=j < width)
+                    score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+                    tl.store(scores + j0 + j, score, mask=j0 + j < width)
                 tl.debug_barrier()
                 pick_tiled(scores, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, 1, FREE)
             else:
-                keys = tl.full([BLOCK // CJ, CJ], 0, tl.int32)
-                for chunk in tl.range(0, tl.cdiv(stop, CJ)):
-                    score = _score_tiles(
-                        chunk * TILES, seen, whole, weight, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
-                    )  # fmt: skip
-                    mine = (tl.arange(0, BLOCK // CJ) == chunk)[:, None]
-                    keys = tl.where(mine, score.to(tl.int32, bitcast=True)[None, :], keys)
+                chunk = tl.arange(0, BLOCK // CJ)[:, None]
+                keys = tl.where(chunk == 0, score.to(tl.int32, bitcast=True)[None, :], 0)
+                if BLOCK > CJ:
+                    for number in tl.range(1, tl.cdiv(stop, CJ)):
+                        share, peak, edge, edge_peak = _load_tiles(
+                            number * TILES, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
+                        )  # fmt: skip
+                        score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+                        keys = tl.where(chunk == number, score.to(tl.int32, bitcast=True)[None, :], keys)
                 block = tl.arange(0, BLOCK)
                 inside = (block >= NUM_INIT) & (block < stop)
                 keys = tl.where(inside, tl.reshape(keys, [BLOCK]), -1)
-                pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, 5)
+                ranks = pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, 5)
+    found = tl.full([], 0, tl.int64)
+    if ONE:
+        free = (own >= NUM_SELECTED) & (slot >= NUM_INIT) & (slot < NUM_SELECTED - NUM_LOCAL)
+        known = tl.where((own < NUM_SELECTED) | (slot < NUM_INIT), slot, own - (NUM_SELECTED - 1 - slot))
+        block = tl.reshape(tl.arange(0, BLOCK), [BLOCK // 32, 32])
+        mine = tl.where(free, ranks == slot - NUM_INIT, block == known)
+        both = (tl.reshape(pages, [BLOCK // 32, 32]).to(tl.int64) << 32) + block
+        found = tl.sum(tl.where(mine, both, 0), axis=None)
+    return found.to(tl.int32), (found >> 32).to(tl.int32)

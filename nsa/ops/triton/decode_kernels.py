@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.triton.decode_choice import NOTHING, choose_blocks, keys_seen, power_of_2, splits_used, tiles_seen
+from nsa.ops.triton.decode_choice import (
+    NOTHING,
+    choose_blocks,
+    keys_seen,
+    page_of_blocks,
+    power_of_2,
+    splits_used,
+    tiles_seen,
+)
 from nsa.ops.triton.flash_kernels import load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -225,7 +233,7 @@ def _next_tile(
     PAGE_WIN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The first token and the page of a tile of `blocks_kernel`, the last one where `tile` lies behind it."""
-    tile = tl.minimum(tile, last)
+    tile = tl.maximum(tl.minimum(tile, last), 0)
     # Without branches, which a pipelined loop must not have: the lookup of the other branch is harmless.
     place = tl.arange(0, chosen.shape[0])
     block = tl.sum(tl.where(place == tile // PER_BLOCK, chosen, 0), 0)
@@ -253,14 +261,14 @@ def blocks_kernel(
     CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
     QT: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr, HP_CMP: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
     PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of the window, or of the selected blocks, of one query and group. Grid (B * n * G, parts), the window's
-    first. A block is read in PER_BLOCK tiles of BN keys. One loop serves both branches, as two would not share their
-    buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
+    first. A block is read in PER_BLOCK tiles of BN keys, ONE of them by a program. One loop serves both branches, as two
+    would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
     lane, part = tl.program_id(0), tl.program_id(1)
     selected = part >= parts_win
     if OVERLAP:
@@ -278,24 +286,42 @@ def blocks_kernel(
     row = (b64 * n + i) * (G * HEADS) + g64 * HEADS
     num_rows = tl.num_programs(0).to(tl.int64) * HEADS
     out = indices + lane64 * NUM_SELECTED
-    if selected:
-        used = splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
-        if OVERLAP:
-            gdc_wait()
-        choose_blocks(
-            out, t, used, row, splits, num_rows, stats_cmp, shares + lane64 * tiles * (BJ * HP_CMP),
-            edges + lane64 * tiles * HP_CMP, peaks + lane64 * tiles * HP_CMP, scores + lane64 * width, width,
-            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
-            HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED,
-        )  # fmt: skip
-        tl.debug_barrier()
-    number = tl.arange(0, NUM_PADDED)
-    chosen = tl.load(out + number, mask=(number < NUM_SELECTED) & selected, other=0)
+    first = tl.where(selected, part - parts_win, part)
+    step = tl.where(selected, parts_sel, parts_win)
     lowest = tl.maximum(t + 1 - WINDOW, 0)
     first_win, tiles_win = tiles_seen(lowest, t + 1, BN)
     count = tl.where(selected, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, tiles_win)
-    first = tl.where(selected, part - parts_win, part)
-    step = tl.where(selected, parts_sel, parts_win)
+    last, start_win = count - 1, first_win * BN
+    sel_places, places = sel_table + b64 * sel_sb, win_places + b64 * win_sb
+    ring = tl.load(places)
+    table = sel_places if RING > 0 else tl.where(selected, sel_places, places)
+    chosen = tl.zeros([NUM_PADDED], tl.int32)
+    start, page = _next_tile(  # the window's
+        chosen, first, last, start_win, table, selected, ring,
+        PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
+    )  # fmt: skip
+    if selected:
+        used = splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
+        pages = page_of_blocks(sel_places, t, SEL_BLOCK, PAGE, BLOCK) if ONE else chosen
+        if OVERLAP:
+            gdc_wait()
+        block, page = choose_blocks(
+            out, t, used, row, splits, num_rows, stats_cmp, shares + lane64 * tiles * (BJ * HP_CMP),
+            edges + lane64 * tiles * HP_CMP, peaks + lane64 * tiles * HP_CMP, scores + lane64 * width, width,
+            first // PER_BLOCK, pages,
+            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
+            HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED, ONE,
+        )  # fmt: skip
+        if ONE:
+            start = block * SEL_BLOCK + first % PER_BLOCK * BN
+        else:
+            tl.debug_barrier()
+            number = tl.arange(0, NUM_PADDED)
+            chosen = tl.load(out + number, mask=number < NUM_SELECTED, other=0)
+            start, page = _next_tile(
+                chosen, first, last, start_win, table, selected, ring,
+                PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
+            )  # fmt: skip
     if (t >= 0) & (first < count):
         acc = tl.zeros([HP, BLOCK_DV], tl.float32)
         peak = tl.full([HP], NOTHING, tl.float32)
@@ -306,17 +332,7 @@ def blocks_kernel(
         k_sp, k_st = tl.where(selected, ks_sp, kw_sp).to(tl.int64), tl.where(selected, ks_st, kw_st).to(tl.int64)
         v_sp, v_st = tl.where(selected, vs_sp, vw_sp).to(tl.int64), tl.where(selected, vs_st, vw_st).to(tl.int64)
         pool = tl.where(selected, pool_sel, pool_win)
-        table = sel_table + b64 * sel_sb
-        places = win_places + b64 * win_sb
-        ring = tl.load(places)
-        if RING == 0:
-            table = tl.where(selected, table, places)
         c = tl.arange(0, BN)
-        last, start_win = count - 1, first_win * BN
-        start, page = _next_tile(
-            chosen, first, last, start_win, table, selected, ring,
-            PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
-        )  # fmt: skip
         for turn in tl.range(0, tl.cdiv(count - first, step)):
             key = start + c
             low = tl.where(selected, start, lowest)

@@ -176,7 +176,8 @@ def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.const
 @triton.jit
 def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, WAYS: tl.constexpr):
     """The FREE best of blocks first .. stop by their keys; those of the others are -1. An interval is cut into WAYS, up
-    to 5: more of them take fewer turns, each with more comparisons; below 2**15 keys fit the counts of one number."""
+    to 5: more of them take fewer turns, each with more comparisons; below 2**15 keys fit the counts of one number.
+    Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
     high = tl.max(keys, axis=0) + 1
     low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
@@ -213,6 +214,7 @@ def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.const
     in_line = tl.sum(line, axis=1)
     place = tl.cumsum(line, axis=1) + (tl.cumsum(in_line, axis=0) - in_line)[:, None] - 1
     tl.store(out + place, tl.reshape(block, [BLOCK // 32, 32]), mask=line > 0)
+    return tl.where(line > 0, place, -1)
 
 
 @triton.jit
