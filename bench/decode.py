@@ -55,11 +55,12 @@ KERNELS = ("interval_kernel", "blocks_kernel", "mix_parts_kernel")
 STREAMS = [
     (1, 64, 4, 3), (2, 64, 4, 3), (3, 64, 4, 3), (4, 64, 4, 3), (1, 64, 4, 4), (2, 64, 4, 4), (1, 64, 8, 3),
     (2, 64, 8, 3), (1, 64, 4, 6), (1, 32, 4, 6), (2, 32, 4, 4), (3, 32, 4, 4), (4, 32, 4, 4), (4, 32, 2, 4),
-    (6, 32, 2, 4), (8, 32, 1, 3), (1, 128, 4, 2), (1, 128, 8, 3), (2, 128, 8, 2),
+    (6, 32, 2, 4), (8, 32, 1, 3), (1, 128, 4, 2), (1, 128, 8, 2), (1, 128, 8, 3), (2, 128, 8, 2), (2, 64, 4, 2),
+    (2, 64, 8, 2), (1, 32, 4, 2), (1, 16, 4, 2),
 ]  # fmt: skip
 # Of the blocks: also the shares that a thread reads at a time, in the choice of blocks.
-BLOCKS = [(*size, 64) for size in STREAMS if size[1] <= SPEC.sel_block] + [
-    (1, 64, 4, 3, 128), (1, 64, 4, 3, 32), (1, 64, 8, 3, 32), (2, 64, 8, 2, 64), (1, 32, 8, 4, 64)
+BLOCKS = [(*size, 64) for size in STREAMS if 16 < size[1] <= SPEC.sel_block] + [
+    (1, 64, 4, 3, 128), (1, 64, 4, 3, 32), (1, 64, 8, 3, 32), (3, 64, 8, 3, 32), (1, 32, 8, 4, 64)
 ]  # fmt: skip
 TUNED = {"cmp": ("interval_kernel", STREAMS), "blocks": ("blocks_kernel", BLOCKS)}
 TUNE_SHAPES = [
@@ -297,6 +298,10 @@ def show(results: list[dict[str, Any]]) -> None:
         )
 
 
+def launches_for(step: Step) -> decode.Launches:
+    return decode.default_params(step.q, step.sel.v, step.cmp.k.shape[1] * step.table.shape[1])
+
+
 def candidates(default: decode.Launches) -> Iterator[tuple[str, str, decode.Launches]]:
     """The kernel, its launch in words, and all launches of a step with that one changed."""
     yield "checked in", str(default), default
@@ -315,7 +320,7 @@ class Tuned:
     def __init__(self, shape: Shape, repeats: int):
         self.steps = [Step(shape, seed) for seed in range(copies(bytes_of_step(shape)))]
         self.repeats = repeats
-        self.default = decode.default_params(self.steps[0].q, self.steps[0].sel.v)
+        self.default = launches_for(self.steps[0])
         self.want, self.blocks = decode_with_blocks(*self.steps[0].rows(1), backend="reference")
         self.found: list[tuple[float, str, str, decode.Launches]] = []
 
@@ -337,10 +342,12 @@ class Tuned:
         return sorted((row for row in self.found if row[1] == kernel), key=lambda row: row[0])[:number]
 
     def time_together(self) -> None:
-        """The two best launches of each kernel with each other."""
-        for _, _, text, cmp in self.best("cmp", 2):
-            for _, _, other, blocks in self.best("blocks", 2):
-                self.time("together", f"{text} {other}", replace(cmp, blocks=blocks.blocks))
+        """The two best launches of each kernel with each other, with the best of the overlaps."""
+        *_, overlap = min(self.best("overlap", 1) + self.best("checked in", 1), key=lambda row: row[0])
+        for *_, text, cmp in self.best("cmp", 2):
+            for *_, other, blocks in self.best("blocks", 2):
+                together = replace(overlap, cmp=cmp.cmp, blocks=blocks.blocks)
+                self.time("together", f"{text} {other} chained={overlap.chained}", together)
 
     def show(self) -> None:
         for kernel in ("checked in", "overlap", "cmp", "blocks", "together"):
@@ -351,27 +358,28 @@ class Tuned:
                 print(f"  {kernel} {text}", flush=True)
 
 
-def tune(repeats: int, worker: int | None, workers: int, seconds: float) -> None:
+def tune(shapes: list[Shape], repeats: int, worker: int | None, workers: int, seconds: float) -> None:
     """Compiles in many processes at once, then checks and times one launch after the other."""
     end = time.monotonic() + seconds
     if worker is not None:
-        for shape in TUNE_SHAPES:
+        for shape in shapes:
             step = Step(shape)
-            for number, (*_, params) in enumerate(candidates(decode.default_params(step.q, step.sel.v))):
+            for number, (*_, params) in enumerate(candidates(launches_for(step))):
                 if number % workers == worker:
                     with suppress(Exception):
                         decode.nsa(*step.tensors(), SPEC, params)
         return
-    command = [sys.executable, "-m", "bench.decode", "--tune", "--workers", str(workers), "--worker"]
+    names = ",".join(shape.name for shape in shapes)
+    command = [sys.executable, "-m", "bench.decode", "--tune", "--shapes", names, "--workers", str(workers), "--worker"]
     started = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(workers)]
     for process in started:
         try:
             process.wait(max(0.0, end - seconds / 2 - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-    for number, shape in enumerate(TUNE_SHAPES):
+    for number, shape in enumerate(shapes):
         tuned = Tuned(shape, repeats)
-        stop = time.monotonic() + (end - time.monotonic()) / (len(TUNE_SHAPES) - number)
+        stop = time.monotonic() + (end - time.monotonic()) / (len(shapes) - number)
         for candidate in candidates(tuned.default):
             if time.monotonic() < stop:
                 tuned.time(*candidate)
@@ -388,6 +396,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--shapes", help='of --tune, such as "1x64k 64/4/128,1x8k 64/4/128"; all if not given')
     parser.add_argument("--seconds", type=float, default=420.0, help="of --tune; compiling takes at most half of it")
     parser.add_argument("--worker", type=int)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 4))
@@ -396,7 +405,8 @@ def main() -> int:
         print("bench.decode needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
     if options.tune:
-        tune(options.repeats, options.worker, options.workers, options.seconds)
+        shapes = [s for s in TUNE_SHAPES if not options.shapes or s.name in options.shapes.split(",")]
+        tune(shapes, options.repeats, options.worker, options.workers, options.seconds)
         return 0
     lengths, batches = ((8192, 65536), (1, 32)) if options.quick else (LENGTHS, BATCHES)
     results = []

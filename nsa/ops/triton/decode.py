@@ -9,7 +9,7 @@ blocks that a thread reads at a time for the choice.
 Legend: B batch, n new tokens, G key/value heads, H query heads, h = H/G.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,8 @@ MAX_HEADS_PER_GROUP = 128
 MAX_TOKENS_PER_BLOCK = 128  # compressed ones
 MAX_SPLITS = 128
 MERGE_WARPS = 8  # at most, one for every 1024 numbers of a row's parts
-LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fit a multiprocessor with them
+LEAST_PIECE = 32  # of a row that a program merges
+LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fit a multiprocessor; of eight, two do
 QUERY_ROWS = 64  # queries x heads that share what is read, where there are several queries
 SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
 MOST_KEPT = 8192  # block scores that a program keeps in registers
@@ -82,9 +83,22 @@ class Launches:
         return {"OVERLAP": True, "launch_pdl": True} if self.overlap else {"OVERLAP": False}
 
 
-def default_params(q: Tensor, v: Tensor, card: Card | None = None) -> Launches:
+def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) -> Launches:
+    """The launches for queries like q over at most `keys` compressed tokens, or tokens of `paged`.
+
+    With few sequences what counts is latency. As long as one tile of keys for every multiprocessor is enough, a program
+    takes one, as small as that allows; and programs of `blocks_kernel` have more threads for the choice of blocks."""
+    card = card or card_of(q)
     cmp, blocks = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "blocks"))
-    return Launches(cmp, blocks, overlap=(card or card_of(q)).kind == "sm90")
+    if q.shape[1] == 1 and q.dtype != torch.float32:
+        groups = v.shape[2]
+        programs = card.multiprocessors // (q.shape[0] * groups)  # for each sequence and group
+        columns = max(16, power_of_2(cdiv(keys, max(1, programs))))
+        if programs and columns <= cmp.columns * (2 if q.shape[2] // groups <= 16 else 1):
+            cmp = Launch(1, columns, 8 if columns > 64 else 4, 2)
+        if programs >= 16:
+            blocks = replace(blocks, rows=1, num_warps=8)
+    return Launches(cmp, blocks, overlap=card.kind == "sm90")
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -115,7 +129,7 @@ def nsa(
     """As `nsa.ops.reference.decode.nsa`."""
     batch, new, heads, _ = q.shape
     groups, dv = v_sel.shape[2:]
-    params = params or default_params(q, v_sel)
+    params = params or default_params(q, v_sel, k_cmp.shape[1] * cmp_table.shape[1])
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table = (
         unit_last(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table)
     )
@@ -172,6 +186,7 @@ def _nsa_piece(
     one = parts_sel == spec.num_selected * block["PER_BLOCK"] and not choice["TILED"]
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
+    merge = merge_plan(rows, splits, parts, dv, card_of(q))
     with launch_on(q):
         interval_kernel[(lanes, splits)](
             q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, edges, peaks,
@@ -189,17 +204,17 @@ def _nsa_piece(
             *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
             new, groups, parts_sel, parts_win, splits, tiles, width, k_sel.shape[0], k_win.shape[0], capacity, scale,
             WINDOW=reach, PAGE=k_sel.shape[1], **ring_or_pages(k_win, win_places, "PAGE_WIN"),
-            **choice, ONE=one, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"], **block, **sizes,
-            SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
+            **choice, ONE=one, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"],
+            **block, **sizes, SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
             **params.overlapping(), **options(params.blocks, block["HP"]),
         )  # fmt: skip
-        mix_parts_kernel[(rows,)](
+        mix_parts_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
             positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
             *gates.stride(), new, heads, splits, parts_sel, parts_win, capacity,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
             WINDOW=reach, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
-            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"], DV=dv, BLOCK_DV=sizes["BLOCK_DV"],
-            **merge_plan(splits, parts, sizes["BLOCK_DV"]), **params.overlapping(),
+            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"], DV=dv,
+            **merge, **params.overlapping(),
         )  # fmt: skip
 
 
@@ -215,10 +230,10 @@ def paged(
     """As `nsa.ops.reference.decode.paged`."""
     batch, new, heads, dk = q.shape
     groups, dv = v.shape[2:]
-    params = params or default_params(q, v)
     q, k, v, positions = unit_last(q), unit_last(k), unit_last(v), positions.contiguous()
     places = unit_last(places) if places.dim() == 2 else places
     capacity = k.shape[1] * places.shape[1] if places.dim() == 2 else UNLIMITED
+    params = params or default_params(q, v, min(capacity, window or capacity))
     plan = interval_plan(new, heads // groups, 1, params.cmp)
     tiles = cdiv(min(capacity, window or capacity), plan["BJ"]) + (window is not None)
     lanes = batch * groups * cdiv(new, plan["QT"])
@@ -228,6 +243,7 @@ def paged(
     o_parts = q.new_empty(rows, splits, dv, dtype=torch.float32)
     stats = q.new_empty(2, rows, splits, dtype=torch.float32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
+    merge = merge_plan(rows, splits, 0, dv, card_of(q))
     seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
     with launch_on(q):
         interval_kernel[(lanes, splits)](
@@ -238,10 +254,9 @@ def paged(
             SAME=same_rows(k, v), INTERPRETED=q.is_cpu,
             **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
-        merge_kernel[(rows,)](
+        merge_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
             positions, o_parts, stats, o, new, heads, splits, capacity,
-            **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, BLOCK_DV=sizes["BLOCK_DV"],
-            **merge_plan(splits, 0, sizes["BLOCK_DV"]), **params.overlapping(),
+            **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, **merge, **params.overlapping(),
         )  # fmt: skip
     return o
 
@@ -294,11 +309,13 @@ def choice_plan(spec: NSASpec, tiles: int, per_tile: int, splits: int, heads: in
 
 
 @lru_cache(maxsize=256)
-def merge_plan(splits: int, others: int, block_dv: int) -> dict[str, int]:
-    """How the kernels that merge read a row's `splits`, and `others` beside them."""
-    parts, most = power_of_2(splits), power_of_2(others)
-    warps = power_of_2(max(1, min(MERGE_WARPS, max(parts, most) * block_dv // 1024)))
-    return {"SPLITS": parts, "num_warps": warps} | ({"PARTS": most} if others else {})
+def merge_plan(rows: int, splits: int, others: int, dv: int, card: Card) -> dict[str, int]:
+    """How the kernels that merge read a row's `splits`, and `others` beside them: with few rows, in pieces of `dv`."""
+    parts, most, piece = power_of_2(splits), power_of_2(others), padded(dv)
+    while piece > LEAST_PIECE and 2 * rows * cdiv(dv, piece) <= card.multiprocessors:
+        piece //= 2
+    warps = power_of_2(max(1, min(MERGE_WARPS, max(parts, most) * piece // 1024)))
+    return {"BLOCK_DV": piece, "SPLITS": parts, "num_warps": warps} | ({"PARTS": most} if others else {})
 
 
 @lru_cache(maxsize=256)
@@ -312,7 +329,8 @@ def head_sizes(dk: int, dv: int, exact: bool) -> dict[str, Any]:
 def options(params: Launch, rows: int) -> dict[str, int]:
     """With few rows, no more registers than let `params.rows` programs share a multiprocessor."""
     registers = 65536 // (32 * params.num_warps * params.rows) // 8 * 8
-    registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), 255)
+    least = min(LEAST_REGISTERS, 65536 // (64 * params.num_warps)) if rows <= 16 else 255
+    registers = min(max(registers, least), 255)
     return {"num_warps": params.num_warps, "num_stages": params.num_stages, "maxnreg": registers}
 
 

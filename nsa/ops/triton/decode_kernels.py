@@ -267,8 +267,9 @@ def blocks_kernel(
     SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of the window, or of the selected blocks, of one query and group. Grid (B * n * G, parts), the window's
-    first. A block is read in PER_BLOCK tiles of BN keys, ONE of them by a program. One loop serves both branches, as two
-    would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
+    first. A block is read in PER_BLOCK tiles of BN keys; ONE: of the selected blocks, a program has one tile. One loop
+    serves both branches, as two would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks
+    [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
     lane, part = tl.program_id(0), tl.program_id(1)
     selected = part >= parts_win
     if OVERLAP:

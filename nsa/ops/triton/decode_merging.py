@@ -6,17 +6,16 @@ that kernel is read before waiting for it, and all parts are read at once.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa.ops.triton.decode_choice import NOTHING, splits_used, tiles_seen
 
 
 @triton.jit
 def _load_parts(
-    o_parts, stats, num_rows, row, parts, there, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr
+    o_parts, stats, num_rows, row, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Maxima and sums [PARTS] and outputs [PARTS, BLOCK_DV] of those parts of a row that are `there`."""
-    d = tl.arange(0, BLOCK_DV)
+    """Maxima and sums [PARTS] and outputs [PARTS, d] of those parts of a row that are `there`."""
     at = row * parts + tl.arange(0, PARTS)
     tops = tl.load(stats + at, mask=there, other=NOTHING)
     sums = tl.load(stats + num_rows * parts + at, mask=there, other=0.0)
@@ -39,18 +38,19 @@ def merge_kernel(
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, QT: tl.constexpr, TILE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The splits of `interval_kernel` put together. Grid (B * n * H): one row each of o [B, n, H, DV]."""
+    """The splits of `interval_kernel` put together. Grid (B * n * H, pieces of DV): one row each of o [B, n, H, DV]."""
     row = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     used = splits_used(
         positions, row // H // n, row // H % n, n, splits, capacity, SPAN, STRIDE, WINDOW, QT, TILE
     )  # fmt: skip
     there = tl.arange(0, SPLITS) < used
     row64, num_rows = row.to(tl.int64), tl.num_programs(0).to(tl.int64)
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
-    tops, sums, parts = _load_parts(o_parts, stats, num_rows, row64, splits, there, DV, BLOCK_DV, SPLITS)
+    tops, sums, parts = _load_parts(o_parts, stats, num_rows, row64, splits, there, d, DV, SPLITS)
     merged = tl.sum(parts * _weights(tops, sums, there)[:, None], 0)
-    d = tl.arange(0, BLOCK_DV)
     tl.store(o + row64 * DV + d, merged.to(o.dtype.element_ty), mask=d < DV)
 
 
@@ -63,8 +63,10 @@ def mix_parts_kernel(
     BN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The parts of all three branches put together and mixed. Grid (B * n * H): one row each of o [B, n, H, DV]."""
+    """The parts of all three branches put together and mixed. Grid (B * n * H, pieces of DV): one row each of o
+    [B, n, H, DV]."""
     row = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     b, i, head = row // H // n, row // H % n, row % H
     row64, num_rows = row.to(tl.int64), tl.num_programs(0).to(tl.int64)
     t = tl.minimum(tl.load(positions + b * n + i), capacity - 1)
@@ -79,16 +81,16 @@ def mix_parts_kernel(
     in_sel = (part >= parts_win) & (part < parts_win + tl.minimum(tiles, parts_sel))
     there = in_win | in_sel
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
     tops, sums, o_part = _load_parts(
-        o_blocks, stats_blocks, num_rows, row64, parts_sel + parts_win, there, DV, BLOCK_DV, PARTS
+        o_blocks, stats_blocks, num_rows, row64, parts_sel + parts_win, there, d, DV, PARTS
     )  # fmt: skip
     tops_cmp, sums_cmp, o_part_cmp = _load_parts(
-        o_cmp, stats_cmp, num_rows, row64, splits, there_cmp, DV, BLOCK_DV, SPLITS
+        o_cmp, stats_cmp, num_rows, row64, splits, there_cmp, d, DV, SPLITS
     )  # fmt: skip
     weight = _weights(tops, sums, in_sel) * gate_sel.to(tl.float32)
     weight += _weights(tops, sums, in_win) * gate_win.to(tl.float32)
     weight_cmp = _weights(tops_cmp, sums_cmp, there_cmp) * gate_cmp.to(tl.float32)
     mixed = tl.sum(o_part * weight[:, None], 0) + tl.sum(o_part_cmp * weight_cmp[:, None], 0)
-    d = tl.arange(0, BLOCK_DV)
     tl.store(o + row64 * DV + d, mixed.to(o.dtype.element_ty), mask=d < DV)

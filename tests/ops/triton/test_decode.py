@@ -12,12 +12,13 @@ from nsa.ops import NSASpec, PagedKV, nsa_decode, paged_attention
 from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
 from nsa.ops.triton.decode import Launches
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch import Card, Launch
 from tests.ops.cases import SMALL, Inputs, make_inputs
 from tests.ops.decode_cases import make_cache
 from tests.ops.triton.branch_cases import DEVICE, LIMIT, poison
 
 WIDE = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=2, window=20)
+LARGE = Card("sm90", 132)
 torch.set_num_threads(1)
 
 
@@ -124,6 +125,31 @@ def test_every_geometry(spec):
 def test_the_default_launches():
     x = inputs(300, spec=NSASpec(num_selected=3), heads=4, groups=2)
     check(x, [[299]], NSASpec(num_selected=3), ring=520)
+
+
+@pytest.mark.parametrize(("heads", "groups", "dv"), [(4, 2, 80), (20, 1, 64)])
+def test_one_sequence_on_a_large_card(monkeypatch, heads, groups, dv):
+    """Small tiles, the chosen block kept in registers, rows merged in pieces."""
+    spec = NSASpec(num_selected=5, window=64)
+    monkeypatch.setattr(decode, "card_of", lambda x: Card("sm80", LARGE.multiprocessors))
+    x = inputs(400, spec=spec, heads=heads, groups=groups, dv=dv, dtype=torch.float16)
+    check(x, [[399]], spec, ring=80)
+    check(repeated(x, 2), [[40], [-1]], spec)
+
+
+def test_launches_for_one_sequence():
+    """One tile for every program while that fills no more than the card; the table's launches otherwise."""
+    q, v = (torch.empty(1, 1, heads, 128, dtype=torch.float16, device="meta") for heads in (64, 4))
+    usual = decode.default_params(q.expand(32, -1, -1, -1), v, 4096, LARGE)
+    for keys, columns in ((512, 16), (2048, 64), (4096, 128)):
+        launch = decode.default_params(q, v, keys, LARGE).cmp
+        tiles = -(-keys // columns)
+        assert launch.columns == columns
+        assert decode.num_parts(4, launch, LARGE, tiles) == tiles
+    assert decode.default_params(q, v, 8192, LARGE).cmp == usual.cmp
+    assert decode.default_params(q.expand(-1, 2, -1, -1), v, 512, LARGE) == usual
+    assert decode.merge_plan(64, 32, 24, 128, LARGE)["BLOCK_DV"] == 64
+    assert decode.merge_plan(2048, 3, 3, 128, LARGE)["BLOCK_DV"] == 128
 
 
 def test_ties_go_to_the_lower_index():

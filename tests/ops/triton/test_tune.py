@@ -112,7 +112,7 @@ def test_every_candidate_of_decoding_is_launched():
     q, gates, positions = tensor(2, 1, 64, 128), tensor(2, 1, 64, 3), tensor(2, 1, dtype=torch.int32)
     arguments = (q, gates, *pools(4), table, *pools(64), table, *pools(576), table[:, 0], positions, SPEC)
     with recording(90) as launches:
-        for name, _, params in bench_decode.candidates(decode.default_params(q, q, Card("sm90", 132))):
+        for name, _, params in bench_decode.candidates(decode.default_params(q, q, 4096, Card("sm90", 132))):
             launches.clear()
             decode.nsa(*arguments, params)
             assert all(options["OVERLAP"] == params.overlap for *_, options in launches)
