@@ -37,7 +37,7 @@ MAX_TOKENS_PER_BLOCK = 128  # compressed ones
 MAX_SPLITS = 128
 MERGE_WARPS = 8  # at most, one for every 1024 numbers of a row's parts
 LEAST_PIECE = 32  # of a row that a program merges
-LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fit a multiprocessor; of eight, two do
+LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fit a multiprocessor with them
 QUERY_ROWS = 64  # queries x heads that share what is read, where there are several queries
 SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
 MOST_KEPT = 8192  # block scores that a program keeps in registers
@@ -233,7 +233,7 @@ def paged(
     q, k, v, positions = unit_last(q), unit_last(k), unit_last(v), positions.contiguous()
     places = unit_last(places) if places.dim() == 2 else places
     capacity = k.shape[1] * places.shape[1] if places.dim() == 2 else UNLIMITED
-    params = params or default_params(q, v, min(capacity, window or capacity))
+    params = params or default_params(q, v, min(capacity, 2 * window if window else capacity))  # it may start anywhere
     plan = interval_plan(new, heads // groups, 1, params.cmp)
     tiles = cdiv(min(capacity, window or capacity), plan["BJ"]) + (window is not None)
     lanes = batch * groups * cdiv(new, plan["QT"])
@@ -329,8 +329,7 @@ def head_sizes(dk: int, dv: int, exact: bool) -> dict[str, Any]:
 def options(params: Launch, rows: int) -> dict[str, int]:
     """With few rows, no more registers than let `params.rows` programs share a multiprocessor."""
     registers = 65536 // (32 * params.num_warps * params.rows) // 8 * 8
-    least = min(LEAST_REGISTERS, 65536 // (64 * params.num_warps)) if rows <= 16 else 255
-    registers = min(max(registers, least), 255)
+    registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), 255)
     return {"num_warps": params.num_warps, "num_stages": params.num_stages, "maxnreg": registers}
 
 

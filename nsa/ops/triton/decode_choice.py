@@ -124,14 +124,16 @@ def choose_blocks(
         newest = own - (NUM_SELECTED - 1 - place)
         tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
         if FREE > 0:
-            # All of the first loads are on their way before anything waits for one.
+            _, seen = keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
+            share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
+            # All of the first loads are on their way before anything waits for one. Without a barrier the assembler
+            # would move these behind what waits for the next.
+            tl.debug_barrier()
             head, split = tl.arange(0, HP), tl.arange(0, SPLITS)
             there = (head < HEADS)[:, None] & (split < used)[None, :]
             at = (row + head)[:, None] * splits + split[None, :]
             top = tl.load(stats + at, mask=there, other=NOTHING)
             total = tl.load(stats + num_rows * splits + at, mask=there, other=0.0)
-            _, seen = keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
-            share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
             highest = tl.max(top, 1)
             lse = highest + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - highest[:, None]), 1), 1e-30))
             whole = tl.floor(lse)

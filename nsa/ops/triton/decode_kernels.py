@@ -194,7 +194,9 @@ def interval_kernel(
     if RING > 0:
         page = tl.load(places)
     elif WINDOW == 0:
-        page = _page_of(places, first, c, entries, INTERPRETED, PAGE, R, BC, BJ)
+        page = _page_of(places, first, c, entries, True, PAGE, R, BC, BJ)
+    if ROWS == 16 and PRECISION != "ieee":  # others have no registers for it
+        tl.debug_barrier()  # else the assembler would move loads behind what waits for others
     t = tl.minimum(at, capacity - 1)
     lo, hi = keys_seen(t, SPAN, STRIDE, WINDOW)
     highest = tl.max(hi, 0)

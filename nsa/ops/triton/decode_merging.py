@@ -1,7 +1,8 @@
 """The kernels of `decode.py` that put parts together. See `decode_kernels.py`.
 
 With few rows what counts is the time from the end of the kernel before to the end of this one: what does not depend on
-that kernel is read before waiting for it, and all parts are read at once.
+that kernel is read before waiting for it, and all parts are read at once: all but one load before a barrier, as the
+assembler would move them behind what waits for that one.
 """
 
 import triton
@@ -12,15 +13,16 @@ from nsa.ops.triton.decode_choice import NOTHING, splits_used, tiles_seen
 
 
 @triton.jit
-def _load_parts(
-    o_parts, stats, num_rows, row, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """Maxima and sums [PARTS] and outputs [PARTS, d] of those parts of a row that are `there`."""
+def _load_parts(o_parts, row, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr):
+    """Outputs [PARTS, d] of those parts of a row that are `there`."""
     at = row * parts + tl.arange(0, PARTS)
-    tops = tl.load(stats + at, mask=there, other=NOTHING)
-    sums = tl.load(stats + num_rows * parts + at, mask=there, other=0.0)
-    o = tl.load(o_parts + at[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0)
-    return tops, sums, o
+    return tl.load(o_parts + at[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_stats(stats, row, parts, there, other: tl.constexpr, PARTS: tl.constexpr):
+    """Maxima or sums [PARTS] of those parts of a row that are `there`."""
+    return tl.load(stats + row * parts + tl.arange(0, PARTS), mask=there, other=other)
 
 
 @triton.jit
@@ -49,7 +51,10 @@ def merge_kernel(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    tops, sums, parts = _load_parts(o_parts, stats, num_rows, row64, splits, there, d, DV, SPLITS)
+    parts = _load_parts(o_parts, row64, splits, there, d, DV, SPLITS)
+    sums = _load_stats(stats + num_rows * splits, row64, splits, there, 0.0, SPLITS)
+    tl.debug_barrier()
+    tops = _load_stats(stats, row64, splits, there, NOTHING, SPLITS)
     merged = tl.sum(parts * _weights(tops, sums, there)[:, None], 0)
     tl.store(o + row64 * DV + d, merged.to(o.dtype.element_ty), mask=d < DV)
 
@@ -83,12 +88,14 @@ def mix_parts_kernel(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    tops, sums, o_part = _load_parts(
-        o_blocks, stats_blocks, num_rows, row64, parts_sel + parts_win, there, d, DV, PARTS
-    )  # fmt: skip
-    tops_cmp, sums_cmp, o_part_cmp = _load_parts(
-        o_cmp, stats_cmp, num_rows, row64, splits, there_cmp, d, DV, SPLITS
-    )  # fmt: skip
+    parts = parts_sel + parts_win
+    o_part = _load_parts(o_blocks, row64, parts, there, d, DV, PARTS)
+    o_part_cmp = _load_parts(o_cmp, row64, splits, there_cmp, d, DV, SPLITS)
+    tops_cmp = _load_stats(stats_cmp, row64, splits, there_cmp, NOTHING, SPLITS)
+    sums_cmp = _load_stats(stats_cmp + num_rows * splits, row64, splits, there_cmp, 0.0, SPLITS)
+    sums = _load_stats(stats_blocks + num_rows * parts, row64, parts, there, 0.0, PARTS)
+    tl.debug_barrier()
+    tops = _load_stats(stats_blocks, row64, parts, there, NOTHING, PARTS)
     weight = _weights(tops, sums, in_sel) * gate_sel.to(tl.float32)
     weight += _weights(tops, sums, in_win) * gate_win.to(tl.float32)
     weight_cmp = _weights(tops_cmp, sums_cmp, there_cmp) * gate_cmp.to(tl.float32)
