@@ -87,13 +87,14 @@ def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) ->
     """The launches for queries like q over at most `keys` compressed tokens, or tokens of `paged`.
 
     With few sequences what counts is latency. As long as one tile of keys for every multiprocessor is enough, a program
-    takes one, as small as that allows; and programs of `blocks_kernel` have more threads for the choice of blocks."""
+    takes one, as small as that allows and of at least 64 keys; and programs of `blocks_kernel` have more threads for the
+    choice of blocks."""
     card = card or card_of(q)
     cmp, blocks = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "blocks"))
     if q.shape[1] == 1 and q.dtype != torch.float32:
         groups = v.shape[2]
         programs = card.multiprocessors // (q.shape[0] * groups)  # for each sequence and group
-        columns = max(16, power_of_2(cdiv(keys, max(1, programs))))
+        columns = max(64, power_of_2(cdiv(keys, max(1, programs))))
         if programs and columns <= cmp.columns * (2 if q.shape[2] // groups <= 16 else 1):
             cmp = Launch(1, columns, 8 if columns > 64 else 4, 2)
         if programs >= 16:

@@ -141,7 +141,7 @@ def test_launches_for_one_sequence():
     """One tile for every program while that fills no more than the card; the table's launches otherwise."""
     q, v = (torch.empty(1, 1, heads, 128, dtype=torch.float16, device="meta") for heads in (64, 4))
     usual = decode.default_params(q.expand(32, -1, -1, -1), v, 4096, LARGE)
-    for keys, columns in ((512, 16), (2048, 64), (4096, 128)):
+    for keys, columns in ((512, 64), (2048, 64), (4096, 128)):
         launch = decode.default_params(q, v, keys, LARGE).cmp
         tiles = -(-keys // columns)
         assert launch.columns == columns
