@@ -5,7 +5,8 @@ reference on some of its sequences; a kernel that is wrong gets no time. Times a
 which calls take turns on caches that together exceed the GPU's. Prints a table and writes JSON. Needs torch and triton.
 
 --quick  8k and 64k, batch 1 and 32, 64/4/128 alone
---tune   times every kernel of a step by itself with several launches, and prints the fastest beside what is checked in
+--tune   checks and times a step with other launches of each kernel, then with the best of each together; prints the
+         fastest beside what is checked in. Ends after --seconds with what it has
 """
 
 import argparse
@@ -13,8 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,21 +49,24 @@ DENSE = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-KERNELS = ("interval_kernel", "pick_blocks_kernel", "blocks_kernel", "mix_parts_kernel")
-# What --tune tries: programs for every multiprocessor, keys at a time, warps, stages.
+KERNELS = ("interval_kernel", "blocks_kernel", "mix_parts_kernel")
+# What --tune tries: programs for every multiprocessor, keys at a time, warps, stages. With one sequence, fewer programs
+# leave fewer parts to put together, and room on a multiprocessor for the next kernel to start early.
 STREAMS = [
-    (2, 64, 4, 3), (3, 64, 4, 3), (4, 64, 4, 3), (6, 64, 4, 3), (2, 64, 4, 4), (4, 64, 4, 4), (3, 64, 2, 3),
-    (3, 64, 8, 3),
-    (3, 32, 4, 4), (4, 32, 4, 4), (6, 32, 4, 4), (4, 32, 2, 4), (6, 32, 2, 4), (8, 32, 2, 3), (4, 32, 1, 4),
-    (8, 32, 1, 3), (3, 32, 4, 6), (2, 128, 4, 3), (3, 128, 8, 2), (4, 128, 4, 2), (1, 128, 8, 3),
+    (1, 64, 4, 3), (2, 64, 4, 3), (3, 64, 4, 3), (4, 64, 4, 3), (1, 64, 4, 4), (2, 64, 4, 4), (1, 64, 8, 3),
+    (2, 64, 8, 3), (1, 64, 4, 6), (1, 32, 4, 6), (2, 32, 4, 4), (3, 32, 4, 4), (4, 32, 4, 4), (4, 32, 2, 4),
+    (6, 32, 2, 4), (8, 32, 1, 3), (1, 128, 4, 2), (1, 128, 8, 2), (1, 128, 8, 3), (2, 128, 8, 2), (2, 64, 4, 2),
+    (2, 64, 8, 2), (1, 32, 4, 2), (1, 16, 4, 2),
 ]  # fmt: skip
-TUNED = {
-    "cmp": ("interval_kernel", STREAMS),
-    "pick": ("pick_blocks_kernel", [(1, keys, warps, 1) for keys in (256, 512, 1024) for warps in (8, 16)]),
-    "blocks": ("blocks_kernel", STREAMS),
-    "merge": ("mix_parts_kernel", [(1, parts, warps, 1) for parts in (16, 32, 64) for warps in (1, 2, 4, 8)]),
-}
-TUNE_SHAPES = [Shape(32, 65536, 64, 4, 128), Shape(1, 65536, 64, 4, 128), Shape(8, 32768, 12, 2, 64)]
+# Of the blocks: also the shares that a thread reads at a time, in the choice of blocks.
+BLOCKS = [(*size, 64) for size in STREAMS if 16 < size[1] <= SPEC.sel_block] + [
+    (1, 64, 4, 3, 128), (1, 64, 4, 3, 32), (1, 64, 8, 3, 32), (3, 64, 8, 3, 32), (1, 32, 8, 4, 64)
+]  # fmt: skip
+TUNED = {"cmp": ("interval_kernel", STREAMS), "blocks": ("blocks_kernel", BLOCKS)}
+TUNE_SHAPES = [
+    Shape(1, 65536, 64, 4, 128), Shape(1, 8192, 64, 4, 128), Shape(32, 65536, 64, 4, 128),
+    Shape(1, 32768, 12, 2, 64), Shape(8, 32768, 12, 2, 64),
+]  # fmt: skip
 
 
 class Step:
@@ -225,6 +230,7 @@ class Recorded:
         def launch(*args: Any, **options: Any) -> None:
             # By itself it must wait for itself, not start while its last launch still runs.
             options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"OVERLAP": False}
+            options |= {"CHAINED": False} if "CHAINED" in options else {}
             self.launched[self.name] = partial(self.kernel[grid], *args, **options)
             self.launched[self.name]()
 
@@ -278,7 +284,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, Any]:
 def show(results: list[dict[str, Any]]) -> None:
     print("\nAttention of one step, us; of the limit: bytes of K and V at 4.8 TB/s")
     heading = f"{'shape':22}{'ours':>8}{'of limit':>9}{'dense':>8}{'x':>6}  {'by':14}{'own dense':>9}"
-    print(f"{heading}  cmp / pick / blocks / mix")
+    print(f"{heading}  cmp / blocks / mix")
     for r in results:
         if "wrong" in r:
             print(f"{r['shape']:22} WRONG: {', '.join(r['wrong'])} {r['errors']}")
@@ -292,45 +298,95 @@ def show(results: list[dict[str, Any]]) -> None:
         )
 
 
+def launches_for(step: Step) -> decode.Launches:
+    return decode.default_params(step.q, step.sel.v, step.cmp.k.shape[1] * step.table.shape[1])
+
+
 def candidates(default: decode.Launches) -> Iterator[tuple[str, str, decode.Launches]]:
-    """Kernel, its launch in words, and all launches of a step with that one changed."""
-    yield "whole", f"overlap {not default.overlap}", replace(default, overlap=not default.overlap)
-    for name, (kernel, sizes) in TUNED.items():
-        yield kernel, f"checked in {getattr(default, name)}", default
-        for size in sizes:
-            yield kernel, str(size), replace(default, **{name: Launch(*size)})
+    """The kernel, its launch in words, and all launches of a step with that one changed."""
+    yield "checked in", str(default), default
+    yield "overlap", str(not default.overlap), replace(default, overlap=not default.overlap)
+    yield "overlap", "chained", replace(default, overlap=True, chained=True)
+    for name, (_, sizes) in TUNED.items():
+        for rows, columns, warps, stages, *depth in sizes:
+            launch = Launch(rows, columns, warps, stages, depth=depth[0] if depth else Launch.depth)
+            if launch != getattr(default, name):
+                yield name, str((rows, columns, warps, stages, *depth)), replace(default, **{name: launch})
 
 
-def tune(repeats: int, worker: int | None, workers: int) -> None:
-    """Compiles in many processes at once, then times one launch after the other."""
-    if worker is None:
-        command = [sys.executable, "-m", "bench.decode", "--tune", "--workers", str(workers), "--worker"]
-        started = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(workers)]
-        for process in started:
-            process.wait()
-    for shape in TUNE_SHAPES:
-        steps = [Step(shape, seed) for seed in range(1 if worker is not None else copies(bytes_of_step(shape)))]
-        rows: dict[str, list[tuple[float, str]]] = {}
-        want = decode.nsa(*steps[0].tensors(), SPEC)[0]
-        for number, (kernel, text, params) in enumerate(candidates(decode.default_params(steps[0].q, steps[0].sel.v))):
-            if worker is not None and number % workers != worker:
-                continue
-            try:
-                got = decode.nsa(*steps[0].tensors(), SPEC, params)[0]
-                if worker is not None:
-                    continue
-                whole = graph_ms(twice([partial(decode.nsa, *s.tensors(), SPEC, params) for s in steps]), repeats)
-                alone = launches_of(steps, params).get(kernel)
-                ms = graph_ms(twice(alone), repeats) if alone else whole
-                text += "" if relative(got, want) <= LIMIT else "  WRONG"
-                rows.setdefault(kernel, []).append((ms, f"{text}  whole step {whole * 1e3:.1f}"))
-            except Exception as error:
-                rows.setdefault(kernel, []).append((float("inf"), f"{text} {type(error).__name__}"))
-        for kernel, found in rows.items() if worker is None else ():
-            print(f"{shape.name} {kernel}")
-            for ms, text in sorted(found)[:6] + [row for row in found if "checked in" in row[1] or "WRONG" in row[1]]:
-                print(f"  {ms * 1e3:8.1f}  {text}", flush=True)
-        del steps
+class Tuned:
+    """The times of one shape's candidates, each checked before it is timed."""
+
+    def __init__(self, shape: Shape, repeats: int):
+        self.steps = [Step(shape, seed) for seed in range(copies(bytes_of_step(shape)))]
+        self.repeats = repeats
+        self.default = launches_for(self.steps[0])
+        self.want, self.blocks = decode_with_blocks(*self.steps[0].rows(1), backend="reference")
+        self.found: list[tuple[float, str, str, decode.Launches]] = []
+
+    def time(self, kernel: str, text: str, params: decode.Launches) -> None:
+        ms = float("inf")
+        try:
+            got, blocks = decode.nsa(*self.steps[0].tensors(), SPEC, params)
+            if relative(got[:1], self.want) <= LIMIT and torch.equal(blocks[:1], self.blocks):
+                ms = graph_ms(
+                    twice([partial(decode.nsa, *s.tensors(), SPEC, params) for s in self.steps]), self.repeats
+                )
+            else:
+                text += "  WRONG"
+        except Exception as error:
+            text += f"  {type(error).__name__}"
+        self.found.append((ms, kernel, text, params))
+
+    def best(self, kernel: str, number: int) -> list[tuple[float, str, str, decode.Launches]]:
+        return sorted((row for row in self.found if row[1] == kernel), key=lambda row: row[0])[:number]
+
+    def time_together(self) -> None:
+        """The two best launches of each kernel with each other, with the best of the overlaps."""
+        *_, overlap = min(self.best("overlap", 1) + self.best("checked in", 1), key=lambda row: row[0])
+        for *_, text, cmp in self.best("cmp", 2):
+            for *_, other, blocks in self.best("blocks", 2):
+                together = replace(overlap, cmp=cmp.cmp, blocks=blocks.blocks)
+                self.time("together", f"{text} {other} chained={overlap.chained}", together)
+
+    def show(self) -> None:
+        for kernel in ("checked in", "overlap", "cmp", "blocks", "together"):
+            for ms, _, text, _ in self.best(kernel, 4):
+                print(f"  {ms * 1e3:8.1f}  {kernel} {text}", flush=True)
+        for _, kernel, text, _ in self.found:
+            if "WRONG" in text:
+                print(f"  {kernel} {text}", flush=True)
+
+
+def tune(shapes: list[Shape], repeats: int, worker: int | None, workers: int, seconds: float) -> None:
+    """Compiles in many processes at once, then checks and times one launch after the other."""
+    end = time.monotonic() + seconds
+    if worker is not None:
+        for shape in shapes:
+            step = Step(shape)
+            for number, (*_, params) in enumerate(candidates(launches_for(step))):
+                if number % workers == worker:
+                    with suppress(Exception):
+                        decode.nsa(*step.tensors(), SPEC, params)
+        return
+    names = ",".join(shape.name for shape in shapes)
+    command = [sys.executable, "-m", "bench.decode", "--tune", "--shapes", names, "--workers", str(workers), "--worker"]
+    started = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(workers)]
+    for process in started:
+        try:
+            process.wait(max(0.0, end - seconds / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for number, shape in enumerate(shapes):
+        tuned = Tuned(shape, repeats)
+        stop = time.monotonic() + (end - time.monotonic()) / (len(shapes) - number)
+        for candidate in candidates(tuned.default):
+            if time.monotonic() < stop:
+                tuned.time(*candidate)
+        tuned.time_together()
+        print(f"{shape.name}: {len(tuned.found)} timed, us of a step", flush=True)
+        tuned.show()
+        del tuned
         torch.cuda.empty_cache()
 
 
@@ -340,6 +396,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--shapes", help='of --tune, such as "1x64k 64/4/128,1x8k 64/4/128"; all if not given')
+    parser.add_argument("--seconds", type=float, default=420.0, help="of --tune; compiling takes at most half of it")
     parser.add_argument("--worker", type=int)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 4))
     options = parser.parse_args()
@@ -347,7 +405,8 @@ def main() -> int:
         print("bench.decode needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
     if options.tune:
-        tune(options.repeats, options.worker, options.workers)
+        shapes = [s for s in TUNE_SHAPES if not options.shapes or s.name in options.shapes.split(",")]
+        tune(shapes, options.repeats, options.worker, options.workers, options.seconds)
         return 0
     lengths, batches = ((8192, 65536), (1, 32)) if options.quick else (LENGTHS, BATCHES)
     results = []

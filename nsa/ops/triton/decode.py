@@ -1,15 +1,15 @@
 """Attention of new tokens over a cache, in few launches whose grids depend on shapes alone (`decode_kernels.py`,
-`decode_merging.py`).
+`decode_choice.py`, `decode_merging.py`).
 
-`nsa` makes four: compressed attention split over the keys, the choice of blocks, selected and window attention in
-parts, and the mix of all parts; `paged` makes two. In a launch, `columns` are the keys that a program reads at a time,
-and `rows` the programs wanted for every multiprocessor: sequences are split into as many parts. Of "pick", `columns`
-are the blocks scored at a time, for 16 heads a group; of "merge", the parts.
+`nsa` makes three: compressed attention split over the keys; the choice of blocks, selected and window attention in
+parts; and the mix of all parts. `paged` makes two. In a launch, `columns` are the keys that a program reads at a time,
+`rows` the programs wanted for every multiprocessor: sequences are split into as many parts. `depth` are the shares of
+blocks that a thread reads at a time for the choice.
 
 Legend: B batch, n new tokens, G key/value heads, H query heads, h = H/G.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.decode_kernels import blocks_kernel, interval_kernel
-from nsa.ops.triton.decode_merging import merge_kernel, mix_parts_kernel, pick_blocks_kernel
+from nsa.ops.triton.decode_merging import merge_kernel, mix_parts_kernel
 from nsa.ops.triton.launch import (
     Card,
     Launch,
@@ -35,6 +35,9 @@ from nsa.ops.triton.launch import (
 MAX_HEADS_PER_GROUP = 128
 MAX_TOKENS_PER_BLOCK = 128  # compressed ones
 MAX_SPLITS = 128
+MERGE_WARPS = 8  # at most, one for every 1024 numbers of a row's parts
+LEAST_PIECE = 32  # of a row that a program merges
+LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fit a multiprocessor with them
 QUERY_ROWS = 64  # queries x heads that share what is read, where there are several queries
 SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
 MOST_KEPT = 8192  # block scores that a program keeps in registers
@@ -50,15 +53,13 @@ LAUNCHES = LaunchTable(
         ("cmp", "sm90", 256): Launch(2, 32, 4, 4),
         ("cmp", "fp32", 128): Launch(2, 32, 8, 1),
         ("cmp", "fp32", 256): Launch(2, 16, 4, 1),
-        ("pick", "sm80", 256): Launch(1, 512, 16),
-        ("blocks", "sm80", 64): Launch(3, 64, 4, 3),
-        ("blocks", "sm80", 128): Launch(3, 32, 4, 3),
-        ("blocks", "sm80", 256): Launch(2, 32, 4, 2),
+        ("blocks", "sm80", 64): Launch(3, 64, 4, 3, depth=32),
+        ("blocks", "sm80", 128): Launch(3, 32, 4, 3, depth=32),
+        ("blocks", "sm80", 256): Launch(2, 32, 4, 2, depth=32),
         ("blocks", "sm90", 128): Launch(3, 64, 4, 3),
         ("blocks", "sm90", 256): Launch(2, 32, 4, 3),
         ("blocks", "fp32", 128): Launch(2, 32, 4, 1),
         ("blocks", "fp32", 256): Launch(2, 16, 4, 1),
-        ("merge", "sm80", 256): Launch(1, 64, 8),
     }
 )
 
@@ -66,22 +67,39 @@ LAUNCHES = LaunchTable(
 @dataclass(frozen=True)
 class Launches:
     """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
-    has ended."""
+    has ended. `chained`: the first of them too, whatever was launched before it."""
 
     cmp: Launch
-    pick: Launch
     blocks: Launch
-    merge: Launch
     overlap: bool = False
+    chained: bool = False
+
+    def first(self) -> dict[str, bool]:
+        """Options of the first launch."""
+        return {"OVERLAP": self.overlap, "CHAINED": self.chained} | ({"launch_pdl": True} if self.chained else {})
 
     def overlapping(self) -> dict[str, bool]:
         """Options of every launch but the first."""
         return {"OVERLAP": True, "launch_pdl": True} if self.overlap else {"OVERLAP": False}
 
 
-def default_params(q: Tensor, v: Tensor, card: Card | None = None) -> Launches:
-    cmp, pick, blocks, merge = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "pick", "blocks", "merge"))
-    return Launches(cmp, pick, blocks, merge, overlap=(card or card_of(q)).kind == "sm90")
+def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) -> Launches:
+    """The launches for queries like q over at most `keys` compressed tokens, or tokens of `paged`.
+
+    With few sequences what counts is latency. As long as one tile of keys for every multiprocessor is enough, a program
+    takes one, as small as that allows and of at least 64 keys; and programs of `blocks_kernel` have more threads for the
+    choice of blocks."""
+    card = card or card_of(q)
+    cmp, blocks = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "blocks"))
+    if q.shape[1] == 1 and q.dtype != torch.float32:
+        groups = v.shape[2]
+        programs = card.multiprocessors // (q.shape[0] * groups)  # for each sequence and group
+        columns = max(64, power_of_2(cdiv(keys, max(1, programs))))
+        if programs and columns <= cmp.columns * (2 if q.shape[2] // groups <= 16 else 1):
+            cmp = Launch(1, columns, 8 if columns > 64 else 4, 2)
+        if programs >= 16:
+            blocks = replace(blocks, rows=1, num_warps=8)
+    return Launches(cmp, blocks, overlap=card.kind == "sm90")
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -112,7 +130,7 @@ def nsa(
     """As `nsa.ops.reference.decode.nsa`."""
     batch, new, heads, _ = q.shape
     groups, dv = v_sel.shape[2:]
-    params = params or default_params(q, v_sel)
+    params = params or default_params(q, v_sel, k_cmp.shape[1] * cmp_table.shape[1])
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table = (
         unit_last(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table)
     )
@@ -124,7 +142,7 @@ def nsa(
         k_sel.shape[1] * sel_table.shape[1],
         k_win.shape[1] * win_places.shape[1] if win_places.dim() == 2 else UNLIMITED,
     )
-    row_bytes = 4 * power_of_2(heads // groups) * 2 * groups * (capacity // spec.sel_block + 1)
+    row_bytes = 4 * power_of_2(heads // groups) * groups * (capacity // spec.sel_block + 1)
     step = max(1, SCORE_BYTES // (batch * row_bytes))
     for first in range(0, new, step):
         piece = slice(first, min(first + step, new))
@@ -153,56 +171,51 @@ def _nsa_piece(
     splits = num_parts(lanes, params.cmp, card_of(q), tiles)
     rows = batch * new * heads
     planes = 1 if spec.cmp_block == spec.cmp_stride else 2
-    blocks = tiles * plan["BJ"]
-    per_head = batch * new * groups * plan["HP"]
+    block = blocks_plan(heads // groups, spec, params.blocks)
+    choice = choice_plan(spec, tiles, plan["BJ"], splits, plan["HP"], params.blocks)
+    lines, width = batch * new * groups, cdiv(tiles * plan["BJ"], 16) * 16
     f32 = {"dtype": torch.float32}
     o_cmp, stats_cmp = q.new_empty(rows, splits, dv, **f32), q.new_empty(2, rows, splits, **f32)
-    shares, peaks = q.new_empty(per_head, blocks * planes, **f32), q.new_empty(per_head, tiles, **f32)
-    width = cdiv(blocks, 16) * 16
-    scores = q.new_empty(batch * new * groups, width, **f32)
-    block = blocks_plan(heads // groups, spec, params.blocks)
+    shares = q.new_empty(lines, tiles * plan["BJ"], plan["HP"], **f32)
+    edges, peaks = q.new_empty(2, lines, tiles, plan["HP"], **f32)
+    scores = q.new_empty(lines, width, **f32) if choice["TILED"] else shares  # not used without TILED
     scale, window = dk**-0.5, min(spec.window, capacity)
     # In the kernels not `window`, which would make another kernel for every width of the page table.
     reach = min(spec.window, UNLIMITED)
-    parts_sel, parts_win = branch_parts(batch * new * groups, spec, window, params.blocks, card_of(q))
-    parts, most = parts_sel + parts_win, power_of_2(max(parts_sel, parts_win))
+    parts_sel, parts_win = branch_parts(lines, spec, window, params.blocks, card_of(q))
+    parts = parts_sel + parts_win
+    one = parts_sel == spec.num_selected * block["PER_BLOCK"] and not choice["TILED"]
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
-    chunks = {"CHUNKS": spec.cmp_block // spec.cmp_stride, "PLANES": planes}
-    pick = pick_plan(spec, blocks, splits, plan["HP"], params.pick)
+    merge = merge_plan(rows, splits, parts, dv, card_of(q))
     with launch_on(q):
         interval_kernel[(lanes, splits)](
-            q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, peaks,
+            q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, edges, peaks,
             *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3], cmp_table.stride(0),
-            new, groups, splits, k_cmp.shape[0], capacity, blocks, tiles, scale,
+            new, groups, splits, cmp_table.shape[1], k_cmp.shape[0], capacity, tiles, scale,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
-            **plan, **sizes, **chunks, SAME=same_rows(k_cmp, v_cmp), INTERPRETED=q.is_cpu,
-            OVERLAP=params.overlap, num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
+            **plan, **sizes, CHUNKS=spec.cmp_block // spec.cmp_stride, PLANES=planes,
+            SAME=same_rows(k_cmp, v_cmp), INTERPRETED=q.is_cpu,
+            **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
-        pick_blocks_kernel[(batch * new * groups,)](
-            positions, stats_cmp, shares, peaks, scores, indices,
-            new, groups, splits, capacity, blocks, tiles, width,
-            HEADS=plan["HEADS"], HP=plan["HP"], QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, **pick,
-            **params.overlapping(),
-        )  # fmt: skip
-        blocks_kernel[(batch * new * groups, parts)](
-            q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, indices, o_blocks, stats_blocks,
+        blocks_kernel[(lines, parts)](
+            q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions,
+            stats_cmp, shares, edges, peaks, scores, indices, o_blocks, stats_blocks,
             *q.stride()[:3], *k_sel.stride()[:3], *v_sel.stride()[:3], sel_table.stride(0),
             *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
-            new, groups, parts_sel, parts_win, k_sel.shape[0], k_win.shape[0], capacity, scale,
-            WINDOW=reach, PAGE=k_sel.shape[1], SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
-            **ring_or_pages(k_win, win_places, "PAGE_WIN"), **block, **sizes,
-            SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
-            **params.overlapping(), num_warps=params.blocks.num_warps, num_stages=params.blocks.num_stages,
+            new, groups, parts_sel, parts_win, splits, tiles, width, k_sel.shape[0], k_win.shape[0], capacity, scale,
+            WINDOW=reach, PAGE=k_sel.shape[1], **ring_or_pages(k_win, win_places, "PAGE_WIN"),
+            **choice, ONE=one, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"],
+            **block, **sizes, SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
+            **params.overlapping(), **options(params.blocks, block["HP"]),
         )  # fmt: skip
-        mix_parts_kernel[(rows,)](
+        mix_parts_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
             positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
             *gates.stride(), new, heads, splits, parts_sel, parts_win, capacity,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
             WINDOW=reach, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
-            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"],
-            DV=dv, BLOCK_DV=sizes["BLOCK_DV"], PARTS_BLOCKS=most,
-            **merge_plan(splits, most, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
+            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"], DV=dv,
+            **merge, **params.overlapping(),
         )  # fmt: skip
 
 
@@ -218,10 +231,10 @@ def paged(
     """As `nsa.ops.reference.decode.paged`."""
     batch, new, heads, dk = q.shape
     groups, dv = v.shape[2:]
-    params = params or default_params(q, v)
     q, k, v, positions = unit_last(q), unit_last(k), unit_last(v), positions.contiguous()
     places = unit_last(places) if places.dim() == 2 else places
     capacity = k.shape[1] * places.shape[1] if places.dim() == 2 else UNLIMITED
+    params = params or default_params(q, v, min(capacity, 2 * window if window else capacity))  # it may start anywhere
     plan = interval_plan(new, heads // groups, 1, params.cmp)
     tiles = cdiv(min(capacity, window or capacity), plan["BJ"]) + (window is not None)
     lanes = batch * groups * cdiv(new, plan["QT"])
@@ -231,20 +244,20 @@ def paged(
     o_parts = q.new_empty(rows, splits, dv, dtype=torch.float32)
     stats = q.new_empty(2, rows, splits, dtype=torch.float32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
+    merge = merge_plan(rows, splits, 0, dv, card_of(q))
     seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
     with launch_on(q):
         interval_kernel[(lanes, splits)](
-            q, k, v, places, positions, o_parts, stats, o_parts, stats,
+            q, k, v, places, positions, o_parts, stats, o_parts, stats, stats,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
-            new, groups, splits, k.shape[0], capacity, 0, 0, dk**-0.5,
+            new, groups, splits, places.shape[-1], k.shape[0], capacity, 0, dk**-0.5,
             **seen, **ring_or_pages(k, places, "PAGE"), **plan, **sizes, CHUNKS=0, PLANES=0,
             SAME=same_rows(k, v), INTERPRETED=q.is_cpu,
-            OVERLAP=params.overlap, num_warps=params.cmp.num_warps, num_stages=params.cmp.num_stages,
+            **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
-        merge_kernel[(rows,)](
+        merge_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
             positions, o_parts, stats, o, new, heads, splits, capacity,
-            **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, BLOCK_DV=sizes["BLOCK_DV"],
-            **merge_plan(splits, 0, sizes["BLOCK_DV"], params.merge), **params.overlapping(),
+            **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, **merge, **params.overlapping(),
         )  # fmt: skip
     return o
 
@@ -279,30 +292,31 @@ def branch_parts(lanes: int, spec: NSASpec, window: int, params: Launch, card: C
     block = blocks_plan(1, spec, params)
     tiles_sel, tiles_win = spec.num_selected * block["PER_BLOCK"], cdiv(window, block["BN"])
     wanted = max(2, params.rows * card.multiprocessors // lanes)
-    parts_win = max(1, min(tiles_win, round(wanted * tiles_win / (tiles_sel + tiles_win))))
-    return max(1, min(tiles_sel, wanted - parts_win)), parts_win
+    parts_win = max(1, min(tiles_win, round(wanted * tiles_win / (tiles_sel + tiles_win)), MAX_SPLITS // 2))
+    return max(1, min(tiles_sel, wanted - parts_win, MAX_SPLITS // 2)), parts_win
 
 
 @lru_cache(maxsize=256)
-def pick_plan(spec: NSASpec, blocks: int, splits: int, heads: int, params: Launch) -> dict[str, Any]:
-    """The constants of `pick_blocks_kernel` for sequences of at most `blocks` blocks."""
-    tiled = blocks > MOST_KEPT
-    block = max(32, power_of_2(blocks))
+def choice_plan(spec: NSASpec, tiles: int, per_tile: int, splits: int, heads: int, params: Launch) -> dict[str, Any]:
+    """The constants of `choose_blocks` for sequences of at most `tiles` tiles of `per_tile` blocks."""
+    blocks = max(32, power_of_2(tiles * per_tile))
+    at_once = max(1, min(power_of_2(params.depth) * 32 * params.num_warps // heads, blocks) // per_tile)
     return {
         "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
         "NUM_SELECTED": spec.num_selected, "NUM_PADDED": power_of_2(spec.num_selected),
-        "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
-        "SPLITS": power_of_2(splits), "CJ": min(max(16, params.columns * 16 // heads), block),
-        "BLOCK": min(block, 2048) if tiled else block, "TILED": tiled, "num_warps": params.num_warps,
+        "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local, "SPLITS": power_of_2(splits), "TILES": at_once,
+        "BLOCK": min(blocks, 2048) if blocks > MOST_KEPT else blocks, "TILED": blocks > MOST_KEPT,
     }  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def merge_plan(splits: int, others: int, block_dv: int, params: Launch) -> dict[str, Any]:
-    """How the kernels that merge read `splits` parts, and `others` at once: with a warp for every 1024 numbers."""
-    parts = min(params.columns, power_of_2(splits))
-    warps = max(1, min(params.num_warps, max(parts, others) * block_dv // 1024))
-    return {"PARTS": parts, "LOOP": parts < splits, "num_warps": warps}
+def merge_plan(rows: int, splits: int, others: int, dv: int, card: Card) -> dict[str, int]:
+    """How the kernels that merge read a row's `splits`, and `others` beside them: with few rows, in pieces of `dv`."""
+    parts, most, piece = power_of_2(splits), power_of_2(others), padded(dv)
+    while piece > LEAST_PIECE and 2 * rows * cdiv(dv, piece) <= card.multiprocessors:
+        piece //= 2
+    warps = power_of_2(max(1, min(MERGE_WARPS, max(parts, most) * piece // 1024)))
+    return {"BLOCK_DV": piece, "SPLITS": parts, "num_warps": warps} | ({"PARTS": most} if others else {})
 
 
 @lru_cache(maxsize=256)
@@ -310,6 +324,14 @@ def head_sizes(dk: int, dv: int, exact: bool) -> dict[str, Any]:
     return {
         "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv), "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def options(params: Launch, rows: int) -> dict[str, int]:
+    """With few rows, no more registers than let `params.rows` programs share a multiprocessor."""
+    registers = 65536 // (32 * params.num_warps * params.rows) // 8 * 8
+    registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), 255)
+    return {"num_warps": params.num_warps, "num_stages": params.num_stages, "maxnreg": registers}
 
 
 def num_parts(lanes: int, params: Launch, card: Card, tiles: int) -> int:

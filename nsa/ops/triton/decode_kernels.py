@@ -1,18 +1,12 @@
 """The kernels of `decode.py`: attention of few queries over a cache, bound by the bytes of keys and values.
 
 A program streams the keys of one part of a sequence for the rows of one group, a few queries x their heads, and leaves
-a partial result: output, maximum and sum. How long a part is follows on the device from the position of the query, so
-that the grid depends on shapes alone; programs without keys leave at once. Keys that nobody sees are not read: their
-addresses are clamped to keys that exist.
-
-Scores of blocks. Parts do not know each other's maximum, yet equal blocks must score equal to the last bit, or ties
-would not go to the lower index. So the maxima of compressed attention are whole numbers, in base 2: probabilities
-relative to different maxima differ by powers of two, exactly. Compressed token c of block j gives to block j and, where
-it sticks out, to block j+1: as in `selection_kernels.py` the two shares are stored apart, for every head; a kernel of
-`decode_merging.py` scales them, sums over the heads and picks.
+a partial result: output, maximum and sum. Part p of P takes the tiles p, p+P, ... of what the query sees, so that the
+grid depends on shapes alone, and the first page is looked up before the position is known; programs without keys leave
+at once. Keys that nobody sees are not read.
 
 OVERLAP (Hopper and later): a kernel lets the next one start while it still runs, and waits for the one before it where
-it needs its results.
+it needs its results; what others left before the first kernel is read without waiting.
 
 Legend: B batch, n new tokens, G key/value heads, h query heads per group (HEADS, HP padded), H = G*h. A lane is a tile
 of QT queries of one sequence and group. ROWS = QT x HP, row r: query r // HP, head r % HP.
@@ -22,16 +16,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nsa.ops.triton.decode_choice import (
+    NOTHING,
+    choose_blocks,
+    keys_seen,
+    page_of_blocks,
+    power_of_2,
+    splits_used,
+    tiles_seen,
+)
 from nsa.ops.triton.flash_kernels import load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, so that differences are numbers
-
-
-@triton.jit
-def power_of_2(e):
-    """2**e for whole numbers e up to 127, exactly; 0 below -126."""
-    return ((tl.maximum(e, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -57,6 +53,13 @@ def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _finished(acc):
+    """acc once its product has ended, by an instruction that is none. On Hopper products of 64 rows run beside what
+    follows; if that converts layouts, the assembler would wait for every part of a product."""
+    return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _look_up(table, entry, INTERPRETED: tl.constexpr):
     """table[entry], by an instruction that the compiler does not pipeline: a load whose address is loaded in the loop
     would leave one stage for the keys."""
@@ -70,38 +73,14 @@ def _look_up(table, entry, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _page_of(table, tile, c, lowest, highest, INTERPRETED: tl.constexpr,
+def _page_of(table, tile, c, entries, INTERPRETED: tl.constexpr,
              PAGE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
     """The pages of a tile's keys, one where a tile lies in one page."""
     if (R == BC) and (PAGE % (BJ * BC) == 0):
-        entry = tl.minimum(tile * (BJ * BC), highest - 1) // PAGE
+        key = tile * (BJ * BC)
     else:
-        entry = tl.minimum(tl.maximum((tile * BJ + c // BC) * R + c % BC, lowest), highest - 1) // PAGE
-    return _look_up(table, entry, INTERPRETED)
-
-
-@triton.jit
-def tiles_of_part(tiles, parts):
-    """Tiles of one part, where `tiles` are spread over at most `parts` parts."""
-    return tl.maximum(tl.cdiv(tiles, parts), 1)
-
-
-@triton.jit
-def keys_seen(t, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """The interval of keys that queries at t see; empty for padding. Key i is seen from i*STRIDE + SPAN - 1 on."""
-    hi = tl.where(t + 1 >= SPAN, (t + 1 - SPAN) // STRIDE + 1, 0)
-    if WINDOW > 0:
-        lo = tl.maximum(t + 1 - WINDOW, 0)
-    else:
-        lo = t * 0
-    return lo, hi
-
-
-@triton.jit
-def tiles_seen(lowest, highest, TILE: tl.constexpr):
-    """The first of the tiles that hold the keys lowest .. highest - 1, and how many there are."""
-    first = lowest // TILE
-    return first, tl.maximum(tl.cdiv(highest, TILE) - first, 0)
+        key = (tile * BJ + c // BC) * R + c % BC
+    return _look_up(table, tl.maximum(tl.minimum(key // PAGE, entries - 1), 0), INTERPRETED)
 
 
 @triton.jit
@@ -111,56 +90,56 @@ def _load_queries(q_ptr, row, live, d, DK: tl.constexpr, BLOCK_DK: tl.constexpr)
 
 @triton.jit
 def _attend_interval(
-    acc, peak, total, q, lo, hi, lowest, highest, first, stop, k_ptr, v_ptr, places, pool,
-    k_sp, k_st, v_sp, v_st, shares, peaks, live, scale,
+    acc, peak, total, q, lo, hi, lowest, highest, first, step, stop, page, k_ptr, v_ptr, places, entries, pool,
+    k_sp, k_st, v_sp, v_st, shares, edges, peaks, live, scale,
     RING: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     CHUNKS: tl.constexpr, PLANES: tl.constexpr, HP: tl.constexpr, SAME: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles first .. stop of a sequence's keys, of which rows see lo .. hi and somebody lowest .. highest.
+    """Every `step`-th tile of first .. stop of a sequence's keys, of which rows see lo .. hi and somebody
+    lowest .. highest.
 
-    A tile has BJ blocks of R keys, each padded to BC. `places` points to the page table, or to the ring's number.
-    PLANES > 0 stores the shares of blocks, shares [row's] + [J, PLANES, HP], and the maximum they are relative to,
-    peaks [row's] + [tiles, HP].
+    A tile has BJ blocks of R keys, each padded to BC. `places` points to the page table, whose entry for the first tile
+    is `page`; or to the ring's number, `page`. PLANES > 0 stores the shares of blocks, shares [row's] + [J, HP], what a
+    tile gives to the next, edges [row's] + [tiles, HP], and the maximum both are relative to, peaks as edges.
     """
     BN: tl.constexpr = BJ * BC
     c = tl.arange(0, BN)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    if RING > 0:
-        ring = tl.minimum(tl.maximum(tl.load(places), 0), pool - 1).to(tl.int64)
-        k_ptr += ring * k_sp
-        v_ptr += ring * v_sp
-        page = ring
-    else:
-        page = _page_of(places, first, c, lowest, highest, INTERPRETED, PAGE, R, BC, BJ)
-    for tile in tl.range(first, stop):
+    for turn in tl.range(0, tl.cdiv(stop - first, step)):
+        tile = first + turn * step
         key = (tile * BJ + c // BC) * R + c % BC
-        near = tl.minimum(tl.maximum(key, lowest), highest - 1)
+        this = tl.minimum(tl.maximum(page, 0), pool - 1).to(tl.int64)
         if RING > 0:
-            k_row = (near % RING).to(tl.int64) * k_st
-            v_row = k_row if SAME else (near % RING).to(tl.int64) * v_st
+            place = (key % RING).to(tl.int64)
         else:
-            this = tl.minimum(tl.maximum(page, 0), pool - 1).to(tl.int64)
-            k_row = this * k_sp + (near % PAGE).to(tl.int64) * k_st
-            v_row = k_row if SAME else this * v_sp + (near % PAGE).to(tl.int64) * v_st
-            page = _page_of(places, tile + 1, c, lowest, highest, INTERPRETED, PAGE, R, BC, BJ)  # one tile ahead
-        k = load_tile(k_ptr + k_row[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
-        v = load_tile(v_ptr + v_row[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
+            place = (key % PAGE).to(tl.int64)
+            page = _page_of(places, tile + step, c, entries, INTERPRETED, PAGE, R, BC, BJ)  # one tile ahead
+        k_row = this * k_sp + place * k_st
+        v_row = k_row if SAME else this * v_sp + place * v_st
+        exists = (key >= lowest) & (key < highest)
+        k = load_tile(k_ptr + k_row[:, None] + dk[None, :], exists, dk, DK, BLOCK_DK, True)
+        v = load_tile(v_ptr + v_row[:, None] + dv[None, :], exists, dv, DV, BLOCK_DV, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         seen = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
         if R != BC:
             seen = seen & (c % BC < R)[None, :]
         s = tl.where(seen, s, NOTHING)
         acc, peak, total, p = _step(acc, peak, total, s, v, PLANES > 0, PRECISION)
+        if (PLANES > 0) and (p.shape[0] >= 64) and not INTERPRETED:
+            acc = _finished(acc)
         if PLANES > 0:
             left = R - tl.arange(0, BC)  # chunks from a compressed token's start to its block's end
             by_block = tl.reshape(p, [p.shape[0], BJ, BC])
             own = tl.sum(by_block * tl.minimum(left, CHUNKS).to(tl.float32)[None, None, :], 2)  # [ROWS, BJ]
-            at = shares + ((tile * BJ + tl.arange(0, BJ)) * (PLANES * HP)).to(tl.int64)[None, :]
-            tl.store(at, own, mask=live[:, None])
+            j = tl.arange(0, BJ)[None, :]
             if PLANES == 2:
                 over = tl.sum(by_block * tl.maximum(CHUNKS - left, 0).to(tl.float32)[None, None, :], 2)
-                tl.store(at + HP, over, mask=live[:, None])
+                tl.store(edges + tile * HP + 0 * j, over, mask=live[:, None] & (j == BJ - 1))
+                if BJ > 1:
+                    before = tl.gather(over, tl.maximum(j - 1, 0) + tl.zeros([p.shape[0], BJ], tl.int32), 1)
+                    own += tl.where(j > 0, before, 0.0)
+            tl.store(shares + ((tile * BJ + j) * HP).to(tl.int64), own, mask=live[:, None])
             tl.store(peaks + tile * HP, peak, mask=live)
     return acc, peak, total
 
@@ -177,18 +156,21 @@ def _store_part(
     tl.store(stats + num_rows * parts + at, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["n", "G", "splits", "pool", "capacity", "blocks", "tiles"])
+@triton.jit(do_not_specialize=["n", "G", "splits", "entries", "pool", "capacity", "tiles"])
 def interval_kernel(
-    q_ptr, k_ptr, v_ptr, places, positions, o_parts, stats, shares, peaks,
+    q_ptr, k_ptr, v_ptr, places, positions, o_parts, stats, shares, edges, peaks,
     q_sb, q_sn, q_sh, k_sp, k_st, k_sg, v_sp, v_st, v_sg, places_sb,
-    n, G, splits, pool, capacity, blocks, tiles, scale,
+    n, G, splits, entries, pool, capacity, tiles, scale,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. The first of its call,
-    it starts when everything before it is done."""
+    it lets others start when everything before it is done."""
+    if CHAINED:
+        gdc_wait()
     if OVERLAP:
         gdc_launch_dependents()
     ROWS: tl.constexpr = QT * HP
@@ -197,36 +179,48 @@ def interval_kernel(
     g = lane % G
     query = lane // G % query_tiles * QT
     b = lane // G // query_tiles
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
     r = tl.arange(0, ROWS)
     i = query + r // HP
     head = r % HP
     live = (i < n) & (head < HEADS)
-    t = tl.minimum(tl.load(positions + b * n + i, mask=i < n, other=-1), capacity - 1)
+    # Loads that do not need each other's results come first.
+    at = tl.load(positions + b * n + i, mask=i < n, other=-1)
+    q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
+    q = _load_queries(q_ptr, q_row, live, tl.arange(0, BLOCK_DK), DK, BLOCK_DK)
+    places += b64 * places_sb
+    c = tl.arange(0, BJ * BC)
+    first = split
+    if RING > 0:
+        page = tl.load(places)
+    elif WINDOW == 0:
+        page = _page_of(places, first, c, entries, True, PAGE, R, BC, BJ)
+    if ROWS == 16 and PRECISION != "ieee":  # others have no registers for it
+        tl.debug_barrier()  # else the assembler would move loads behind what waits for others
+    t = tl.minimum(at, capacity - 1)
     lo, hi = keys_seen(t, SPAN, STRIDE, WINDOW)
     highest = tl.max(hi, 0)
     lowest = tl.min(tl.where(hi > 0, lo, 0x7FFFFFFF), 0)
     tile_first, count = tiles_seen(lowest, highest, BJ * R)
-    share = tiles_of_part(count, splits)
-    first = split * share
-    if (highest > 0) & (first < count):
-        b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    if WINDOW > 0:
+        first += tile_first
+        if RING == 0:
+            page = _page_of(places, first, c, entries, INTERPRETED, PAGE, R, BC, BJ)
+    if (highest > 0) & (split < count):
         row = (b64 * n + i) * (G * HEADS) + g64 * HEADS + head
-        d = tl.arange(0, BLOCK_DK)
-        q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
-        q = _load_queries(q_ptr, q_row, live, d, DK, BLOCK_DK)
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         peak = tl.full([ROWS], NOTHING, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        share_rows, peak_rows = shares, peaks
+        share_rows, edge_rows, peak_rows = shares, edges, peaks
         if PLANES > 0:
-            at = (b64 * n + i) * G + g
-            share_rows = (shares + at * blocks * (PLANES * HP) + head)[:, None]
-            peak_rows = peaks + at * tiles * HP + head
+            line = (b64 * n + i) * G + g
+            share_rows = (shares + line * tiles * (BJ * HP) + head)[:, None]
+            edge_rows = (edges + line * tiles * HP + head)[:, None]
+            peak_rows = peaks + line * tiles * HP + head
         acc, peak, total = _attend_interval(
-            acc, peak, total, q, lo, hi, lowest, highest, tile_first + first,
-            tile_first + tl.minimum(first + share, count),
-            k_ptr + g64 * k_sg, v_ptr + g64 * v_sg, places + b64 * places_sb, pool,
-            k_sp, k_st, v_sp, v_st, share_rows, peak_rows, live, scale * LOG2E,
+            acc, peak, total, q, lo, hi, lowest, highest, first, splits, tile_first + count, page,
+            k_ptr + g64 * k_sg, v_ptr + g64 * v_sg, places, entries, pool,
+            k_sp, k_st, v_sp, v_st, share_rows, edge_rows, peak_rows, live, scale * LOG2E,
             RING, PAGE, R, BC, BJ, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION, CHUNKS, PLANES, HP,
             SAME, INTERPRETED,
         )  # fmt: skip
@@ -241,9 +235,10 @@ def _next_tile(
     PAGE_WIN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The first token and the page of a tile of `blocks_kernel`, the last one where `tile` lies behind it."""
-    tile = tl.minimum(tile, last)
+    tile = tl.maximum(tl.minimum(tile, last), 0)
     # Without branches, which a pipelined loop must not have: the lookup of the other branch is harmless.
-    block = _look_up(chosen, tl.where(selected, tile // PER_BLOCK, 0), INTERPRETED)
+    place = tl.arange(0, chosen.shape[0])
+    block = tl.sum(tl.where(place == tile // PER_BLOCK, chosen, 0), 0)
     start = tl.where(selected, block * SEL_BLOCK + tile % PER_BLOCK * BN, start_win + tile * BN)
     if PAGED:
         page = _look_up(table, tl.where(selected, start // PAGE, start // PAGE_WIN), INTERPRETED)
@@ -253,42 +248,84 @@ def _next_tile(
     return start, page
 
 
-@triton.jit(do_not_specialize=["n", "G", "parts_sel", "parts_win", "pool_sel", "pool_win", "capacity"])
+@triton.jit(
+    do_not_specialize=[
+        "n", "G", "parts_sel", "parts_win", "splits", "tiles", "width", "pool_sel", "pool_win", "capacity",
+    ]
+)  # fmt: skip
 def blocks_kernel(
-    q_ptr, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, indices, o_parts, stats,
+    q_ptr, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions,
+    stats_cmp, shares, edges, peaks, scores, indices, o_parts, stats,
     q_sb, q_sn, q_sh, ks_sp, ks_st, ks_sg, vs_sp, vs_st, vs_sg, sel_sb,
     kw_sp, kw_st, kw_sg, vw_sp, vw_st, vw_sg, win_sb,
-    n, G, parts_sel, parts_win, pool_sel, pool_win, capacity, scale,
+    n, G, parts_sel, parts_win, splits, tiles, width, pool_sel, pool_win, capacity, scale,
     WINDOW: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, PAGE_WIN: tl.constexpr,
-    SEL_BLOCK: tl.constexpr, NUM_SELECTED: tl.constexpr, PER_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
+    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    QT: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr, HP_CMP: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
+    PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of the selected blocks, or of the window, of one query and group. Grid (B * n * G, parts). A block is
-    read in PER_BLOCK tiles of BN keys. One loop serves both branches, as two would not share their buffers."""
+    """One part of the window, or of the selected blocks, of one query and group. Grid (B * n * G, parts), the window's
+    first. A block is read in PER_BLOCK tiles of BN keys; ONE: of the selected blocks, a program has one tile. One loop
+    serves both branches, as two would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks
+    [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
     lane, part = tl.program_id(0), tl.program_id(1)
-    selected = part < parts_sel
+    selected = part >= parts_win
     if OVERLAP:
         gdc_launch_dependents()
-        if selected:  # the window needs no blocks
-            gdc_wait()
     g = lane % G
     i = lane // G % n
     b = lane // G // n
+    b64, g64, lane64 = b.to(tl.int64), g.to(tl.int64), lane.to(tl.int64)
     t = tl.minimum(tl.load(positions + b * n + i), capacity - 1)
+    head = tl.arange(0, HP)
+    live = head < HEADS
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
+    q = _load_queries(q_ptr, q_row, live, dk, DK, BLOCK_DK)
+    row = (b64 * n + i) * (G * HEADS) + g64 * HEADS
+    num_rows = tl.num_programs(0).to(tl.int64) * HEADS
+    out = indices + lane64 * NUM_SELECTED
+    first = tl.where(selected, part - parts_win, part)
+    step = tl.where(selected, parts_sel, parts_win)
     lowest = tl.maximum(t + 1 - WINDOW, 0)
     first_win, tiles_win = tiles_seen(lowest, t + 1, BN)
-    tiles = tl.where(selected, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, tiles_win)
-    share = tiles_of_part(tiles, tl.where(selected, parts_sel, parts_win))
-    first = tl.where(selected, part, part - parts_sel) * share
-    if (t >= 0) & (first < tiles):
-        b64, g64 = b.to(tl.int64), g.to(tl.int64)
-        head = tl.arange(0, HP)
-        live = head < HEADS
-        dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-        q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
-        q = _load_queries(q_ptr, q_row, live, dk, DK, BLOCK_DK)
+    count = tl.where(selected, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, tiles_win)
+    last, start_win = count - 1, first_win * BN
+    sel_places, places = sel_table + b64 * sel_sb, win_places + b64 * win_sb
+    ring = tl.load(places)
+    table = sel_places if RING > 0 else tl.where(selected, sel_places, places)
+    chosen = tl.zeros([NUM_PADDED], tl.int32)
+    start, page = _next_tile(  # the window's
+        chosen, first, last, start_win, table, selected, ring,
+        PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
+    )  # fmt: skip
+    if selected:
+        used = splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
+        pages = page_of_blocks(sel_places, t, SEL_BLOCK, PAGE, BLOCK) if ONE else chosen
+        if OVERLAP:
+            gdc_wait()
+        block, page = choose_blocks(
+            out, t, used, row, splits, num_rows, stats_cmp, shares + lane64 * tiles * (BJ * HP_CMP),
+            edges + lane64 * tiles * HP_CMP, peaks + lane64 * tiles * HP_CMP, scores + lane64 * width, width,
+            first // PER_BLOCK, pages,
+            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
+            HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED, ONE,
+        )  # fmt: skip
+        if ONE:
+            start = block * SEL_BLOCK + first % PER_BLOCK * BN
+        else:
+            tl.debug_barrier()
+            number = tl.arange(0, NUM_PADDED)
+            chosen = tl.load(out + number, mask=number < NUM_SELECTED, other=0)
+            start, page = _next_tile(
+                chosen, first, last, start_win, table, selected, ring,
+                PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
+            )  # fmt: skip
+    if (t >= 0) & (first < count):
         acc = tl.zeros([HP, BLOCK_DV], tl.float32)
         peak = tl.full([HP], NOTHING, tl.float32)
         total = tl.zeros([HP], tl.float32)
@@ -298,19 +335,8 @@ def blocks_kernel(
         k_sp, k_st = tl.where(selected, ks_sp, kw_sp).to(tl.int64), tl.where(selected, ks_st, kw_st).to(tl.int64)
         v_sp, v_st = tl.where(selected, vs_sp, vw_sp).to(tl.int64), tl.where(selected, vs_st, vw_st).to(tl.int64)
         pool = tl.where(selected, pool_sel, pool_win)
-        chosen = indices + lane.to(tl.int64) * NUM_SELECTED
-        table = sel_table + b64 * sel_sb
-        places = win_places + b64 * win_sb
-        ring = tl.load(places)
-        if RING == 0:
-            table = tl.where(selected, table, places)
         c = tl.arange(0, BN)
-        last, start_win = tiles - 1, first_win * BN
-        start, page = _next_tile(
-            chosen, first, last, start_win, table, selected, ring,
-            PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
-        )  # fmt: skip
-        for tile in tl.range(first, tl.minimum(first + share, tiles)):
+        for turn in tl.range(0, tl.cdiv(count - first, step)):
             key = start + c
             low = tl.where(selected, start, lowest)
             high = tl.where(selected, tl.minimum(t, start // SEL_BLOCK * SEL_BLOCK + SEL_BLOCK - 1), t)
@@ -325,7 +351,7 @@ def blocks_kernel(
             k_row = this * k_sp + place * k_st
             v_row = k_row if SAME else this * v_sp + place * v_st
             start, page = _next_tile(
-                chosen, tile + 1, last, start_win, table, selected, ring,
+                chosen, first + (turn + 1) * step, last, start_win, table, selected, ring,
                 PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
             )  # fmt: skip
             k = load_tile(k_ptr + k_row[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
@@ -333,8 +359,6 @@ def blocks_kernel(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
             s = tl.where(((key >= low) & (key <= high))[None, :], s, NOTHING)
             acc, peak, total, _ = _step(acc, peak, total, s, v, False, PRECISION)
-        row = (b64 * n + i) * (G * HEADS) + g64 * HEADS + head
-        num_rows = tl.num_programs(0).to(tl.int64) * HEADS
         _store_part(
-            o_parts, stats, num_rows, row, live, part, parts_sel + parts_win, acc, peak, total, DV, BLOCK_DV
+            o_parts, stats, num_rows, row + head, live, part, parts_sel + parts_win, acc, peak, total, DV, BLOCK_DV
         )  # fmt: skip

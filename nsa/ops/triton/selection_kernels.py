@@ -170,17 +170,34 @@ def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.c
 def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
     """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
     block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES)
+    pick_keys(block, keys, out, first, stop, BLOCK, FREE, 2)
+
+
+@triton.jit
+def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, WAYS: tl.constexpr):
+    """The FREE best of blocks first .. stop by their keys; those of the others are -1. An interval is cut into WAYS, up
+    to 5: more of them take fewer turns, each with more comparisons; below 2**15 keys fit the counts of one number.
+    Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
     high = tl.max(keys, axis=0) + 1
     low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
     count = stop - first
     while (high - low > 1) & (count != FREE):
-        middle = low + ((high - low) >> 1)
-        reach = tl.sum((keys >= middle).to(tl.int32), axis=0)
-        enough = reach >= FREE
-        low = tl.where(enough, middle, low)
-        count = tl.where(enough, reach, count)
-        high = tl.where(enough, high, middle)
+        bottom, top, step = low, high, tl.maximum((high - low) // WAYS, 1)
+        counts = tl.zeros([BLOCK], tl.int32 if WAYS == 2 else tl.int64)
+        for way in tl.static_range(1, WAYS):
+            reaches = (keys >= tl.minimum(bottom + step * way, top - 1)).to(counts.dtype)
+            counts += reaches << (16 * (way - 1))
+        total = tl.sum(counts, axis=0)
+        for way in tl.static_range(1, WAYS):
+            middle = tl.minimum(bottom + step * way, top - 1)
+            reach = (total >> (16 * (way - 1))).to(tl.int32)
+            if WAYS > 2:
+                reach = reach & 0xFFFF
+            enough = reach >= FREE
+            low = tl.where(enough, middle, low)
+            count = tl.where(enough, reach, count)
+            high = tl.where(enough, high, tl.minimum(high, middle))
     # Too many only when several keys equal `low`: of those the blocks before `cut` are taken.
     cut = stop
     if count > FREE:
@@ -197,6 +214,7 @@ def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.const
     in_line = tl.sum(line, axis=1)
     place = tl.cumsum(line, axis=1) + (tl.cumsum(in_line, axis=0) - in_line)[:, None] - 1
     tl.store(out + place, tl.reshape(block, [BLOCK // 32, 32]), mask=line > 0)
+    return tl.where(line > 0, place, -1)
 
 
 @triton.jit

@@ -172,7 +172,9 @@ def decode(plan: Plan) -> None:
 def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The compiled kernel, with the specialisations a real launch would get."""
     options = dict(options)
-    launch = {name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
+    launch = {
+        name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options
+    }
     values = dict(zip(kernel.arg_names, args, strict=False)) | options
     signature, constants, attributes = {}, {}, {}
     for place, param in enumerate(kernel.params):

@@ -12,7 +12,7 @@ KERNELS = {
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
 }  # fmt: skip
-DECODE_KERNELS = {"interval_kernel", "pick_blocks_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
+DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
 UNUSUAL = [
     Plan(1, 32768, 32, 8, 128, 128, packed=True),
@@ -21,6 +21,11 @@ UNUSUAL = [
     Plan(1, 4096, 6, 1, 96, 80, "float32"),
 ]
 STEPS = [Plan(32, 65536, 64, 4, 128, 128, new=1), Plan(1, 32768, 12, 2, 64, 64, new=1)]
+ONE_SEQUENCE = [
+    Plan(1, 65536, 64, 4, 128, 128, new=1),
+    Plan(1, 8192, 64, 4, 128, 128, new=1),
+    Plan(1, 8192, 16, 4, 256, 256, new=1),
+]
 UNUSUAL_STEPS = [
     Plan(4, 8192, 64, 4, 128, 128, new=4),
     Plan(2, 4096, 64, 4, 192, 128, new=1),
@@ -65,9 +70,13 @@ def test_decode_kernels_fit_the_card(plan):
     check([80, 90], plan, spilled=32)
 
 
+def test_the_launches_for_one_sequence_fit_the_card():
+    check([80, 90], ONE_SEQUENCE[0], spilled=32, only=("interval_kernel", "blocks_kernel", "mix_parts_kernel"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("plan", STEPS + UNUSUAL_STEPS, ids=str)
+@pytest.mark.parametrize("plan", STEPS + ONE_SEQUENCE + UNUSUAL_STEPS, ids=str)
 def test_decode_kernels_of_other_shapes_fit_every_card(arch, plan):
     check([arch], plan, spilled=128)
 

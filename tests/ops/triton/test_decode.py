@@ -3,6 +3,8 @@
 Runs in the interpreter on a machine without a GPU, on the GPU otherwise. Fresh memory and unused pages hold NaN.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -10,12 +12,13 @@ from nsa.ops import NSASpec, PagedKV, nsa_decode, paged_attention
 from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
 from nsa.ops.triton.decode import Launches
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch import Card, Launch
 from tests.ops.cases import SMALL, Inputs, make_inputs
 from tests.ops.decode_cases import make_cache
 from tests.ops.triton.branch_cases import DEVICE, LIMIT, poison
 
 WIDE = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=2, window=20)
+LARGE = Card("sm90", 132)
 torch.set_num_threads(1)
 
 
@@ -24,10 +27,10 @@ def _poisoned(monkeypatch):
     poison(monkeypatch)
 
 
-def launches(programs=100, columns=16, scored=16, merged=2):
+def launches(programs=100, columns=16):
     """As many parts as `programs` for a card with one multiprocessor, and small tiles."""
-    keys = Launch(programs, columns, 1, 1)
-    return Launches(keys, Launch(1, scored // 8, 1), keys, Launch(1, merged, 1))
+    keys = Launch(programs, columns, 1, 1, depth=1)
+    return Launches(keys, keys)
 
 
 def tensors(cache):
@@ -89,12 +92,16 @@ def test_several_new_tokens_with_padding(new, ring):
 
 
 def test_pieces_of_the_queries_change_nothing(monkeypatch):
-    x = inputs(140, batch=2, heads=2, groups=2)
-    positions = [[128, 129, 130], [2, 3, -1]]
-    whole = check(x, positions, WIDE, launches(40))
-    monkeypatch.setattr(decode, "SCORE_BYTES", 4_000)
-    for got, want in zip(check(x, positions, WIDE, launches(40)), whole, strict=True):
+    """With as many parts as there are tiles, that is: more parts for fewer queries would round differently."""
+    x = inputs(80, heads=1)
+    positions = [[72, 73, -1]]
+    whole = check(x, positions, WIDE, launches(1000))
+    pieces = mock.Mock(wraps=decode._nsa_piece)
+    monkeypatch.setattr(decode, "_nsa_piece", pieces)
+    monkeypatch.setattr(decode, "SCORE_BYTES", 120)
+    for got, want in zip(check(x, positions, WIDE, launches(1000)), whole, strict=True):
         assert torch.equal(got, want)
+    assert pieces.call_count == 2
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,31 @@ def test_every_geometry(spec):
 def test_the_default_launches():
     x = inputs(300, spec=NSASpec(num_selected=3), heads=4, groups=2)
     check(x, [[299]], NSASpec(num_selected=3), ring=520)
+
+
+@pytest.mark.parametrize(("heads", "groups", "dv"), [(4, 2, 80), (20, 1, 64)])
+def test_one_sequence_on_a_large_card(monkeypatch, heads, groups, dv):
+    """Small tiles, the chosen block kept in registers, rows merged in pieces."""
+    spec = NSASpec(num_selected=5, window=64)
+    monkeypatch.setattr(decode, "card_of", lambda x: Card("sm80", LARGE.multiprocessors))
+    x = inputs(400, spec=spec, heads=heads, groups=groups, dv=dv, dtype=torch.float16)
+    check(x, [[399]], spec, ring=80)
+    check(repeated(x, 2), [[40], [-1]], spec)
+
+
+def test_launches_for_one_sequence():
+    """One tile for every program while that fills no more than the card; the table's launches otherwise."""
+    q, v = (torch.empty(1, 1, heads, 128, dtype=torch.float16, device="meta") for heads in (64, 4))
+    usual = decode.default_params(q.expand(32, -1, -1, -1), v, 4096, LARGE)
+    for keys, columns in ((512, 64), (2048, 64), (4096, 128)):
+        launch = decode.default_params(q, v, keys, LARGE).cmp
+        tiles = -(-keys // columns)
+        assert launch.columns == columns
+        assert decode.num_parts(4, launch, LARGE, tiles) == tiles
+    assert decode.default_params(q, v, 8192, LARGE).cmp == usual.cmp
+    assert decode.default_params(q.expand(-1, 2, -1, -1), v, 512, LARGE) == usual
+    assert decode.merge_plan(64, 32, 24, 128, LARGE)["BLOCK_DV"] == 64
+    assert decode.merge_plan(2048, 3, 3, 128, LARGE)["BLOCK_DV"] == 128
 
 
 def test_ties_go_to_the_lower_index():
@@ -146,9 +178,9 @@ def test_rows_longer_than_the_registers(monkeypatch):
     x = inputs(300, spec=SMALL, heads=2)
     wanted = check(x, [[299]], SMALL, launches(30))
     monkeypatch.setattr(decode, "MOST_KEPT", 16)
-    decode.pick_plan.cache_clear()
+    decode.choice_plan.cache_clear()
     got = check(x, [[299]], SMALL, launches(30))
-    decode.pick_plan.cache_clear()
+    decode.choice_plan.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 

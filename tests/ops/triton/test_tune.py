@@ -111,25 +111,22 @@ def test_every_candidate_of_decoding_is_launched():
     table = tensor(2, 1024, dtype=torch.int32)
     q, gates, positions = tensor(2, 1, 64, 128), tensor(2, 1, 64, 3), tensor(2, 1, dtype=torch.int32)
     arguments = (q, gates, *pools(4), table, *pools(64), table, *pools(576), table[:, 0], positions, SPEC)
-    fields = {kernel: name for name, (kernel, _) in bench_decode.TUNED.items()}
     with recording(90) as launches:
-        for kernel, _, params in bench_decode.candidates(decode.default_params(q, q, Card("sm90", 132))):
+        for name, _, params in bench_decode.candidates(decode.default_params(q, q, 4096, Card("sm90", 132))):
             launches.clear()
             decode.nsa(*arguments, params)
             assert all(options["OVERLAP"] == params.overlap for *_, options in launches)
-            if kernel == "whole":
-                continue
-            launch, options = getattr(params, fields[kernel]), launched(launches, kernel)
-            assert options["num_warps"] == launch.num_warps or kernel == "mix_parts_kernel"
-            if kernel == "interval_kernel":
-                assert (options["BJ"] * options["BC"], options["num_stages"]) == (launch.columns, launch.num_stages)
-            elif kernel == "blocks_kernel":
-                assert (options["BN"], options["num_stages"]) == (min(launch.columns, 64), launch.num_stages)
-            elif kernel == "pick_blocks_kernel":
-                assert options["CJ"] == launch.columns
-            else:
-                assert options["PARTS"] == launch.columns
-                assert options["num_warps"] <= launch.num_warps
+            assert [options.get("launch_pdl", False) for *_, options in launches] == [
+                params.chained, params.overlap, params.overlap
+            ]  # fmt: skip
+            for kernel, launch in (("interval_kernel", params.cmp), ("blocks_kernel", params.blocks)):
+                options = launched(launches, kernel)
+                assert (options["num_warps"], options["num_stages"]) == (launch.num_warps, launch.num_stages)
+            assert launched(launches, "interval_kernel")["BJ"] * 4 == params.cmp.columns
+            options = launched(launches, "blocks_kernel")
+            assert options["BN"] == params.blocks.columns
+            at_once = params.blocks.depth * 32 * params.blocks.num_warps // 16
+            assert options["TILES"] * options["BJ"] == min(1024, at_once), name
 
 
 def test_a_wrong_candidate_gets_no_time(monkeypatch):

@@ -1,0 +1,176 @@
+"""What a decode step reads, and its choice of blocks from the shares that `decode_kernels.py` stores.
+
+Parts of compressed attention do not know each other's maximum, yet equal blocks must score equal to the last bit, or
+ties would not go to the lower index. So the maxima are whole numbers, in base 2: probabilities relative to different
+maxima differ by powers of two, exactly. Compressed token c of block j gives to block j and, where it sticks out, to
+block j+1. What a tile's blocks get from the tile is stored for every head, what its last block gives to the next tile
+apart. Every program that reads selected blocks chooses them itself, all of them the same ones, and waits for no other
+program's choice.
+
+Legend: B batch, n new tokens, G key/value heads, HEADS query heads per group, HP padded; BJ blocks of R keys a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.selection_kernels import pick_keys, pick_tiled
+
+NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, so that differences are numbers
+
+
+@triton.jit
+def power_of_2(e):
+    """2**e for whole numbers e up to 127, exactly; 0 below -126."""
+    return ((tl.maximum(e, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def keys_seen(t, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """The interval of keys that queries at t see; empty for padding. Key i is seen from i*STRIDE + SPAN - 1 on."""
+    hi = tl.where(t + 1 >= SPAN, (t + 1 - SPAN) // STRIDE + 1, 0)
+    if WINDOW > 0:
+        lo = tl.maximum(t + 1 - WINDOW, 0)
+    else:
+        lo = t * 0
+    return lo, hi
+
+
+@triton.jit
+def tiles_seen(lowest, highest, TILE: tl.constexpr):
+    """The first of the tiles that hold the keys lowest .. highest - 1, and how many there are."""
+    first = lowest // TILE
+    return first, tl.maximum(tl.cdiv(highest, TILE) - first, 0)
+
+
+@triton.jit
+def splits_used(
+    positions, b, i, n, splits, capacity, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    QT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many splits of `interval_kernel` hold keys of query i's lane."""
+    query = i // QT * QT + tl.arange(0, QT)
+    t = tl.minimum(tl.load(positions + b * n + query, mask=query < n, other=-1), capacity - 1)
+    lo, hi = keys_seen(t, SPAN, STRIDE, WINDOW)
+    highest = tl.max(hi, 0)
+    lowest = tl.min(tl.where(hi > 0, lo, 0x7FFFFFFF), 0)
+    _, count = tiles_seen(lowest, highest, TILE)
+    return tl.where(highest > 0, tl.minimum(count, splits), 0)
+
+
+@triton.jit
+def _load_tiles(
+    first, seen, shares, edges, peaks,
+    HEADS: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """What tiles `first` and on, of which `seen` keys count, give to their blocks [TILES, BJ, HP], and the tiles before
+    each of them to its first block [TILES, HP], both with the maxima they are relative to."""
+    head, j = tl.arange(0, HP), tl.arange(0, BJ)
+    tile = first + tl.arange(0, TILES)
+    known = (tile * (BJ * R) < seen)[:, None] & (head < HEADS)[None, :]
+    at = tile.to(tl.int64)[:, None] * HP + head[None, :]
+    at_blocks = (tile.to(tl.int64)[:, None, None] * BJ + j[None, :, None]) * HP + head[None, None, :]
+    share = tl.load(shares + at_blocks, mask=known[:, None, :], other=0.0)
+    peak = tl.load(peaks + at, mask=known, other=NOTHING)
+    edge, edge_peak = peak, peak
+    if PLANES == 2:
+        before = (tile >= 1)[:, None] & ((tile - 1) * (BJ * R) < seen)[:, None] & (head < HEADS)[None, :]
+        edge = tl.load(edges + at - HP, mask=before, other=0.0)
+        edge_peak = tl.load(peaks + at - HP, mask=before, other=NOTHING)
+    return share, peak, edge, edge_peak
+
+
+@triton.jit
+def _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES: tl.constexpr):
+    """Scores of the blocks of what was loaded. The heads' log-sum-exp is whole - log2(weight)."""
+    TILES: tl.constexpr = share.shape[0]
+    BJ: tl.constexpr = share.shape[1]
+    score = share * power_of_2(peak - whole[None, :])[:, None, :]
+    if PLANES == 2:
+        edge *= power_of_2(edge_peak - whole[None, :])
+        score += tl.where((tl.arange(0, BJ) == 0)[None, :, None], edge[:, None, :], 0.0)
+    score = tl.reshape(tl.sum(score * weight[None, None, :], 2), [TILES * BJ])
+    # Far below rounding, where shares may have been too small to be kept: all alike.
+    return tl.where(score > 1e-30, score, 0.0)
+
+
+@triton.jit
+def page_of_blocks(table, t, SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The pages of the blocks that the query at t sees."""
+    block = tl.arange(0, BLOCK)
+    return tl.load(table + block * SEL_BLOCK // PAGE, mask=block * SEL_BLOCK <= t, other=0)
+
+
+@triton.jit
+def choose_blocks(
+    out, t, used, row, splits, num_rows, stats, shares, edges, peaks, scores, width, slot, pages,
+    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    HEADS: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """The blocks of the query at t and one group, to out [NUM_SELECTED]. `row` is that of the group's first head.
+    Scores stay in registers, or TILED go to scores [width], workspace. ONE: returns the block at place `slot` and its
+    page, of `pages` [BLOCK], without reading them back."""
+    FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
+    CJ: tl.constexpr = TILES * BJ
+    own = t // SEL_BLOCK
+    place = tl.arange(0, NUM_PADDED)
+    ranks = tl.full([BLOCK // 32, 32], -1, tl.int32)  # of the free blocks that were chosen
+    if (t < 0) | (own < NUM_SELECTED):
+        tl.store(out + place, tl.where((place <= own) & (t >= 0), place, -1), mask=place < NUM_SELECTED)
+    else:
+        # More blocks than places, so the forced ones are apart: the first, then the free, then the newest.
+        forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
+        newest = own - (NUM_SELECTED - 1 - place)
+        tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
+        if FREE > 0:
+            _, seen = keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
+            share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
+            # All of the first loads are on their way before anything waits for one. Without a barrier the assembler
+            # would move these behind what waits for the next.
+            tl.debug_barrier()
+            head, split = tl.arange(0, HP), tl.arange(0, SPLITS)
+            there = (head < HEADS)[:, None] & (split < used)[None, :]
+            at = (row + head)[:, None] * splits + split[None, :]
+            top = tl.load(stats + at, mask=there, other=NOTHING)
+            total = tl.load(stats + num_rows * splits + at, mask=there, other=0.0)
+            highest = tl.max(top, 1)
+            lse = highest + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - highest[:, None]), 1), 1e-30))
+            whole = tl.floor(lse)
+            weight = tl.exp2(whole - lse)  # [HP]
+            score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+            stop = own - NUM_LOCAL + 1
+            if TILED:
+                j = tl.arange(0, CJ)
+                tl.store(scores + j, score, mask=j < width)
+                for j0 in tl.range(CJ, stop, CJ):
+                    share, peak, edge, edge_peak = _load_tiles(
+                        j0 // BJ, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
+                    )  # fmt: skip
+                    score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+                    tl.store(scores + j0 + j, score, mask=j0 + j < width)
+                tl.debug_barrier()
+                pick_tiled(scores, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, 1, FREE)
+            else:
+                chunk = tl.arange(0, BLOCK // CJ)[:, None]
+                keys = tl.where(chunk == 0, score.to(tl.int32, bitcast=True)[None, :], 0)
+                if BLOCK > CJ:
+                    for number in tl.range(1, tl.cdiv(stop, CJ)):
+                        share, peak, edge, edge_peak = _load_tiles(
+                            number * TILES, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
+                        )  # fmt: skip
+                        score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+                        keys = tl.where(chunk == number, score.to(tl.int32, bitcast=True)[None, :], keys)
+                block = tl.arange(0, BLOCK)
+                inside = (block >= NUM_INIT) & (block < stop)
+                keys = tl.where(inside, tl.reshape(keys, [BLOCK]), -1)
+                ranks = pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, 5)
+    found = tl.full([], 0, tl.int64)
+    if ONE:
+        free = (own >= NUM_SELECTED) & (slot >= NUM_INIT) & (slot < NUM_SELECTED - NUM_LOCAL)
+        known = tl.where((own < NUM_SELECTED) | (slot < NUM_INIT), slot, own - (NUM_SELECTED - 1 - slot))
+        block = tl.reshape(tl.arange(0, BLOCK), [BLOCK // 32, 32])
+        mine = tl.where(free, ranks == slot - NUM_INIT, block == known)
+        both = (tl.reshape(pages, [BLOCK // 32, 32]).to(tl.int64) << 32) + block
+        found = tl.sum(tl.where(mine, both, 0), axis=None)
+    return found.to(tl.int32), (found >> 32).to(tl.int32)
