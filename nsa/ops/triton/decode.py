@@ -87,8 +87,8 @@ def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) ->
     """The launches for queries like q over at most `keys` compressed tokens, or tokens of `paged`.
 
     With few sequences what counts is latency. As long as one tile of keys for every multiprocessor is enough, a program
-    takes one, as small as that allows and of at least 64 keys; and programs of `blocks_kernel` have more threads for the
-    choice of blocks."""
+    takes one, as small as that allows and of at least 64 keys; and programs of `blocks_kernel` have more threads for
+    the choice of blocks."""
     card = card or card_of(q)
     cmp, blocks = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "blocks"))
     if q.shape[1] == 1 and q.dtype != torch.float32:
