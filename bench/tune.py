@@ -108,7 +108,11 @@ def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
 
     # The last two time the whole backward pass.
     for name, run, more in (("forward", forward, others), ("dq", dq, others), ("dkv", dkv, [])):
-        candidates = [Launch(*size, mask) for size, mask in itertools.product(FLASH[name], ("split", "branch"))]
+        modes = (("split", False), ("branch", False), ("branch", True))  # the last: loads by the TMA
+        candidates = [
+            Launch(*size, mask, tma=tma and q.dtype != torch.float32)
+            for size, (mask, tma) in itertools.product(FLASH[name], modes)
+        ]
         wanted = exact_backward if name != "forward" else lambda: exact.forward(*double(q, k, v), SPEC, None)[:1]
         yield Case(f"{branch}_{name} {shape.name}", run, more + candidates, kernels.launch(name, q, v), wanted)
 

@@ -14,17 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops.layout import TokenLayout, cached_with, token_layout, visible_compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
+from nsa.ops.triton.flash_tma_kernels import dkv_tma_kernel
 from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
 
 FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
 PART_BYTES = 512 << 20  # of dK and dV in parts
 SUM_BLOCK = 1024  # elements of a program that adds parts
+CACHED_BYTES = 256 << 20  # of q and dO: with more, the programs that read the same rows run together
 
 _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 
@@ -32,26 +35,26 @@ _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 # sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
 LAUNCHES = LaunchTable(
     {
-        ("cmp_forward", "sm90", 64): Launch(128, 64, 4, 3, "branch"),
-        ("cmp_forward", "sm90", 128): Launch(128, 128, 8, 3, "branch"),
+        ("cmp_forward", "sm90", 64): Launch(128, 64, 8, 3, "branch", tma=True),
+        ("cmp_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch", tma=True),
         ("cmp_forward", "sm90", 192): Launch(128, 64, 8, 2),
         ("cmp_forward", "sm90", 256): Launch(64, 64, 8, 2),
-        ("cmp_dq", "sm90", 64): Launch(64, 32, 4, 4),
-        ("cmp_dq", "sm90", 128): Launch(64, 64, 4, 2),
+        ("cmp_dq", "sm90", 64): Launch(128, 64, 4, 3, "branch", tma=True),
+        ("cmp_dq", "sm90", 128): Launch(128, 64, 8, 3, "branch", tma=True),
         ("cmp_dq", "sm90", 192): Launch(128, 32, 8, 2),
         ("cmp_dq", "sm90", 256): Launch(64, 32, 8, 2),
-        ("cmp_dkv", "sm90", 64): Launch(64, 64, 4, 2, "branch"),
+        ("cmp_dkv", "sm90", 64): Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168),
         ("cmp_dkv", "sm90", 128): Launch(64, 128, 8, 3),
         ("cmp_dkv", "sm90", 256): Launch(32, 64, 8, 2),
-        ("win_forward", "sm90", 64): Launch(128, 64, 4, 3, "branch"),
-        ("win_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch"),
+        ("win_forward", "sm90", 64): Launch(64, 64, 4, 3, "branch", tma=True),
+        ("win_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch", tma=True),
         ("win_forward", "sm90", 192): Launch(128, 64, 8, 2, "branch"),
         ("win_forward", "sm90", 256): Launch(64, 64, 8, 2, "branch"),
-        ("win_dq", "sm90", 64): Launch(128, 32, 8, 3, "branch"),
-        ("win_dq", "sm90", 128): Launch(64, 64, 4, 2, "branch"),
+        ("win_dq", "sm90", 64): Launch(64, 32, 4, 4, "branch", tma=True),
+        ("win_dq", "sm90", 128): Launch(64, 64, 4, 2, "branch", tma=True),
         ("win_dq", "sm90", 192): Launch(128, 32, 8, 2, "branch"),
         ("win_dq", "sm90", 256): Launch(64, 32, 8, 2),
-        ("win_dkv", "sm90", 64): Launch(64, 64, 4, 2, "branch"),
+        ("win_dkv", "sm90", 64): Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168),
         ("win_dkv", "sm90", 128): Launch(64, 128, 8, 3, "branch"),
         ("win_dkv", "sm90", 256): Launch(32, 64, 8, 2, "always"),
         ("cmp_forward", "sm80", 64): Launch(128, 64, 8, 3),
@@ -179,7 +182,8 @@ class Branch:
             with launch_on(q):
                 forward_kernel[(lanes * tiles,)](
                     q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, lse_ptr=lse, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
-                    lanes=lanes, tiles=tiles, **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, key_range, params),
+                    **_tma_keys(k, v, params), lanes=lanes, tiles=tiles,
+                    **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, key_range, params),
                 )  # fmt: skip
         return o, lse
 
@@ -206,7 +210,11 @@ class Branch:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         lse2 = q.new_empty(batch, groups, tokens, heads // groups, dtype=torch.float32)
         delta = torch.empty_like(lse2)
-        shared = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": do, "lse2_ptr": lse2, "delta_ptr": delta}
+        shared = {"k_ptr": k, "v_ptr": v, "lse2_ptr": lse2, "delta_ptr": delta}
+        rows: tuple[Tensor, Tensor] | None = None
+        copies: tuple[Tensor | None, Tensor | None] = (None, None)
+        if dkv_params.tma and q.numel():
+            rows, copies = _rows_of(q, do, groups)
         lanes, tiles = _query_programs(q, k, dq_params)
         splits = num_splits(q, k, key_range, dkv_params, card_of(q))
         first, behind = key_range.queries_of(num_keys)
@@ -219,16 +227,17 @@ class Branch:
         with launch_on(q):
             if lanes * tiles:
                 dq_kernel[(lanes * tiles,)](
-                    **shared, o_ptr=o, lse_ptr=lse.contiguous(), dq_ptr=dq, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
-                    lanes=lanes, tiles=tiles,
+                    **shared, q_ptr=q, o_ptr=o, do_ptr=do, lse_ptr=lse.contiguous(), dq_ptr=dq,
+                    q_rows_ptr=copies[0], do_rows_ptr=copies[1],
+                    lo_ptr=key_range.lo, hi_ptr=key_range.hi, **_tma_keys(k, v, dq_params), lanes=lanes, tiles=tiles,
                     **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, key_range, dq_params),
                 )  # fmt: skip
+            kernel, of_queries = _dkv(q, do, rows, _shape_args(q, k, v, key_range, dkv_params), dkv_params)
             for key in range(0, num_keys if batch * groups else 0, at_once):
                 keys = min(at_once, num_keys - key)
-                dkv_kernel[(batch * groups * splits * cdiv(keys, dkv_params.columns),)](
-                    **shared, dk_ptr=dk_parts, dv_ptr=dv_parts, first_ptr=first, behind_ptr=behind,
-                    lanes=batch * groups, splits=splits, first_key=key, part_keys=keys,
-                    **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
+                kernel[(batch * groups * splits * cdiv(keys, dkv_params.columns),)](
+                    **shared, **of_queries, dk_ptr=dk_parts, dv_ptr=dv_parts, first_ptr=first, behind_ptr=behind,
+                    lanes=batch * groups, splits=splits, first_key=key, part_keys=keys, **_strides(k=k, v=v),
                 )  # fmt: skip
                 for parts, out in ((dk_parts, dk), (dv_parts, dv)) if splits > 1 else ():
                     of_key = groups * out.shape[3]
@@ -241,16 +250,62 @@ class Branch:
     def backward_workspace(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *_: Any
     ) -> int:
-        """Bytes that `backward` holds on top of arguments and results: two numbers a row, and dK and dV in float32
-        of some keys once for every part that their sum over the queries is split into."""
+        """Bytes that `backward` holds on top of arguments and results: two numbers a row, dK and dV in float32 of some
+        keys once for every part that their sum over the queries is split into, and q and dO in the order of rows."""
         params = self.launch("dkv", q, v, H200)
         splits = num_splits(q, k, self._range(spec, None), params, H200)
         at_once = keys_at_once(k, v, splits, params) if splits > 1 else 0
-        return 8 * lse.numel() + at_once * _part_bytes(k, v, splits)
+        rows = (q, do) if params.tma and k.shape[2] > 1 else ()
+        return 8 * lse.numel() + at_once * _part_bytes(k, v, splits) + sum(x.numel() * x.element_size() for x in rows)
 
 
 compressed = Branch("cmp", _compressed_range)
 window = Branch("win", _window_range)
+
+
+def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescriptor | None]:
+    """k and v as the tensor memory accelerator reads them: a row is a token of any sequence, with all its heads. None
+    where nothing is asked for or memory does not allow it."""
+    tokens = k.shape[0] * k.shape[1]
+    fits = params.tma and tokens > 0 and all(
+        x.data_ptr() % 16 == 0
+        and x.stride(1) * x.element_size() % 16 == 0
+        and x.stride(2) * x.element_size() % 16 == 0
+        and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+        for x in (k, v)
+    )  # fmt: skip
+    return {
+        name: TensorDescriptor(
+            x, [tokens, (x.shape[2] - 1) * x.stride(2) + x.shape[3]], [x.stride(1), 1],
+            [params.columns, padded(x.shape[3])],
+        ) if fits else None
+        for name, x in (("k_tma", k), ("v_tma", v))
+    }  # fmt: skip
+
+
+def _rows_of(
+    q: Tensor, do: Tensor, groups: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | tuple[None, None]]:
+    """q and do in the order of rows, [B * G * S * h, D] each, and those of them that have to be written first."""
+    if groups == 1 and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, do)):
+        return (q.view(-1, q.shape[3]), do.view(-1, do.shape[3])), (None, None)
+    q_rows, do_rows = (x.new_empty(x.shape[:3].numel(), x.shape[3]) for x in (q, do))
+    return (q_rows, do_rows), (q_rows, do_rows)
+
+
+def _dkv(
+    q: Tensor, do: Tensor, rows: tuple[Tensor, Tensor] | None, shape: dict[str, Any], params: Launch
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel of dK and dV, and its arguments that are of the queries."""
+    if rows is None:
+        return dkv_kernel, {"q_ptr": q, "do_ptr": do, **_strides(q=q, do=do), **shape}
+    tiles = {
+        name: TensorDescriptor.from_tensor(x, [shape["BLOCK_M"], padded(x.shape[1])])
+        for name, x in zip(("q_rows", "do_rows"), rows, strict=True)
+    }
+    shape = {name: value for name, value in shape.items() if name not in ("HEADS", "QUERIES", "PRECISION")}
+    is_long = sum(x.numel() * x.element_size() for x in rows) > CACHED_BYTES
+    return dkv_tma_kernel, {**tiles, **shape, "BY_SPLIT": is_long, "maxnreg": params.maxnreg}
 
 
 def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: Card) -> int:

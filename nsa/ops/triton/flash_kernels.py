@@ -34,7 +34,7 @@ def _keys_seen(t, lo_ptr, hi_ptr, SPAN: tl.constexpr, STRIDE: tl.constexpr, WIND
 
 
 @triton.jit
-def _seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+def seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
     """The first query that sees key n, and the first behind that no longer does."""
     if first_ptr is not None:
         first = tl.load(first_ptr + n)
@@ -77,7 +77,7 @@ def load_tile(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MA
 
 
 @triton.jit
-def _inside(start, stop, full_lo, full_hi, STEP: tl.constexpr):
+def inside(start, stop, full_lo, full_hi, STEP: tl.constexpr):
     """Cuts start..stop, taken in steps, at a and b: the steps of a..b lie wholly inside full_lo..full_hi."""
     a = start + (tl.maximum(full_lo - start, 0) + STEP - 1) // STEP * STEP
     a = tl.minimum(a, tl.maximum(stop, start))
@@ -86,7 +86,7 @@ def _inside(start, stop, full_lo, full_hi, STEP: tl.constexpr):
 
 
 @triton.jit
-def _part(part: tl.constexpr, start, a, z, stop, MASK: tl.constexpr):
+def part_of(part: tl.constexpr, start, a, z, stop, MASK: tl.constexpr):
     """Where part 0 (left edge), 1 (inside) or 2 (right edge) of start..stop begins and ends; an uncut loop
     is all inside."""
     if MASK != NEVER:
@@ -102,8 +102,8 @@ def _part(part: tl.constexpr, start, a, z, stop, MASK: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, peak, total, q, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, full_lo, full_hi, scale,
-    MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, first_row, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
+    full_lo, full_hi, scale, MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of q [BLOCK_M, BLOCK_DK] over keys start..stop; total and acc sum up 2^(s - peak)."""
@@ -114,8 +114,12 @@ def _attend(
     zero = tl.zeros([], tl.int64)  # makes loop counters wide
     for n0 in tl.range(start, stop, BLOCK_N):
         key = n0 + n
-        k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
-        v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+        if k_tma is not None:
+            k = k_tma.load([first_row + n0, k_column])
+            v = v_tma.load([first_row + n0, v_column])
+        else:
+            k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
+            v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASK == ALWAYS:
             s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
@@ -135,7 +139,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["S", "N", "G", "lanes", "tiles"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr, k_tma, v_tma,
     q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg,
     S, N, G, lanes, tiles, scale,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -143,7 +147,8 @@ def forward_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one group. MASK == NEVER cuts the loop into masked edges and an unmasked inside."""
+    """One query tile of one group. MASK == NEVER cuts the loop into masked edges and an unmasked inside. The tensor
+    memory accelerator loads keys and values from k_tma and v_tma, [B*N, heads], where these are given."""
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0)
     tile = tiles - 1 - pid // lanes  # late queries see most: start them first
@@ -159,18 +164,21 @@ def forward_kernel(
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     q_rows = q_ptr + b * q_sb + t.to(tl.int64) * q_ss + head * q_sh
     q = load_tile(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
-    k_ptr += b * k_sb + g.to(tl.int64) * k_sg
-    v_ptr += b * v_sb + g.to(tl.int64) * v_sg
+    k_column, v_column = g.to(tl.int64) * k_sg, g.to(tl.int64) * v_sg
+    k_ptr += b * k_sb + k_column
+    v_ptr += b * v_sb + v_column
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     peak = tl.full([BLOCK_M], -INF, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     scale *= LOG2E
-    a, z = _inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
+    a, z = inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
     for part in tl.static_range(0 if WINDOW > 0 or lo_ptr is not None else 1, 3):
         if MASK == NEVER or part == 1:
-            start, stop = _part(part, lo_min, a, z, hi_max, MASK)
+            start, stop = part_of(part, lo_min, a, z, hi_max, MASK)
             acc, peak, total = _attend(
-                acc, peak, total, q, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, lo_max, hi_min, scale,
+                acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32) * N, k_column.to(tl.int32),
+                v_column.to(tl.int32), k_sn, v_sn,
+                start, stop, lo, hi, lo_max, hi_min, scale,
                 MASK if MASK != NEVER or part == 1 else ALWAYS,
                 BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
             )  # fmt: skip
@@ -187,8 +195,8 @@ def forward_kernel(
 
 @triton.jit
 def _pull(
-    acc, q, do, lse, delta, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, full_lo, full_hi, scale,
-    MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, first_row, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
+    full_lo, full_hi, scale, MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc += dS @ K over keys start..stop, rows = queries."""
@@ -199,8 +207,12 @@ def _pull(
     zero = tl.zeros([], tl.int64)
     for n0 in tl.range(start, stop, BLOCK_N):
         key = n0 + n
-        k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
-        v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+        if k_tma is not None:
+            k = k_tma.load([first_row + n0, k_column])
+            v = v_tma.load([first_row + n0, v_column])
+        else:
+            k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
+            v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse[:, None])
@@ -216,7 +228,8 @@ def _pull(
 
 @triton.jit(do_not_specialize=["S", "N", "G", "lanes", "tiles"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, lse2_ptr, delta_ptr, lo_ptr, hi_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, lse2_ptr, delta_ptr, q_rows_ptr, do_rows_ptr, lo_ptr, hi_ptr,
+    k_tma, v_tma,
     q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
     S, N, G, lanes, tiles, scale,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -225,7 +238,8 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile of one group. Leaves each row's sum of dO*O and its log-sum-exp in base 2 for dK
-    and dV, as [B, G, S, h]; a row that sees nothing gets +inf there, which makes all its probabilities 0."""
+    and dV, as [B, G, S, h], and q and dO in the same order where asked; a row that sees nothing gets +inf for its
+    log-sum-exp, which makes all its probabilities 0."""
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0)
     tile = tiles - 1 - pid // lanes
@@ -253,17 +267,23 @@ def dq_kernel(
     lse = tl.where(lse == -INF, INF, lse)
     tl.store(delta_ptr + stat, delta, mask=live)
     tl.store(lse2_ptr + stat, lse, mask=live)
+    if q_rows_ptr is not None:
+        tl.store(q_rows_ptr + stat[:, None] * DK + dk[None, :], q, mask=live[:, None] & (dk < DK)[None, :])
+        tl.store(do_rows_ptr + stat[:, None] * DV + dv[None, :], do, mask=live[:, None] & (dv < DV)[None, :])
 
-    k_ptr += b * k_sb + g.to(tl.int64) * k_sg
-    v_ptr += b * v_sb + g.to(tl.int64) * v_sg
+    k_column, v_column = g.to(tl.int64) * k_sg, g.to(tl.int64) * v_sg
+    k_ptr += b * k_sb + k_column
+    v_ptr += b * v_sb + v_column
     acc = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
     scale2 = scale * LOG2E
-    a, z = _inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
+    a, z = inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
     for part in tl.static_range(0 if WINDOW > 0 or lo_ptr is not None else 1, 3):
         if MASK == NEVER or part == 1:
-            start, stop = _part(part, lo_min, a, z, hi_max, MASK)
+            start, stop = part_of(part, lo_min, a, z, hi_max, MASK)
             acc = _pull(
-                acc, q, do, lse, delta, k_ptr, v_ptr, k_sn, v_sn, start, stop, lo, hi, lo_max, hi_min, scale2,
+                acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32) * N, k_column.to(tl.int32),
+                v_column.to(tl.int32), k_sn, v_sn,
+                start, stop, lo, hi, lo_max, hi_min, scale2,
                 MASK if MASK != NEVER or part == 1 else ALWAYS,
                 BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
             )  # fmt: skip
@@ -333,14 +353,14 @@ def dkv_kernel(
     n = n_start + tl.arange(0, BLOCK_N)
     real = n < N
     n = tl.minimum(n, N - 1)
-    first_min, behind_min = _seen_by(n_start, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
-    first_max, behind_max = _seen_by(n_last, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
-    first, behind = _seen_by(n, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
+    first_min, behind_min = seen_by(n_start, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
+    first_max, behind_max = seen_by(n_last, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
+    first, behind = seen_by(n, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
     query_tiles = (tl.maximum(behind_max - first_min, 0) + QUERIES - 1) // QUERIES
     share = (query_tiles + splits - 1) // splits
     start = first_min + split * share * QUERIES
     stop = tl.minimum(start + share * QUERIES, behind_max)
-    a, z = _inside(start, stop, first_max, behind_min, QUERIES)
+    a, z = inside(start, stop, first_max, behind_min, QUERIES)
 
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_rows = k_ptr + b * k_sb + g.to(tl.int64) * k_sg + n.to(tl.int64) * k_sn
@@ -364,7 +384,7 @@ def dkv_kernel(
         do_offsets = place.to(tl.int64) * do_ss + (g * PER_GROUP + head).to(tl.int64) * do_sh
         for part in tl.static_range(3):
             if MASK == NEVER or part == 1:
-                begin, end = _part(part, start, a, z, stop, MASK)
+                begin, end = part_of(part, start, a, z, stop, MASK)
                 dk_acc, dv_acc = _push(
                     dk_acc, dv_acc, k, v, q_ptr, do_ptr, lse2_ptr, delta_ptr, q_ss, do_ss, q_offsets,
                     do_offsets, place, head, live, begin, end, first, behind, first_max, behind_min,

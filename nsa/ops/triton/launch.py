@@ -27,6 +27,10 @@ class Launch:
     depth          terms of a sum that one step of a product adds, where that is a choice
     mask           "split": separate loops for the masked edges and the unmasked inside; "branch": one loop, the
                    mask computed only in tiles that need it; "always": one loop, always masked. Of flash.py.
+    tma            tiles are loaded by the tensor memory accelerator (sm_90 and later), where memory is laid out for it.
+                   Of flash.py.
+    maxnreg        registers of a thread, where fewer than the compiler would take let another program run beside. Of
+                   dK and dV by the TMA.
     """
 
     rows: int
@@ -35,6 +39,8 @@ class Launch:
     num_stages: int = 3
     mask: str = "split"
     depth: int = 64
+    tma: bool = False
+    maxnreg: int | None = None
 
 
 class Card(NamedTuple):

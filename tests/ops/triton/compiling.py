@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops import dispatch
 from nsa.ops.layout import num_slots
@@ -184,6 +185,9 @@ def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[
         elif isinstance(value, Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            kind = TYPES[value.base.dtype].removeprefix("*")
+            signature[param.name] = f"tensordesc<{kind}{list(value.block_shape)}>".replace(" ", "")
         elif isinstance(value, float):
             signature[param.name] = "fp32"
         elif value == 1 and not param.do_not_specialize:
@@ -238,7 +242,7 @@ def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
     with recording(arch) as launches:
         (decode if plan.new else attend)(plan)
     for kernel, args, options in launches:
-        key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor)}))
+        key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor | TensorDescriptor)}))
         is_first = not any(key[0] == name for name, _ in found)
         if key not in found and (not only or (key[0] in only and is_first)):
             found[key] = measured(arch, key, compile_launch(arch, kernel, args, options))

@@ -73,6 +73,30 @@ def test_agrees_on_packed_documents(branch, borders, mask):
     )
 
 
+TMA = replace(SMALL, mask="branch", tma=True)
+
+
+@pytest.mark.parametrize("cached_bytes", [0, 2**40])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=70, heads=6, batch=2, dk=32, dv=48, splits=3, launch=TMA),
+        Case(tokens=45, heads=3, groups=1, launch=replace(TMA, mask="always")),  # read in place
+        Case(tokens=70, heads=4, borders=(0, 3, 3, 41, 42, 70), splits=2, launch=replace(TMA, mask="split")),
+    ],
+    ids=str,
+)
+def test_agrees_where_the_tensor_memory_accelerator_loads(branch, case, cached_bytes, monkeypatch):
+    monkeypatch.setattr(flash, "CACHED_BYTES", cached_bytes)
+    assert_agrees(branch, replace(case, dtype=torch.float16))
+
+
+def test_agrees_where_memory_is_not_laid_out_for_it(branch):
+    case = Case(tokens=45, heads=4, launch=TMA, dtype=torch.float16)
+    wide = inputs(branch, replace(case, dk=17, dv=17))
+    assert_agrees(branch, case, tuple(x[..., 1:] for x in wide))
+
+
 def test_agrees_in_half_precision(branch):
     assert_agrees(branch, Case(tokens=65, heads=6, dk=32, dv=48, dtype=torch.float16))
 
@@ -148,4 +172,5 @@ def test_parts_of_gradients_do_not_grow_with_the_square_of_the_length():
         k = torch.empty(1, tokens // 16, groups, dim, device="meta", dtype=torch.bfloat16)
         lse = torch.empty(1, tokens, heads, device="meta")
         needed = flash.compressed.backward_workspace(q, q, k, k, q, lse, NSASpec())
-        assert needed <= 8 * lse.numel() + flash.PART_BYTES
+        in_rows = 2 * q.numel() * q.element_size()
+        assert needed <= 8 * lse.numel() + flash.PART_BYTES + in_rows
