@@ -167,7 +167,7 @@ class NSAAttention(nn.Module):
             gates_BSH3 = self.gate(x_BSC)
             o_BSHV = nsa_attention(*arguments, gates_BSH3, spec, cu_seqlens=cu_seqlens, backend=self.backend)
         else:
-            o_BSHV = self._one_branch(*arguments, cu_seqlens)
+            o_BSHV = self._one_branch(arguments, cu_seqlens)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
@@ -223,17 +223,9 @@ class NSAAttention(nn.Module):
         q_BSHK = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim_k))).to(q.dtype)
         return q_BSHK, pairs * len(BRANCHES) if self.shared_kv else pairs
 
-    def _one_branch(
-        self,
-        q: Tensor,
-        k_cmp: Tensor,
-        v_cmp: Tensor,
-        k_sel: Tensor,
-        v_sel: Tensor,
-        k_win: Tensor,
-        v_win: Tensor,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
+    def _one_branch(self, arguments: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Tensor:
+        """The forced branch of what `nsa_attention` takes up to the gates."""
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = arguments
         spec = self.spec
         by = {operator: backend_of(operator, self.backend) for operator in ("cmp", "select", "sel", "win")}
         if self.force_branch == "win":

@@ -96,14 +96,7 @@ class DenseAttention(nn.Module):
             tables = rotary_tables(position_S, self.head_dim_k, self.rope_base, self.rope_scaling)
         else:
             tables = step.rotary(self.head_dim_k, self.rope_base, self.rope_scaling)
-        # Values by themselves: they are kept for backward as they are, and would keep the product's queries and keys.
-        q, k = project(x_BSC, [self.q, self.k])
-        v = self.v(x_BSC)
-        q_BSHK = q.unflatten(-1, (self.num_heads, self.head_dim_k))
-        k_BSGK = k.unflatten(-1, (self.num_kv_heads, self.head_dim_k))
-        v_BSGV = v.unflatten(-1, (self.num_kv_heads, self.head_dim_v))
-        q_BSHK = rotate(self.q_norm(q_BSHK).to(q.dtype), tables)
-        k_BSGK = rotate(self.k_norm(k_BSGK).to(k.dtype), tables)
+        q_BSHK, k_BSGK, v_BSGV = self.projections(x_BSC, tables)
         kept: DenseLayerCache | None = None if step is None else step.layer(self)
         if step is not None and kept is not None and step.is_fresh:
             kept.write(step, k_BSGK, v_BSGV)
@@ -119,6 +112,15 @@ class DenseAttention(nn.Module):
             o_BSHV = window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated as `rotary_tables` says, and values."""
+        # Values by themselves: they are kept for backward as they are, and would keep the product's queries and keys.
+        q, k = project(x_BSC, [self.q, self.k])
+        q_BSHK = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim_k))).to(q.dtype)
+        k_BSGK = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim_k))).to(k.dtype)
+        v_BSGV = self.v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
+        return rotate(q_BSHK, tables), rotate(k_BSGK, tables), v_BSGV
 
     def _continued(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStep, kept: DenseLayerCache) -> Tensor:
         """New tokens of sequences that the cache holds already. Pages take any number of them, a ring its slack."""

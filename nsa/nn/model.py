@@ -5,7 +5,7 @@ Legend: B batch, S tokens, C channels, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -107,33 +107,12 @@ class Decoder(nn.Module):
 
 def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend: Backend = None) -> nn.Module:
     sizes = (model.dim, model.n_heads, model.n_kv_heads, model.head_dim_k, model.head_dim_v)
-    scaling = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
+    settings: dict[str, Any] = {name: getattr(model, name) for name in ("rope_base", "qk_norm", "qkv_bias", "norm_eps")}
+    settings["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
     if kind != "nsa":
-        return DenseAttention(
-            *sizes,
-            model.rope_base,
-            window=nsa.window if kind == "window" else None,
-            rope_scaling=scaling,
-            qk_norm=model.qk_norm,
-            qkv_bias=model.qkv_bias,
-            norm_eps=model.norm_eps,
-            backend=backend,
-        )
-    return NSAAttention(
-        *sizes,
-        nsa.spec(),
-        phi=nsa.phi,
-        compress=nsa.compress,
-        gate=nsa.gate,
-        shared_kv=nsa.shared_kv,
-        force_branch=nsa.force_branch,
-        rope_base=model.rope_base,
-        rope_scaling=scaling,
-        qk_norm=model.qk_norm,
-        qkv_bias=model.qkv_bias,
-        norm_eps=model.norm_eps,
-        backend=backend,
-    )
+        return DenseAttention(*sizes, window=nsa.window if kind == "window" else None, backend=backend, **settings)
+    settings |= {name: getattr(nsa, name) for name in ("phi", "compress", "gate", "shared_kv", "force_branch")}
+    return NSAAttention(*sizes, nsa.spec(), backend=backend, **settings)
 
 
 def build_model(model: ModelConfig, nsa: NSAConfig, vocab_size: int, seed: int, backend: Backend = None) -> Decoder:

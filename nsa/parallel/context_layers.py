@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from nsa.errors import ArgumentError
 from nsa.nn.attention import NSAAttention
 from nsa.nn.dense import DenseAttention
-from nsa.nn.projection import check_input, project
+from nsa.nn.projection import check_input
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import library, operators
 from nsa.ops.layout import cached_with, num_slots, slot_layout, token_layout, visible_compressed
@@ -369,12 +369,7 @@ def _dense_forward(
     spec = NSASpec(window=layer.window or context.size * x_BSC.shape[1])
     call = _Call(context, plan(x_BSC, spec, cu_seqlens, context), spec, backend_of("win", layer.backend))
     tables = rotary_tables(call.plan.position, layer.head_dim_k, layer.rope_base, layer.rope_scaling)
-    q, k = project(x_BSC, [layer.q, layer.k])
-    q_BSHK = q.unflatten(-1, (layer.num_heads, layer.head_dim_k))
-    k_BSGK = k.unflatten(-1, (layer.num_kv_heads, layer.head_dim_k))
-    v_BSGV = layer.v(x_BSC).unflatten(-1, (layer.num_kv_heads, layer.head_dim_v))
-    q_BSHK = rotate(layer.q_norm(q_BSHK).to(q.dtype), tables)
-    k_BSGK = rotate(layer.k_norm(k_BSGK).to(k.dtype), tables)
+    q_BSHK, k_BSGK, v_BSGV = layer.projections(x_BSC, tables)
     if layer.window is not None:
         o_BSHV = _window(q_BSHK, _with_halos(k_BSGK, v_BSGV, spec.window - 1, context), call)
     else:
