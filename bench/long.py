@@ -218,10 +218,11 @@ def rank_share(seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
     """A step of one of the ranks that share a sequence, and the bytes it would send."""
     ranks, config = options.ranks, config_of(seq_len, options)
     context: Any = import_module("nsa.parallel.context")
+    formula: Any = import_module("bench.traffic")
     states: Any = import_module("nsa.train.state")
     model, kinds = config.model, config.model.layer_kinds()
     heads = {"num_kv_heads": model.n_kv_heads, "head_dim_k": model.head_dim_k, "head_dim_v": model.head_dim_v}
-    traffic = [context.bytes_per_layer(kind, seq_len, ranks, 0, config.nsa.spec(), **heads) for kind in kinds]
+    traffic = [formula.bytes_per_layer(kind, seq_len, ranks, 0, config.nsa.spec(), **heads) for kind in kinds]
     device = pick_device(options.device)
     with numerics(config.runtime), silent_ranks(ranks) as group:
         own: dict[str, Any] = {"context": context.Context(None, ranks)}

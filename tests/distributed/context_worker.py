@@ -10,10 +10,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from bench.traffic import bytes_per_layer
 from nsa.nn.attention import NSAAttention
 from nsa.nn.dense import DenseAttention
 from nsa.ops import NSASpec
-from nsa.parallel.context import Context, bytes_per_layer
+from nsa.parallel.context import Context
 from nsa.parallel.context_layers import apply_context
 
 SPEC = NSASpec(cmp_block=6, cmp_stride=3, sel_block=6, num_selected=4, num_init=1, num_local=1, window=11)

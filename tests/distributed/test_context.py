@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.traffic import bytes_per_layer
 from nsa.checkpoint.export import find_checkpoint, read_weights
 from nsa.checks.memory import estimate
 from nsa.config import parse_config
@@ -21,7 +22,7 @@ from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.errors import ConfigError, LaunchError
 from nsa.ops import NSASpec
-from nsa.parallel.context import Context, bytes_per_layer, chunks_of, data_ranks
+from nsa.parallel.context import Context, chunks_of, data_ranks
 from nsa.parallel.launch import start_world
 from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config

@@ -1,0 +1,56 @@
+"""What the ranks that share a sequence send for one layer: the formula of docs/long-context.md."""
+
+from dataclasses import dataclass
+
+from nsa.ops.spec import NSASpec
+from nsa.parallel.context import chunks_of, halo_pieces, owner, padded_length, slots_of
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends for one layer: in forward, and in backward without recomputation. Recomputing the layer
+    adds `forward` once more."""
+
+    forward: int
+    backward: int
+
+
+def bytes_per_layer(
+    kind: str,
+    tokens: int,
+    size: int,
+    rank: int,
+    spec: NSASpec,
+    *,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    batch: int = 1,
+    itemsize: int = 2,
+    gradient_itemsize: int = 4,
+) -> Traffic:
+    """What rank `rank` of a group of `size` sends for a layer of `kind` "nsa", "dense" or "window" over `batch`
+    sequences of `tokens` tokens, whose keys and values have `itemsize` bytes a number and travel back as float32.
+
+    Forward: its raw keys and values (nsa, dense) and its compressed ones (nsa) to all other ranks, and the halos of the
+    window (nsa, window) and of compression (nsa) to those that hold the next chunks. Backward: what was gathered again,
+    and the gradients of everything in float32.
+    """
+    length = padded_length(tokens, size) // (2 * size)
+    gathered = 2 * length * (kind != "window") + 2 * slots_of(length, spec) * (kind == "nsa")
+    widths = {"nsa": (spec.window - 1, spec.cmp_block - 1), "window": (spec.window - 1,), "dense": ()}[kind]
+    others = [(width, other) for width in widths for other in range(size) if other != rank]
+    lent = sum(sent_to(other, rank, length, size, width) for width, other in others)
+    borrowed = sum(sent_to(rank, other, length, size, width) for width, other in others)
+    numbers = batch * num_kv_heads * (head_dim_k + head_dim_v)
+    to_all = (size - 1) * gathered
+    return Traffic(
+        forward=itemsize * numbers * (to_all + lent),
+        backward=itemsize * numbers * to_all + gradient_itemsize * numbers * (to_all + borrowed),
+    )
+
+
+def sent_to(receiver: int, sender: int, length: int, size: int, width: int) -> int:
+    """Tokens of the halos of `receiver` that `sender` holds."""
+    pieces = (p for chunk in chunks_of(receiver, size) for p in halo_pieces(chunk, length, width))
+    return sum(p.stop - p.start for p in pieces if owner(p.chunk, size)[0] == sender)
