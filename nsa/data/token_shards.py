@@ -156,23 +156,10 @@ def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, e
     if isinstance(tokenizer, JsonTokenizer):
         replace_file(folder / TOKENIZER_FILE, tokenizer.text.encode())
     faults.point("prepare.manifest")
-    made_with = TokenizerEntry(
-        name=tokenizer.name,
-        fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        separator=tokenizer.separator,
-        dtype=tokenizer.dtype.name,  # type: ignore[arg-type]
-    )
-    manifest = Manifest(
-        plan=plan,
-        source=source,
-        tokenizer=made_with,
-        documents=sum(e.documents for e in entries),
-        tokens=sum(e.tokens for e in entries),
-        text_bytes=sum(e.text_bytes for e in entries),
-        skipped=dict(skipped),
-        shards=list(entries),
-    )
+    made_with = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "separator")}
+    totals = {name: sum(getattr(entry, name) for entry in entries) for name in ("documents", "tokens", "text_bytes")}
+    content: dict[str, Any] = {"tokenizer": {**made_with, "dtype": tokenizer.dtype.name}, **totals}
+    manifest = Manifest(plan=plan, source=source, skipped=dict(skipped), shards=list(entries), **content)
     _write_json(folder / MANIFEST, manifest)
     for entry in entries:
         shard_path(folder, entry.number, "json").unlink(missing_ok=True)

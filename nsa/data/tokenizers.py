@@ -34,8 +34,8 @@ BUILT_IN = ("bytes", "gpt2")  # any other name is the path of a tokenizer.json
 TOKENIZER_FILE = "tokenizer.json"  # in any folder
 DOWNLOAD_TIMEOUT_S = 60.0  # for one file of about 1 MB
 
-_END_OF_TEXT = "<|endoftext|>"
-_SEPARATORS = (_END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
+END_OF_TEXT = "<|endoftext|>"
+_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 _MAX_ID = 1 << 24  # sixty times the largest vocabulary in use: a table over all ids stays small
 _RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # of a tokenizer.json: what decides text -> ids
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -189,7 +189,7 @@ class GPT2Tokenizer(_SubwordTokenizer):
             digest.update(len(token).to_bytes(4, "little") + token)
         self.fingerprint = digest.hexdigest()
         self._encoding = tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={_END_OF_TEXT: self.separator}
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.separator}
         )
 
     def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
@@ -372,13 +372,17 @@ def _load_gpt2(path: str | None) -> GPT2Tokenizer:
 
 def _gpt2_ranks(merges: str) -> dict[bytes, int]:
     """The id of each token by its bytes: single bytes, then what each merge makes, since tiktoken merges the pair with
-    the lowest id first. The file writes a byte as a character that can be seen."""
-    visible = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in visible]
-    bytes_of = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    the lowest id first."""
+    bytes_of = dict(sorted((letter, byte) for byte, letter in enumerate(byte_letters())))
     lines = merges.split("\n")[1:]  # the first one is a version
     tokens = [*bytes_of, *("".join(line.split(" ")) for line in lines if line)]
     return {bytes(bytes_of[character] for character in token): i for i, token in enumerate(tokens)}
+
+
+def byte_letters() -> list[str]:
+    """The character by which byte-level BPE names every byte: itself where it can be seen, else one from 256 on."""
+    others = itertools.count(256)
+    return [chr(byte) if chr(byte).isprintable() and byte != ord(" ") else chr(next(others)) for byte in range(256)]
 
 
 def _from_folder(folder: str) -> bytes:

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from nsa.data.tokenizers import END_OF_TEXT
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import replace_file
 
-SEPARATOR = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the separator
 
 
@@ -49,7 +49,7 @@ def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_byte
         os.environ |= {} if before is None else {"TOKENIZERS_PARALLELISM": before}
     if not read:
         raise DataError("data: no text to learn a vocabulary from")
-    tokenizer.add_special_tokens([SEPARATOR])
+    tokenizer.add_special_tokens([END_OF_TEXT])
     with reworded(DataError, f"{path}: cannot be written", "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, tokenizer.to_str(pretty=True).encode())

@@ -7,12 +7,10 @@ The separator stands before every document in training, so the tokenizer puts it
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from nsa.data.tokenizers import ByteTokenizer, GPT2Tokenizer, JsonTokenizer, Tokenizer
+from nsa.data.tokenizers import END_OF_TEXT, ByteTokenizer, GPT2Tokenizer, JsonTokenizer, Tokenizer, byte_letters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-SEPARATOR = "<|endoftext|>"
 
 
 def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenizerFast":
@@ -29,7 +27,7 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenize
         separator = tokenizer.separator_token
         end = next(iter(tokenizer.end_tokens), separator)
     elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
-        backend, separator, end = _byte_level(tokenizer), SEPARATOR, SEPARATOR
+        backend, separator, end = _byte_level(tokenizer), END_OF_TEXT, END_OF_TEXT
     else:
         raise TypeError(f"unknown tokenizer {type(tokenizer).__name__}")
     backend.encode_special_tokens = True
@@ -55,7 +53,7 @@ def _byte_level(tokenizer: ByteTokenizer | GPT2Tokenizer) -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    letter = _letters()
+    letter = byte_letters()
     if isinstance(tokenizer, GPT2Tokenizer):
         ranks = tokenizer.ranks
         made = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
@@ -67,15 +65,8 @@ def _byte_level(tokenizer: ByteTokenizer | GPT2Tokenizer) -> Any:
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return backend
-
-
-def _letters() -> list[str]:
-    """The character by which byte-level BPE names every byte: itself where it can be printed, else one from 256 on."""
-    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
 
 
 def _as_text(token: bytes, letter: list[str]) -> str:

@@ -42,20 +42,11 @@ class Monitor:
         self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)])
         self.console = RunConsole(config.train.steps, printed, silent=not world.is_first)
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
-        self.watchdog = Watchdog(
-            folder,
-            world.rank,
-            floor_s=config.telemetry.watchdog_floor_s,
-            first_step_s=config.telemetry.watchdog_first_step_s,
-            on_hang=self._on_hang,
-        )
-        self.tracer = Tracer(
-            folder,
-            world.rank,
-            grads=config.telemetry.trace_grads,
-            modules=config.telemetry.trace_modules,
-            buckets=config.telemetry.trace_buckets,
-        )
+        wanted = config.telemetry
+        times = {"floor_s": wanted.watchdog_floor_s, "first_step_s": wanted.watchdog_first_step_s}
+        self.watchdog = Watchdog(folder, world.rank, **times, on_hang=self._on_hang)
+        traced = {"grads": wanted.trace_grads, "modules": wanted.trace_modules, "buckets": wanted.trace_buckets}
+        self.tracer = Tracer(folder, world.rank, **traced)
         self._tables: list[TableSink] = []
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
