@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -144,13 +145,10 @@ class DaemonPool:
 
     def close(self) -> None:
         """Cancels what is queued. The threads end when their current job is done."""
-        while not self._jobs.empty():
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job[0].cancel()
+        with suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job[0].cancel()
         for _ in range(self._threads):
             self._jobs.put(None)
 

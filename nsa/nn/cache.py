@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError, CacheFullError
+from nsa.nn.projection import compute_dtype
 from nsa.nn.rope import rotary_tables
 from nsa.ops.layout import num_compressed
 from nsa.ops.spec import NSASpec
@@ -90,7 +91,7 @@ class KVCache:
         if len(devices) > 1:
             raise ArgumentError("model", f"must be on one device to use a cache; it is on {', '.join(sorted(devices))}")
         sizes = CacheSizes(
-            pages + 1, self.page_size, sequences + 1, slack, dtype or _compute_type(weight), weight.device
+            pages + 1, self.page_size, sequences + 1, slack, dtype or compute_dtype(weight), weight.device
         )
         self.dtype, self.device, self.max_sequences = sizes.dtype, sizes.device, sequences
         self.layers = {layer: layer.build_cache(sizes) for layer in layers}
@@ -417,12 +418,6 @@ def page_size(specs: Sequence[NSASpec]) -> int:
     """Tokens of a page: whole selection blocks of every layer, and enough of them to be read in one go."""
     block = math.lcm(*(spec.sel_block for spec in specs))
     return block * -(-LEAST_PAGE // block)
-
-
-def _compute_type(weight: Tensor) -> torch.dtype:
-    kind = weight.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_cast and weight.dtype != torch.float64 else weight.dtype
 
 
 def _other_model(cache: KVCache, module: nn.Module) -> ArgumentError:

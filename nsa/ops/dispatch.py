@@ -21,26 +21,18 @@ from nsa.ops.spec import NSASpec
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
 OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
-# decode is attention of a few new tokens over a cache: all of the above but phi, in one.
-REFERENCE: dict[str, Any] = {
-    "phi": compress,
-    "cmp": attention.compressed,
-    "select": selection,
-    "sel": attention.selected,
-    "win": attention.window,
-    "mix": mix,
-    "decode": decode,
+# What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
+# a few new tokens over a cache: all of the above but phi, in one.
+_COMPUTED: dict[str, tuple[Any, str]] = {
+    "phi": (compress, "compress"),
+    "cmp": (attention.compressed, "flash.compressed"),
+    "select": (selection, "selection"),
+    "sel": (attention.selected, "selected"),
+    "win": (attention.window, "flash.window"),
+    "mix": (mix, "mix"),
+    "decode": (decode, "decode"),
 }
-# Under nsa.ops.triton, imported on first use.
-_TRITON = {
-    "phi": "compress",
-    "cmp": "flash.compressed",
-    "select": "selection",
-    "sel": "selected",
-    "win": "flash.window",
-    "mix": "mix",
-    "decode": "decode",
-}
+REFERENCE = {operator: reference for operator, (reference, _) in _COMPUTED.items()}
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _lock = threading.Lock()
@@ -84,7 +76,7 @@ def backend_name(operator: str, backend: str | None, q: Tensor, v: Tensor, spec:
 @cache
 def kernels_for(operator: str) -> Any:
     """The Triton kernels of an operator, whether or not they can run here."""
-    module, _, branch = _TRITON[operator].partition(".")
+    module, _, branch = _COMPUTED[operator][1].partition(".")
     kernels = import_module(f"nsa.ops.triton.{module}")
     return getattr(kernels, branch) if branch else kernels
 

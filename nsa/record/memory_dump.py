@@ -46,15 +46,11 @@ def memory_gib(device: torch.device) -> float:
 def run_tensors(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a run keeps between steps: "parameters/NAME", "gradients/NAME", "optimizer state/NAME/SLOT", "buffers/NAME".
-
-    In the order of the model; state of parameters that have no name here comes after the rest.
-    """
+    """What a run keeps between steps, in the order of the model: "parameters/NAME", "gradients/NAME",
+    "optimizer state/NAME/SLOT", "buffers/NAME"."""
     yield from ((f"parameters/{name}", parameter) for name, parameter in parameters.items())
     yield from ((f"gradients/{name}", p.grad) for name, p in parameters.items() if p.grad is not None)
-    named = {id(parameter) for parameter in parameters.values()}
-    unnamed = [p for p in optimizer.state if id(p) not in named]
-    for name, parameter in (*parameters.items(), *((f"unnamed{i}", p) for i, p in enumerate(unnamed))):
+    for name, parameter in parameters.items():
         for slot, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
                 yield f"optimizer state/{name}/{slot}", value

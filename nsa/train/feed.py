@@ -59,10 +59,10 @@ class Feed:
                 raise failure or DataUnavailableError("another rank could not reach its data; see its log")
             self._fall_back(str(failure or "another rank could not reach its data"))
         self._check_same_data(accept_changes)
-        self._data.set_deadline(self.config.data.timeout_s)
+        self.data.set_deadline(self.config.data.timeout_s)
         self._interruptible = self.state.world.size == 1
         self.first_batch_s = time.perf_counter() - began
-        self.monitor.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self._data.summary)
+        self.monitor.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self.data.summary)
 
     def _try(self) -> DataUnavailableError | WaitStopped | None:
         self._interruptible = True
@@ -87,12 +87,12 @@ class Feed:
         self._activity = Activity()
         self._waiter = Waiter(self._activity, data.stall_s, self._report_stall, stopped=self._is_stopped)
         train, state, world = self.config.train, self.state, self.state.world
-        self._data: Data = self._waiter.run(
+        self.data: Data = self._waiter.run(
             lambda: build_data(data, train, state.tokenizer, self.folder, world.rank, self._activity, world.node_share),
             "the source to open",
         )
         self._batches = Prefetcher(
-            self._data.train,
+            self.data.train,
             self._numbers_from(state.progress.sequences, state.progress.step),
             ahead=data.prefetch if data.workers else 0,
             device=state.device,
@@ -114,33 +114,25 @@ class Feed:
 
     def _check_same_data(self, accept_changes: bool) -> None:
         """The cursor counts sequences of one corpus: it means nothing in another."""
-        found, known = self._data.fingerprint, self.state.data
+        found, known = self.data.fingerprint, self.state.data
         if known is not None and known != found and not accept_changes:
             raise DataError(
-                f"data: the checkpoint was trained on other data than {self._data.summary}: files, tokenizer or split "
+                f"data: the checkpoint was trained on other data than {self.data.summary}: files, tokenizer or split "
                 "changed, and its position in them is lost; restore the old data, or --accept-changes to read the new "
                 "from the same sequence number on"
             )
         self.state.data = found
 
-    @property
-    def summary(self) -> str:
-        return self._data.summary
-
-    @property
-    def validation(self) -> Loader | None:
-        return self._data.validation
-
     def ready_validation(self) -> Loader:
         """The validation sequences; those of a stream are collected when they are first needed."""
-        loader = self._data.validation
+        loader = self.data.validation
         assert loader is not None
         self._waiter.run(lambda: loader.num_sequences, "validation documents", interruptible=False)
         return loader
 
     def num_targets(self) -> int:
         """Targets that count in the next step, over all ranks."""
-        return self._data.train.num_targets(self.state.progress.sequences, self.config.train.batch_size)
+        return self.data.train.num_targets(self.state.progress.sequences, self.config.train.batch_size)
 
     def next(self) -> Batch:
         """The next micro-batch."""
@@ -154,7 +146,7 @@ class Feed:
         """The micro-batches of the current step, once more."""
         passes = list(self._numbers_of(self.state.progress.sequences))
         return self._waiter.run(
-            lambda: [self._data.train.batch(n.start, len(n), n.step) for n in passes],
+            lambda: [self.data.train.batch(n.start, len(n), n.step) for n in passes],
             "the batches of the step",
             interruptible=False,
         )
@@ -187,12 +179,12 @@ class Feed:
             "source": "synthetic" if self.fallback else source,
             "fallback": self.fallback,
             "first_batch_s": self.first_batch_s,
-            "sequences": self._data.train.sequences.shares(self.state.progress.sequences),
-            "fingerprint": self._data.fingerprint,
-            "commits": self._data.commits,
+            "sequences": self.data.train.sequences.shares(self.state.progress.sequences),
+            "fingerprint": self.data.fingerprint,
+            "commits": self.data.commits,
         }
 
     def close(self) -> None:
         if self._batches is not None:
             self._batches.close()
-        self._data.close()
+        self.data.close()

@@ -228,7 +228,7 @@ def _validate_if_due(session: Session) -> tuple[Validation | None, bool]:
     train_config, progress, monitor = session.config.train, session.state.progress, session.monitor
     every = train_config.eval_every
     due = progress.step == train_config.steps or (every and progress.step % every == 0)
-    if not due or session.feed.validation is None:
+    if not due or session.feed.data.validation is None:
         return None, False
     with monitor.extended_timeout():  # the first one compiles, and collects its documents where data is streamed
         validation = validate(

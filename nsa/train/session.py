@@ -154,7 +154,7 @@ class Session:
 
     def _describe(self, resumed: str | None, flops: FlopsPerToken) -> Iterator[str]:
         config, state = self.config, self.state
-        yield f"data    {self.feed.summary}"
+        yield f"data    {self.feed.data.summary}"
         yield f"first   batch after {self.feed.first_batch_s:.2f} s"
         yield (
             f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "

@@ -126,10 +126,7 @@ class RemoteFile(io.RawIOBase):
     """A seekable file of `size` bytes that holds its last ones; others come from `fetch(start, stop)` at each read."""
 
     def __init__(self, size: int, tail: bytes, fetch: Callable[[int, int], bytes]):
-        self._size = size
-        self._tail = tail
-        self._fetch = fetch
-        self._position = 0
+        self._size, self._tail, self._fetch, self._position = size, tail, fetch, 0
 
     def readable(self) -> bool:
         return True
