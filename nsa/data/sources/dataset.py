@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # a mirror needs no HTTP client, which takes a while to impor
 FOOTER_THREADS = 16
 
 
+@dataclass(eq=False)
 class HubDataset:
     """A document per row. Units are row groups, in the order of file names.
 
@@ -33,23 +35,15 @@ class HubDataset:
     hub may go without any success before it is a `DataUnavailableError`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        repo: str,
-        layout: HubLayout,
-        revision: str,
-        paths: Sequence[str],
-        text_field: str,
-        deadline_s: float,
-    ):
-        self.name = name
-        self.repo = repo
-        self.layout = layout
-        self.revision = revision
-        self.paths = tuple(paths)
-        self.text_field = text_field
-        self.deadline_s = deadline_s
+    name: str
+    repo: str
+    layout: HubLayout
+    revision: str
+    paths: Sequence[str]
+    text_field: str
+    deadline_s: float
+
+    def __post_init__(self) -> None:
         self.listed = Progress("footers read")
         self._hub: Hub | None = None
         self._files: dict[str, tuple[Repository, Entry]] | None = None
