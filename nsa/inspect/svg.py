@@ -173,10 +173,8 @@ def _curve(frame: Frame, curve: Curve) -> str:
 
 def _bands(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
     """Invisible strips whose titles show the values there: a pointer reads the plot without any script."""
-    low, high = frame.x
-    edges = np.linspace(low, high, _BANDS + 1)
     parts = []
-    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+    for start, end in pairwise(np.linspace(*frame.x, _BANDS + 1).tolist()):
         ranges = [line for curve in curves if (line := _range_text(curve, start, end))]
         if ranges:
             x, wide = frame.across(start), frame.across(end) - frame.across(start)

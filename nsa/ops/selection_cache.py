@@ -5,8 +5,8 @@ recomputation under `replay()`: the n-th selection of a recomputation is the n-t
 computed again. Both apply to their own thread, since autograd recomputes on threads of its own.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from torch import Tensor
@@ -19,10 +19,11 @@ class SelectionCache:
 
     def record(self) -> AbstractContextManager[None]:
         self._kept.clear()
-        return self._activated(None)
+        return _Activation(self, None)
 
     def replay(self) -> AbstractContextManager[None]:
-        return self._activated(0)
+        """May be entered more than once: backward may run twice over one forward pass."""
+        return _Activation(self, 0)
 
     def select(self, compute: Callable[[], Tensor]) -> Tensor:
         if self._next is None:
@@ -31,14 +32,17 @@ class SelectionCache:
         self._next += 1
         return self._kept[self._next - 1]
 
-    @contextmanager
-    def _activated(self, first: int | None) -> Iterator[None]:
-        self._next = first
-        token = _active.set(self)
-        try:
-            yield
-        finally:
-            _active.reset(token)
+
+class _Activation(AbstractContextManager[None]):
+    def __init__(self, cache: SelectionCache, first: int | None):
+        self._cache, self._first = cache, first
+
+    def __enter__(self) -> None:
+        self._cache._next = self._first
+        self._token = _active.set(self._cache)
+
+    def __exit__(self, *_: object) -> None:
+        _active.reset(self._token)
 
 
 _active: ContextVar[SelectionCache | None] = ContextVar("selection_cache", default=None)

@@ -84,21 +84,7 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any]) -> None:
 
 def _remember_selection() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     cache = SelectionCache()
-    return cache.record(), Repeatable(cache.replay)
-
-
-class Repeatable:
-    """A context that can be entered more than once: backward may run twice over one forward pass."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._current = self._make()
-        self._current.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._current.__exit__(*error)
+    return cache.record(), cache.replay()
 
 
 def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
