@@ -71,7 +71,6 @@ class Setup:
         """The configuration as it is; a ConfigError where its ranks cannot share the batch evenly."""
         config = self.config
         strategy = "single" if self.given_nproc == 1 else "ddp"
-        batch = self._given_batch
         return Case(
             config.model.n_layers,
             config.train.seq_len,
@@ -80,7 +79,7 @@ class Setup:
             config.runtime.compile,
             branch=config.nsa.force_branch,
             data=SYNTHETIC if config.data.source == "synthetic" and not config.data.mixture else AS_GIVEN,
-            batch=SMALL if batch == self.small_batch else AS_GIVEN,
+            batch=SMALL if self._given_batch == self.small_batch else AS_GIVEN,
         )
 
     @property

@@ -121,7 +121,8 @@ def _against_reference(inputs: _Inputs, operator: str, wanted: Backend, limit: f
     exact = _with_gradients({n: t.double() for n, t in tensors.items()}, lambda t: compute(t, "reference"))
     name = backend_name(operator, by, inputs.q, inputs.v, inputs.spec)
     for part, value in got.items():
-        yield KernelCheck(operator, part, name, _distance(value, exact[part]), limit)
+        error = (value.double() - exact[part]).norm() / exact[part].norm()
+        yield KernelCheck(operator, part, name, float(error), limit)
 
 
 def _against_slopes(inputs: _Inputs, operator: str) -> Iterator[KernelCheck]:
@@ -161,7 +162,3 @@ def _cotangent(output: Tensor) -> Tensor:
     """The same random numbers for every backend and dtype, rounded in the same way."""
     drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     return drawn.bfloat16().to(output.device, output.dtype)
-
-
-def _distance(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())

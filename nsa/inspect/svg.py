@@ -65,15 +65,13 @@ def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbe
     """At most about `most` points with the lowest and the highest of every stretch, and the first and the last."""
     if len(x) <= most:
         return x, y
-    edges = np.linspace(0, len(x), most // 2 + 1).astype(int)
     keep = {0, len(x) - 1}
-    for start, end in pairwise(edges):
-        part = np.where(np.isfinite(y[start:end]), y[start:end], np.nan)
-        if np.isfinite(part).any():
-            keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
-        bad = np.flatnonzero(~np.isfinite(part))
-        if len(bad):
-            keep.add(start + int(bad[0]))  # so that the gap stays one
+    for part in np.array_split(np.arange(len(x)), most // 2):
+        is_finite = np.isfinite(y[part])
+        finite, bad = part[is_finite], part[~is_finite]
+        if len(finite):
+            keep |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
+        keep |= set(bad[:1].tolist())  # so that a gap stays one
     at = np.array(sorted(keep))
     return x[at], y[at]
 

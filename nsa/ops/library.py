@@ -203,9 +203,8 @@ def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor,
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc)
 
 
-def _define_attention(
-    name: str, run: Callable[..., Any], operator: str, tensors: str = "Tensor q, Tensor k, Tensor v"
-) -> tuple[Any, Any]:
+def _define_attention(name: str, operator: str, indices: str = "", run: Any = None) -> tuple[Any, Any]:
+    tensors, run = f"Tensor q, Tensor k, Tensor v{indices}", run or _node(operator, "forward", 0, 2)
     forward = _define(f"{name}({tensors}, {_QUERY_SETTINGS}) -> (Tensor, Tensor)", run, _attention_shapes)
     backward = _define(
         f"{name}_backward(Tensor do, {tensors}, Tensor o, Tensor lse, {_QUERY_SETTINGS}) -> (Tensor, Tensor, Tensor)",
@@ -222,14 +221,10 @@ def _attend_selected(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 _run_selected = _node("sel", "forward", 0, 2)
-compressed_attention, compressed_attention_backward = _define_attention(
-    "compressed_attention", _node("cmp", "forward", 0, 2), "cmp"
-)
-window_attention, window_attention_backward = _define_attention(
-    "window_attention", _node("win", "forward", 0, 2), "win"
-)
+compressed_attention, compressed_attention_backward = _define_attention("compressed_attention", "cmp")
+window_attention, window_attention_backward = _define_attention("window_attention", "win")
 selected_attention, selected_attention_backward = _define_attention(
-    "selected_attention", _attend_selected, "sel", "Tensor q, Tensor k, Tensor v, Tensor indices"
+    "selected_attention", "sel", ", Tensor indices", _attend_selected
 )
 
 

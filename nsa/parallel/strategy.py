@@ -72,6 +72,4 @@ def settle(module: nn.Module) -> None:
 
 def host_mesh(world: World) -> DeviceMesh | None:
     """The ranks as a mesh of host memory, on which copies of shards can be laid out; None without shards."""
-    if world.strategy != "fsdp":
-        return None
-    return init_device_mesh("cpu", (world.size,))
+    return init_device_mesh("cpu", (world.size,)) if world.strategy == "fsdp" else None

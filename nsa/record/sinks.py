@@ -13,16 +13,12 @@ from nsa.errors import LaunchError
 from nsa.files import make_folder, open_regular, read_regular, regular
 from nsa.record.atomic_file import write_whole
 from nsa.record.events import Sink
-from nsa.record.schema import GATES, SELECTION, TABLES, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
+from nsa.record.schema import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
 MAX_PENDING = 64 * 2**20  # bytes of rows that wait for room on the disk; later ones are lost
 _TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
 _GATE_SCALARS = GATES.columns[3:]
 _SELECTION_SCALARS = [name for name in SELECTION.columns[2:] if not name.startswith("distance_")]
-
-
-def table_sinks(folder: Path, rank: int, done_steps: int) -> list["TableSink"]:
-    return [TableSink(folder, rank, table, done_steps) for table in TABLES]
 
 
 class TableSink(Sink):

@@ -28,8 +28,8 @@ from nsa.record.guard import hang_reason
 from nsa.record.memory_dump import dump_memory, memory_gib
 from nsa.record.profile import StepProfiler
 from nsa.record.run_log import RunLog
-from nsa.record.schema import EventKind, GateStats, SelectionStats, TrainingRow
-from nsa.record.sinks import TableSink, TensorBoard, Tracker, table_sinks
+from nsa.record.schema import TABLES, EventKind, GateStats, SelectionStats, TrainingRow
+from nsa.record.sinks import TableSink, TensorBoard, Tracker
 from nsa.record.trace import Tracer
 from nsa.record.watchdog import Watchdog
 from nsa.train.folder import record_end
@@ -59,7 +59,7 @@ class Monitor:
         """Opens the files of the run, truncated to the step it resumes from."""
         done, wanted = state.progress.step, self.config.telemetry
         if self.world.is_first or wanted.per_rank:
-            self._tables = table_sinks(self.folder, self.world.rank, done)
+            self._tables = [TableSink(self.folder, self.world.rank, table, done) for table in TABLES]
             self.stream.add(*self._tables)
         for table in self._tables:
             first, last = state.unwritten_rows.get(table.name, (0, 0))

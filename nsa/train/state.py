@@ -151,9 +151,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def chosen_kernels(config: Config) -> Backend:
-    if config.parallel.ddp.safe_mode:
-        return "reference"
-    return config.runtime.kernels.chosen() or None
+    return "reference" if config.parallel.ddp.safe_mode else config.runtime.kernels.chosen() or None
 
 
 def micro_batch_size(config: Config, world_size: int) -> int:
