@@ -155,6 +155,27 @@ def test_a_teacher_is_divided_too(tmp_path):
 
 
 @pytest.mark.long
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    frozen = tree(SHORT, ODD, {"train": {"freeze": ["*", "!*.attention.*"]}})
+    train_all(tmp_path, 1, [{"name": "start", "config": tree(frozen, {"train": {"steps": 1, "lr": 0.0}})}])
+    train_all(tmp_path, 1, [{"name": "one", "config": frozen}])
+    train_all(tmp_path, 2, [{"name": "two", "config": tree(frozen, divided(2, "fsdp"))}])
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "two"))
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved
+    assert all(".attention." in name for name in moved)
+
+
+@pytest.mark.long
+def test_bf16_differs_by_rounding_alone(tmp_path):
+    config = tree(SHORT, WHOLE_ROWS, {"runtime": {"precision": "bf16"}})
+    train_all(tmp_path, 1, [{"name": "one", "config": config}])
+    train_all(tmp_path, 2, [{"name": "two", "config": tree(config, divided(2))}])
+    assert_same(tmp_path / "two", tmp_path / "one", loss=5e-3, norm=5e-2)
+
+
+@pytest.mark.long
 def test_a_step_that_is_not_finite_can_be_run_again_in_one_process(tmp_path):
     config = write_config(tmp_path, train={"steps": 3}, parallel={"context": 2})
     ended = run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.loss:nan:hit=2:rank=1")
