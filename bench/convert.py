@@ -241,7 +241,7 @@ def section(results: Path, figure: Path, page: Path) -> str:
         return "Not measured on a GPU yet.\n"
     any_row = next(iter(rows.values()))
     lines = [
-        f"One H200, 125M parameters, {any_row['seq_len']:,} tokens, [the learning study's](learning.md) text.",
+        f"One H200, the model and text of [the learning study](learning.md), {any_row['seq_len']:,} tokens of context.",
         "A conversion takes at most a tenth of the dense model's tokens. Validation loss in nats per token",
         f"([{results.name}](../{results})):",
         "",

@@ -343,7 +343,10 @@ class Tuned:
 
     def time_together(self) -> None:
         """The two best launches of each kernel with each other, with the best of the overlaps."""
-        *_, overlap = min(self.best("overlap", 1) + self.best("checked in", 1), key=lambda row: row[0])
+        found = self.best("overlap", 1) + self.best("checked in", 1)
+        if not found:  # no time was left
+            return
+        *_, overlap = min(found, key=lambda row: row[0])
         for *_, text, cmp in self.best("cmp", 2):
             for *_, other, blocks in self.best("blocks", 2):
                 together = replace(overlap, cmp=cmp.cmp, blocks=blocks.blocks)
@@ -406,6 +409,8 @@ def main() -> int:
         return 1
     if options.tune:
         shapes = [s for s in TUNE_SHAPES if not options.shapes or s.name in options.shapes.split(",")]
+        if not shapes:
+            sys.exit(f"--shapes: there are {', '.join(s.name for s in TUNE_SHAPES)}")
         tune(shapes, options.repeats, options.worker, options.workers, options.seconds)
         return 0
     lengths, batches = ((8192, 65536), (1, 32)) if options.quick else (LENGTHS, BATCHES)

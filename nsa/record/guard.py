@@ -148,7 +148,8 @@ class Guard:
     def _report(self, report: Report, standing: str) -> None:
         """What the thread would have written, as far as it is known outside; the most important first."""
         self._write(f"{headline(self.rank, report)}\nreported by the guard: the watchdog thread does not answer\n\n")
-        self._ask_for_own_stacks()
+        if self._wait(0.0):
+            self._ask_for_own_stacks()
         self._write(f"\n{standing}")
         heartbeat = HEARTBEAT.path(self.folder, self.rank)
         with suppress(OSError), open(heartbeat, "a", encoding="utf-8", opener=regular) as file:

@@ -65,7 +65,7 @@ class Watchdog:
         self._path: Path | None = None
         self._file = STDERR
         self._guard: subprocess.Popen[bytes] | None = None
-        self._closing, self._reporting = False, threading.Lock()
+        self._closing, self._has_hung, self._reporting = False, False, threading.Lock()
 
     def __enter__(self) -> Self:
         with self._counted():
@@ -83,9 +83,12 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The end of a rank that was stopped may wake this one during its report. The hang is still the reason.
-        self._reporting.acquire(timeout=2 * report_s(self._floor_s))
+        is_free = self._reporting.acquire(timeout=2 * report_s(self._floor_s))
+        if self._has_hung:  # the end of a rank that was stopped may wake this one: the hang is still the reason
+            self._wait_for_end()
         self._closing = True
+        if is_free:
+            self._reporting.release()
         with self._counted():
             self._end_guard()
         with self._counted():
@@ -176,8 +179,15 @@ class Watchdog:
             self._guard.kill()
             raise
         finally:
-            self._thread.join()
+            self._thread.join(GUARD_END_S)
             self._link.close()
+
+    def _wait_for_end(self) -> None:
+        """The guard ends this process when the other ranks have left their stacks."""
+        if self._guard is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._guard.wait(4 * report_s(self._floor_s))
+        os._exit(EXIT_CODE)
 
     def _serve(self) -> None:
         """Does what the guard asks for, until one of the two closes the connection."""
@@ -186,10 +196,11 @@ class Watchdog:
                 message = json.loads(line)
                 if "end" in message:
                     os._exit(EXIT_CODE)
-                if self._closing:
-                    return
-                if time.monotonic() < message["until"]:  # later the guard reports, and two reports are one too many
-                    with self._reporting:
+                with self._reporting:
+                    if self._closing:
+                        return
+                    if time.monotonic() < message["until"]:  # later the guard reports; two reports are one too many
+                        self._has_hung = True
                         self._report(message["report"], message["standing"])
         if not self._closing:
             self.failures += 1  # the guard is gone, and nothing is watched any more

@@ -24,6 +24,7 @@ from nsa.errors import ConfigError, LaunchError
 from nsa.ops import NSASpec
 from nsa.parallel.context import Context, chunks_of, data_ranks
 from nsa.parallel.launch import start_world
+from nsa.parallel.numerics import cpu_has_bf16
 from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config
 from tests.distributed.test_same_numbers import DEEP, assert_same, column, recompute, strategy, train_all, tree
@@ -157,7 +158,7 @@ def test_a_teacher_is_divided_too(tmp_path):
 @pytest.mark.long
 def test_frozen_parameters_stay_as_they_are(tmp_path):
     frozen = tree(SHORT, ODD, {"train": {"freeze": ["*", "!*.attention.*"]}})
-    train_all(tmp_path, 1, [{"name": "start", "config": tree(frozen, {"train": {"steps": 1, "lr": 0.0}})}])
+    train_all(tmp_path, 1, [{"name": "start", "config": tree(frozen, {"train": {"steps": 1}})}])
     train_all(tmp_path, 1, [{"name": "one", "config": frozen}])
     train_all(tmp_path, 2, [{"name": "two", "config": tree(frozen, divided(2, "fsdp"))}])
     assert_same_run(tmp_path / "two", tmp_path / "one")
@@ -173,6 +174,10 @@ def test_bf16_differs_by_rounding_alone(tmp_path):
     train_all(tmp_path, 1, [{"name": "one", "config": config}])
     train_all(tmp_path, 2, [{"name": "two", "config": tree(config, divided(2))}])
     assert_same(tmp_path / "two", tmp_path / "one", loss=5e-3, norm=5e-2)
+    if cpu_has_bf16():
+        exact = tree(SHORT, WHOLE_ROWS)
+        train_all(tmp_path, 1, [{"name": "exact", "config": exact}])
+        assert column(tmp_path / "exact", "loss") != column(tmp_path / "one", "loss")
 
 
 @pytest.mark.long

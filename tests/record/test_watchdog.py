@@ -205,7 +205,7 @@ WITHOUT_FOLDER = ("sleeping", "gil")
 HANGS = (
     *("sleeping", "lock", "pipe", "data_thread", "gil", "gil_without_exit_switch", "gil_again_and_again"),
     *("stderr_that_nobody_reads", "full_disk", "report_that_never_ends", "after_allowed", "aborting"),
-    "end_while_it_is_reported",
+    *("end_while_it_is_reported", "end_while_it_is_reported_without_exit_switch"),
 )
 NO_HANGS = ("first_step", "allowed", "nothing", "raising", "end_before_it_is_reported")
 
@@ -286,8 +286,9 @@ def test_a_report_that_does_not_end_is_cut_off_and_the_guard_records_the_hang(en
     assert metrics_of(folder)["exit_code"] == 6
 
 
-def test_a_rank_that_goes_on_during_its_report_waits_for_it_and_ends_with_code_6(ended):
-    end, folder = ended["end_while_it_is_reported"]
+@pytest.mark.parametrize("how", ["end_while_it_is_reported", "end_while_it_is_reported_without_exit_switch"])
+def test_a_rank_that_goes_on_during_its_report_waits_for_it_and_ends_with_code_6(ended, how):
+    end, folder = ended[how]
     assert end.code == 6
     (hang,) = [event for event in events_of(folder) if event["event"] == "hang"]
     assert hang["reported_by"] == "thread"

@@ -238,7 +238,7 @@ def _next_tile(
     tile = tl.maximum(tl.minimum(tile, last), 0)
     # Without branches, which a pipelined loop must not have: the lookup of the other branch is harmless.
     place = tl.arange(0, chosen.shape[0])
-    block = tl.sum(tl.where(place == tile // PER_BLOCK, chosen, 0), 0)
+    block = tl.maximum(tl.sum(tl.where(place == tile // PER_BLOCK, chosen, 0), 0), 0)  # padding has chosen -1
     start = tl.where(selected, block * SEL_BLOCK + tile % PER_BLOCK * BN, start_win + tile * BN)
     if PAGED:
         page = _look_up(table, tl.where(selected, start // PAGE, start // PAGE_WIN), INTERPRETED)

@@ -27,7 +27,7 @@ FAR = 2**30  # further than any token; sums of two such distances still fit 32 b
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
 PART_BYTES = 512 << 20  # of dK and dV in parts
 SUM_BLOCK = 1024  # elements of a program that adds parts
-CACHED_BYTES = 256 << 20  # of q and dO: with more, the programs that read the same rows run together
+CACHED_BYTES = 256 << 20  # of q and dO: with more, programs of compressed attention that read the same rows run at once
 
 _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 
@@ -255,7 +255,8 @@ class Branch:
         params = self.launch("dkv", q, v, H200)
         splits = num_splits(q, k, self._range(spec, None), params, H200)
         at_once = keys_at_once(k, v, splits, params) if splits > 1 else 0
-        rows = (q, do) if params.tma and k.shape[2] > 1 else ()
+        in_order = k.shape[2] == 1 and q.is_contiguous() and do.is_contiguous()
+        rows = (q, do) if params.tma and not in_order else ()
         return 8 * lse.numel() + at_once * _part_bytes(k, v, splits) + sum(x.numel() * x.element_size() for x in rows)
 
 
@@ -266,19 +267,19 @@ window = Branch("win", _window_range)
 def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescriptor | None]:
     """k and v as the tensor memory accelerator reads them: a row is a token of any sequence, with all its heads. None
     where nothing is asked for or memory does not allow it."""
-    tokens = k.shape[0] * k.shape[1]
+    tokens, columns = k.shape[0] * k.shape[1], {x: (x.shape[2] - 1) * x.stride(2) + x.shape[3] for x in (k, v)}
     fits = params.tma and tokens > 0 and all(
         x.data_ptr() % 16 == 0
         and x.stride(1) * x.element_size() % 16 == 0
         and x.stride(2) * x.element_size() % 16 == 0
         and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+        and columns[x] <= x.stride(1)  # the heads of a token lie together
+        and (x.shape[2] == 1 or padded(x.shape[3]) == x.shape[3])  # a tile holds nothing of the next head
         for x in (k, v)
     )  # fmt: skip
     return {
-        name: TensorDescriptor(
-            x, [tokens, (x.shape[2] - 1) * x.stride(2) + x.shape[3]], [x.stride(1), 1],
-            [params.columns, padded(x.shape[3])],
-        ) if fits else None
+        name: TensorDescriptor(x, [tokens, columns[x]], [x.stride(1), 1], [params.columns, padded(x.shape[3])])
+        if fits else None
         for name, x in (("k_tma", k), ("v_tma", v))
     }  # fmt: skip
 
@@ -304,7 +305,7 @@ def _dkv(
         for name, x in zip(("q_rows", "do_rows"), rows, strict=True)
     }
     shape = {name: value for name, value in shape.items() if name not in ("HEADS", "QUERIES", "PRECISION")}
-    is_long = sum(x.numel() * x.element_size() for x in rows) > CACHED_BYTES
+    is_long = not shape["WINDOW"] and sum(x.numel() * x.element_size() for x in rows) > CACHED_BYTES
     return dkv_tma_kernel, {**tiles, **shape, "BY_SPLIT": is_long, "maxnreg": params.maxnreg}
 
 

@@ -49,7 +49,7 @@ def dkv_tma_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, BY_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """What `dkv_kernel` computes. BY_SPLIT: all key tiles of one part of the rows run side by side, so that the rows,
-    more than fit the cache, are read into it once. Otherwise every key tile has parts of equal length."""
+    many more than fit the cache, are read into it once. Otherwise every key tile has parts of equal length."""
     pid = tl.program_id(0)
     lane = pid % lanes
     key_tiles = (part_keys + BLOCK_N - 1) // BLOCK_N

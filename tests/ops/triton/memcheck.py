@@ -76,9 +76,9 @@ def decode():
         ring = [normal(2, spec.window + new - 1, 2, 64) for _ in "kv"]
         last = torch.tensor([[pages * page - new], [33]], device="cuda", dtype=torch.int32)
         positions = last + torch.arange(new, device="cuda", dtype=torch.int32)
-        for wild in (0, 1 << 30, -(1 << 30)):
+        for wild, at in ((0, -1), *((wild, positions + abs(wild)) for wild in (0, 1 << 30, -(1 << 30)))):
             found = [x + wild for x in (table, slots)]
-            at = positions + abs(wild)
+            at = at + torch.zeros_like(positions)  # -1 is padding
             nsa_decode(
                 q, gates, PagedKV(*cmp, found[0]), PagedKV(*sel, found[0]), RingKV(*ring, found[1]), at, spec,
                 backend="triton",

@@ -80,7 +80,8 @@ TMA = replace(SMALL, mask="branch", tma=True)
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tokens=70, heads=6, batch=2, dk=32, dv=48, splits=3, launch=TMA),
+        Case(tokens=70, heads=6, batch=2, dk=32, dv=16, splits=3, launch=TMA),
+        Case(tokens=40, heads=6, dk=32, dv=48, launch=TMA),  # keys and values by threads, rows by the TMA
         Case(tokens=45, heads=3, groups=1, launch=replace(TMA, mask="always")),  # read in place
         Case(tokens=70, heads=4, borders=(0, 3, 3, 41, 42, 70), splits=2, launch=replace(TMA, mask="split")),
     ],
@@ -95,6 +96,20 @@ def test_agrees_where_memory_is_not_laid_out_for_it(branch):
     case = Case(tokens=45, heads=4, launch=TMA, dtype=torch.float16)
     wide = inputs(branch, replace(case, dk=17, dv=17))
     assert_agrees(branch, case, tuple(x[..., 1:] for x in wide))
+
+
+def test_tiles_that_would_hold_more_than_one_head_are_loaded_by_threads():
+    def is_by_tma(k):
+        return flash._tma_keys(k, k, TMA)["k_tma"] is not None
+
+    x = torch.zeros(2, 40, 4, 64, dtype=torch.float16)
+    assert is_by_tma(x)
+    assert is_by_tma(x[:1, :, 1:3])
+    assert is_by_tma(torch.zeros(1, 40, 1, 48, dtype=torch.float16))
+    assert not is_by_tma(x[..., :48])  # the last columns of a tile would be the next head's
+    assert not is_by_tma(torch.zeros(1, 4, 40, 64, dtype=torch.float16).transpose(1, 2))  # heads far apart
+    assert not is_by_tma(x[:1].expand(2, -1, -1, -1))
+    assert not is_by_tma(x[:, :0])
 
 
 def test_agrees_in_half_precision(branch):
