@@ -68,7 +68,9 @@ def _options(
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    if sys.stderr is not None:
+    if sys.stderr is not None and sys.stderr is sys.__stderr__:
+        _write_what_fits(printable(f"warning: {message}\n"), wait_s=1.0)  # nobody may read it
+    elif sys.stderr is not None:
         with suppress(OSError, ValueError):  # a remark that cannot be printed is no reason to fail
             say(f"warning: {message}", file=sys.stderr)
 
@@ -119,11 +121,11 @@ def _leave(code: int, message: str = "") -> NoReturn:
     sys.exit(code)
 
 
-def _write_what_fits(text: str) -> None:
+def _write_what_fits(text: str, wait_s: float = 0.0) -> None:
     """To standard error, as far as somebody reads it. A pipe that can be written to takes PIPE_BUF bytes."""
     data = text.encode(errors="backslashreplace")
     with suppress(OSError, ValueError):
-        while data and sys.__stderr__ is not None and select.select([], [2], [], 0.0)[1]:
+        while data and sys.__stderr__ is not None and select.select([], [2], [], wait_s)[1]:
             data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
 

@@ -132,8 +132,8 @@ def test_a_rank_that_hangs_in_backward(tmp_path):
 WRONG_GRADIENT = """
 from nsa.ops.reference.attention import selected
 right = selected.backward
-def backward(*arguments):
-    dq, dk, dv = right(*arguments)
+def backward(*arguments, **options):
+    dq, dk, dv = right(*arguments, **options)
     return dq, dk * 1.01, dv
 selected.backward = backward
 """
