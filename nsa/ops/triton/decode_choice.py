@@ -13,6 +13,7 @@ Legend: B batch, n new tokens, G key/value heads, HEADS query heads per group, H
 import triton
 import triton.language as tl
 
+from nsa.ops.triton.flash_kernels import keys_seen
 from nsa.ops.triton.selection_kernels import pick_keys, pick_tiled
 
 NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, so that differences are numbers
@@ -22,17 +23,6 @@ NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, 
 def power_of_2(e):
     """2**e for whole numbers e up to 127, exactly; 0 below -126."""
     return ((tl.maximum(e, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def keys_seen(t, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """The interval of keys that queries at t see; empty for padding. Key i is seen from i*STRIDE + SPAN - 1 on."""
-    hi = tl.where(t + 1 >= SPAN, (t + 1 - SPAN) // STRIDE + 1, 0)
-    if WINDOW > 0:
-        lo = tl.maximum(t + 1 - WINDOW, 0)
-    else:
-        lo = t * 0
-    return lo, hi
 
 
 @triton.jit
@@ -50,7 +40,7 @@ def splits_used(
     """How many splits of `interval_kernel` hold keys of query i's lane."""
     query = i // QT * QT + tl.arange(0, QT)
     t = tl.minimum(tl.load(positions + b * n + query, mask=query < n, other=-1), capacity - 1)
-    lo, hi = keys_seen(t, SPAN, STRIDE, WINDOW)
+    lo, hi = keys_seen(t, None, None, SPAN, STRIDE, WINDOW)
     highest = tl.max(hi, 0)
     lowest = tl.min(tl.where(hi > 0, lo, 0x7FFFFFFF), 0)
     _, count = tiles_seen(lowest, highest, TILE)
@@ -124,7 +114,7 @@ def choose_blocks(
         newest = own - (NUM_SELECTED - 1 - place)
         tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
         if FREE > 0:
-            _, seen = keys_seen(t, CMP_BLOCK, CMP_STRIDE, 0)
+            _, seen = keys_seen(t, None, None, CMP_BLOCK, CMP_STRIDE, 0)
             share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
             # All of the first loads are on their way before anything waits for one. Without a barrier the assembler
             # would move these behind what waits for the next.

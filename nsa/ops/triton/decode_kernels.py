@@ -16,16 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.triton.decode_choice import (
-    NOTHING,
-    choose_blocks,
-    keys_seen,
-    page_of_blocks,
-    power_of_2,
-    splits_used,
-    tiles_seen,
-)
-from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.decode_choice import NOTHING, choose_blocks, page_of_blocks, power_of_2, splits_used, tiles_seen
+from nsa.ops.triton.flash_kernels import keys_seen, load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -198,7 +190,7 @@ def interval_kernel(
     if ROWS == 16 and PRECISION != "ieee":  # others have no registers for it
         tl.debug_barrier()  # else the assembler would move loads behind what waits for others
     t = tl.minimum(at, capacity - 1)
-    lo, hi = keys_seen(t, SPAN, STRIDE, WINDOW)
+    lo, hi = keys_seen(t, None, None, SPAN, STRIDE, WINDOW)
     highest = tl.max(hi, 0)
     lowest = tl.min(tl.where(hi > 0, lo, 0x7FFFFFFF), 0)
     tile_first, count = tiles_seen(lowest, highest, BJ * R)

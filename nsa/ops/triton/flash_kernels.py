@@ -19,8 +19,8 @@ NEVER, ALWAYS, EDGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _keys_seen(t, lo_ptr, hi_ptr, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """lo(t), hi(t) of one query or of a vector of queries."""
+def keys_seen(t, lo_ptr, hi_ptr, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """lo(t), hi(t) of one query or of a vector of queries; without tables, no key for padding, t = -1."""
     if lo_ptr is not None:
         lo = tl.load(lo_ptr + t)
         hi = tl.load(hi_ptr + t)
@@ -74,6 +74,14 @@ def load_tile(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MA
     else:
         x = tl.load(ptrs)
     return x
+
+
+@triton.jit
+def store_rows(ptr, row, x, row_mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A [rows, BLOCK_D] tile into rows of D numbers."""
+    d = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None] & (d < D)[None, :]
+    tl.store(ptr + row[:, None] * D + d[None, :], x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -157,11 +165,11 @@ def forward_kernel(
     t, head, live = _tile_rows(tile, lane % HEAD_TILES, S, PER_GROUP, HEADS, QUERIES, BLOCK_M)
     head = (g * PER_GROUP + head).to(tl.int64)
     last = tl.minimum(tile * QUERIES + QUERIES, S) - 1
-    lo_min, hi_min = _keys_seen(tile * QUERIES, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
-    lo_max, hi_max = _keys_seen(last, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
-    lo, hi = _keys_seen(t, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo_min, hi_min = keys_seen(tile * QUERIES, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo_max, hi_max = keys_seen(last, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo, hi = keys_seen(t, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
 
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    dk = tl.arange(0, BLOCK_DK)
     q_rows = q_ptr + b * q_sb + t.to(tl.int64) * q_ss + head * q_sh
     q = load_tile(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
     k_column, v_column = g.to(tl.int64) * k_sg, g.to(tl.int64) * v_sg
@@ -189,8 +197,7 @@ def forward_kernel(
     lse = tl.where(seen, (peak + tl.log2(total)) * LN2, -INF)
     row = (b * S + t) * (G * PER_GROUP) + head
     tl.store(lse_ptr + row, lse, mask=live)
-    o_mask = live[:, None] & (dv < DV)[None, :]
-    tl.store(o_ptr + row[:, None] * DV + dv[None, :], o.to(o_ptr.dtype.element_ty), mask=o_mask)
+    store_rows(o_ptr, row, o, live, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -249,9 +256,9 @@ def dq_kernel(
     stat = ((b * G + g) * S + t) * PER_GROUP + head
     head = (g * PER_GROUP + head).to(tl.int64)
     last = tl.minimum(tile * QUERIES + QUERIES, S) - 1
-    lo_min, hi_min = _keys_seen(tile * QUERIES, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
-    lo_max, hi_max = _keys_seen(last, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
-    lo, hi = _keys_seen(t, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo_min, hi_min = keys_seen(tile * QUERIES, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo_max, hi_max = keys_seen(last, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
+    lo, hi = keys_seen(t, lo_ptr, hi_ptr, SPAN, STRIDE, WINDOW)
 
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     t = t.to(tl.int64)
@@ -268,8 +275,8 @@ def dq_kernel(
     tl.store(delta_ptr + stat, delta, mask=live)
     tl.store(lse2_ptr + stat, lse, mask=live)
     if q_rows_ptr is not None:
-        tl.store(q_rows_ptr + stat[:, None] * DK + dk[None, :], q, mask=live[:, None] & (dk < DK)[None, :])
-        tl.store(do_rows_ptr + stat[:, None] * DV + dv[None, :], do, mask=live[:, None] & (dv < DV)[None, :])
+        store_rows(q_rows_ptr, stat, q, live, DK, BLOCK_DK)
+        store_rows(do_rows_ptr, stat, do, live, DV, BLOCK_DV)
 
     k_column, v_column = g.to(tl.int64) * k_sg, g.to(tl.int64) * v_sg
     k_ptr += b * k_sb + k_column
@@ -287,8 +294,7 @@ def dq_kernel(
                 MASK if MASK != NEVER or part == 1 else ALWAYS,
                 BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
             )  # fmt: skip
-    dq = (acc * scale).to(dq_ptr.dtype.element_ty)
-    tl.store(dq_ptr + row[:, None] * DK + dk[None, :], dq, mask=live[:, None] & (dk < DK)[None, :])
+    store_rows(dq_ptr, row, acc * scale, live, DK, BLOCK_DK)
 
 
 @triton.jit
@@ -393,11 +399,8 @@ def dkv_kernel(
                 )  # fmt: skip
 
     row = ((split * (lanes // G) + b) * part_keys + (n - first_key)) * G + g  # of [splits, B, part_keys, G]
-    dk_mask = real[:, None] & (dk < DK)[None, :]
-    dv_mask = real[:, None] & (dv < DV)[None, :]
-    dk_out, dv_out = dk_ptr + row[:, None] * DK + dk[None, :], dv_ptr + row[:, None] * DV + dv[None, :]
-    tl.store(dk_out, (dk_acc * scale).to(dk_ptr.dtype.element_ty), mask=dk_mask)
-    tl.store(dv_out, dv_acc.to(dv_ptr.dtype.element_ty), mask=dv_mask)
+    store_rows(dk_ptr, row, dk_acc * scale, real, DK, BLOCK_DK)
+    store_rows(dv_ptr, row, dv_acc, real, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["splits", "first"])

@@ -8,7 +8,18 @@ rows of it. Legend as in `flash_kernels.py`.
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, INF, LOG2E, NEVER, inside, load_tile, part_of, seen_by
+from nsa.ops.triton.flash_kernels import (
+    ALWAYS,
+    EDGES,
+    INF,
+    LOG2E,
+    NEVER,
+    inside,
+    load_tile,
+    part_of,
+    seen_by,
+    store_rows,
+)
 
 
 @triton.jit
@@ -95,8 +106,5 @@ def dkv_tma_kernel(
             )  # fmt: skip
 
     row = ((split * (lanes // G) + b) * part_keys + (n - first_key)) * G + g  # of [splits, B, part_keys, G]
-    dk_mask = real[:, None] & (dk < DK)[None, :]
-    dv_mask = real[:, None] & (dv < DV)[None, :]
-    dk_out, dv_out = dk_ptr + row[:, None] * DK + dk[None, :], dv_ptr + row[:, None] * DV + dv[None, :]
-    tl.store(dk_out, (dk_acc * scale).to(dk_ptr.dtype.element_ty), mask=dk_mask)
-    tl.store(dv_out, dv_acc.to(dv_ptr.dtype.element_ty), mask=dv_mask)
+    store_rows(dk_ptr, row, dk_acc * scale, real, DK, BLOCK_DK)
+    store_rows(dv_ptr, row, dv_acc, real, DV, BLOCK_DV)
