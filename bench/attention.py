@@ -331,19 +331,19 @@ def main() -> int:
         print("bench.attention needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
     recording = Recording(options.run, options.layer) if options.run else None
-    results = []
+    results: list[dict[str, Any]] = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for shape in (s for s in SHAPES if any(part in s.name for part in options.shapes.split(","))):
         makers = makers_of(shape, kinds, recording)
         if makers:
             results.append(measure(shape, makers, options))
+            options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
             print(f"done {shape.name}", file=sys.stderr, flush=True)
     console = Console(width=200)
     console.print(table(results))
     console.print(parts_table(results))
     if options.peers:
         console.print(peers_table(results))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     return 1 if any("wrong" in r.get(kind, {}) for r in results for kind in KINDS) else 0
 
 

@@ -49,8 +49,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _casts(*tensors: Tensor) -> bool:
     """Whether autocast brings the tensors to one type. It leaves float64 as it is."""
     device = tensors[0].device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    is_on = _has_autocast(device) and torch.is_autocast_enabled(device)
     return is_on and all(x.dtype != torch.float64 for x in tensors)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:

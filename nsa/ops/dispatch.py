@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, BackendError
-from nsa.ops.reference import attention, compress, decode, mix, selection
+from nsa.ops.reference import attention, compress, decode, feed_forward, mix, selection
 from nsa.ops.spec import NSASpec
 
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
 OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
-# a few new tokens over a cache: all of the above but phi, in one.
+# a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
     "cmp": (attention.compressed, "flash.compressed"),
@@ -31,6 +31,7 @@ _COMPUTED: dict[str, tuple[Any, str]] = {
     "win": (attention.window, "flash.window"),
     "mix": (mix, "mix"),
     "decode": (decode, "decode"),
+    "mlp": (feed_forward, "feed_forward"),
 }
 REFERENCE = {operator: reference for operator, (reference, _) in _COMPUTED.items()}
 

@@ -7,10 +7,13 @@ Legend: T tokens, C channels, M hidden width.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+
+from nsa.ops.dispatch import choose
+from nsa.ops.spec import NSASpec
 
 CHUNK = 1 << 14  # tokens
 
@@ -20,15 +23,11 @@ def forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps:
     computed."""
     x_TC, joined = x.reshape(-1, x.shape[-1]), torch.cat([gate, up])
     y_TC = x_TC.new_empty(x_TC.shape, dtype=out.dtype)
+    passes = _passes(x, out, count=True)
     for rows in _rows(x_TC):
-        _forward_rows(y_TC[rows], x_TC[rows], norm, joined, out, eps)
+        hidden = passes.normalize(x_TC[rows], norm, eps, out.dtype) @ joined.T
+        torch.matmul(passes.activate(hidden), out.T, out=y_TC[rows])
     return y_TC.view(x.shape)
-
-
-def _forward_rows(y: Tensor, x: Tensor, norm: Tensor, joined: Tensor, out: Tensor, eps: float) -> None:
-    read = _scaled(_normalize(x, eps)[0], norm, out)
-    opened, passed = (read @ joined.T).chunk(2, dim=-1)
-    torch.matmul(silu(opened) * passed, out.T, out=y)
 
 
 def backward(
@@ -39,29 +38,34 @@ def backward(
     dx = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     weights = (norm, joined, out)
     sums = [w.new_zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+    passes = _passes(x, out, count=False)
     for rows in _rows(x_TC):
-        _backward_rows(dx[rows], sums, dy_TC[rows].to(out.dtype), x_TC[rows], *weights, eps)
+        _backward_rows(passes, dx[rows], sums, dy_TC[rows].to(out.dtype), x_TC[rows], *weights, eps)
     dnorm, djoined, dout = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
     dgate, dup = djoined.split(gate.shape[0])
     return dx.view(x.shape), dnorm, dgate.clone(), dup.clone(), dout
 
 
 def _backward_rows(
-    dx: Tensor, sums: list[Tensor], dy: Tensor, x: Tensor, norm: Tensor, joined: Tensor, out: Tensor, eps: float
+    passes: Any,
+    dx: Tensor,
+    sums: list[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    norm: Tensor,
+    joined: Tensor,
+    out: Tensor,
+    eps: float,
 ) -> None:
     """Writes dx and adds to the sums of norm, gate and up, and out."""
     dnorm, djoined, dout = sums
-    normed, inverse = _normalize(x, eps)
-    read = _scaled(normed, norm, out)
-    opened, passed = (read @ joined.T).chunk(2, dim=-1)
-    dmixed, activated = dy @ out, silu(opened)
-    dout += dy.T @ (activated * passed)
-    dhidden = torch.cat([torch.ops.aten.silu_backward(dmixed * passed, opened), dmixed * activated], dim=-1)
+    read = passes.normalize(x, norm, eps, out.dtype)
+    mixed, dhidden = passes.activate_backward(dy @ out, read @ joined.T)
+    dout += dy.T @ mixed
     djoined += dhidden.T @ read
-    dread = (dhidden @ joined).to(normed.dtype)
-    dnorm += (dread * normed).sum(0)
-    dnormed = dread * norm.to(normed.dtype)
-    dx.copy_(inverse * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)))
+    dx_rows, dnorm_rows = passes.normalize_backward(dhidden @ joined, x, norm, eps)
+    dx.copy_(dx_rows)
+    dnorm += dnorm_rows
 
 
 def forward_workspace(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
@@ -79,15 +83,9 @@ def backward_workspace(dy: Tensor, x: Tensor, norm: Tensor, gate: Tensor, up: Te
     return weights + tokens * (out.element_size() * (channels + 8 * width) + 4 * channels)
 
 
-def _normalize(x_TC: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows divided by their root mean square, and its inverse, at least in float32."""
-    x_TC = x_TC.to(torch.promote_types(x_TC.dtype, torch.float32))
-    inverse = (x_TC.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return x_TC * inverse, inverse
-
-
-def _scaled(normed_TC: Tensor, norm: Tensor, like: Tensor) -> Tensor:
-    return (normed_TC * norm.to(normed_TC.dtype)).to(like.dtype)
+def _passes(x: Tensor, out: Tensor, *, count: bool) -> Any:
+    """What computes all but the products."""
+    return choose("mlp", None, x, out, NSASpec(), count=count)
 
 
 def _rows(x_TC: Tensor) -> Iterator[slice]:

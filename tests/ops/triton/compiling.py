@@ -35,6 +35,7 @@ FILES = (
     "launch",
     "compress",
     "decode",
+    "feed_forward",
     "flash",
     "mix",
     "selected",
@@ -147,6 +148,11 @@ def attend(plan: Plan) -> None:
     gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
     mix.forward(o, o, o, gates)
     mix.backward(do, o, o, o, gates)
+    mlp, x, norm = dispatch.kernels_for("mlp"), tensor(4096, 768, kind=torch.float32), tensor(768, kind=torch.float32)
+    mlp.normalize(x, norm, 1e-5, dtype)
+    mlp.normalize_backward(tensor(4096, 768), x, norm, 1e-5)
+    mlp.activate(tensor(4096, 4096))
+    mlp.activate_backward(tensor(4096, 2048), tensor(4096, 4096))
 
 
 def decode(plan: Plan) -> None:

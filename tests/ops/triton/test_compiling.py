@@ -11,6 +11,7 @@ KERNELS = {
     "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
+    "_norm_kernel", "_norm_backward_kernel", "_activate_kernel", "_activate_backward_kernel",
 }  # fmt: skip
 DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]

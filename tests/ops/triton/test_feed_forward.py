@@ -1,0 +1,86 @@
+"""What surrounds the products of a norm and an MLP, on Triton, against float64 arithmetic.
+
+Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
+"""
+
+import pytest
+import torch
+
+from nsa.ops import feed_forward as whole
+from nsa.ops.dispatch import backend_name
+from nsa.ops.reference import feed_forward as reference
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton import feed_forward
+
+INTERPRET = not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRET else "cuda"
+TYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [torch.bfloat16])
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+EPS = 1e-5
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fresh memory holds NaN: whatever is not written shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def assert_near(got, want, dtype, tolerance=1.0):
+    assert got.dtype == dtype
+    assert (got.double() - want).norm() <= tolerance * TOLERANCE[dtype] * want.norm()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "channels"), [(1, 16), (37, 48), (9, 1025)])
+def test_the_norm(tokens, channels, dtype):
+    x, norm, dread = draw(tokens, channels), 1 + draw(channels, seed=1) / 4, draw(tokens, channels, dtype=dtype, seed=2)
+    got = feed_forward.normalize(x, norm, EPS, dtype)
+    assert_near(got, reference.normalize(x.double(), norm.double(), EPS, torch.float64), dtype)
+    want = reference.normalize_backward(dread.double(), x.double(), norm.double(), EPS)
+    for grad, exact in zip(feed_forward.normalize_backward(dread, x, norm, EPS), want, strict=True):
+        assert_near(grad, exact, torch.float32)
+
+
+def test_the_norm_of_rows_that_lie_apart():
+    x, norm, dread = draw(20, 64)[::2, :32], draw(64, seed=1)[::2], draw(10, 64, seed=2)[:, ::2]
+    dense = [t.contiguous() for t in (dread, x, norm)]
+    got = [feed_forward.normalize(x, norm, EPS, torch.float32), *feed_forward.normalize_backward(dread, x, norm, EPS)]
+    want = [feed_forward.normalize(*dense[1:], EPS, torch.float32), *feed_forward.normalize_backward(*dense, EPS)]
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (11, 48), (3, 2100)])
+def test_the_activation(tokens, width, dtype):
+    hidden, dmixed = 3 * draw(tokens, 2 * width, dtype=dtype), draw(tokens, width, dtype=dtype, seed=1)
+    want = reference.activate_backward(dmixed.double(), hidden.double())
+    assert_near(feed_forward.activate(hidden), want[0], dtype)
+    for got, exact in zip(feed_forward.activate_backward(dmixed, hidden), want, strict=True):
+        assert_near(got, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_whole_in_chunks(monkeypatch, dtype):
+    monkeypatch.setattr(whole, "CHUNK", 16)
+    x, dy, norm = draw(2, 21, 32), draw(2, 21, 32, seed=1), 1 + draw(32, seed=2) / 4
+    weights = [draw(*shape, seed=seed).to(dtype) / 8 for seed, shape in enumerate([(48, 32), (48, 32), (32, 48)], 3)]
+    assert backend_name("mlp", None, x, weights[2], NSASpec()) == "triton"
+    exact = [t.double() for t in (x, norm, *weights)]
+    assert_near(whole.forward(x, norm, *weights, EPS), whole.forward(*exact, EPS), dtype, 3)
+    wanted = whole.backward(dy.double(), *exact, EPS)
+    for got, want, like in zip(whole.backward(dy, x, norm, *weights, EPS), wanted, (x, norm, *weights), strict=True):
+        assert got.shape == like.shape
+        assert got.dtype == like.dtype
+        assert (got.double() - want).norm() <= 4 * TOLERANCE[dtype] * want.norm()
+
+
+def test_what_the_kernels_refuse():
+    assert "float64" in feed_forward.refusal(draw(1, 16).double(), draw(1, 16), NSASpec())
+    assert "16385 channels" in feed_forward.refusal(torch.zeros(1, 16385), draw(1, 16), NSASpec())
+    assert feed_forward.refusal(draw(1, 16), draw(1, 16).half(), NSASpec()) is None
