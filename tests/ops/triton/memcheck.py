@@ -16,6 +16,7 @@ from nsa.ops import (
     RingKV,
     compress_contract,
     compress_mean,
+    feed_forward,
     nsa_attention,
     nsa_decode,
     paged_attention,
@@ -87,8 +88,16 @@ def decode():
             paged_attention(q, RingKV(*ring, found[1]), at, window=spec.window, backend="triton")
 
 
+def mlp():
+    """More tokens than a chunk has, and widths that are no power of two."""
+    x, norm, dy = (torch.randn(shape, device="cuda") for shape in ((1, feed_forward.CHUNK + 5, 48), (48,), (48,)))
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((72, 48), (72, 48), (48, 72))]
+    feed_forward.forward(x, norm, *weights, 1e-5)
+    feed_forward.backward(dy.expand_as(x), x, norm, *weights, 1e-5)
+
+
 if __name__ == "__main__":
-    alone = {"invalid-indices": invalid_indices, "decode": decode}
+    alone = {"invalid-indices": invalid_indices, "decode": decode, "mlp": mlp}
     for name in sys.argv[1:] or [*CASES, *alone]:
         alone[name]() if name in alone else attention(*CASES[name])
         torch.cuda.synchronize()
