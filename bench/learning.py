@@ -12,7 +12,7 @@ trainer's own (`nsa train`), each in its own process and folder; a run that was 
 results is not trained again. Rows differ in the overrides of ROWS and in nothing else. `--tokenizer bytes` prepares and
 trains on bytes instead of BPE tokens.
 
-`recall` trains a smaller model on one third text and two thirds documents that ask for what they said before
+`recall` trains a smaller model on one quarter text and three quarters documents that ask for what they said before
 (`data.source=recall`), and measures with `nsa eval` what it recalls, by depth and length.
 """
 
@@ -61,15 +61,18 @@ ROWS: dict[str, str] = {
     "nsa-mlp": "nsa.phi=mlp",
     "nsa-softmax": "nsa.gate=softmax",
     "nsa-block-16": "nsa.cmp_block=16 nsa.cmp_stride=8 nsa.sel_block=32 nsa.num_selected=32",
+    "nsa-shared": "nsa.shared_kv=true",
+    "nsa-shared-16": "nsa.shared_kv=true nsa.cmp_block=16 nsa.cmp_stride=8 nsa.sel_block=32 nsa.num_selected=32",
     "nsa-4-groups": "model.n_kv_heads=4",
     "dense-4-groups": "model.attention=dense model.n_kv_heads=4",
     "pattern-1-3-norm": "model.layer_pattern=[dense,nsa,nsa,nsa] model.qk_norm=true",
     "pattern-1-1-norm": "model.layer_pattern=[nsa,dense] model.qk_norm=true",
 }
-# Small enough for 128 million tokens in two to three minutes, deep enough to look a key up and copy what follows it.
+# Small enough for 64 million tokens in a few minutes, deep enough to look a key up and copy what follows it. Steps are
+# small, since it takes many to learn to match keys. The rotary base keeps 8,192 places apart.
 RECALL = (
-    "model.dim=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=2 model.mlp_dim=1408 train.lr=1e-3 "
-    "train.min_lr_ratio=0.02"
+    "model.dim=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=2 model.mlp_dim=1408 model.rope_base=500000 "
+    "train.optimizer=muon train.lr=1e-3 train.schedule=wsd train.min_lr_ratio=0.02"
 )
 RECALL_LENGTHS, RECALL_SAMPLES = "2048,4096,8192,32768", 100
 
@@ -142,7 +145,7 @@ def data_of(work: Path, options: argparse.Namespace) -> list[str]:
     shards = shards_of(work, options.tokenizer)
     chosen = [f"data.paths=[{shards}]"]
     if options.action == "recall":
-        mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall, weight: 2}}"
+        mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall, weight: 3}}"
         chosen = ["data.source=recall", f"data.mixture=[{mixture}]", *RECALL.split()]
     return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
 
@@ -315,12 +318,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.learning", description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("prepare", "run", "recall", "show", "plot"))
     parser.add_argument("work", nargs="?", type=Path, default=Path("runs/learning"), help="folder of text and runs")
-    parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: nsa,window")
+    parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: nsa-shared,window")
     parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 128 million")
+    parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 64 million")
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, help="default: 8; recall: 4, since it takes steps more than tokens")
+    parser.add_argument("--batch-size", type=int, help="default: 8; recall: 2, since it takes steps more than tokens")
     parser.add_argument("--eval-tokens", type=int, default=1 << 20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on the GPU; their speed is then shared")
     parser.add_argument("--max-mb", type=int, default=400, help="text to collect")
@@ -330,9 +333,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("override", nargs="*", help="further overrides of every row")
     options = parser.parse_intermixed_args(arguments)
     is_recall = options.action == "recall"
-    options.rows = options.rows or ("nsa,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
-    options.tokens = options.tokens or (128_000_000 if is_recall else 60_000_000)
-    options.batch_size = options.batch_size or (4 if is_recall else 8)
+    options.rows = options.rows or ("nsa-shared,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
+    options.tokens = options.tokens or (64_000_000 if is_recall else 60_000_000)
+    options.batch_size = options.batch_size or (2 if is_recall else 8)
     options.results = options.results or (RECALL_RESULTS if is_recall else RESULTS)
     return options
 

@@ -1,12 +1,13 @@
 """Documents that ask for what they said before, to train and to measure recall.
 
-A line `kavo=37` gives a key its value. The same line, met again at any distance, asks for it: after `kavo=` a model
-must look the value up. Documents are plain text, so every tokenizer works, and a pure function of (seed, number).
+` box37` gives the key `box` its value. The same pair, met again at any distance, asks for it: after ` box` a model must
+look the value up. A key is a common word of three or four letters, one token of most vocabularies, and its value
+follows at once: of several forms this one is learned first. Any tokenizer serves: words, values and sentences of filler
+are encoded one by one. Documents are a pure function of (seed, number).
 
-Training documents mix lines that define a key with lines that ask for one of the keys so far, each equally likely, so
-that questions stand everywhere and reach back to any place before. In a quarter of the documents lines of filler stand
-between, up to 255 for each. Prompts of an evaluation ask at their end, either for the one key in filler, or for some of
-the keys that all lines define.
+A training document has some keys, few as likely as many, and names all of them in every round, each time in another
+order. Half of the documents are full of rounds, the others have two, four or eight of them with filler between. Prompts
+of an evaluation name their keys once and ask at their end, either for the one key or for some of many.
 """
 
 from collections.abc import Sequence
@@ -16,54 +17,95 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.sequences import Row, Sequences, make_phrases, random_bits, random_order
+from nsa.data.sequences import Row, Sequences, make_phrases, random_bits
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import ConfigError
 
-SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou"]
-NUM_KEYS = len(SYLLABLES) ** 2
-VALUE_LENGTH = 2  # digits
-LINE = len("kavo=37\n")  # no line is shorter
-SPARSEST = 1 / 256  # lowest share of lines that are no filler
-SHORTEST = 64  # tokens of a document
+Numbers = NDArray[np.int64]
+Uniform = NDArray[np.float64]
+
+_WORDS = """
+use type list size set key get data name file long code all call test node time new when log case max over base
+read only back path one copy end same you add need run kind try grid loss then last top past pack pass make off
+tag text line head two more item user here mode axis work root null sign term keep mean row map left info zero
+full sort like form next load act cap wrap math skip look pair cast part just help fail host high byte once tree
+step raw real show want zip mark tick law low how done sure word most wait fast our rank body hook hash wire
+free now old fake unit way rope flag side fit flat bit pool down war note view many sum too open cell even fig
+date link edge due port your pin page team know take pop hold seen loop font half trim post save main drop push
+own bar lead well feed exit red rest span box few foot cost auth rate core put less best crop fix leaf edit join
+cute slow fill hard very meet fine move dump able task cut draw fall give area peer bind warp pick gate tool
+warn seed heap bad bug nest bin lock chat cat life deal big why sock job net good far four lazy tail let jump
+tell flow fact pure easy turn live much talk send win lift hit near upon pipe care fan ever late sink tie
+"""
+WORDS = _WORDS.split()
+FILLER = [" " + phrase.decode().rstrip() for phrase in make_phrases(0, 512)]
+NUM_KEYS, NUM_VALUES = len(WORDS), 100
+SHORTEST = 32  # tokens of a document
+RAMP = 1 << 20  # tokens of training until documents of twice the length are added
 PROMPTS = 1 << 63  # sets the keys of prompts apart from those of training documents
-FILLER = [phrase.decode().rstrip() + "\n" for phrase in make_phrases(0, 512)]
 
 
-def _uniform(count: int, seed: int, key: int) -> NDArray[np.float64]:
+def _uniform(count: int, seed: int, key: int) -> Uniform:
     return random_bits(count, seed, key).astype(np.float64) / 2**64
 
 
-def _line(key: int, uniform: float) -> str:
-    first, second = divmod(key, len(SYLLABLES))
-    return f"{SYLLABLES[first]}{SYLLABLES[second]}={int(uniform * 10**VALUE_LENGTH):0{VALUE_LENGTH}d}\n"
+def num_drawn(length: int) -> int:
+    return 3 + 3 * NUM_KEYS + 2 * length
 
 
-def make_text(characters: int, seed: int, key: int) -> str:
-    """A training document of at least that length."""
-    count = characters // LINE + 1
-    draw = _uniform(1 + 5 * count, seed, key)
-    words, values, kind, which, pick = draw[1:].reshape(5, count)
-    keys = dict.fromkeys((words * NUM_KEYS).astype(np.int64).tolist())  # all different
-    pairs = list(zip(keys, values.tolist(), strict=False))
-    is_filler = kind >= SPARSEST ** max(0.0, 4 * draw[0] - 3)
-    defined = 0
-    lines = []
-    for filler, asks, chosen in zip(is_filler.tolist(), (which < 0.5).tolist(), pick.tolist(), strict=True):
-        if filler:
-            lines.append(FILLER[int(chosen * len(FILLER))])
-        elif defined and (asks or defined == len(pairs)):
-            lines.append(_line(*pairs[int(chosen * defined)]))
-        else:
-            lines.append(_line(*pairs[defined]))
-            defined += 1
-    return "".join(lines)
+class Parts:
+    """What documents consist of, as tokens. A part is a number: words, then values, then filler."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        texts = [*(f" {word}" for word in WORDS), *(f"{value:02d}" for value in range(NUM_VALUES)), *FILLER]
+        encoded = tokenizer.encode_many(texts)
+        self.tokens = np.concatenate(encoded)
+        self.lengths = np.array([len(tokens) for tokens in encoded])
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        words, values, filler = np.split(self.lengths, [NUM_KEYS, NUM_KEYS + NUM_VALUES])
+        self.shortest_pair, self.longest_pair = (int(f(words) + f(values)) for f in (np.min, np.max))
+        self.shortest_filler = int(filler.min())
+
+    def pairs(self, words: Uniform, values: Uniform, keys: int) -> Numbers:
+        """Different words, each with a value [keys, 2]."""
+        chosen = NUM_KEYS + (values[:keys] * NUM_VALUES).astype(np.int64)
+        return np.stack([np.argsort(words)[:keys], chosen], axis=1)
+
+    def filler(self, uniform: Uniform, room: int) -> Numbers:
+        """As many sentences as fit into `room` tokens, and one more."""
+        chosen = (uniform[: max(0, room) // self.shortest_filler + 1] * len(FILLER)).astype(np.int64)
+        parts = NUM_KEYS + NUM_VALUES + chosen
+        return parts[: 1 + int(np.searchsorted(np.cumsum(self.lengths[parts]), room, side="right"))]
+
+    def size(self, parts: Numbers) -> int:
+        return int(self.lengths[parts].sum())
+
+    def join(self, pairs: Numbers, filler: Numbers, is_pair: NDArray[np.bool_]) -> TokenArray:
+        """The tokens of pairs and filler, each in its order, where `is_pair` [of both together] says which comes."""
+        parts = np.full((len(is_pair), 2), -1)
+        parts[is_pair], parts[~is_pair, 0] = pairs, filler
+        parts = parts[parts >= 0]
+        lengths = self.lengths[parts]
+        places = np.arange(lengths.sum()) + np.repeat(self.starts[parts] - (np.cumsum(lengths) - lengths), lengths)
+        return self.tokens[places]
+
+    def document(self, length: int, draw: Uniform) -> TokenArray:
+        """The training document that `draw`, of `num_drawn(length)`, decides."""
+        keys = int(np.ceil(min(NUM_KEYS, max(1, length // (2 * self.longest_pair))) ** draw[0]))
+        full = 1 + length // (self.shortest_pair * keys)
+        some = max(2, min(2 << int(3 * draw[2]), length // (self.longest_pair * keys)))
+        rounds = full if draw[1] < 0.5 else some
+        words, values, orders, rest = np.split(draw[3:], np.cumsum([NUM_KEYS, NUM_KEYS, rounds * keys]))
+        pairs = self.pairs(words, values, keys)[np.argsort(orders.reshape(rounds, keys)).ravel()]
+        filler = self.filler(rest, length - self.size(pairs))
+        is_pair = np.argsort(rest[-len(pairs) - len(filler) :]) < len(pairs)
+        return self.join(pairs, filler, is_pair)[:length]
 
 
 class RecallSequences(Sequences):
     """Training sequences without end. The documents of one are all of `longest` tokens, or of half, a quarter and so on
-    of it down to SHORTEST, each equally likely: to find one of few keys is learned first, and what it takes is the same
-    among many."""
+    of it down to SHORTEST, each equally likely. Training begins with the shortest: to find one of few keys is learned
+    first, and what it takes is the same among many."""
 
     name = "recall"
 
@@ -71,26 +113,21 @@ class RecallSequences(Sequences):
         self.tokenizer, self.seq_len, self.longest, self.seed = tokenizer, seq_len, longest, seed
         self.validation = validation
 
+    @cached_property
+    def _parts(self) -> Parts:
+        return Parts(self.tokenizer)
+
     def row(self, number: int) -> Row:
         key = number << 20 | self.validation
-        kinds = max(1, (self.longest // SHORTEST).bit_length())
-        length = self.longest >> int(kinds * _uniform(1, self.seed, key | 1 << 19)[0])
+        all_kinds = max(1, (self.longest // SHORTEST).bit_length())
+        kinds = all_kinds if self.validation else min(all_kinds, 1 + number * self.seq_len // RAMP)
+        length = self.longest >> (all_kinds - 1 - int(kinds * _uniform(1, self.seed, key | 1 << 19)[0]))
         starts = np.arange(0, self.seq_len, length)
-        documents = [self._document(length, key | place << 1) for place in range(len(starts))]
-        end = np.array([self.tokenizer.separator], dtype=self.tokenizer.dtype)
-        return self._row_of(np.concatenate([*documents, end])[: self.seq_len + 1], starts)
-
-    def _document(self, length: int, key: int) -> TokenArray:
-        """A separator and the tokens of a text, `length` together."""
-        characters = int(1.1 * self._characters_per_token * length) + 8 * LINE
-        while len(tokens := self.tokenizer.encode(make_text(characters, self.seed, key))) < length:
-            characters *= 2
-        return np.concatenate([[self.tokenizer.separator], tokens[: length - 1]]).astype(self.tokenizer.dtype)
-
-    @cached_property
-    def _characters_per_token(self) -> float:
-        text = make_text(4096, 0, 0)
-        return len(text) / len(self.tokenizer.encode(text))
+        tokens = np.full(len(starts) * length + 1, self.tokenizer.separator, dtype=self.tokenizer.dtype)
+        drawn = _uniform(len(starts) * num_drawn(length), self.seed, key).reshape(len(starts), -1)
+        for start, draw in zip(starts.tolist(), drawn, strict=True):
+            tokens[start + 1 : start + length] = self._parts.document(length - 1, draw)
+        return self._row_of(tokens[: self.seq_len + 1], starts)
 
 
 @dataclass(frozen=True)
@@ -105,11 +142,11 @@ class Prompt:
 
 class Prompts:
     """Prompts of as many tokens as fit into `length`. A depth is one of `num_depths` equal parts of what stands before
-    the questions. With `several`, every line defines a key; otherwise one line does, and the others are filler."""
+    the questions. One key stands in filler, or with `several` as many as take half of the prompt or as there are."""
 
     def __init__(self, tokenizer: Tokenizer, length: int, num_depths: int, *, several: bool):
         self.tokenizer, self.length, self.num_depths, self.several = tokenizer, length, num_depths, several
-        self._lines = length // 2 + 1  # more than fit: the first prompt finds out
+        self._parts = Parts(tokenizer)
 
     def questions(self, samples: int) -> list[list[int]]:
         """The depths that each prompt asks for, so that every depth is asked for `samples` times."""
@@ -117,50 +154,39 @@ class Prompts:
         return [depths] * samples if self.several else [[depth] for _ in range(samples) for depth in depths]
 
     def has_room(self) -> bool:
-        """Whether there are two lines for every depth, so that prompts with longer lines fit too. Raises ConfigError
+        """Whether there are two places for every depth, so that prompts with longer filler fit too. Raises ConfigError
         where not even one prompt fits."""
-        self.make(self.questions(1)[0], 0)
-        return self._lines >= 2 * self.num_depths
+        return self._make(self.questions(1)[0], 0)[1] >= 2 * self.num_depths
 
     def make(self, depths: Sequence[int], number: int) -> Prompt:
         """A question for a key at each of these depths, which are one where the prompt has one key."""
-        while self._lines >= self.num_depths:
-            text, answers = self._text(depths, number)
-            tokens = self.tokenizer.encode(text)
-            if 1 + len(tokens) <= self.length:
-                separator = np.array([self.tokenizer.separator], dtype=self.tokenizer.dtype)
-                spans = [self._span(tokens, len(text) - answer) for answer in answers]
-                return Prompt(np.concatenate([separator, tokens]), depths, spans)
-            self._lines = min(self._lines - 1, self._lines * self.length // (1 + len(tokens)))
-        raise ConfigError(
-            f"--lengths: {self.length} tokens are too few for a prompt with keys at {self.num_depths} depths; "
-            "choose a longer one"
-        )
+        return self._make(depths, number)[0]
 
-    def _text(self, depths: Sequence[int], number: int) -> tuple[str, list[int]]:
-        """The prompt, and where in it the value of each answer starts."""
-        count, purpose = self._lines, PROMPTS | self.length << 2 | self.several << 1
-        draw = _uniform(2 * len(depths) + 2 * count, number, purpose)
-        inside, order, values, filler = np.split(draw, np.cumsum([len(depths), len(depths), count]))
-        lines = [FILLER[int(chosen * len(FILLER))] for chosen in filler.tolist()]
-        keys = min(count, NUM_KEYS) if self.several else 1
-        words = random_order(NUM_KEYS, number, purpose | 1)[:keys].tolist()
-        pairs = list(zip(words, values.tolist(), strict=False))
-        total = keys if self.several else count
+    def _make(self, depths: Sequence[int], number: int) -> tuple[Prompt, int]:
+        """The prompt, and of how many pairs and sentences it consists before the questions."""
+        parts, purpose = self._parts, PROMPTS | self.length << 2 | self.several << 1
+        draw = _uniform(2 * len(depths) + 2 * NUM_KEYS + self.length, number, purpose)
+        inside, order, words, values, rest = np.split(draw, np.cumsum([len(depths), len(depths), NUM_KEYS, NUM_KEYS]))
+        most = min(NUM_KEYS, self.length // (2 * parts.longest_pair))
+        pairs = parts.pairs(words, values, max(self.num_depths, most) if self.several else 1)
+        asked = parts.longest_pair * len(depths)
+        filler = parts.filler(rest, self.length - 1 - asked - parts.size(pairs))[:-1]
+        count = len(pairs) + len(filler)
+        total = len(pairs) if self.several else count
         starts = [depth * total // self.num_depths for depth in range(self.num_depths + 1)]
         chosen = [starts[d] + int(u * (starts[d + 1] - starts[d])) for d, u in zip(depths, inside, strict=True)]
-        places = [key * count // keys for key in range(keys)] if self.several else chosen
-        for key, place in enumerate(places):
-            lines[place] = _line(*pairs[key])
-        text, answers = "".join(lines), [0] * len(depths)
+        is_pair = np.zeros(count, dtype=bool)
+        is_pair[np.arange(len(pairs)) * count // len(pairs) if self.several else chosen] = True
+        tokens = [np.array([self.tokenizer.separator], dtype=self.tokenizer.dtype), parts.join(pairs, filler, is_pair)]
+        end, spans = sum(map(len, tokens)), [(0, 0)] * len(depths)
+        if count < self.num_depths or end + asked > self.length:
+            raise ConfigError(
+                f"--lengths: {self.length} tokens are too few for a prompt with keys at {self.num_depths} depths; "
+                "choose a longer one"
+            )
         for question in np.argsort(order).tolist():
-            line = _line(*pairs[chosen[question] if self.several else 0])
-            answers[question] = len(text) + line.index("=") + 1
-            text += line
-        return text, answers
-
-    def _span(self, tokens: TokenArray, before_end: int) -> tuple[int, int]:
-        """The tokens, a separator in front, of a value that starts so many characters before the end."""
-        # From the end, since some tokenizers put a space in front of the text.
-        until_end = np.cumsum(self.tokenizer.byte_lengths[tokens][::-1])[::-1]  # characters from each token's start
-        return int(np.sum(until_end >= before_end)), 1 + int(np.sum(until_end > before_end - VALUE_LENGTH))
+            pair = pairs[[chosen[question] if self.several else 0]]
+            tokens.append(parts.join(pair, filler[:0], np.array([True])))
+            end += len(tokens[-1])
+            spans[question] = (end - int(parts.lengths[pair[0, 1]]), end)
+        return Prompt(np.concatenate(tokens), depths, spans), count

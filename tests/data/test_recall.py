@@ -1,11 +1,14 @@
 """`data.source: recall`: documents that ask for what they said, for any tokenizer, the same ones after every stop."""
 
+import re
+
 import numpy as np
 import pytest
 
 from nsa.config import parse_config
 from nsa.data.build import build_data
-from nsa.data.recall import Prompts, RecallSequences, make_text
+from nsa.data.recall import RAMP, WORDS, Parts, Prompts, RecallSequences, num_drawn
+from nsa.data.sequences import random_bits
 from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa.data.vocabulary import train_bpe
 from nsa.errors import ConfigError, DataError
@@ -19,27 +22,45 @@ def tokenizers(tmp_path_factory):
 
 
 def pairs_of(text):
-    return [tuple(line.split("=")) for line in text.splitlines() if "=" in line]
+    return re.findall(r" ([a-z]+)([0-9]{2})(?![0-9])", text)
 
 
-def test_every_question_has_the_answer_its_document_gave_at_any_distance():
-    distances, repeated = [], 0
-    for key in range(40):
-        lines = make_text(4096, 0, key).splitlines()
-        seen = {}
-        for place, line in enumerate(lines):
-            if "=" not in line:
-                continue
-            name, value = line.split("=")
-            if name in seen:
-                first, known = seen[name]
-                assert known == value
-                distances.append((place - first) / place)
-                repeated += 1
-            seen.setdefault(name, (place, value))
-    shares = np.histogram(distances, bins=4, range=(0, 1))[0] / repeated
-    assert repeated > 40 * 60
-    assert shares.min() > 0.2  # from right before to the whole document, all alike
+def test_every_question_has_the_answer_its_document_gave_at_any_distance(tokenizers):
+    parts, distances, num_keys, has_filler = Parts(tokenizers["bytes"]), [], [], []
+    for number in range(80):
+        text = bytes(parts.document(4096, random_bits(num_drawn(4096), 0, number) / 2**64).tolist()).decode()
+        assert len(text) == 4096
+        values, places = {}, {}
+        for found in re.finditer(r" ([a-z]+)([0-9]{2})", text):
+            word, value = found.groups()
+            assert values.setdefault(word, value) == value
+            distances += [(found.start() - place) / len(text) for place in places.get(word, [])]
+            places.setdefault(word, []).append(found.start())
+        times = sorted(len(each) for each in places.values())
+        assert times[-1] - times[0] <= 1  # only the last round may be cut
+        assert set(places) <= set(WORDS)
+        num_keys.append(len(places))
+        has_filler.append(text.count(".") > 3)
+        assert has_filler[-1] or len(pairs_of(text)) > 4096 / 7 - 8
+        assert not has_filler[-1] or times[-1] <= 8
+    shares = np.histogram(distances, bins=4, range=(0, 1))[0] / len(distances)
+    assert shares.min() > 0.05  # from right before to the whole document
+    assert min(num_keys) == 1
+    assert 4 < np.median(num_keys) < 40
+    assert max(num_keys) > 100
+    assert 20 < sum(has_filler) < 60
+
+
+def test_the_shortest_documents_come_first_and_longer_ones_are_added(tokenizers):
+    sequences = RecallSequences(tokenizers["bytes"], 1024, 1024, 0)
+
+    def lengths(first, count):
+        return {1024 // len(sequences.row(number).starts) for number in range(first, first + count)}
+
+    per_kind = RAMP // 1024
+    assert lengths(0, 20) == lengths(per_kind - 1, 1) == {32}
+    assert lengths(2 * per_kind, 40) == {32, 64, 128}
+    assert lengths(100 * per_kind, 60) == {32, 64, 128, 256, 512, 1024}
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
@@ -49,18 +70,19 @@ def test_a_sequence_is_a_pure_function_of_its_number(name, tokenizers):
     def make():
         return RecallSequences(tokenizer, 512, 512, 7)
 
+    later = 10 * RAMP // 512
     rows = [make().row(number) for number in (3, 0, 3)]
     assert np.array_equal(rows[0].inputs, rows[2].inputs)
     assert not np.array_equal(rows[0].inputs, rows[1].inputs)
     lengths = set()
-    for number in range(40):
+    for number in range(later, later + 40):
         row = make().row(number)
         assert len(row.inputs) == len(row.targets) == 512
         assert np.array_equal(row.inputs[1:], row.targets[:-1])
         assert np.array_equal(np.flatnonzero(row.inputs == tokenizer.separator), row.starts)
         lengths.add(512 // len(row.starts))
-    assert lengths == {512, 256, 128, 64}
-    assert tokenizer.decode(make().row(3).inputs.tolist()).count("=") > 20
+    assert lengths == {512, 256, 128, 64, 32}
+    assert len(pairs_of(tokenizer.decode(make().row(3).inputs.tolist()))) > 20
     held_out = RecallSequences(tokenizer, 512, 512, 7, validation=True).row(3)
     assert not np.array_equal(held_out.inputs, rows[0].inputs)
 
@@ -71,8 +93,8 @@ def data_of(*overrides):
 
 
 def test_documents_are_no_longer_than_configured():
-    built = data_of("data.document_tokens=64")
-    assert np.diff(built.train.batch(0, 4).cu_seqlens.numpy()).tolist() == [64] * 8
+    built = data_of("data.document_tokens=32")
+    assert np.diff(built.train.batch(0, 4).cu_seqlens.numpy()).tolist() == [32] * 16
     assert built.validation is not None
     assert not built.validation.batch(0, 1).inputs.equal(built.train.batch(0, 1).inputs)
     assert data_of().fingerprint != built.fingerprint
@@ -99,16 +121,15 @@ def test_a_prompt_asks_for_keys_at_the_depths_it_names(name, several, tokenizers
         assert 480 < len(prompt.tokens) <= 600
         assert prompt.tokens[0] == tokenizer.separator
         text = tokenizer.decode(prompt.tokens.tolist())
-        lines = text.splitlines()
-        body = lines[: -len(depths)]
-        assert all("=" in line for line in body) == several
-        assert len({key for key, _ in pairs_of("\n".join(body))}) == (len(body) if several else 1)
+        body, asked = pairs_of(text)[: -len(depths)], pairs_of(text)[-len(depths) :]
+        assert len({word for word, _ in body}) == len(body) == (max(5, len(body)) if several else 1)
+        assert set(asked) <= set(body)
+        size = text.rindex(f" {asked[0][0]}")
         for depth, (first, stop) in zip(depths, prompt.spans, strict=True):
-            asked = tokenizer.decode(prompt.tokens[:first].tolist()).splitlines()[-1]
-            answer = tokenizer.decode(prompt.tokens[first:stop].tolist())
-            place = body.index(asked + answer.strip())
-            assert depth <= 5 * (place + 1) / len(body)
-            assert 5 * place / len(body) <= depth + 1
+            word, value = pairs_of(tokenizer.decode(prompt.tokens[:stop].tolist()))[-1]
+            assert tokenizer.decode(prompt.tokens[first:stop].tolist()) == value
+            place = text.index(f" {word}{value}") / size
+            assert depth - 0.5 <= 5 * place <= depth + 1.5  # parts differ in length
 
 
 def test_a_length_without_room_for_every_depth_is_refused():
