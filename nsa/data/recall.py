@@ -91,7 +91,7 @@ class Parts:
 
     def document(self, length: int, draw: Uniform) -> TokenArray:
         """The training document that `draw`, of `num_drawn(length)`, decides."""
-        keys = int(np.ceil(min(NUM_KEYS, max(1, length // (2 * self.longest_pair))) ** draw[0]))
+        keys = int(min(NUM_KEYS, max(1, length // (2 * self.longest_pair))) ** draw[0])
         full = 1 + length // (self.shortest_pair * keys)
         some = max(2, min(2 << int(3 * draw[2]), length // (self.longest_pair * keys)))
         rounds = full if draw[1] < 0.5 else some
