@@ -54,4 +54,6 @@ class NSASpec:
 
     def as_ints(self) -> tuple[int, ...]:
         """The sizes in field order: the form in which a spec crosses a torch operator's schema."""
-        return tuple(vars(self).values())
+        # Each by name: a compiled layer could not trace a dictionary of fields in PyTorch 2.11.
+        blocks = (self.cmp_block, self.cmp_stride, self.sel_block)
+        return (*blocks, self.num_selected, self.num_init, self.num_local, self.window)
