@@ -2,9 +2,10 @@
 
 Checks come first, and nothing is timed where one fails: the loss and the gradients of a sequence in chunks against
 those computed at once, and attention at every length against a float64 computation of some of its rows. Then tokens/s
-and peak memory of the trainer's own step by length, with attention kept and recomputed, beside the memory that
-`nsa memory` predicts. Then the step of one rank of a job that shares each sequence among `--ranks` ranks: its
-collectives do nothing, and the bytes it would send are reported. Prints tables, writes JSON after every result.
+and peak memory of the trainer's own step by length, with nothing, all but attention, and everything recomputed, beside
+the memory that `nsa memory` predicts; what does not fit is not run. Then the step of one rank of a job that shares each
+sequence among `--ranks` ranks: its collectives do nothing, and the bytes it would send are reported. Prints tables,
+writes JSON after every result.
 
 --quick  the first length alone, one step
 """
@@ -12,10 +13,11 @@ collectives do nothing, and the bytes it would send are reported. Prints tables,
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +66,10 @@ def peak_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
 
 
+def memory_gib(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[1] / 2**30 if device.type == "cuda" else math.inf
+
+
 def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -101,12 +107,12 @@ def measure(seq_len: int, checkpointing: str, options: argparse.Namespace) -> di
         "predicted_gib": estimate(config).planned_gib,
     }
     free(device)
-    try:
-        seconds = _measure(config, options.steps)
-        result |= {"step_s": seconds, "toks_per_s": config.train.batch_size * seq_len / seconds}
-    except torch.OutOfMemoryError:
-        result |= {"step_s": None, "toks_per_s": None}
-    result["peak_gib"] = peak_gib(device)
+    seconds = None
+    if result["predicted_gib"] < memory_gib(device):
+        with suppress(torch.OutOfMemoryError):
+            seconds = _measure(config, options.steps)
+    result |= {"step_s": seconds, "toks_per_s": config.train.batch_size * seq_len / seconds if seconds else None}
+    result["peak_gib"] = peak_gib(device) if seconds else None
     free(device)
     return result
 
@@ -281,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=8, help="that share a sequence; 0 leaves this out")
+    parser.add_argument("--checkpointing", default="none,selective,block", help="kinds of recomputation to time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--override", nargs="*", default=[], help="settings such as runtime.compile=true")
     parser.add_argument("--quick", action="store_true")
@@ -299,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shares = content["rank_shares"] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for length in [] if failed else lengths:
-        for checkpointing in ("selective", "block"):
+        for checkpointing in options.checkpointing.split(","):
             results.append(measure(length, checkpointing, options))
             options.out.write_text(json.dumps(content, indent=1) + "\n")
         if options.ranks and find_spec("nsa.parallel.context") is not None:

@@ -87,7 +87,8 @@ class Parts:
         parts = parts[parts >= 0]
         lengths = self.lengths[parts]
         places = np.arange(lengths.sum()) + np.repeat(self.starts[parts] - (np.cumsum(lengths) - lengths), lengths)
-        return self.tokens[places]
+        tokens: TokenArray = self.tokens[places]
+        return tokens
 
     def document(self, length: int, draw: Uniform) -> TokenArray:
         """The training document that `draw`, of `num_drawn(length)`, decides."""

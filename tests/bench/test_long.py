@@ -32,7 +32,7 @@ def test_it_checks_measures_and_writes_what_it_found(tmp_path, capsys):
     found = json.loads((tmp_path / "long.json").read_text())
     assert set(found["checks"]) == {"chunks 1536", "attention 1x1k 2/1/16"}
     assert max(found["checks"]["attention 1x1k 2/1/16"].values()) < 1e-5
-    assert [result["gradient_checkpointing"] for result in found["results"]] == ["selective", "block"]
+    assert [result["gradient_checkpointing"] for result in found["results"]] == ["none", "selective", "block"]
     for result in found["results"]:
         assert result["seq_len"] == 1536
         assert result["toks_per_s"] > 0
@@ -58,7 +58,15 @@ def test_a_length_that_does_not_fit_is_recorded_without_a_time(tmp_path, monkeyp
     monkeypatch.setattr(long, "timed_steps", exhausted)
     assert run(tmp_path / "long.json", "--ranks", "0") == 0
     results = json.loads((tmp_path / "long.json").read_text())["results"]
-    assert [result["toks_per_s"] for result in results] == [None, None]
+    assert [result["toks_per_s"] for result in results] == [None, None, None]
+
+
+def test_what_cannot_fit_is_not_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(long, "run_checks", lambda *_: {})
+    monkeypatch.setattr(long, "memory_gib", lambda _: 0.0)
+    monkeypatch.setattr(long, "_measure", lambda *_: pytest.fail("tried"))
+    assert run(tmp_path / "long.json", "--ranks", "0", "--checkpointing", "none") == 0
+    assert [r["step_s"] for r in json.loads((tmp_path / "long.json").read_text())["results"]] == [None]
 
 
 def test_one_rank_computes_its_share_and_counts_its_bytes(tmp_path):
