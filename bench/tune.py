@@ -50,8 +50,10 @@ FLASH = {
 CUDNN = "cudnn"
 
 
-SCORE = [(64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-         (64, 256, 8, 3), (64, 64, 4, 3)]  # fmt: skip
+SCORE = [Launch(*size, maxnreg=registers) for *size, registers in (
+    (64, 192, 4, 2, None), (64, 192, 4, 3, None), (64, 192, 4, 2, 128), (64, 192, 4, 3, 128), (64, 384, 4, 2, None),
+    (64, 384, 8, 2, 128), (64, 256, 4, 2, None), (64, 256, 8, 2, 128), (128, 192, 4, 2, None), (32, 192, 4, 4, 96),
+)]  # fmt: skip
 BLOCK = [(32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3),
          (128, 64, 8, 2), (128, 64, 4, 2)]  # fmt: skip
 SMALL = [(16, 64, 1, 3), (16, 64, 2, 3), (16, 64, 1, 2), (16, 64, 4, 3), (16, 32, 1, 3), (16, 32, 2, 3),
@@ -127,7 +129,13 @@ def selection_cases(shape: Shape) -> Iterator[Case]:
     picks = [pick] + [replace(pick, columns=32 * n * pick.num_warps) for n in (1, 2, 4, 8, 16)]
     # Rows that fit fewer blocks than a launch could keep make the same launch.
     different = {str(selection.pick_constants(SPEC, width, p)): p for p in reversed(picks)}
-    candidates = [(Launch(*size), pick) for size in SCORE] + [(score, p) for p in different.values()]
+    # So do columns that hold as many queries.
+    heads = shape.heads // shape.groups
+    scores = {
+        (str(selection.score_constants(SPEC, heads, shape.dim, False, s)), s.num_warps, s.num_stages, s.maxnreg): s
+        for s in [*SCORE, score]
+    }
+    candidates = [(s, pick) for s in scores.values()] + [(score, p) for p in different.values()]
     yield Case(
         f"select {shape.name}",
         lambda p: (selection.forward(q, k, lse, SPEC, None, p).float(),),

@@ -1,9 +1,9 @@
 """Which blocks each query reads: block scores, then an exact top-k, in two kernels (`selection_kernels.py`).
 
 Promises the results of the reference: ascending indices padded with -1, forced blocks always in, equal scores to the
-lower index. Block scores exist for a chunk of queries at a time (`chunk_bytes`). A launch of the scores has compressed
-tokens as rows and heads x queries as columns; one of the top-k has, as columns, the blocks that its warps keep in
-registers.
+lower index. Block scores exist for a chunk of queries at a time (`SCORE_BYTES`). A launch of the scores has compressed
+tokens as rows and, as columns, the most heads x queries that a program keeps in shared memory; one of the top-k has, as
+columns, the blocks that its warps keep in registers.
 
 Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
 """
@@ -24,14 +24,16 @@ from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
 SCORE_BYTES = 256 << 20  # of one chunk of queries
-SCORE_PROGRAMS = 4 * H200.multiprocessors  # a chunk has at least as many, even where that takes more bytes
+SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would leave multiprocessors idle at its end
+SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
-# Found by counting registers and shared memory.
+# Of sm90 found by timing, of the others by counting registers and shared memory.
 LAUNCHES = LaunchTable(
     {
-        ("score", "sm90", 64): Launch(64, 128, 4, 3),
+        ("score", "sm90", 64): Launch(64, 192, 4, 3, maxnreg=128),
+        ("score", "sm90", 128): Launch(64, 256, 4, 2),
         ("score", "sm90", 256): Launch(64, 128, 4, 2),
-        ("score", "sm80", 128): Launch(64, 64, 4, 3),
+        ("score", "sm80", 128): Launch(64, 192, 4, 3),
         ("score", "sm80", 256): Launch(64, 64, 4, 2),
         ("score", "fp32", 128): Launch(32, 64, 8, 1),
         ("score", "fp32", 256): Launch(32, 32, 4, 1),
@@ -76,8 +78,7 @@ def forward(
     packed = cu_seqlens is not None or q_offset > 0
     doc_start, cmp_start = _starts(q, spec, cu_seqlens, q_offset) if packed else (indices, indices)
     planes, query_tile = constants["PLANES"], constants["QT"]
-    limit = chunk_bytes(q_offset + tokens, planes, query_tile, spec)
-    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit, q_offset)
+    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, SCORE_BYTES, q_offset)
     size = score_elements(chunks, groups * planes, scored_from, spec, q_offset)
     workspace = torch.empty(max(1, size), dtype=torch.float32, device=q.device)
 
@@ -87,12 +88,15 @@ def forward(
             width = block_width(q_offset + stop, spec)
             if size and stop > score_first:
                 tiles = cdiv(stop - score_first, query_tile)
-                score_kernel[(tiles * (b1 - b0) * groups,)](
+                programs = tiles * (b1 - b0) * groups
+                splits, span = split_blocks(programs, width, constants["BJ"])
+                score_kernel[(programs * splits,)](
                     q, k, lse, workspace, doc_start, cmp_start,
-                    b0, b1 - b0, score_first, stop, k.shape[1], width, groups,
+                    b0, b1 - b0, score_first, stop, k.shape[1], width, groups, splits, span,
                     *q.stride()[:3], *k.stride()[:3], *lse.stride(),
                     dim**-0.5 * LOG2E,
-                    **constants, PACKED=packed, num_warps=score.num_warps, num_stages=score.num_stages,
+                    **constants, PACKED=packed,
+                    num_warps=score.num_warps, num_stages=score.num_stages, maxnreg=score.maxnreg,
                 )  # fmt: skip
             pick_args, warps = pick_constants(spec, width, pick)
             pick_kernel[((stop - first) * (b1 - b0) * groups,)](
@@ -120,8 +124,7 @@ def forward_workspace(
     constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
     planes = groups * constants["PLANES"]
     packed = cu_seqlens is not None or q_offset > 0
-    limit = chunk_bytes(q_offset + tokens, constants["PLANES"], constants["QT"], spec)
-    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, limit, q_offset)
+    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, SCORE_BYTES, q_offset)
     return 4 * score_elements(chunks, planes, scored_from, spec, q_offset)
 
 
@@ -131,8 +134,10 @@ def forward_workspace(
 @lru_cache(maxsize=256)
 def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params: Launch) -> dict[str, Any]:
     """The compile-time constants of the score kernel."""
-    heads = power_of_2(per_group)
-    columns = max(heads, min(params.columns, heads * 64))  # more queries than 64 cost registers
+    rows = min(16 * params.num_warps, 1 << (params.columns.bit_length() - 1))  # of one product, heads x queries
+    most = max(1, params.columns // per_group)
+    queries = min(rows, max(rows // power_of_2(per_group), 1 << (most.bit_length() - 1), 1))
+    heads = rows // queries
     chunks = spec.sel_block // spec.cmp_stride
     padded = power_of_2(chunks)
     per_tile = min(padded, params.rows)
@@ -140,12 +145,15 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
     low = 1 << (dim.bit_length() - 1)
     return {
         "D": dim, "D0": low, "D1": max(16, power_of_2(dim - low)) if dim > low else 0,
-        "HEADS": per_group, "HP": heads, "QT": columns // heads,
+        "HEADS": per_group, "PRODUCTS": cdiv(per_group, heads),
+        "HP": heads, "QT": queries, "INNER": max(1, 16 // heads),
         "BJ": params.rows // per_tile, "BC": per_tile, "PARTS": padded // per_tile,
         "R": chunks, "CHUNKS": spec.cmp_block // spec.cmp_stride,
         "PLANES": 1 if spec.cmp_block == spec.cmp_stride else 2,
         "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
         "NUM_SELECTED": spec.num_selected, "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
+        # A block with a score ends NUM_LOCAL blocks before the query's: often all its compressed tokens are visible.
+        "MASKED": spec.cmp_block - spec.cmp_stride > (spec.num_local - 1) * spec.sel_block + 1,
         "WIDE": wide,
     }  # fmt: skip
 
@@ -172,10 +180,13 @@ def block_width(stop: int, spec: NSASpec) -> int:
     return cdiv(num_blocks(stop, spec), 16) * 16
 
 
-def chunk_bytes(tokens: int, planes: int, query_tile: int, spec: NSASpec) -> int:
-    """How many bytes of scores a chunk may have. Rows grow with the length: of a million tokens SCORE_BYTES hold a
-    thousand queries, too few to occupy a card."""
-    return max(SCORE_BYTES, SCORE_PROGRAMS * query_tile * 4 * planes * block_width(tokens, spec))
+def split_blocks(programs: int, width: int, tile: int) -> tuple[int, int]:
+    """Into how many parts the blocks of a row are split, each a program of its own, where there would be `programs`,
+    and the blocks of a part: whole tiles. Of a million tokens a chunk has a thousand queries, too few to occupy a card
+    otherwise."""
+    splits = max(1, min(cdiv(SCORE_PROGRAMS, programs), width // (SCORE_TILES * tile)))
+    span = cdiv(cdiv(width, splits), tile) * tile
+    return cdiv(width, span), span
 
 
 @lru_cache(maxsize=256)

@@ -1,16 +1,18 @@
 """The kernels of `selection.py`: block scores on tensor cores, then an exact top-k.
 
-Scores. A second pass over q.k with the log-sum-exp known. Tiles are transposed, compressed tokens as rows and
-(head, query) as columns with the head slow, because then the sum over a group's heads stays inside a thread
-and costs no shuffles. Visibility depends on the query alone: it is applied after that sum, h times cheaper.
+Scores. A second pass over q.k with the log-sum-exp known. A tile is a few products, one after another, with (head,
+query) as rows and compressed tokens as columns; adding them up adds heads inside a thread, and no head is padded where
+a product's share of heads divides their number. Visibility depends on the query alone: it is applied after that sum, h
+times cheaper, and not at all where the local blocks, which need no score, hold all that is not visible.
 Compressed token c of block j gives to block j and, where it sticks out, to block j+1 (cmp_block never exceeds
 sel_block): the two shares are stored as two planes, own[j] and next[j], and score j is own[j] + next[j-1]. No
 token is computed twice, nothing is carried between tiles, and every block's terms are added in one order, so
-that equal inputs give equal scores to the last bit.
+that equal inputs give equal scores to the last bit, and a row's blocks can be split between programs.
 
 Top-k. Scores are not negative: their bits order like integers. One program per row keeps them in registers,
 finds the k-th largest by bisection on the bits, and compacts what lies above it by a prefix sum: the order is
-ascending by construction, and ties are cut off by their rank.
+ascending by construction, and ties are cut off by their rank. The bisection starts from the k-th of the best ones of
+32 lines, which few more than k reach.
 
 Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
 """
@@ -21,27 +23,26 @@ import triton.language as tl
 
 @triton.jit
 def _score_tiles(
-    q0, q1, shift, k_base, stride_kn, out, out_row, position, wanted, base, slots, width, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    HP: tl.constexpr, QT: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    q0s, q1s, shifts, k_base, stride_kn, out, out_row, position, wanted, base, slots, width, begin, span, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRODUCTS: tl.constexpr,
+    HP: tl.constexpr, QT: tl.constexpr, INNER: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
     R: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr,
     CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, WIDE: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of those queries that are `wanted`, all of one document whose slots start at `base`."""
+    """The scores of those queries that are `wanted`, all of one document whose slots start at `base`, for `span` blocks
+    from `begin` on."""
     BN: tl.constexpr = BJ * BC
     visible = tl.where(position + 1 >= CMP_BLOCK, (position + 1 - CMP_BLOCK) // CMP_STRIDE + 1, 0)  # [QT]
     newest = tl.max(tl.where(wanted, position, 0), axis=0) // SEL_BLOCK
-    # Forced blocks need no score, but the first unforced one takes a share from the block before it.
-    first: tl.constexpr = NUM_INIT - 1 if NUM_INIT > 0 else 0
-    stop = newest - NUM_LOCAL + 1
+    stop = tl.minimum(newest - NUM_LOCAL + 1, begin + span)
 
     row = tl.arange(0, BN)
     d0 = tl.arange(0, D0)
     chunk = tl.arange(0, BC)
-    for j0 in range(first, stop, BJ):
-        own = tl.zeros([BJ, QT], dtype=tl.float32)
-        nxt = tl.zeros([BJ, QT], dtype=tl.float32)
+    for j0 in range(begin, stop, BJ):
+        own = tl.zeros([QT, BJ], dtype=tl.float32)
+        nxt = tl.zeros([QT, BJ], dtype=tl.float32)
         for part in tl.static_range(PARTS):
             place = part * BC + row % BC  # within the block; R of a power of two are real
             token = (j0 + row // BC) * R + place  # within the document, [BN]
@@ -49,81 +50,106 @@ def _score_tiles(
             slot = tl.minimum(base + token, slots - 1)
             k_row = k_base + (slot.to(tl.int64) if WIDE else slot) * stride_kn
             k0 = tl.load(k_row[:, None] + d0[None, :])
-            s = tl.dot(k0, q0, input_precision="ieee")  # [BN, HP*QT]
+            k1 = k0
             if D1 > 0:
                 d1 = D0 + tl.arange(0, D1)
                 k1 = tl.load(k_row[:, None] + d1[None, :], mask=(d1 < D)[None, :], other=0.0)
-                s = tl.dot(k1, q1, acc=s, input_precision="ieee")
-            p = tl.exp2(s * scale + shift[None, :])
-            p = tl.sum(tl.reshape(p, [BN, HP, QT]), axis=1)
-            p = tl.where((place < R)[:, None] & (token[:, None] < visible[None, :]), p, 0.0)
-            p = tl.reshape(p, [BJ, BC, QT])
+            for i in tl.static_range(PRODUCTS):
+                s = tl.dot(q0s[i], tl.trans(k0), input_precision="ieee")
+                if D1 > 0:
+                    s = tl.dot(q1s[i], tl.trans(k1), acc=s, input_precision="ieee")
+                e = tl.exp2(s * scale + shifts[i][:, None])
+                if i == 0:
+                    p = e
+                else:
+                    p += e
+            p = tl.sum(tl.reshape(p, [QT // INNER, HP, INNER, BN]), axis=1)
+            p = tl.reshape(p, [QT, BN])
+            if MASKED:
+                p = tl.where(token[None, :] < visible[:, None], p, 0.0)
+            if R != BC * PARTS:
+                p = tl.where((place < R)[None, :], p, 0.0)
+            p = tl.reshape(p, [QT, BJ, BC])
             left = R - (part * BC + chunk)  # chunks from this compressed token's start to the block's end
             own_weight = tl.minimum(left, CHUNKS).to(tl.float32)
-            own += tl.sum(p * own_weight[None, :, None], axis=1)
+            own += tl.sum(p * own_weight[None, None, :], axis=2)
             if PLANES == 2:
                 next_weight = tl.maximum(CHUNKS - left, 0).to(tl.float32)
-                nxt += tl.sum(p * next_weight[None, :, None], axis=1)
+                nxt += tl.sum(p * next_weight[None, None, :], axis=2)
         block = j0 + tl.arange(0, BJ)
-        place = out + out_row[None, :] + block[:, None]
+        place = out + out_row[:, None] + block[None, :]
         if PLANES == 2:
             # next[j] lies where own[j+1] does, one plane on, so that the reader needs no shift.
             plane = tl.arange(0, 2)[None, None, :]
-            ok = wanted[None, :, None] & (block[:, None, None] + plane < width)
+            ok = wanted[:, None, None] & (block[None, :, None] + plane < width)
             tl.store(place[:, :, None] + plane * (width + 1), tl.join(own, nxt), mask=ok)
         else:
-            tl.store(place, own, mask=wanted[None, :] & (block < width)[:, None])
+            tl.store(place, own, mask=wanted[:, None] & (block < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["b0", "batch", "row_first", "row_stop", "slots"])
+@triton.jit(do_not_specialize=["b0", "batch", "row_first", "row_stop", "slots", "splits", "span"])
 def score_kernel(
     q, k, lse, out, doc_start, cmp_start,
-    b0, batch, row_first, row_stop, slots, width, groups,
+    b0, batch, row_first, row_stop, slots, width, groups, splits, span,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_lb, stride_ls, stride_lh,
     scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEADS: tl.constexpr,
-    HP: tl.constexpr, QT: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEADS: tl.constexpr, PRODUCTS: tl.constexpr,
+    HP: tl.constexpr, QT: tl.constexpr, INNER: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
     R: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr,
     CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: QT neighbouring queries, all heads of one group. out [batch, rows, G, PLANES, width]."""
+    """One program: QT neighbouring queries, all heads of one group, `span` blocks.
+    out [batch, rows, G, PLANES, width]."""
     pid = tl.program_id(0)
     g = pid % groups
     b = pid // groups % batch
+    split = pid // (groups * batch) % splits
     # The last queries see most: they start first, so that no long program starts at the end.
-    tile = tl.cdiv(row_stop - row_first, QT) - 1 - pid // (groups * batch)
+    tile = tl.cdiv(row_stop - row_first, QT) - 1 - pid // (groups * batch * splits)
     s_first = row_first + tile * QT
-
-    column = tl.arange(0, HP * QT)  # head slow, query fast
-    head = column // QT
-    s_column = s_first + column % QT
-    real = (head < HEADS) & (s_column < row_stop)
-    b64 = (b0 + b).to(tl.int64)
-    s64 = s_column.to(tl.int64)
-    h64 = (g * HEADS + head).to(tl.int64)
-    q_row = q + b64 * stride_qb + s64 * stride_qs + h64 * stride_qh
-    d0 = tl.arange(0, D0)
-    q0 = tl.trans(tl.load(q_row[:, None] + d0[None, :], mask=real[:, None], other=0.0))  # [D0, HP*QT]
-    q1 = q0
-    if D1 > 0:
-        d1 = D0 + tl.arange(0, D1)
-        mask = real[:, None] & (d1 < D)[None, :]
-        q1 = tl.trans(tl.load(q_row[:, None] + d1[None, :], mask=mask, other=0.0))
-    row_lse = tl.load(lse + b64 * stride_lb + s64 * stride_ls + h64 * stride_lh, mask=real, other=0.0)
-    # exp2(x - inf) = 0 takes the padding out of the sum over heads.
-    shift = tl.where(row_lse == -float("inf"), 0.0, row_lse * -1.4426950408889634)
-    shift = tl.where(real, shift, -float("inf"))
+    # Forced blocks need no score, but the first unforced one takes a share from the block before it.
+    begin = (NUM_INIT - 1 if NUM_INIT > 0 else 0) + split * span
 
     rows = s_first + tl.arange(0, QT)
     exists = rows < row_stop
+    starts = tl.zeros([QT], tl.int32)
+    if PACKED:
+        starts = tl.load(doc_start + rows, mask=exists, other=0).to(tl.int32)
+    position = tl.where(exists, rows - starts, 0)
+    if begin > tl.max(position, axis=0) // SEL_BLOCK - NUM_LOCAL:
+        return
+
+    # A product's row: 16 // HP queries of one head, then as many of the next, so that heads are added inside a thread
+    # or between neighbouring lanes.
+    row = tl.arange(0, HP * QT)
+    s_row = s_first + row // (HP * INNER) * INNER + row % INNER
+    b64 = (b0 + b).to(tl.int64)
+    s64 = s_row.to(tl.int64)
+    d0 = tl.arange(0, D0)
+    d1 = D0 + tl.arange(0, D1 if D1 > 0 else 16)
+    q0s = ()
+    q1s = ()
+    shifts = ()
+    for i in tl.static_range(PRODUCTS):
+        head = i * HP + row // INNER % HP
+        real = (head < HEADS) & (s_row < row_stop)
+        h64 = (g * HEADS + head).to(tl.int64)
+        q_row = q + b64 * stride_qb + s64 * stride_qs + h64 * stride_qh
+        q0s += (tl.load(q_row[:, None] + d0[None, :], mask=real[:, None], other=0.0),)  # type: ignore[assignment]
+        if D1 > 0:
+            mask = real[:, None] & (d1 < D)[None, :]
+            q1s += (tl.load(q_row[:, None] + d1[None, :], mask=mask, other=0.0),)  # type: ignore[assignment]
+        row_lse = tl.load(lse + b64 * stride_lb + s64 * stride_ls + h64 * stride_lh, mask=real, other=0.0)
+        # exp2(x - inf) = 0 takes the padding out of the sum over heads.
+        shift = tl.where(row_lse == -float("inf"), 0.0, row_lse * -1.4426950408889634)
+        shifts += (tl.where(real, shift, -float("inf")),)  # type: ignore[assignment]
+
     k_base = k + b64 * stride_kb + g.to(tl.int64) * stride_kg
     out_row = ((b.to(tl.int64) * (row_stop - row_first) + (rows - row_first)) * groups + g) * (PLANES * width)
     if PACKED:
-        starts = tl.load(doc_start + rows, mask=exists, other=0).to(tl.int32)
         bases = tl.load(cmp_start + rows, mask=exists, other=0).to(tl.int32)
-        position = tl.where(exists, rows - starts, 0)
         enough = exists & (position // SEL_BLOCK >= NUM_SELECTED)
         # A tile may touch several documents; each has slots of its own, so they take turns.
         at = s_first
@@ -135,18 +161,18 @@ def score_kernel(
             wanted = enough & same
             if tl.max(wanted.to(tl.int32), axis=0) > 0:
                 _score_tiles(
-                    q0, q1, shift, k_base, stride_kn, out, out_row, position, wanted,
-                    base, slots, width, scale,
-                    D, D0, D1, HP, QT, BJ, BC, PARTS, R, CHUNKS, PLANES,
-                    CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_INIT, NUM_LOCAL, WIDE,
+                    q0s, q1s, shifts, k_base, stride_kn, out, out_row, position, wanted,
+                    base, slots, width, begin, span, scale,
+                    D, D0, D1, PRODUCTS, HP, QT, INNER, BJ, BC, PARTS, R, CHUNKS, PLANES,
+                    CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_LOCAL, MASKED, WIDE,
                 )  # fmt: skip
             at += tl.maximum(tl.sum(same.to(tl.int32), axis=0), 1)
     else:
         _score_tiles(
-            q0, q1, shift, k_base, stride_kn, out, out_row, tl.where(exists, rows, 0), exists,
-            0, slots, width, scale,
-            D, D0, D1, HP, QT, BJ, BC, PARTS, R, CHUNKS, PLANES,
-            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_INIT, NUM_LOCAL, WIDE,
+            q0s, q1s, shifts, k_base, stride_kn, out, out_row, position, exists,
+            0, slots, width, begin, span, scale,
+            D, D0, D1, PRODUCTS, HP, QT, INNER, BJ, BC, PARTS, R, CHUNKS, PLANES,
+            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_LOCAL, MASKED, WIDE,
         )  # fmt: skip
 
 
@@ -174,14 +200,30 @@ def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.const
 
 
 @triton.jit
+def ranks(keys):
+    """How many of few keys come before each: those that are larger, or as large and before it."""
+    i = tl.arange(0, keys.shape[0])
+    least = keys[:, None] + (i[None, :] >= i[:, None]).to(tl.int32)
+    return tl.sum((keys[None, :] >= least).to(tl.int32), 1)
+
+
+@triton.jit
 def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, WAYS: tl.constexpr):
     """The FREE best of blocks first .. stop by their keys; those of the others are -1. An interval is cut into WAYS, up
     to 5: more of them take fewer turns, each with more comparisons; below 2**15 keys fit the counts of one number.
     Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
-    high = tl.max(keys, axis=0) + 1
-    low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
-    count = stop - first
+    if FREE <= 32:
+        # The FREE-th of the best ones of 32 lines: few more keys than FREE reach it. Neighbours, which are often alike,
+        # are in different lines.
+        best = tl.max(tl.reshape(keys, [BLOCK // 32, 32]), axis=0)
+        high = tl.max(best, axis=0) + 1
+        low = tl.maximum(tl.sum(tl.where(ranks(best) == FREE - 1, best, 0), axis=0), 0)
+        count = tl.sum((keys >= low).to(tl.int32), axis=0)
+    else:
+        high = tl.max(keys, axis=0) + 1
+        low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
+        count = stop - first
     while (high - low > 1) & (count != FREE):
         bottom, top, step = low, high, tl.maximum((high - low) // WAYS, 1)
         counts = tl.zeros([BLOCK], tl.int32 if WAYS == 2 else tl.int64)

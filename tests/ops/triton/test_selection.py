@@ -165,7 +165,6 @@ def test_rows_longer_than_the_registers(ties):
 def test_small_workspaces_change_nothing(monkeypatch):
     q, k, lse, _ = tensors(SMALL, 90, 2, 1, 16, batch=2)
     whole = selection.forward(q, k, lse, SMALL, None, params(32, 32))
-    monkeypatch.setattr(selection, "SCORE_PROGRAMS", 0)
     for limit in (1, 5_000):
         monkeypatch.setattr(selection, "SCORE_BYTES", limit)
         assert torch.equal(whole, selection.forward(q, k, lse, SMALL, None, params(32, 32)))
@@ -186,14 +185,30 @@ def test_chunks_cover_all_queries_within_the_limit():
         assert covered == batch * tokens
 
 
-def test_chunks_of_a_million_tokens_occupy_a_card_with_a_workspace_that_grows_with_the_length_alone():
-    spec, groups, query_tile = NSASpec(), 2, 16
-    for tokens, most in ((1 << 16, 256), (1 << 20, 1100), (1 << 22, 4400)):
-        limit = selection.chunk_bytes(tokens, 2, query_tile, spec)
-        assert limit <= most << 20
-        _, chunks = selection.plan_chunks(1, tokens, 2 * groups, query_tile, spec, False, limit)
-        programs = [(stop - max(first, 1024)) // query_tile * groups for _, _, first, stop in chunks[:-1]]
-        assert min(programs, default=528) >= 528
+def test_launches_of_a_million_tokens_occupy_a_card_with_a_fixed_workspace():
+    spec, groups, query_tile = NSASpec(), 2, 32
+    for tokens in (1 << 16, 1 << 20, 1 << 22):
+        _, chunks = selection.plan_chunks(1, tokens, 2 * groups, query_tile, spec, False, selection.SCORE_BYTES)
+        for _, _, first, stop in chunks[:-1]:
+            width = selection.block_width(stop, spec)
+            programs = (stop - max(first, 1024)) // query_tile * groups
+            splits, span = selection.split_blocks(programs, width, 16)
+            assert programs * splits >= 2000
+            assert span % 16 == 0
+            assert (splits - 1) * span < width <= splits * span
+
+
+@pytest.mark.parametrize("cu", [None, [0, 40, 41, 240]])
+@pytest.mark.parametrize("sizes", [(8, 4, 16, 4, 1, 1), (8, 4, 16, 5, 2, 2), (8, 4, 16, 5, 0, 2)])
+def test_rows_split_between_programs_change_nothing(sizes, cu, monkeypatch):
+    """With two local blocks nothing that is not visible needs a score: there is no mask then."""
+    spec = NSASpec(*sizes, 16)
+    q, k, lse, borders = tensors(spec, 240, 3, 1, 16, cu=cu)
+    launches = params(48, 16)
+    whole = check(q, k, lse, spec, borders, launches)
+    monkeypatch.setattr(selection, "SCORE_TILES", 1)
+    assert selection.split_blocks(1, selection.block_width(240, spec), 4)[0] > 1
+    assert torch.equal(whole, selection.forward(q, k, lse, spec, borders, launches))
 
 
 def test_strides_do_not_matter():
