@@ -125,8 +125,9 @@ def _measure(config: Config, steps: int) -> float:
 
 
 def check_chunks(seq_len: int, options: argparse.Namespace) -> dict[str, float]:
-    """Relative differences between a pass in chunks of tokens and one that computes everything at once."""
+    """Relative differences between a pass in chunks of tokens and one that computes everything at once, both eager."""
     config = config_of(seq_len, options)
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"compile": False})})
     found = []
     with numerics(config.runtime):
         state = build_state(config, ByteTokenizer())
