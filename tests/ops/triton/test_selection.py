@@ -104,6 +104,12 @@ def test_every_geometry(sizes):
     check(*tensors(spec, 110, 2, 1, 16)[:3], spec, None, params(32, 32))
 
 
+@pytest.mark.parametrize("free", [31, 32, 33])  # the bound from 32 lines' best ones serves up to 32 places
+def test_many_free_places(free):
+    spec = NSASpec(4, 4, 4, free + 1, 0, 1, 16)
+    check(*tensors(spec, 180, 2, 1, 16)[:3], spec, None, params(32, 32))
+
+
 def test_blocks_of_more_compressed_tokens_than_a_tile():
     spec = NSASpec(32, 1, 32, 3, 0, 1, 16)
     check(*tensors(spec, 150, 2, 1, 16)[:3], spec, None, params(16, 16))
