@@ -23,7 +23,8 @@ from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
-SCORE_BYTES = 256 << 20  # of one chunk of queries
+SCORE_BYTES = 256 << 20  # of one chunk of queries, or
+SCORE_BYTES_PER_TOKEN = 1 << 10  # where that is more: rows grow with the length, and short launches leave a card idle
 SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would leave multiprocessors idle at its end
 SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
@@ -78,7 +79,8 @@ def forward(
     packed = cu_seqlens is not None or q_offset > 0
     doc_start, cmp_start = _starts(q, spec, cu_seqlens, q_offset) if packed else (indices, indices)
     planes, query_tile = constants["PLANES"], constants["QT"]
-    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, SCORE_BYTES, q_offset)
+    limit = max(SCORE_BYTES, SCORE_BYTES_PER_TOKEN * (q_offset + tokens))
+    scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit, q_offset)
     size = score_elements(chunks, groups * planes, scored_from, spec, q_offset)
     workspace = torch.empty(max(1, size), dtype=torch.float32, device=q.device)
 
@@ -124,7 +126,8 @@ def forward_workspace(
     constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
     planes = groups * constants["PLANES"]
     packed = cu_seqlens is not None or q_offset > 0
-    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, SCORE_BYTES, q_offset)
+    limit = max(SCORE_BYTES, SCORE_BYTES_PER_TOKEN * (q_offset + tokens))
+    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, limit, q_offset)
     return 4 * score_elements(chunks, planes, scored_from, spec, q_offset)
 
 

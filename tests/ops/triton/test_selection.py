@@ -173,6 +173,7 @@ def test_small_workspaces_change_nothing(monkeypatch):
     whole = selection.forward(q, k, lse, SMALL, None, params(32, 32))
     for limit in (1, 5_000):
         monkeypatch.setattr(selection, "SCORE_BYTES", limit)
+        monkeypatch.setattr(selection, "SCORE_BYTES_PER_TOKEN", 0)
         assert torch.equal(whole, selection.forward(q, k, lse, SMALL, None, params(32, 32)))
 
 
