@@ -50,7 +50,7 @@ def _uniform(count: int, seed: int, key: int) -> Uniform:
 
 
 def num_drawn(length: int) -> int:
-    return 3 + 3 * NUM_KEYS + 2 * length
+    return 3 + NUM_KEYS + 3 * length
 
 
 class Parts:
@@ -72,8 +72,8 @@ class Parts:
         return np.stack([np.argsort(words)[:keys], chosen], axis=1)
 
     def filler(self, uniform: Uniform, room: int) -> Numbers:
-        """As many sentences as fit into `room` tokens, and one more."""
-        chosen = (uniform[: max(0, room) // self.shortest_filler + 1] * len(FILLER)).astype(np.int64)
+        """As many sentences as fit into `room` tokens, and one more; none where there is no room."""
+        chosen = (uniform[: room // self.shortest_filler + 1 if room > 0 else 0] * len(FILLER)).astype(np.int64)
         parts = NUM_KEYS + NUM_VALUES + chosen
         return parts[: 1 + int(np.searchsorted(np.cumsum(self.lengths[parts]), room, side="right"))]
 
@@ -92,11 +92,11 @@ class Parts:
 
     def document(self, length: int, draw: Uniform) -> TokenArray:
         """The training document that `draw`, of `num_drawn(length)`, decides."""
-        keys = int(min(NUM_KEYS, max(1, length // (2 * self.longest_pair))) ** draw[0])
+        keys = int((1 + min(NUM_KEYS, max(1, length // (2 * self.longest_pair)))) ** draw[0])
         full = 1 + length // (self.shortest_pair * keys)
         some = max(2, min(2 << int(3 * draw[2]), length // (self.longest_pair * keys)))
         rounds = full if draw[1] < 0.5 else some
-        words, values, orders, rest = np.split(draw[3:], np.cumsum([NUM_KEYS, NUM_KEYS, rounds * keys]))
+        words, values, orders, rest = np.split(draw[3:], np.cumsum([NUM_KEYS, keys, rounds * keys]))
         pairs = self.pairs(words, values, keys)[np.argsort(orders.reshape(rounds, keys)).ravel()]
         filler = self.filler(rest, length - self.size(pairs))
         is_pair = np.argsort(rest[-len(pairs) - len(filler) :]) < len(pairs)

@@ -70,14 +70,15 @@ def _backward_rows(
 
 def forward_workspace(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
     """Bytes that `forward` holds on top of arguments and results: gate and up joined, and of one chunk their products,
-    what is activated and what it is multiplied to, and the normed input."""
+    what is activated and the products of the chunk before, and the normed input."""
     tokens, channels, width = min(CHUNK, x.numel() // x.shape[-1]), x.shape[-1], gate.shape[0]
     return out.element_size() * (2 * gate.numel() + tokens * (channels + 4 * width))
 
 
 def backward_workspace(dy: Tensor, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
-    """Bytes that `backward` holds on top of arguments and results: sums in float32 instead of gradients in the type of
-    the weights, and of one chunk eight tensors as wide as the hidden layer beside the normed input."""
+    """Bytes at most that `backward` holds on top of arguments and results: sums in float32 instead of gradients in the
+    type of the weights, and of one chunk eight tensors as wide as the hidden layer beside the normed input. These are
+    the reference's; the kernels hold six."""
     tokens, channels, width = min(CHUNK, x.numel() // x.shape[-1]), x.shape[-1], gate.shape[0]
     weights = gate.numel() * (3 * 4 - out.element_size())
     return weights + tokens * (out.element_size() * (channels + 8 * width) + 4 * channels)

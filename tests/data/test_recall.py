@@ -40,7 +40,7 @@ def test_every_question_has_the_answer_its_document_gave_at_any_distance(tokeniz
         assert times[-1] - times[0] <= 1  # only the last round may be cut
         assert set(places) <= set(WORDS)
         num_keys.append(len(places))
-        has_filler.append(text.count(".") > 3)
+        has_filler.append("." in text)
         assert has_filler[-1] or len(pairs_of(text)) > 4096 / 7 - 8
         assert not has_filler[-1] or times[-1] <= 8
     shares = np.histogram(distances, bins=4, range=(0, 1))[0] / len(distances)

@@ -149,6 +149,6 @@ def _activate_backward_kernel(dmixed, hidden, mixed, dhidden, width, M: tl.const
     opened = tl.sigmoid(gate)
     activated = gate * opened
     tl.store(mixed + t * width + m, (activated * up).to(mixed.dtype.element_ty), mask=mask)
-    dgate = grad * up * opened * (1.0 + gate - activated)
+    dgate = grad * up * opened * (1.0 + gate * (1.0 - opened))
     tl.store(dhidden + 2 * t * width + m, dgate.to(dhidden.dtype.element_ty), mask=mask)
     tl.store(dhidden + (2 * t + 1) * width + m, (grad * activated).to(dhidden.dtype.element_ty), mask=mask)

@@ -23,8 +23,8 @@ from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
-SCORE_BYTES = 256 << 20  # of one chunk of queries, or
-SCORE_BYTES_PER_TOKEN = 1 << 10  # where that is more: rows grow with the length, and short launches leave a card idle
+SCORE_BYTES = 256 << 20  # of one chunk of queries, or where that is more
+SCORE_BYTES_PER_TOKEN = 1 << 10
 SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would leave multiprocessors idle at its end
 SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
@@ -79,7 +79,7 @@ def forward(
     packed = cu_seqlens is not None or q_offset > 0
     doc_start, cmp_start = _starts(q, spec, cu_seqlens, q_offset) if packed else (indices, indices)
     planes, query_tile = constants["PLANES"], constants["QT"]
-    limit = max(SCORE_BYTES, SCORE_BYTES_PER_TOKEN * (q_offset + tokens))
+    limit = score_bytes(q_offset + tokens)
     scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit, q_offset)
     size = score_elements(chunks, groups * planes, scored_from, spec, q_offset)
     workspace = torch.empty(max(1, size), dtype=torch.float32, device=q.device)
@@ -126,7 +126,7 @@ def forward_workspace(
     constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
     planes = groups * constants["PLANES"]
     packed = cu_seqlens is not None or q_offset > 0
-    limit = max(SCORE_BYTES, SCORE_BYTES_PER_TOKEN * (q_offset + tokens))
+    limit = score_bytes(q_offset + tokens)
     scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, limit, q_offset)
     return 4 * score_elements(chunks, planes, scored_from, spec, q_offset)
 
@@ -139,7 +139,7 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
     """The compile-time constants of the score kernel."""
     rows = min(16 * params.num_warps, 1 << (params.columns.bit_length() - 1))  # of one product, heads x queries
     most = max(1, params.columns // per_group)
-    queries = min(rows, max(rows // power_of_2(per_group), 1 << (most.bit_length() - 1), 1))
+    queries = min(rows, 1 << (most.bit_length() - 1))
     heads = rows // queries
     chunks = spec.sel_block // spec.cmp_stride
     padded = power_of_2(chunks)
@@ -183,10 +183,14 @@ def block_width(stop: int, spec: NSASpec) -> int:
     return cdiv(num_blocks(stop, spec), 16) * 16
 
 
+def score_bytes(tokens: int) -> int:
+    """Bytes that the scores of a chunk may have. Rows grow with the length, and so does this."""
+    return max(SCORE_BYTES, SCORE_BYTES_PER_TOKEN * tokens)
+
+
 def split_blocks(programs: int, width: int, tile: int) -> tuple[int, int]:
     """Into how many parts the blocks of a row are split, each a program of its own, where there would be `programs`,
-    and the blocks of a part: whole tiles. Of a million tokens a chunk has a thousand queries, too few to occupy a card
-    otherwise."""
+    and the blocks of a part: whole tiles. Rows of a million tokens are long, and a chunk has few of them."""
     splits = max(1, min(cdiv(SCORE_PROGRAMS, programs), width // (SCORE_TILES * tile)))
     span = cdiv(cdiv(width, splits), tile) * tile
     return cdiv(width, span), span

@@ -192,10 +192,10 @@ def test_chunks_cover_all_queries_within_the_limit():
         assert covered == batch * tokens
 
 
-def test_launches_of_a_million_tokens_occupy_a_card_with_a_fixed_workspace():
+def test_launches_of_a_million_tokens_occupy_a_card():
     spec, groups, query_tile = NSASpec(), 2, 32
     for tokens in (1 << 16, 1 << 20, 1 << 22):
-        _, chunks = selection.plan_chunks(1, tokens, 2 * groups, query_tile, spec, False, selection.SCORE_BYTES)
+        _, chunks = selection.plan_chunks(1, tokens, 2 * groups, query_tile, spec, False, selection.score_bytes(tokens))
         for _, _, first, stop in chunks[:-1]:
             width = selection.block_width(stop, spec)
             programs = (stop - max(first, 1024)) // query_tile * groups
