@@ -30,7 +30,7 @@ class Launch:
     tma            tiles are loaded by the tensor memory accelerator (sm_90 and later), where memory is laid out for it.
                    Of flash.py.
     maxnreg        registers of a thread, where fewer than the compiler would take let another program run beside. Of
-                   dK and dV by the TMA, and of block scores.
+                   dK and dV by the TMA, of block scores, and of selected attention by tiles.
     """
 
     rows: int

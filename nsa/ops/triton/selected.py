@@ -9,6 +9,7 @@ Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -16,13 +17,25 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import launch, selected_backward
+from nsa.ops.triton import launch, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, launch_on
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, head_class, launch_on
 from nsa.ops.triton.selected_lists import count_blocks, number_blocks
-from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, decode_tile, list_bytes, plan_tiles, unit_stride
+from nsa.ops.triton.selected_tiles import (
+    KEY_MASK,
+    NO_MASK,
+    TilePlan,
+    choose_tiles,
+    decode_tile,
+    list_bytes,
+    loop_bounds,
+    plan_tiles,
+    unit_stride,
+)
 
 MAX_TOKENS = 1 << 30
+PARTS_MAX_PER_GROUP = 7  # heads of a group up to which rows that do not share blocks are done block by block; 0: never
+PARTS_RATIO = {64: 3.0, 128: 5.0}  # TilePlan.ratio of that, by class of head size; no other has it
 
 LAUNCHES = LaunchTable(
     {
@@ -30,10 +43,16 @@ LAUNCHES = LaunchTable(
         ("small", "sm80", 128): Launch(16, 32, 1, 3),
         ("small", "sm80", 256): Launch(16, 32, 2, 2),
         ("small", "fp32", 256): Launch(16, 32, 4, 1),
+        ("large", "sm90", 64): Launch(64, 64, 4, 3, maxnreg=168),
         ("large", "sm80", 128): Launch(64, 64, 4, 3),
         ("large", "sm80", 256): Launch(64, 64, 8, 2),
         ("large", "fp32", 64): Launch(32, 32, 4, 1),
         ("large", "fp32", 256): Launch(16, 32, 4, 1),
+        # Of selected_parts: the gathered rows of a step; a block is read at once.
+        ("parts", "sm80", 64): Launch(64, 64, 4, 3),
+        ("parts", "sm80", 128): Launch(64, 64, 4, 2),
+        ("parts", "sm80", 256): Launch(64, 64, 8, 2),
+        ("parts", "fp32", 256): Launch(16, 64, 4, 1),
     }
 )
 
@@ -50,7 +69,14 @@ def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
 
 def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> TilePlan:
     """The checked-in launch parameters for such tensors."""
-    return choose_tiles(q, k, v, spec, LAUNCHES, card)
+    plan = choose_tiles(q, k, v, spec, LAUNCHES, card)
+    head, kind = head_class(q.shape[3], v.shape[3]), (card or card_of(q)).kind
+    few = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP
+    if plan.method != "adaptive" or not few or head not in PARTS_RATIO or kind != "sm90" or q.element_size() != 2:
+        return plan
+    if spec.sel_block > selected_parts.MAX_BLOCK:
+        return plan
+    return replace(plan, method="parts", ratio=PARTS_RATIO[head])
 
 
 def forward(
@@ -74,24 +100,32 @@ def forward(
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
         blocks = number_blocks(k.shape[1], spec, cu_seqlens, q.device, q_offset)
-        for tile_pass in plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params):
-            tile_pass.launch(_attend_kernel, (q, k, v, o, lse), (), scale, spec)
+        tensors = (q, k, v, o, lse)
+        passes = plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params)
+        for tile_pass in passes:
+            tile_pass.launch(_attend_kernel, tensors, (), scale, spec)
+        if params.method == "parts":
+            lists, parts = passes[0].lists, LAUNCHES.find("parts", q, v)
+            assert lists.take is not None
+            selected_parts.attend_parts(tensors, indices, spec, blocks, lists.take, lists.queries, parts, scale)
     return o, lse
 
 
 def forward_workspace(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
 ) -> int:
-    """Bytes that `forward` holds on top of arguments and results: the blocks that each tile of queries reads."""
-    plan = default_params(q, k, v, spec, H200)
-    return sum(list_bytes(indices, count_blocks(k.shape[1], spec, cu_seqlens), q.shape[2] // k.shape[2], plan))
+    """Bytes that `forward` holds on top of arguments and results: the blocks that each tile of queries reads, and the
+    parts of a stretch of queries."""
+    plan, blocks = default_params(q, k, v, spec, H200), count_blocks(k.shape[1], spec, cu_seqlens)
+    lists = sum(list_bytes(indices, blocks, q.shape[2] // k.shape[2], plan))
+    return lists + (selected_parts.plan_stretch(q, v, indices, blocks).bytes if plan.method == "parts" else 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr,
     o_ptr, lse_ptr, entries_ptr,  # [B, S, H, DV] contiguous; [B, S, H]; [P, tiles, capacity]
-    counts_ptr, take_ptr,  # [P, tiles, 2]; [P, large_tiles]
+    counts_ptr, take_ptr,  # [P, tiles, 3]; [P, large_tiles]
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, tokens, q_offset, groups, tiles,
     capacity, large_tiles,
     scale,  # Dk ** -0.5 * log2(e)
@@ -118,27 +152,16 @@ def _attend_kernel(
     keys = q_offset + tokens  # the queries are the last tokens of the sequence
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
-    num_whole = tl.load(counts_ptr + here * 2)
-    num_all = tl.load(counts_ptr + here * 2 + 1)
     top = tl.full([ROWS], -float("inf"), tl.float32)  # running maximum, in base-2 units
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    acc, top, total = _attend_entries(
-        acc, top, total, q, q_offset + t, slot, entries, 0, num_whole, k_base, v_base, keys, scale,
-        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, False, False,
-    )  # fmt: skip
-    # Only near the end of the sequence can a tile of keys reach beyond it. (One loop after the other, not a
-    # branch: the loops then share their buffers.)
-    inside = (tile + 1) * QUERIES + (SEL + KEYS) <= tokens
-    num_inside = tl.where(inside, num_all, num_whole)
-    acc, top, total = _attend_entries(
-        acc, top, total, q, q_offset + t, slot, entries, num_whole, num_inside, k_base, v_base, keys, scale,
-        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, False,
-    )  # fmt: skip
-    acc, top, total = _attend_entries(
-        acc, top, total, q, q_offset + t, slot, entries, num_inside, num_all, k_base, v_base, keys, scale,
-        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, True,
-    )  # fmt: skip
+    # One loop after the other, not a branch: the loops then share their buffers.
+    for mode in tl.static_range(3):
+        begin, end = loop_bounds(mode, counts_ptr + here * 3)
+        acc, top, total = _attend_entries(
+            acc, top, total, q, q_offset + t, slot, entries, begin, end, k_base, v_base, keys, scale, STRIDE_KS,
+            STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, mode,
+        )  # fmt: skip
 
     # A row that reads nothing gives 0 and -inf.
     safe = tl.where(total > 0, total, 1.0)
@@ -155,12 +178,13 @@ def _attend_entries(
     acc, top, total, q,  # [ROWS, BLOCK_DV]; [ROWS]; [ROWS]; [ROWS, BLOCK_DK]
     t, slot, entries, begin, end, k_base, v_base, tokens, scale, STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CHECKED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over entries [begin, end). Without MASKED every row reads all of every block, without
-    CHECKED all keys loaded lie inside the sequence."""
+    """Online softmax over entries [begin, end). With NO_MASK every row reads all of every block, with ROW_MASK all or
+    nothing. Only with KEY_MASK can a key lie outside the sequence."""
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     PADDED: tl.constexpr = SEL % KEYS != 0
+    CHECKED: tl.constexpr = PADDED or MASK == KEY_MASK
     col = tl.arange(0, KEYS)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_offs = col.to(tl.int64)[:, None] * STRIDE_KS + dk[None, :]
@@ -172,26 +196,25 @@ def _attend_entries(
         readable = first + col < tokens
         if PADDED:
             readable = readable & (col < SEL - shift)
-        k = load_tile(k_base + first.to(tl.int64) * STRIDE_KS + k_offs, readable, dk, DK, BLOCK_DK, CHECKED or PADDED)
+        k = load_tile(k_base + first.to(tl.int64) * STRIDE_KS + k_offs, readable, dk, DK, BLOCK_DK, CHECKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
-        if MASKED:
-            # The last column a row reads, none if its query did not choose the block: one comparison in all.
-            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
-            last = tl.where(chosen, t - first, -1)
-            if PADDED:
-                last = tl.minimum(last, SEL - 1 - shift)
-            s = tl.where(col[None, :] <= last[:, None], s, -float("inf"))
-        elif PADDED:
+        if PADDED:
             s = tl.where((col < SEL - shift)[None, :], s, -float("inf"))
+        if MASK != NO_MASK:
+            # By choice, not by the exponent: another query's block may hold what is not finite.
+            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
+            if MASK == KEY_MASK:
+                s = tl.where((first + col)[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
+            else:
+                s = tl.where(chosen[:, None], s, -float("inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * scale)
-        if MASKED:
+        base = new_top
+        if MASK != NO_MASK:
             base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        else:
-            base = new_top
         p = tl.exp2(s * scale - base[:, None])
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(p, 1)
-        v = load_tile(v_base + first.to(tl.int64) * STRIDE_VS + v_offs, readable, dv, DV, BLOCK_DV, CHECKED or PADDED)
+        v = load_tile(v_base + first.to(tl.int64) * STRIDE_VS + v_offs, readable, dv, DV, BLOCK_DV, CHECKED)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         top = new_top
     return acc, top, total

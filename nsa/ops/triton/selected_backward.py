@@ -20,7 +20,13 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected_lists, selected_tiles
 from nsa.ops.triton.flash_kernels import load_tile
 from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2
-from nsa.ops.triton.selected_lists import BlockLists, Blocks, count_blocks, number_blocks
+from nsa.ops.triton.selected_lists import (
+    BlockLists,
+    Blocks,
+    block_place,
+    count_blocks,
+    number_blocks,
+)
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
 from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, unit_stride
 
@@ -31,7 +37,7 @@ FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, t
 LAUNCHES = LaunchTable(
     {
         ("block_fused", "sm90", 64): Launch(128, 64, 4, 2),
-        ("block_fused", "sm90", 128): Launch(32, 64, 4, 3),
+        ("block_fused", "sm90", 128): Launch(32, 64, 4, 2),
         ("block_fused", "sm90", 256): Launch(32, 64, 8, 2),
         ("block_fused", "sm80", 64): Launch(32, 64, 4, 3),
         ("block_fused", "sm80", 128): Launch(32, 64, 8, 2),
@@ -70,12 +76,14 @@ LAUNCHES = LaunchTable(
 @dataclass(frozen=True)
 class BackwardPlan:
     """dq "fused" or "separate"; `block` is the block-major launch (rows = gathered rows a step), its lists cut
-    into items of `chunk` queries; `query` the query-major launches of a separate dQ."""
+    into items of `chunk` queries; `query` the query-major launches of a separate dQ. With `late`, a fused dQ is added
+    a step later, while the next rows are on their way."""
 
     dq: str
     block: Launch
     chunk: int
     query: TilePlan
+    late: bool = False
 
 
 def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> BackwardPlan:
@@ -121,20 +129,22 @@ def backward(
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
         blocks = number_blocks(k.shape[1], spec, cu_seqlens, q.device, q_offset)
-        delta = torch.empty_like(lse)
+        lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)  # lse in base 2
         if params.dq == "fused":
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-            _launch_delta(do, o, delta)
+            _launch_delta(do, o, lse, lse2, delta)
         else:
             dq = q.new_empty(q.shape)
-            tensors, strides = (q, k, v, o, do, lse, delta, dq), (*o.stride()[:3], *do.stride()[:3])
+            tensors, strides = (q, k, v, o, do, lse, lse2, delta, dq), (*o.stride()[:3], *do.stride()[:3])
             for tile_pass in selected_tiles.plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params.query):
                 tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, spec)
         pairs = k.shape[0] * k.shape[2]
         for turn in selected_lists.plan_turns(q.shape[1], blocks.count, pairs):
             lists = selected_lists.block_lists(indices, spec, blocks, params.chunk, turn)
-            _launch_block(lists, blocks, params, spec, (q, k, v, do, lse, delta, dq, dk, dv))
-    return dq.to(q.dtype), dk, dv
+            _launch_block(lists, blocks, params, spec, (q, k, v, do, lse2, delta, dq, dk, dv))
+        if params.dq == "fused":
+            dq = _scaled(dq, q.shape[3] ** -0.5, q.dtype)
+    return dq, dk, dv
 
 
 def backward_workspace(
@@ -148,9 +158,9 @@ def backward_workspace(
     spec: NSASpec,
     cu_seqlens: Tensor | None,
 ) -> int:
-    """Bytes that `backward` holds on top of arguments and results: delta, the lists of every block, and the bits that
-    invert the selection or, after them, dK and dV in parts. A fused dQ is summed in float32; a separate one needs the
-    lists of its tiles first."""
+    """Bytes that `backward` holds on top of arguments and results: lse and delta, the lists of every block, and the
+    bits that invert the selection or, after them, dK and dV in parts. A fused dQ is summed in float32; a separate one
+    needs the lists of its tiles first."""
     params = default_params(q, k, v, spec, H200)
     tokens, blocks = q.shape[1], count_blocks(k.shape[1], spec, cu_seqlens)
     turns = selected_lists.plan_turns(tokens, blocks, k.shape[0] * k.shape[2])
@@ -158,7 +168,7 @@ def backward_workspace(
     size = selected_lists.list_sizes(tokens, indices.shape[3], at_once, pairs, params.chunk)
     lists = size.bytes * min(2, len(turns))  # those of one turn live until the next has its own
     parts = 4 * size.slots * spec.sel_block * (q.shape[3] + v.shape[3])
-    delta, scratch = 4 * lse.numel(), max(pairs * selected_lists.table_bytes(tokens, at_once), parts)
+    delta, scratch = 8 * lse.numel(), max(pairs * selected_lists.table_bytes(tokens, at_once), parts)
     if params.dq == "fused":
         # The result is made at the end, when the scratch is free again.
         return 4 * q.numel() + delta + lists + max(0, scratch - q.numel() * q.element_size())
@@ -166,10 +176,17 @@ def backward_workspace(
     return delta + max(sum(tiles), tiles[-1] + lists + scratch)
 
 
-def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
+def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x * scale in another type."""
+    scaled = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _scale_kernel[(cdiv(x.numel(), 4096),)](x, scaled, scale, x.numel(), SIZE=4096, num_warps=8)
+    return scaled
+
+
+def _launch_delta(do: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, delta: Tensor) -> None:
     rows = delta.numel()
     _delta_kernel[(cdiv(rows, 32),)](
-        do, o, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
+        do, o, lse, lse2, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
         D=do.shape[3], BLOCK_D=power_of_2(do.shape[3]), ROWS=32, num_warps=4,
     )  # fmt: skip
 
@@ -197,7 +214,7 @@ def _launch_block(
         lists.queries, lists.offsets, lists.item_block, lists.totals, *places,
         q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, blocks.q_offset, q.shape[3] ** -0.5,
         STRIDE_Q=q.stride(1), STRIDE_DO=do.stride(1), HEADS=q.shape[2], PER_GROUP=q.shape[2] // k.shape[2],
-        ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused",
+        ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused", LATE=params.late,
         WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
         **shape, num_warps=params.block.num_warps, num_stages=params.block.num_stages,
     )  # fmt: skip
@@ -206,20 +223,28 @@ def _launch_block(
     )
 
 
+@triton.jit
+def _scale_kernel(x_ptr, out_ptr, scale, numel, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at, mask=at < numel)
+    tl.store(out_ptr + at, (x * scale).to(out_ptr.dtype.element_ty), mask=at < numel)
+
+
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _delta_kernel(
     do_ptr, o_ptr,
-    delta_ptr,  # [B, S, H]
+    lse_ptr, lse2_ptr, delta_ptr,  # [B, S, H]
     stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh, tokens, heads, rows, D: tl.constexpr,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(do * o)."""
+    """delta = rowsum(do * o), and lse in base 2."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = row < rows
     head, t, b = row % heads, (row // heads) % tokens, row // heads // tokens
     d = tl.arange(0, BLOCK_D)
     do_rows = do_ptr + b * stride_db + t * stride_ds + head * stride_dh
     o_rows = o_ptr + b * stride_ob + t * stride_os + head * stride_oh
+    tl.store(lse2_ptr + row, tl.load(lse_ptr + row, mask=ok, other=0.0) * 1.4426950408889634, mask=ok)
     do = load_tile(do_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
     o = load_tile(o_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
     tl.store(delta_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
@@ -228,7 +253,7 @@ def _delta_kernel(
 @triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks", "q_offset"])
 def _block_grads_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H]; [B, S, H, DK] float32, when FUSED
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H], base 2; [B, S, H]; [B, S, H, DK] float32 without the scale, when FUSED
     dk_ptr, dv_ptr, dk_parts_ptr,  # [B, S, G, DK] contiguous; [B, S, G, DV] contiguous; [slots, SEL, DK] float32
     dv_parts_ptr,  # [slots, SEL, DV] float32
     queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, slot_first_ptr,
@@ -237,7 +262,7 @@ def _block_grads_kernel(
     STRIDE_DO: tl.constexpr,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FUSED: tl.constexpr,
     WIDE: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     item = tl.program_id(0) // PIECES
@@ -245,7 +270,7 @@ def _block_grads_kernel(
     if item >= tl.load(totals_ptr):
         return
     cell = tl.load(item_block_ptr + item)
-    pair, start, end = _block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL, PACKED)
+    pair, start, end = block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL, PACKED)
     batch, group = pair // groups, pair % groups
     part = item - tl.load(item_first_ptr + cell)
     slot_first = tl.load(slot_first_ptr + cell)
@@ -267,22 +292,30 @@ def _block_grads_kernel(
     do_base = do_ptr + batch * stride_db + (group * PER_GROUP) * DV
     row_base = batch * (tokens - q_offset) * HEADS + group * PER_GROUP  # of the queries, the last of the tokens
     lse_base, delta_base, dq_base = lse_ptr + row_base, delta_ptr + row_base, dq_ptr + row_base * DK
-    num_rows = (last - first) * PER_GROUP
-    # Lists ascend, so queries inside the block, at most SEL of them, come first: only they need the causal mask.
-    inside = tl.maximum(tl.minimum(last, SEL) - first, 0) * PER_GROUP
-    split = tl.cdiv(inside, ROWS)
+    # Lists ascend, so queries inside the block, at most SEL of them, come first: only they need the causal mask. Their
+    # steps and a last one with too few rows make the masked loop; in the other all rows exist.
+    num_queries = last - first
+    num_rows = num_queries * PER_GROUP
+    split = tl.cdiv(tl.maximum(tl.minimum(last, SEL) - first, 0) * PER_GROUP, ROWS)
+    full = tl.maximum(num_rows // ROWS, split)
     acc_dk = tl.zeros([KEYS, BLOCK_DK], tl.float32)
     acc_dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
-    acc_dk, acc_dv = _block_grads_rows(
-        acc_dk, acc_dv, k, v, key - q_offset, key_ok, queries, 0, split, num_rows, q_base, do_base, lse_base,
-        delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE, DK, DV, BLOCK_DK,
-        BLOCK_DV, SEL % KEYS != 0, True,
-    )  # fmt: skip
-    acc_dk, acc_dv = _block_grads_rows(
-        acc_dk, acc_dv, k, v, key - q_offset, key_ok, queries, split, tl.cdiv(num_rows, ROWS), num_rows, q_base,
-        do_base, lse_base, delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED, WIDE,
-        DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, False,
-    )  # fmt: skip
+    # dQ of a step may follow in the next one, while the rows of that are on their way; before the first it is zero.
+    at, head = _places(0, PER_GROUP, ROWS)
+    row = tl.load(queries + tl.minimum(at, num_queries - 1), mask=num_queries > 0, other=0) * HEADS + head
+    row = row.to(tl.int64) if WIDE else row
+    ds = tl.zeros([KEYS, ROWS], tl.float32)
+    for masked in tl.static_range(2):
+        begin, end = split, full
+        if masked:
+            begin, end = 0, split + (full * ROWS < num_rows).to(tl.int32)
+        acc_dk, acc_dv, ds, row = _block_grads_rows(
+            acc_dk, acc_dv, ds, row, k, v, key - q_offset, key_ok, queries, begin, end, split, full, num_queries,
+            q_base, do_base, lse_base, delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED,
+            WIDE, DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, masked, LATE,
+        )  # fmt: skip
+    if FUSED and LATE:
+        _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
     acc_dk *= scale
     dk_ok = key_ok[:, None] & (dk < DK)[None, :]
     dv_ok = key_ok[:, None] & (dv < DV)[None, :]
@@ -297,70 +330,80 @@ def _block_grads_kernel(
 
 
 @triton.jit
-def _block_place(
-    cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """(pair int64, first token, token after the last) of a block; an unused number is an empty block."""
-    pair = (first_pair + cell // blocks).to(tl.int64)
-    number = first_block + cell % blocks
-    if PACKED:
-        start = tl.load(starts_ptr + number)
-        return pair, start, tl.minimum(start + SEL, tl.load(starts_ptr + number + 1))
-    else:
-        return pair, number * SEL, tl.minimum(number * SEL + SEL, tokens)
-
-
-@triton.jit
 def _block_grads_rows(
-    acc_dk, acc_dv,  # [KEYS, BLOCK_DK]; [KEYS, BLOCK_DV]
-    k, v, key, key_ok, queries, begin, end, num_rows, q_base, do_base, lse_base, delta_base, dq_base, scale,
-    STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
+    acc_dk, acc_dv, ds, row,  # [KEYS, BLOCK_DK]; [KEYS, BLOCK_DV]; [KEYS, ROWS] and [ROWS] of the step before
+    k, v, key, key_ok, queries, begin, end, split, full, num_queries, q_base, do_base, lse_base, delta_base, dq_base,
+    scale, STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr, FUSED: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
-    """Steps [begin, end) of ROWS rows each. Scores are transposed, [keys, rows], so that they feed the two
-    accumulators as first operands without a detour."""
+    """Steps [begin, end) of ROWS rows each; with MASKED, `full` comes after `split` - 1. Scores are transposed,
+    [keys, rows], so that they feed the two accumulators as first operands without a detour."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    place = tl.arange(0, ROWS)
-    # Rows past the end repeat the last one, with probability 0: no gather and no atomic needs a mask. Queries
-    # are fetched a step ahead, since the gathers wait for them.
-    row = tl.minimum(begin * ROWS + place, num_rows - 1)
-    t_next = tl.load(queries + row // PER_GROUP, mask=row >= 0, other=0)
-    for step in range(begin, end):
-        t = t_next
-        row = tl.minimum(step * ROWS + place, num_rows - 1)
-        head = row % PER_GROUP
-        t_next = tl.load(queries + tl.minimum(step * ROWS + ROWS + place, num_rows - 1) // PER_GROUP)
+    # Queries are fetched a step ahead, since the gathers wait for them. Rows that do not exist repeat those of the last
+    # query, with probability 0: no gather and no atomic needs a mask.
+    ahead = begin
+    if MASKED:
+        ahead = tl.where(begin < split, begin, full)
+    at = _places(ahead, PER_GROUP, ROWS)[0]
+    t_next = tl.load(queries + tl.minimum(at, num_queries - 1), mask=num_queries > 0, other=0)
+    for i in range(begin, end):
+        if FUSED and LATE:
+            _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
+        t, step, ahead = t_next, i, i + 1
+        if MASKED:
+            step, ahead = tl.where(i < split, i, full), tl.where(i + 1 < split, i + 1, full)
+        t_next = tl.load(queries + tl.minimum(_places(ahead, PER_GROUP, ROWS)[0], num_queries - 1))
+        at, head = _places(step, PER_GROUP, ROWS)
         # Offsets inside one sequence: 32 bits where they suffice.
         t_wide = t.to(tl.int64) if WIDE else t
         q_offs = t_wide * STRIDE_Q + head * DK
         do_offs = t_wide * STRIDE_DO + head * DV
-        at = t_wide * HEADS + head
-        q = load_tile(q_base + q_offs[:, None] + dk[None, :], row >= 0, dk, DK, BLOCK_DK, False)
-        do = load_tile(do_base + do_offs[:, None] + dv[None, :], row >= 0, dv, DV, BLOCK_DV, False)
+        row = t_wide * HEADS + head
+        q = load_tile(q_base + q_offs[:, None] + dk[None, :], at >= 0, dk, DK, BLOCK_DK, False)
+        do = load_tile(do_base + do_offs[:, None] + dv[None, :], at >= 0, dv, DV, BLOCK_DV, False)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, ROWS]
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         # Row constants are read where they are used: in the layout of a score tile they fill many registers.
-        lse = tl.load(lse_base + at) * 1.4426950408889634
-        lse = tl.where(step * ROWS + place < num_rows, lse, float("inf"))
+        lse = tl.load(lse_base + row)
         p = tl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
         if MASKED:
-            p = tl.where(key_ok[:, None] & (key[:, None] <= t[None, :]), p, 0.0)
+            until = tl.where(at < num_queries, t, -(1 << 31))  # the last key that a row may see
+            p = tl.where(key_ok[:, None] & (key[:, None] <= until[None, :]), p, 0.0)
         elif PADDED:
             p = tl.where(key_ok[:, None], p, 0.0)
-        delta = tl.load(delta_base + at)
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        delta = tl.load(delta_base + row)
+        ds = p * (dp - delta[None, :])
         acc_dv = tl.dot(p.to(do.dtype), do, acc_dv, input_precision="ieee")
-        acc_dk = tl.dot(ds, q, acc_dk, input_precision="ieee")
-        if FUSED:
-            # Transposed, too: at least 64 rows of the result, as Hopper's instruction needs.
-            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee")) * scale
-            dq_ptrs = dq_base + at[:, None] * DK + dk[None, :]
-            if DK == BLOCK_DK:
-                tl.atomic_add(dq_ptrs, dq, sem="relaxed")
-            else:
-                tl.atomic_add(dq_ptrs, dq, mask=(dk < DK)[None, :], sem="relaxed")
-    return acc_dk, acc_dv
+        acc_dk = tl.dot(ds.to(q.dtype), q, acc_dk, input_precision="ieee")
+        if FUSED and not LATE:
+            _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
+    return acc_dk, acc_dv, ds, row
+
+
+@triton.jit
+def _places(step, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of the rows of a step, the place of the query in its list and the head."""
+    row = tl.arange(0, ROWS)
+    if ROWS % PER_GROUP == 0:  # nothing to divide in a loop
+        return step * (ROWS // PER_GROUP) + row // PER_GROUP, row % PER_GROUP
+    else:
+        row += step * ROWS
+        return row // PER_GROUP, row % PER_GROUP
+
+
+@triton.jit
+def _add_dq(dq_base, k, ds, row, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
+    """Adds to dQ, still without the scale. Transposed, too: at least 64 rows of the result, as Hopper's instruction
+    needs."""
+    dk = tl.arange(0, BLOCK_DK)
+    dq = tl.trans(tl.dot(tl.trans(k), ds.to(k.dtype), input_precision="ieee"))
+    dq_ptrs = dq_base + row[:, None] * DK + dk[None, :]
+    if DK == BLOCK_DK:
+        tl.atomic_add(dq_ptrs, dq, sem="relaxed")
+    else:
+        tl.atomic_add(dq_ptrs, dq, mask=(dk < DK)[None, :], sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks"])
@@ -375,7 +418,7 @@ def _sum_parts_kernel(
     slot_first = tl.load(slot_first_ptr + cell)
     if slot_first < 0:
         return
-    pair, start, end = _block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL, PACKED)
+    pair, start, end = block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL, PACKED)
     col = (tl.program_id(0) % PIECES) * KEYS + tl.arange(0, KEYS)
     key_ok = (col < SEL) & (start + col < end)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)

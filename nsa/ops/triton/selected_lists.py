@@ -152,9 +152,27 @@ def list_sizes(tokens: int, chosen: int, blocks: int, pairs: int, chunk: int) ->
     return ListSizes(queries, cells, items, min(items, 2 * queries // chunk + 1))
 
 
-def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, turn: Turn) -> BlockLists:
+class Skipped(NamedTuple):
+    """Queries that are left out: of tile i of `queries` queries where `take` [P, tiles] is not 0. The first query of
+    the indices is number `first` of all that the tiles count."""
+
+    take: Tensor
+    queries: int
+    first: int
+
+
+def block_lists(
+    indices: Tensor,
+    spec: NSASpec,
+    blocks: Blocks,
+    chunk: int,
+    turn: Turn,
+    skipped: Skipped | None = None,
+    positions: Tensor | None = None,
+) -> BlockLists:
     """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
-    atomics set bits, so the order is fixed."""
+    atomics set bits, so the order is fixed. `positions` [pairs, S, n] int32, if given, receives for every index where
+    its query stands in `queries`; -1 where it does not, or where an equal index comes first."""
     _, tokens, groups, chosen = indices.shape
     (first_pair, pairs, first_block, count), spans = turn, cdiv(tokens, SPAN)
 
@@ -180,11 +198,12 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, turn
     padded = power_of_2(chosen)
     at_once = max(1, min(64, 1024 // padded))
     grid = (pairs * cdiv(tokens, at_once),)
-    source = (indices, *indices.stride(), blocks.doc_start, blocks.number, bits)
-    sizes = (first_pair, first_block, tokens, blocks.q_offset, groups, spans, count)
+    take, tile, first = skipped or Skipped(bits, 0, 0)
+    source = (indices, *indices.stride(), blocks.doc_start, blocks.number, take, bits)
+    sizes = (first_pair, first_block, tokens, blocks.q_offset, groups, spans, count, first, take.shape[1])
     shape = {
         "CHOSEN": chosen, "PADDED": padded, "TOKENS": at_once,
-        "SEL": spec.sel_block, "SPAN": SPAN, "PACKED": blocks.packed,
+        "SEL": spec.sel_block, "SPAN": SPAN, "PACKED": blocks.packed, "TILE": tile,
     }  # fmt: skip
     _mark_kernel[grid](*source, *sizes, **shape)
     _count_kernel[(pairs * cdiv(count, 32),)](
@@ -197,7 +216,10 @@ def block_lists(indices: Tensor, spec: NSASpec, blocks: Blocks, chunk: int, turn
     _fill_kernel[(cdiv(size.cells, 32),)](
         lists.counts, lists.item_first, lists.item_block, size.cells, chunk, WIDTH=32, num_warps=1
     )
-    _scatter_kernel[grid](*source, before, lists.offsets, lists.queries, *sizes, **shape)
+    _scatter_kernel[grid](
+        *source, before, lists.offsets, lists.queries, lists.queries if positions is None else positions, *sizes,
+        **shape, POSITIONS=positions is not None,
+    )  # fmt: skip
     return lists
 
 
@@ -213,10 +235,51 @@ def block_start(index, t, there, doc_start_ptr, SEL: tl.constexpr, PACKED: tl.co
 
 
 @triton.jit
+def block_place(
+    cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """(pair int64, first token, token after the last) of a block; an unused number is an empty block."""
+    pair = (first_pair + cell // blocks).to(tl.int64)
+    number = first_block + cell % blocks
+    if PACKED:
+        start = tl.load(starts_ptr + number)
+        return pair, start, tl.minimum(start + SEL, tl.load(starts_ptr + number + 1))
+    else:
+        return pair, number * SEL, tl.minimum(number * SEL + SEL, tokens)
+
+
+@triton.jit
+def count_steps(num_queries, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Steps of ROWS rows, queries of a list x heads, that `rows_of_step` makes."""
+    WHOLE: tl.constexpr = ROWS // PER_GROUP
+    if WHOLE * PER_GROUP * 16 >= ROWS * 15:
+        return tl.cdiv(num_queries, WHOLE)
+    else:
+        return tl.cdiv(num_queries * PER_GROUP, ROWS)
+
+
+@triton.jit
+def rows_of_step(step, num_queries, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of ROWS rows: the place of the query in its list, the head, and whether the row exists; one that does not repeats
+    another. Where whole queries leave few rows idle, a step is a number of these: then nothing is divided in a loop."""
+    WHOLE: tl.constexpr = ROWS // PER_GROUP
+    row = tl.arange(0, ROWS)
+    if WHOLE * PER_GROUP * 16 >= ROWS * 15:
+        at = step * WHOLE + tl.minimum(row // PER_GROUP, WHOLE - 1)
+        return tl.minimum(at, num_queries - 1), row % PER_GROUP, (at < num_queries) & (row < WHOLE * PER_GROUP)
+    else:
+        row += step * ROWS
+        there = row < num_queries * PER_GROUP
+        row = tl.minimum(row, num_queries * PER_GROUP - 1)
+        return row // PER_GROUP, row % PER_GROUP, there
+
+
+@triton.jit
 def _chosen_numbers(
-    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
-    tokens, q_offset, groups, blocks,
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr, first_pair, first_block,
+    tokens, q_offset, groups, blocks, first, tiles,
     CHOSEN: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Of a program: the pair counted from first_pair, queries [TOKENS, 1], and block numbers [TOKENS, PADDED] counted
     from first_block, negative where there is none."""
@@ -233,20 +296,26 @@ def _chosen_numbers(
         number = tl.load(number_ptr + start, mask=start >= 0, other=-1)
     else:
         number = tl.where(start >= 0, index, -1)
+    if TILE > 0:
+        take = tl.load(take_ptr + pair.to(tl.int64) * tiles + (first + t) // TILE, mask=t < tokens, other=1)
+        number = tl.where(take == 0, number, -1)
     number -= first_block
     return local, t, tl.where(number < blocks, number, -1)
 
 
-@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks"])
+@triton.jit(
+    do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
+)
 def _mark_kernel(
-    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr,
     bits_ptr,  # [pairs, spans, J, SPAN / 32]
-    first_pair, first_block, tokens, q_offset, groups, spans, blocks, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
+    first_pair, first_block, tokens, q_offset, groups, spans, blocks, first, tiles, CHOSEN: tl.constexpr,
+    PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     local, t, number = _chosen_numbers(
-        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
-        tokens, q_offset, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
+        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr, first_pair, first_block,
+        tokens, q_offset, groups, blocks, first, tiles, CHOSEN, PADDED, TOKENS, SEL, PACKED, TILE,
     )  # fmt: skip
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
     word = bits_ptr + cell * (SPAN // 32) + (t % SPAN) // 32
@@ -255,7 +324,7 @@ def _mark_kernel(
 
 
 @triton.jit
-def _popcount(x):
+def popcount(x):
     x = x.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -280,7 +349,7 @@ def _count_kernel(
         cell = (pair * spans + span)[:, None] * blocks + block[None, :]
         here = tl.zeros([SPANS, BLOCKS], dtype=tl.int32)
         for w in tl.static_range(WORDS):
-            here += _popcount(tl.load(bits_ptr + cell * WORDS + w, mask=ok, other=0))
+            here += popcount(tl.load(bits_ptr + cell * WORDS + w, mask=ok, other=0))
         tl.store(before_ptr + cell, so_far[None, :] + tl.cumsum(here, axis=0) - here, mask=ok)
         so_far += tl.sum(here, axis=0)
     tl.store(counts_ptr + pair * blocks + block, so_far, mask=block < blocks)
@@ -322,18 +391,22 @@ def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH
         tl.store(item_block_ptr + first + i, cell, mask=i < parts)
 
 
-@triton.jit(do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks"])
+@triton.jit(
+    do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
+)
 def _scatter_kernel(
-    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr,
+    idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr,
     bits_ptr, before_ptr, offsets_ptr,  # [pairs, spans, J, SPAN / 32]; [pairs, spans, J]; [pairs, J]
-    queries_ptr, first_pair, first_block, tokens, q_offset, groups, spans, blocks, CHOSEN: tl.constexpr,
+    queries_ptr, positions_ptr,  # positions [pairs, S, CHOSEN]
+    first_pair, first_block, tokens, q_offset, groups, spans, blocks, first, tiles, CHOSEN: tl.constexpr,
     PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
+    TILE: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Every query to its place: the queries before it are those of earlier spans and the lower bits of its own.
     A repeated index goes to the same place, with the same value."""
     local, t, number = _chosen_numbers(
-        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, first_pair, first_block,
-        tokens, q_offset, groups, blocks, CHOSEN, PADDED, TOKENS, SEL, PACKED,
+        idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr, first_pair, first_block,
+        tokens, q_offset, groups, blocks, first, tiles, CHOSEN, PADDED, TOKENS, SEL, PACKED, TILE,
     )  # fmt: skip
     ok = number >= 0
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
@@ -342,6 +415,21 @@ def _scatter_kernel(
     lower = (tl.full([TOKENS, PADDED], 1, tl.int32) << (t % 32)) - 1
     for w in tl.static_range(SPAN // 32):
         bits = tl.load(bits_ptr + cell * (SPAN // 32) + w, mask=ok & (w <= own), other=0)
-        rank += _popcount(tl.where(w == own, bits & lower, bits))
+        rank += popcount(tl.where(w == own, bits & lower, bits))
     offset = tl.load(offsets_ptr + local.to(tl.int64) * blocks + number, mask=ok, other=0)
     tl.store(queries_ptr + offset + rank, tl.broadcast_to(t, [TOKENS, PADDED]), mask=ok)
+    if POSITIONS:
+        place = tl.arange(0, PADDED)[None, :]
+        repeated = number < -2
+        for i in range(CHOSEN - 1):
+            other = _number_at(number, place, i)
+            repeated = repeated | ((number == other) & (place > i))
+        at = (local.to(tl.int64) * tokens + t) * CHOSEN + place
+        value = tl.where(ok & (repeated == 0), (offset + rank).to(tl.int32), -1)
+        tl.store(positions_ptr + at, value, mask=(t < tokens) & (place < CHOSEN))
+
+
+@triton.jit
+def _number_at(number, place, i):
+    """Column i of number [TOKENS, PADDED], as [TOKENS, 1]."""
+    return tl.max(tl.where(place == i, number, -(1 << 31)), axis=1)[:, None]

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.selected_tiles import decode_tile
+from nsa.ops.triton.selected_tiles import KEY_MASK, NO_MASK, decode_tile, loop_bounds
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
 def query_grads_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,
-    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H], written here; [B, S, H, DK] contiguous
-    entries_ptr, counts_ptr, take_ptr,  # [P, tiles, capacity]; [P, tiles, 2]; [P, large_tiles]
+    lse_ptr, lse2_ptr, delta_ptr, dq_ptr,  # [B, S, H]; base 2, written here; likewise; [B, S, H, DK] contiguous
+    entries_ptr, counts_ptr, take_ptr,  # [P, tiles, capacity]; [P, tiles, 3]; [P, large_tiles]
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, stride_ob, stride_os,
     stride_oh, stride_db, stride_ds, stride_dh, tokens, q_offset, groups, tiles, capacity, large_tiles, scale,
     PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
@@ -22,7 +22,7 @@ def query_grads_kernel(
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, WANTED: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """dQ over the same tiles and lists as the forward kernel, and delta on the way."""
+    """dQ over the same tiles and lists as the forward kernel, and delta and lse in base 2 on the way."""
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
     elsewhere = False
     if WANTED >= 0:
@@ -43,29 +43,21 @@ def query_grads_kernel(
     out = (batch * tokens + t) * (groups * PER_GROUP) + query_head
     tl.store(delta_ptr + out, delta, mask=row_ok)
     lse = tl.load(lse_ptr + out, mask=row_ok, other=0.0) * 1.4426950408889634
+    tl.store(lse2_ptr + out, lse, mask=row_ok)
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)  # a row that reads nothing
 
     k_base = k_ptr + batch * stride_kb + group * stride_kg
     v_base = v_ptr + batch * stride_vb + group * stride_vg
     keys = q_offset + tokens
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
-    num_whole = tl.load(counts_ptr + here * 2)
-    num_all = tl.load(counts_ptr + here * 2 + 1)
     dq = tl.zeros([ROWS, BLOCK_DK], tl.float32)
-    dq = _query_grads_entries(
-        dq, q, do, lse, delta, q_offset + t, slot, entries, 0, num_whole, k_base, v_base, keys, scale,
-        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, False, False,
-    )  # fmt: skip
-    inside = (tile + 1) * QUERIES + (SEL + KEYS) <= tokens
-    num_inside = tl.where(inside, num_all, num_whole)
-    dq = _query_grads_entries(
-        dq, q, do, lse, delta, q_offset + t, slot, entries, num_whole, num_inside, k_base, v_base, keys, scale,
-        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, False,
-    )  # fmt: skip
-    dq = _query_grads_entries(
-        dq, q, do, lse, delta, q_offset + t, slot, entries, num_inside, num_all, k_base, v_base, keys, scale,
-        STRIDE_KS, STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, True, True,
-    )  # fmt: skip
+    for mode in tl.static_range(3):
+        begin, end = loop_bounds(mode, counts_ptr + here * 3)
+        dq = _query_grads_entries(
+            dq, q, do, lse, delta, q_offset + t, slot, entries, begin, end, k_base, v_base, keys, scale, STRIDE_KS,
+            STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, mode,
+        )  # fmt: skip
     dq_ok = row_ok[:, None] & (dk < DK)[None, :]
     tl.store(dq_ptr + out[:, None] * DK + dk[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=dq_ok)
 
@@ -77,11 +69,12 @@ def _query_grads_entries(
     lse, delta,  # [ROWS], base 2; [ROWS]
     t, slot, entries, begin, end, k_base, v_base, tokens, scale, STRIDE_KS: tl.constexpr,
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CHECKED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SEL: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """dQ over entries [begin, end); MASKED and CHECKED as in the forward kernel."""
+    """dQ over entries [begin, end); MASK as in the forward kernel."""
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     PADDED: tl.constexpr = SEL % KEYS != 0
+    CHECKED: tl.constexpr = PADDED or MASK == KEY_MASK
     col = tl.arange(0, KEYS)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_offs = col.to(tl.int64)[:, None] * STRIDE_KS + dk[None, :]
@@ -93,18 +86,18 @@ def _query_grads_entries(
         readable = first + col < tokens
         if PADDED:
             readable = readable & (col < SEL - shift)
-        k = load_tile(k_base + first.to(tl.int64) * STRIDE_KS + k_offs, readable, dk, DK, BLOCK_DK, CHECKED or PADDED)
-        v = load_tile(v_base + first.to(tl.int64) * STRIDE_VS + v_offs, readable, dv, DV, BLOCK_DV, CHECKED or PADDED)
+        k = load_tile(k_base + first.to(tl.int64) * STRIDE_KS + k_offs, readable, dk, DK, BLOCK_DK, CHECKED)
+        v = load_tile(v_base + first.to(tl.int64) * STRIDE_VS + v_offs, readable, dv, DV, BLOCK_DV, CHECKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
-        p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
-        if MASKED:
+        if PADDED:
+            s = tl.where((col < SEL - shift)[None, :], s, -float("inf"))
+        if MASK != NO_MASK:
             chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
-            last = tl.where(chosen, t - first, -1)
-            if PADDED:
-                last = tl.minimum(last, SEL - 1 - shift)
-            p = tl.where(col[None, :] <= last[:, None], p, 0.0)
-        elif PADDED:
-            p = tl.where((col < SEL - shift)[None, :], p, 0.0)
+            if MASK == KEY_MASK:
+                s = tl.where((first + col)[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
+            else:
+                s = tl.where(chosen[:, None], s, -float("inf"))
+        p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")

@@ -2,7 +2,8 @@
 
 Promises the same of its lists as `selected_lists`. For the `queries` queries of a tile there is one entry
 (mask << 32 | start) per block that any of them chose; bit s of the mask tells whether query s did. Entries that
-all queries of the tile read whole come first, so that the attention loop over them needs no mask.
+all queries of the tile read whole come first, so that the attention loop over them needs no mask. Next come those over
+before the first query, which a row reads whole or not at all, and last those that reach beyond it.
 
 Legend: B batch, S tokens, G key/value heads, h query heads per group, n indices per query, P = B*G pairs (b, g).
 """
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.launch import Card, Launch, LaunchTable, cdiv, head_class, power_of_2
-from nsa.ops.triton.selected_lists import Blocks, block_start
+from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
 MAX_CANDIDATES = 2048  # indices of one tile, all compared with one another
+MAX_BITS = 32  # blocks of a sequence up to which a query's choice is a word of bits
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class TilePlan:
     """How queries are cut into tiles. A launch has queries x heads as rows and keys as columns.
 
     method  "query": small tiles, least wasted work; "tile": large ones, least traffic and full tensor cores;
-            "adaptive": each large tile of queries is done whichever way its own lists make cheaper
-    ratio   cost of an entry in a large tile, counted in entries of a small one; for "adaptive"
+            "adaptive": each large tile of queries is done whichever way its own lists make cheaper;
+            "parts": likewise, but what is not done in large tiles is left to `selected_parts`
+    ratio   cost of an entry in a large tile, counted in entries of a small one, for "parts" in blocks of a query
     """
 
     method: str
@@ -40,7 +43,8 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class TileLists:
-    """entries [P, tiles, capacity] int64; counts [P, tiles, 2] int32: entries read whole by all, and all entries;
+    """entries [P, tiles, capacity] int64; counts [P, tiles, 3] int32: entries read whole by all, these and the other
+    entries over before the first query, all entries;
     take [P, large tiles] int32: whether a large tile is used, 1, or the small ones that it covers, 0."""
 
     queries: int
@@ -87,7 +91,7 @@ class TilePass:
             STRIDE_KS=k.stride(1), STRIDE_VS=v.stride(1), DK=q.shape[3], DV=v.shape[3],
             BLOCK_DK=power_of_2(q.shape[3]), BLOCK_DV=power_of_2(v.shape[3]),
             WANTED=-1 if take is None else self.wanted, SUB=self.sub,
-            num_warps=self.params.num_warps, num_stages=self.params.num_stages,
+            num_warps=self.params.num_warps, num_stages=self.params.num_stages, maxnreg=self.params.maxnreg,
         )  # fmt: skip
 
 
@@ -122,7 +126,7 @@ def _tile_shapes(per_group: int, chosen: int, plan: TilePlan) -> list[tuple[Laun
     many = large.queries // small.queries * small.queries  # large tiles consist of whole small ones
     if plan.method == "adaptive" and many > small.queries:
         return [(plan.large, large._replace(queries=many)), (plan.small, small)]
-    return [(plan.large, large) if plan.method == "tile" else (plan.small, small)]
+    return [(plan.large, large) if plan.method in ("tile", "parts") else (plan.small, small)]
 
 
 def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
@@ -135,8 +139,10 @@ def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
 
 
 def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
-    """The launches that together cover every query once."""
+    """The launches that together cover every query once; of "parts", one over the large tiles that are used."""
     *larger, (params, shape) = _tile_shapes(per_group, indices.shape[3], plan)
+    if plan.method == "parts":
+        return [TilePass(params, shape, tile_lists(indices, spec, blocks, shape.queries, ratio=plan.ratio), 1)]
     lists = tile_lists(indices, spec, blocks, shape.queries)
     if not larger:
         return [TilePass(params, shape, lists)]
@@ -150,7 +156,7 @@ def list_bytes(indices: Tensor, blocks: int, per_group: int, plan: TilePlan) -> 
     """Bytes of the lists of each pass, counts included."""
     batch, tokens, groups, chosen = indices.shape
     return [
-        batch * groups * cdiv(tokens, shape.queries) * 8 * (min(shape.queries * chosen, blocks) + 1)
+        batch * groups * cdiv(tokens, shape.queries) * (8 * min(shape.queries * chosen, blocks) + 12)
         for _, shape in _tile_shapes(per_group, chosen, plan)
     ]
 
@@ -158,8 +164,9 @@ def list_bytes(indices: Tensor, blocks: int, per_group: int, plan: TilePlan) -> 
 def tile_lists(
     indices: Tensor, spec: NSASpec, blocks: Blocks, queries: int, small: TileLists | None = None, ratio: float = 0.0
 ) -> TileLists:
-    """The union of the blocks of each `queries` neighbouring queries. With the lists of `small` tiles also `take`: 1
-    where a tile's union, at `ratio` times the cost per entry, costs no more than those of the small tiles it covers."""
+    """The union of the blocks of each `queries` neighbouring queries. With a ratio also `take`: 1 where a tile's union,
+    at `ratio` times the cost per entry, costs no more than those of the `small` tiles it covers, or without them no
+    more than all blocks of its queries."""
     assert small is None or queries % small.queries == 0
     assert 1 <= queries <= MAX_TILE_QUERIES
     batch, tokens, groups, chosen = indices.shape
@@ -167,18 +174,20 @@ def tile_lists(
     capacity = min(queries * chosen, blocks.count)
     pairs = batch * groups
     entries = torch.empty(pairs, tiles, capacity, dtype=torch.int64, device=indices.device)
-    counts = torch.empty(pairs, tiles, 2, dtype=torch.int32, device=indices.device)
-    take = None if small is None else torch.empty(pairs, tiles, dtype=torch.int32, device=indices.device)
-    width = power_of_2(queries * chosen)
-    at_once = max(1, 512 // width)
+    counts = torch.empty(pairs, tiles, 3, dtype=torch.int32, device=indices.device)
+    take = None if ratio == 0.0 else torch.empty(pairs, tiles, dtype=torch.int32, device=indices.device)
+    # Where blocks are few, bits of them instead of the candidates.
+    bits = not blocks.packed and blocks.count <= MAX_BITS and chosen <= 32
+    width = power_of_2(blocks.count if bits else queries * chosen)
+    at_once = max(1, (256 if bits else 512) // width)
     _tile_lists_kernel[(pairs * cdiv(tiles, at_once),)](
         indices, *indices.stride(), blocks.doc_start, entries, counts,
         counts if small is None else small.counts, counts if take is None else take,
         ratio, tokens, blocks.q_offset, groups, tiles, 0 if small is None else small.tiles, capacity,
         CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=spec.sel_block, PACKED=blocks.packed,
         SUB=0 if small is None else queries // small.queries,
-        SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries),
-        UNROLL=chosen <= 32, num_warps=4 if width <= 1024 else 8,
+        SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries), TAKE=take is not None,
+        BITS=bits, UNROLL=chosen <= 32, num_warps=4 if width <= 1024 else 8,
     )  # fmt: skip
     return TileLists(queries, tiles, capacity, entries, counts, take)
 
@@ -186,19 +195,72 @@ def tile_lists(
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "small_tiles", "capacity"])
 def _tile_lists_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n,
-    doc_start_ptr, entries_ptr, counts_ptr,  # [S]; [P, tiles, capacity]; [P, tiles, 2]
-    small_counts_ptr, take_ptr,  # [P, small_tiles, 2]; [P, tiles]
+    doc_start_ptr, entries_ptr, counts_ptr,  # [S]; [P, tiles, capacity]; [P, tiles, 3]
+    small_counts_ptr, take_ptr,  # [P, small_tiles, 3]; [P, tiles]
     ratio, tokens, q_offset, groups, tiles, small_tiles, capacity, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, SUB: tl.constexpr,
-    SUB_WIDTH: tl.constexpr, UNROLL: tl.constexpr,
+    SUB_WIDTH: tl.constexpr, TAKE: tl.constexpr, BITS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Every candidate (query of the tile, place) is compared with all of its tile: who else chose it, and is
-    it the first to name its block. Quadratic in a few hundred candidates, which beats sorting them."""
     per_pair = tl.cdiv(tiles, TILES)
     pair = tl.program_id(0) // per_pair
     tile = (tl.program_id(0) % per_pair) * TILES + tl.arange(0, TILES)  # [TILES]
     base = idx_ptr + (pair // groups).to(tl.int64) * stride_b + (pair % groups).to(tl.int64) * stride_g
 
+    if BITS:
+        start, mask, entry = _numbers(
+            base, stride_s, stride_n, tile, tokens, q_offset, tiles, CHOSEN, QUERIES, WIDTH, TILES, SEL
+        )
+    else:
+        start, mask, entry = _candidates(
+            base, stride_s, stride_n, doc_start_ptr, tile, tokens, q_offset, tiles, CHOSEN, QUERIES, WIDTH, TILES, SEL,
+            PACKED, UNROLL,
+        )  # fmt: skip
+    present = tl.minimum(QUERIES, tokens - tile * QUERIES)
+    everyone = ((tl.full([TILES], 1, tl.int64) << tl.maximum(present, 0).to(tl.int64)) - 1).to(tl.int32)
+    # A block chosen by all and over before the tile's first query is read whole by all.
+    over = entry & (start + (SEL - 1) <= (q_offset + tile * QUERIES)[:, None])
+    whole = over & (mask == everyone[:, None])
+    partial = over & (whole == 0)
+    cut = entry & (over == 0)
+    num_whole = tl.sum(whole.to(tl.int32), axis=1)
+    num_over = tl.sum(over.to(tl.int32), axis=1)
+    num_all = tl.sum(entry.to(tl.int32), axis=1)
+    goes_to = tl.where(
+        whole,
+        tl.cumsum(whole.to(tl.int32), axis=1) - 1,
+        tl.where(
+            cut,
+            num_over[:, None] + tl.cumsum(cut.to(tl.int32), axis=1) - 1,
+            num_whole[:, None] + tl.cumsum(partial.to(tl.int32), axis=1) - 1,
+        ),
+    )
+    out = pair.to(tl.int64) * tiles + tile
+    value = start.to(tl.int64) | (mask.to(tl.int64) << 32)
+    tl.store(entries_ptr + out[:, None] * capacity + goes_to, value, mask=entry)
+    tl.store(counts_ptr + out * 3, num_whole, mask=tile < tiles)
+    tl.store(counts_ptr + out * 3 + 1, num_over, mask=tile < tiles)
+    tl.store(counts_ptr + out * 3 + 2, num_all, mask=tile < tiles)
+    if TAKE and SUB == 0:
+        chosen = tl.sum(tl.where(entry, popcount(mask), 0), axis=1)
+        tl.store(take_ptr + out, (num_all * ratio <= chosen).to(tl.int32), mask=tile < tiles)
+    if SUB > 0:
+        sub = tl.arange(0, SUB_WIDTH)[None, :]
+        small = tile[:, None] * SUB + sub
+        small_ok = (sub < SUB) & (small < small_tiles)
+        small_at = pair.to(tl.int64) * small_tiles + small
+        entries_small = tl.sum(tl.load(small_counts_ptr + small_at * 3 + 2, mask=small_ok, other=0), axis=1)
+        tl.store(take_ptr + out, (num_all * ratio <= entries_small).to(tl.int32), mask=tile < tiles)
+
+
+@triton.jit
+def _candidates(
+    base, stride_s, stride_n, doc_start_ptr, tile, tokens, q_offset, tiles, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """[TILES, WIDTH]: a block's start, the bits of the queries that chose it, and whether it makes an entry.
+
+    Every candidate (query of the tile, place) is compared with all of its tile: who else chose it, and is it the first
+    to name its block. Quadratic in a few hundred candidates, which beats sorting them."""
     place = tl.arange(0, WIDTH)
     t = tile[:, None] * QUERIES + (place // CHOSEN)[None, :]  # [TILES, WIDTH]
     there = (place < QUERIES * CHOSEN)[None, :] & (t < tokens) & (tile < tiles)[:, None]
@@ -229,37 +291,48 @@ def _tile_lists_kernel(
                 first = tl.where(same, slot * CHOSEN + i, first)
         mask = mask | tl.where(hit, 1 << slot, 0)
 
-    entry = (start >= 0) & (first == place[None, :])
-    present = tl.minimum(QUERIES, tokens - tile * QUERIES)
-    everyone = ((tl.full([TILES], 1, tl.int64) << tl.maximum(present, 0).to(tl.int64)) - 1).to(tl.int32)
-    # A block chosen by all and over before the tile's first query is read whole by all.
-    whole = entry & (mask == everyone[:, None]) & (start + (SEL - 1) <= (q_offset + tile * QUERIES)[:, None])
-    partial = entry & (whole == 0)
-    num_whole = tl.sum(whole.to(tl.int32), axis=1)
-    num_all = num_whole + tl.sum(partial.to(tl.int32), axis=1)
-    goes_to = tl.where(
-        whole,
-        tl.cumsum(whole.to(tl.int32), axis=1) - 1,
-        num_whole[:, None] + tl.cumsum(partial.to(tl.int32), axis=1) - 1,
-    )
-    out = pair.to(tl.int64) * tiles + tile
-    value = start.to(tl.int64) | (mask.to(tl.int64) << 32)
-    tl.store(entries_ptr + out[:, None] * capacity + goes_to, value, mask=entry)
-    tl.store(counts_ptr + out * 2, num_whole, mask=tile < tiles)
-    tl.store(counts_ptr + out * 2 + 1, num_all, mask=tile < tiles)
-    if SUB > 0:
-        sub = tl.arange(0, SUB_WIDTH)[None, :]
-        small = tile[:, None] * SUB + sub
-        small_ok = (sub < SUB) & (small < small_tiles)
-        small_at = pair.to(tl.int64) * small_tiles + small
-        entries_small = tl.sum(tl.load(small_counts_ptr + small_at * 2 + 1, mask=small_ok, other=0), axis=1)
-        tl.store(take_ptr + out, (num_all * ratio <= entries_small).to(tl.int32), mask=tile < tiles)
+    return start, mask, (start >= 0) & (first == place[None, :])
+
+
+@triton.jit
+def _numbers(
+    base, stride_s, stride_n, tile, tokens, q_offset, tiles, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr,
+):  # fmt: skip
+    """The same of every block of a sequence that has at most 32, in order."""
+    number = tl.arange(0, WIDTH)[None, :]
+    mask = tl.zeros([TILES, WIDTH], dtype=tl.int32)
+    for slot in range(QUERIES):
+        t = tile * QUERIES + slot  # [TILES]
+        there = (t < tokens) & (tile < tiles)
+        row = base + t.to(tl.int64) * stride_s
+        chose = tl.zeros([TILES], dtype=tl.int32)
+        for i in tl.static_range(CHOSEN):
+            index = tl.load(row + i * stride_n, mask=there, other=-1)
+            visible = (index >= 0) & (index <= (q_offset + t) // SEL)
+            chose = chose | tl.where(visible, 1 << (index & 31), 0)
+        mask = mask | (((chose[:, None] >> number) & 1) << slot)
+    return number * SEL + tl.zeros([TILES, WIDTH], dtype=tl.int32), mask, mask != 0
 
 
 def unit_stride(x: Tensor) -> Tensor:
     """x itself, or a copy where the kernels could not walk it: head dimension not contiguous, or overflow of
     the 32-bit offsets inside a tile of keys."""
     return x if x.stride(3) == 1 and x.stride(1) < 1 << 20 else x.contiguous()
+
+
+NO_MASK = tl.constexpr(0)  # how an attention kernel masks the entries of a loop, in the order of the list
+ROW_MASK = tl.constexpr(1)
+KEY_MASK = tl.constexpr(2)
+
+
+@triton.jit
+def loop_bounds(mode: tl.constexpr, counts):
+    """First entry and end of the loop of one mode; `counts` are those of the tile."""
+    begin, end = 0, tl.load(counts + mode)
+    if mode != NO_MASK:
+        begin = tl.load(counts + mode - 1)
+    return begin, end
 
 
 @triton.jit

@@ -41,6 +41,7 @@ FILES = (
     "selected",
     "selected_backward",
     "selected_lists",
+    "selected_parts",
     "selected_tiles",
     "selection",
 )

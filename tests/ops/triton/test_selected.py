@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nsa.ops.reference.attention import selected as reference
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import selected, selected_backward, selected_lists, selected_tiles
+from nsa.ops.triton import selected, selected_backward, selected_lists, selected_parts, selected_tiles
 from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.selected_tiles import TilePlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = NSASpec(cmp_block=8, cmp_stride=8, sel_block=16, num_selected=4, window=32)
@@ -94,14 +95,16 @@ def check(
     borders: Tensor | None = None,
     **change: Any,
 ) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and all gradients against the reference. `change`: method, dq, chunk, small, large."""
+    """Output, log-sum-exp and all gradients against the reference. `change`: fields of the plans."""
     indices = indices.to(DEVICE)
     params = selected.default_params(q, k, v, spec)
     tiles = {name: change[name] for name in ("method", "small", "large", "ratio") if name in change}
     params = replace(params, **tiles)
     back = selected_backward.default_params(q, k, v, spec)
+    if tiles.get("method") == "parts":  # only the forward has it
+        tiles["method"] = "adaptive"
     back = replace(back, query=replace(back.query, **tiles))
-    back = replace(back, **{name: change[name] for name in ("dq", "chunk", "block") if name in change})
+    back = replace(back, **{name: change[name] for name in ("dq", "chunk", "block", "late") if name in change})
 
     q64, k64, v64, do64 = (x.double() for x in (q, k, v, do))
     want_o, want_lse = reference.forward(q64, k64, v64, indices, spec, borders)
@@ -128,11 +131,32 @@ NARROW, WIDE = Launch(16, 16, 4, 1), Launch(64, 32, 4, 1)
 
 
 @pytest.mark.parametrize("dq", ["fused", "separate"])
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive"])
+@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
 def test_every_method_agrees_with_the_reference(method: str, dq: str) -> None:
     tensors = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = rows_of_blocks(1, 72, 1, SMALL)
     check(*tensors, indices, SMALL, method=method, dq=dq, chunk=24, small=NARROW, large=WIDE, ratio=1.5)
+
+
+@pytest.mark.parametrize("ratio", [1.5, 100.0], ids=["beside-tiles", "alone"])
+@pytest.mark.parametrize("borders", [None, [0, 40, 41, 200]], ids=["one", "packed"])
+def test_parts_of_several_stretches(monkeypatch: pytest.MonkeyPatch, ratio: float, borders: list[int] | None) -> None:
+    """Block by block, two stretches of at most 128 queries, long lists cut into items."""
+    monkeypatch.setattr(selected_parts, "MAX_PARTS_BYTES", 1)
+    monkeypatch.setattr(selected_parts, "CHUNK", 24)
+    tensors = inputs(1, 200, 6, 2, 16, 32, torch.float32)
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32, device=DEVICE)
+    indices = rows_of_blocks(1, 200, 2, SPEC) if borders is None else wild_indices(1, 200, 2, SPEC)
+    first = check(*tensors, indices, SPEC, cu_seqlens, method="parts", ratio=ratio, large=WIDE)
+    again = check(*tensors, indices, SPEC, cu_seqlens, method="parts", ratio=ratio, large=WIDE)
+    assert torch.equal(first[0], again[0])
+
+
+@pytest.mark.parametrize(("dk", "dv", "sel_block"), [(48, 80, 24), (64, 16, 8), (16, 32, 128)])
+def test_parts_of_sizes_that_need_padding(dk: int, dv: int, sel_block: int) -> None:
+    spec = NSASpec(cmp_block=8, cmp_stride=8, sel_block=sel_block, num_selected=3, num_local=1, window=32)
+    tensors = inputs(1, 131, 3, 1, dk, dv, torch.float16)
+    check(*tensors, rows_of_blocks(1, 131, 1, spec), spec, method="parts", ratio=100.0)
 
 
 def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
@@ -144,9 +168,50 @@ def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
     assert large.lists.take is not None
     assert large.lists.take is small.lists.take
     for tile, take in enumerate(large.lists.take[0].tolist()):
-        covered = small.lists.counts[0, tile * 5 : tile * 5 + 5, 1].sum()
-        assert take == int(large.lists.counts[0, tile, 1] * 1.5 <= covered)
+        covered = small.lists.counts[0, tile * 5 : tile * 5 + 5, 2].sum()
+        assert take == int(large.lists.counts[0, tile, 2] * 1.5 <= covered)
     assert set(large.lists.take[0].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: float) -> None:
+    q, k, v, _ = inputs(1, 72, 6, 1, 32, 16, torch.float32)
+    indices = torch.tensor([[0, 2], [0, -1]], dtype=torch.int32, device=DEVICE).repeat(36, 1)[None, :, None]
+    plan = TilePlan(method, NARROW, WIDE, 100.0 if method == "parts" else 1.5)
+    want = selected.forward(q, k, v, indices, SMALL, None, plan)
+    k = k.index_fill(1, torch.arange(2 * SMALL.sel_block, 3 * SMALL.sel_block, device=DEVICE), value)
+    got = selected.forward(q, k, v, indices, SMALL, None, plan)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[:, 1::2], b[:, 1::2])
+        assert not a[:, 3 * SMALL.sel_block :: 2].isfinite().any()
+
+
+@pytest.mark.parametrize("per_group", [3, 4])
+def test_query_gradients_a_step_later(per_group: int) -> None:
+    tensors = inputs(1, 72, per_group, 1, 16, 16, torch.float32)
+    check(*tensors, rows_of_blocks(1, 72, 1, SMALL), SMALL, dq="fused", late=True, chunk=24)
+
+
+@pytest.mark.parametrize("queries", [1, 10, 32])
+def test_lists_of_few_blocks_equal_those_of_candidates(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    for indices in (rows_of_blocks(2, 72, 2, SMALL), wild_indices(2, 72, 2, SMALL)):
+        found = []
+        for limit in (32, 0):
+            monkeypatch.setattr(selected_tiles, "MAX_BITS", limit)
+            blocks = selected_lists.number_blocks(72, SMALL, None, torch.device(DEVICE))
+            lists = selected_tiles.tile_lists(indices.to(DEVICE), SMALL, blocks, queries, ratio=2.0)
+            assert lists.take is not None
+            kinds = lists.counts.flatten(0, 1).tolist()
+            rows = lists.entries.flatten(0, 1).tolist()
+            found.append(
+                [
+                    (counts, *(sorted(row[a:b]) for a, b in pairwise([0, *counts])))
+                    for row, counts in zip(rows, kinds, strict=True)
+                ]
+                + lists.take.tolist()
+            )
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("per_group", [1, 2, 3, 4, 6, 8, 12, 16])
@@ -212,7 +277,7 @@ def test_packed_equals_each_document_alone() -> None:
             assert error(got[:, a:b], want) <= 1e-6
 
 
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive"])
+@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
 def test_any_index_is_masked_or_counted_once(method: str) -> None:
     tensors = inputs(2, 50, 3, 1, 16, 16, torch.float32)
     for dq in ("fused", "separate"):
@@ -355,10 +420,11 @@ def test_tile_lists_hold_the_union_with_who_chose_what(queries: int) -> None:
                 for j in row:
                     if 0 <= j <= (first + s) // SPEC.sel_block:
                         want[j * SPEC.sel_block] = want.get(j * SPEC.sel_block, 0) | 1 << s
-            whole, count = lists.counts[pair, tile].tolist()
+            whole, over, count = lists.counts[pair, tile].tolist()
             entries = [(e & 0xFFFFFFFF, e >> 32 & 0xFFFFFFFF) for e in lists.entries[pair, tile, :count].tolist()]
             assert dict(entries) == want
             assert len(entries) == len(want)
             everyone = (1 << min(queries, tokens - first)) - 1
             full = {s for s, mask in want.items() if mask == everyone and s + SPEC.sel_block - 1 <= first}
             assert {s for s, _ in entries[:whole]} == full
+            assert {s for s, _ in entries[:over]} == {s for s in want if s + SPEC.sel_block - 1 <= first}
