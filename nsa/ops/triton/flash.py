@@ -265,8 +265,9 @@ window = Branch("win", _window_range)
 
 
 def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescriptor | None]:
-    """k and v as the tensor memory accelerator reads them: a row is a token of any sequence, with all its heads. None
-    where nothing is asked for or memory does not allow it."""
+    """k and v as the tensor memory accelerator reads them, [B, N, heads]: behind the end of a sequence a tile holds 0,
+    as a weight of 0 does not keep out a number that is not finite. None where nothing is asked for or memory does not
+    allow it."""
     tokens, columns = k.shape[0] * k.shape[1], {x: (x.shape[2] - 1) * x.stride(2) + x.shape[3] for x in (k, v)}
     fits = params.tma and tokens > 0 and all(
         x.data_ptr() % 16 == 0
@@ -278,8 +279,10 @@ def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescripto
         for x in (k, v)
     )  # fmt: skip
     return {
-        name: TensorDescriptor(x, [tokens, columns[x]], [x.stride(1), 1], [params.columns, padded(x.shape[3])])
-        if fits else None
+        name: TensorDescriptor(
+            x, [*x.shape[:2], columns[x]], [x.shape[1] * x.stride(1), x.stride(1), 1],
+            [1, params.columns, padded(x.shape[3])],
+        ) if fits else None
         for name, x in (("k_tma", k), ("v_tma", v))
     }  # fmt: skip
 
@@ -287,10 +290,12 @@ def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescripto
 def _rows_of(
     q: Tensor, do: Tensor, groups: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | tuple[None, None]]:
-    """q and do in the order of rows, [B * G * S * h, D] each, and those of them that have to be written first."""
+    """q and do in the order of rows, [B * G, S * h, D] each, and those of them that have to be written first."""
     if groups == 1 and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, do)):
-        return (q.view(-1, q.shape[3]), do.view(-1, do.shape[3])), (None, None)
-    q_rows, do_rows = (x.new_empty(x.shape[:3].numel(), x.shape[3]) for x in (q, do))
+        q_rows, do_rows = (x.view(-1).view(x.shape[0], -1, x.shape[3]) for x in (q, do))
+        return (q_rows, do_rows), (None, None)
+    lanes, rows = q.shape[0] * groups, q.shape[1] * q.shape[2] // groups
+    q_rows, do_rows = (x.new_empty(lanes, rows, x.shape[3]) for x in (q, do))
     return (q_rows, do_rows), (q_rows, do_rows)
 
 
@@ -301,7 +306,7 @@ def _dkv(
     if rows is None:
         return dkv_kernel, {"q_ptr": q, "do_ptr": do, **_strides(q=q, do=do), **shape}
     tiles = {
-        name: TensorDescriptor.from_tensor(x, [shape["BLOCK_M"], padded(x.shape[1])])
+        name: TensorDescriptor.from_tensor(x, [1, shape["BLOCK_M"], padded(x.shape[2])])
         for name, x in zip(("q_rows", "do_rows"), rows, strict=True)
     }
     shape = {name: value for name, value in shape.items() if name not in ("HEADS", "QUERIES", "PRECISION")}

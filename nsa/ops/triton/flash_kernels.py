@@ -110,7 +110,7 @@ def part_of(part: tl.constexpr, start, a, z, stop, MASK: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, first_row, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
+    acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
     full_lo, full_hi, scale, MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +123,8 @@ def _attend(
     for n0 in tl.range(start, stop, BLOCK_N):
         key = n0 + n
         if k_tma is not None:
-            k = k_tma.load([first_row + n0, k_column])
-            v = v_tma.load([first_row + n0, v_column])
+            k = k_tma.load([b, n0, k_column]).reshape(BLOCK_N, BLOCK_DK)
+            v = v_tma.load([b, n0, v_column]).reshape(BLOCK_N, BLOCK_DV)
         else:
             k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
             v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
@@ -156,7 +156,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one group. MASK == NEVER cuts the loop into masked edges and an unmasked inside. The tensor
-    memory accelerator loads keys and values from k_tma and v_tma, [B*N, heads], where these are given."""
+    memory accelerator loads keys and values from k_tma and v_tma, [B, N, heads], where these are given."""
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0)
     tile = tiles - 1 - pid // lanes  # late queries see most: start them first
@@ -184,7 +184,7 @@ def forward_kernel(
         if MASK == NEVER or part == 1:
             start, stop = part_of(part, lo_min, a, z, hi_max, MASK)
             acc, peak, total = _attend(
-                acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32) * N, k_column.to(tl.int32),
+                acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32), k_column.to(tl.int32),
                 v_column.to(tl.int32), k_sn, v_sn,
                 start, stop, lo, hi, lo_max, hi_min, scale,
                 MASK if MASK != NEVER or part == 1 else ALWAYS,
@@ -202,7 +202,7 @@ def forward_kernel(
 
 @triton.jit
 def _pull(
-    acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, first_row, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
+    acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, b, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
     full_lo, full_hi, scale, MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -215,8 +215,8 @@ def _pull(
     for n0 in tl.range(start, stop, BLOCK_N):
         key = n0 + n
         if k_tma is not None:
-            k = k_tma.load([first_row + n0, k_column])
-            v = v_tma.load([first_row + n0, v_column])
+            k = k_tma.load([b, n0, k_column]).reshape(BLOCK_N, BLOCK_DK)
+            v = v_tma.load([b, n0, v_column]).reshape(BLOCK_N, BLOCK_DV)
         else:
             k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
             v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
@@ -288,7 +288,7 @@ def dq_kernel(
         if MASK == NEVER or part == 1:
             start, stop = part_of(part, lo_min, a, z, hi_max, MASK)
             acc = _pull(
-                acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32) * N, k_column.to(tl.int32),
+                acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32), k_column.to(tl.int32),
                 v_column.to(tl.int32), k_sn, v_sn,
                 start, stop, lo, hi, lo_max, hi_min, scale2,
                 MASK if MASK != NEVER or part == 1 else ALWAYS,

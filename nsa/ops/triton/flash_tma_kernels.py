@@ -2,7 +2,7 @@
 
 It needs no addresses in registers, which leaves room for another program on each multiprocessor. A tile of queries must
 then be one piece of memory: q and dO are read in the order of rows, [B, G, S, h], and a tile is any BLOCK_M consecutive
-rows of it. Legend as in `flash_kernels.py`.
+rows of one b and g, with 0 behind their end. Legend as in `flash_kernels.py`.
 """
 
 import triton
@@ -24,17 +24,18 @@ from nsa.ops.triton.flash_kernels import (
 
 @triton.jit
 def _push(
-    dk_acc, dv_acc, k, v, q_rows, do_rows, lse2_ptr, delta_ptr, base, start, stop, first, behind, full_lo, full_hi,
-    scale, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dk_acc, dv_acc, k, v, q_rows, do_rows, lse2_ptr, delta_ptr, lane, start, stop, first, behind, full_lo, full_hi,
+    scale, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """dV += P^T @ dO and dK += dS^T @ Q over rows start..stop of those from `base` on, with keys as rows. Rows from
-    `stop` on carry a log-sum-exp of +inf, so their probabilities are 0 without any mask."""
+    """dV += P^T @ dO and dK += dS^T @ Q over rows start..stop of a lane, with keys as rows. Rows from `stop` on
+    carry a log-sum-exp of +inf, so their probabilities are 0 without any mask."""
     i = tl.arange(0, BLOCK_M)
     zero = tl.zeros([], tl.int64)
     for r0 in tl.range(start, stop, BLOCK_M):
         r = r0 + i
-        q = q_rows.load([base + r0, 0])
-        do = do_rows.load([base + r0, 0])
+        q = q_rows.load([lane, r0, 0]).reshape(BLOCK_M, BLOCK_DK)
+        do = do_rows.load([lane, r0, 0]).reshape(BLOCK_M, BLOCK_DV)
         lse = tl.load(lse2_ptr + (zero + r0) + i, mask=r < stop, other=INF)
         delta = tl.load(delta_ptr + (zero + r0) + i, mask=r < stop, other=0.0)
         # Products that start from -lse and -delta: these then take no registers beside the result.
@@ -100,9 +101,9 @@ def dkv_tma_kernel(
         if MASK == NEVER or part == 1:
             r_start, r_stop = part_of(part, start, a, z, stop, MASK)
             dk_acc, dv_acc = _push(
-                dk_acc, dv_acc, k, v, q_rows, do_rows, lse2_ptr, delta_ptr, base, r_start, r_stop,
+                dk_acc, dv_acc, k, v, q_rows, do_rows, lse2_ptr, delta_ptr, lane, r_start, r_stop,
                 first * PER_GROUP, behind * PER_GROUP, full_lo, full_hi, scale * LOG2E,
-                MASK if MASK != NEVER or part == 1 else ALWAYS, BLOCK_M, BLOCK_N,
+                MASK if MASK != NEVER or part == 1 else ALWAYS, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
             )  # fmt: skip
 
     row = ((split * (lanes // G) + b) * part_keys + (n - first_key)) * G + g  # of [splits, B, part_keys, G]

@@ -92,6 +92,24 @@ def test_agrees_where_the_tensor_memory_accelerator_loads(branch, case, cached_b
     assert_agrees(branch, replace(case, dtype=torch.float16))
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("mask", ["split", "branch", "always"])
+@pytest.mark.parametrize(("tma", "groups"), [(False, 2), (True, 1), (True, 2)])
+def test_nothing_of_the_next_sequence_or_group_reaches_a_tile(branch, mask, tma, groups):
+    """0 as the weight of NaN is not enough. The first group of the first sequence is as if it were alone."""
+    case = Case(
+        45, 3 * groups, groups, 32, batch=2, splits=2, dtype=torch.float16, launch=replace(TMA, mask=mask, tma=tma)
+    )
+    tensors = inputs(branch, case)
+    first = tuple(x[:1, :, : x.shape[2] // groups].clone() for x in tensors)
+    wanted = run_kernels(branch, replace(case, heads=3, groups=1, batch=1), first)
+    for x, kept in zip(tensors, first, strict=True):
+        x.fill_(torch.nan)[:1, :, : kept.shape[2]] = kept
+    got = run_kernels(branch, case, tensors)
+    for name, want in wanted.items():
+        assert torch.equal(got[name][:1, :, : want.shape[2]], want), name
+
+
 def test_agrees_where_memory_is_not_laid_out_for_it(branch):
     case = Case(tokens=45, heads=4, launch=TMA, dtype=torch.float16)
     wide = inputs(branch, replace(case, dk=17, dv=17))
