@@ -41,6 +41,9 @@ LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fi
 QUERY_ROWS = 64  # queries x heads that share what is read, where there are several queries
 SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
 MOST_KEPT = 8192  # block scores that a program keeps in registers
+MOST_TILES = 32  # of a sequence, where a program reads one: more are more to merge
+FEW_SHARES = 16384  # keys x heads of a group, for which four warps choose blocks faster than eight
+MOST_TILE_BYTES = 256  # of keys and values that a thread holds, where a program reads one tile
 UNLIMITED = 2**31 - 1
 
 LAUNCHES = LaunchTable(
@@ -67,12 +70,14 @@ LAUNCHES = LaunchTable(
 @dataclass(frozen=True)
 class Launches:
     """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
-    has ended. `chained`: the first of them too, whatever was launched before it."""
+    has ended. `chained`: the first of them too, whatever was launched before it. `single`: programs with one tile have
+    no loop."""
 
     cmp: Launch
     blocks: Launch
     overlap: bool = False
     chained: bool = False
+    single: bool = True
 
     def first(self) -> dict[str, bool]:
         """Options of the first launch."""
@@ -87,18 +92,19 @@ def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) ->
     """The launches for queries like q over at most `keys` compressed tokens, or tokens of `paged`.
 
     With few sequences what counts is latency. As long as one tile of keys for every multiprocessor is enough, a program
-    takes one, as small as that allows and of at least 64 keys; and programs of `blocks_kernel` have more threads for
-    the choice of blocks."""
+    takes one, as small as that and MOST_TILES allow; and programs of `blocks_kernel` have more threads where there are
+    many shares to read."""
     card = card or card_of(q)
     cmp, blocks = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "blocks"))
     if q.shape[1] == 1 and q.dtype != torch.float32:
         groups = v.shape[2]
         programs = card.multiprocessors // (q.shape[0] * groups)  # for each sequence and group
-        columns = max(64, power_of_2(cdiv(keys, max(1, programs))))
-        if programs and columns <= cmp.columns * (2 if q.shape[2] // groups <= 16 else 1):
+        heads = q.shape[2] // groups
+        columns = max(32, power_of_2(cdiv(keys, max(1, min(programs, MOST_TILES)))))
+        if programs and columns <= cmp.columns * (2 if heads <= 16 else 1):
             cmp = Launch(1, columns, 8 if columns > 64 else 4, 2)
         if programs >= 16:
-            blocks = replace(blocks, rows=1, num_warps=8)
+            blocks = replace(blocks, rows=1, num_warps=8 if keys * heads > FEW_SHARES else 4)
     return Launches(cmp, blocks, overlap=card.kind == "sm90")
 
 
@@ -185,6 +191,9 @@ def _nsa_piece(
     parts_sel, parts_win = branch_parts(lines, spec, window, params.blocks, card_of(q))
     parts = parts_sel + parts_win
     one = parts_sel == spec.num_selected * block["PER_BLOCK"] and not choice["TILED"]
+    single = splits == tiles and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"] * plan["BC"], params.cmp)
+    single_blocks = one and parts_win > cdiv(window, block["BN"])
+    single_blocks = single_blocks and in_registers(q, dv, block["HP"], block["BN"], params.blocks)
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
     merge = merge_plan(rows, splits, parts, dv, card_of(q))
@@ -192,10 +201,10 @@ def _nsa_piece(
         interval_kernel[(lanes, splits)](
             q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, edges, peaks,
             *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3], cmp_table.stride(0),
-            new, groups, splits, cmp_table.shape[1], k_cmp.shape[0], capacity, tiles, scale,
+            new, splits, cmp_table.shape[1], k_cmp.shape[0], capacity, tiles, scale, G=groups,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
             **plan, **sizes, CHUNKS=spec.cmp_block // spec.cmp_stride, PLANES=planes,
-            SAME=same_rows(k_cmp, v_cmp), INTERPRETED=q.is_cpu,
+            SAME=same_rows(k_cmp, v_cmp), SINGLE=single and params.single, INTERPRETED=q.is_cpu, ALONE=new == 1,
             **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
         blocks_kernel[(lines, parts)](
@@ -206,7 +215,8 @@ def _nsa_piece(
             new, groups, parts_sel, parts_win, splits, tiles, width, k_sel.shape[0], k_win.shape[0], capacity, scale,
             WINDOW=reach, PAGE=k_sel.shape[1], **ring_or_pages(k_win, win_places, "PAGE_WIN"),
             **choice, ONE=one, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"],
-            **block, **sizes, SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win), INTERPRETED=q.is_cpu,
+            **block, **sizes, SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win),
+            SINGLE=single_blocks and params.single, INTERPRETED=q.is_cpu,
             **params.overlapping(), **options(params.blocks, block["HP"]),
         )  # fmt: skip
         mix_parts_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
@@ -245,14 +255,17 @@ def paged(
     stats = q.new_empty(2, rows, splits, dtype=torch.float32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
     merge = merge_plan(rows, splits, 0, dv, card_of(q))
+    # The windows of several queries may touch one tile more than that of one.
+    single = splits == tiles and (window is None or new == 1)
+    single = single and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"], params.cmp)
     seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
     with launch_on(q):
         interval_kernel[(lanes, splits)](
             q, k, v, places, positions, o_parts, stats, o_parts, stats, stats,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
-            new, groups, splits, places.shape[-1], k.shape[0], capacity, 0, dk**-0.5,
+            new, splits, places.shape[-1], k.shape[0], capacity, 0, dk**-0.5, G=groups,
             **seen, **ring_or_pages(k, places, "PAGE"), **plan, **sizes, CHUNKS=0, PLANES=0,
-            SAME=same_rows(k, v), INTERPRETED=q.is_cpu,
+            SAME=same_rows(k, v), SINGLE=single and params.single, INTERPRETED=q.is_cpu, ALONE=new == 1,
             **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
         merge_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
@@ -292,6 +305,8 @@ def branch_parts(lanes: int, spec: NSASpec, window: int, params: Launch, card: C
     block = blocks_plan(1, spec, params)
     tiles_sel, tiles_win = spec.num_selected * block["PER_BLOCK"], cdiv(window, block["BN"])
     wanted = max(2, params.rows * card.multiprocessors // lanes)
+    if tiles_sel + tiles_win < wanted and max(tiles_sel, tiles_win + 1) <= MAX_SPLITS // 2:
+        return tiles_sel, tiles_win + 1  # one tile each, wherever in a tile the window starts
     parts_win = max(1, min(tiles_win, round(wanted * tiles_win / (tiles_sel + tiles_win)), MAX_SPLITS // 2))
     return max(1, min(tiles_sel, wanted - parts_win, MAX_SPLITS // 2)), parts_win
 
@@ -331,7 +346,15 @@ def options(params: Launch, rows: int) -> dict[str, int]:
     """With few rows, no more registers than let `params.rows` programs share a multiprocessor."""
     registers = 65536 // (32 * params.num_warps * params.rows) // 8 * 8
     registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), 255)
+    registers = params.maxnreg or registers
     return {"num_warps": params.num_warps, "num_stages": params.num_stages, "maxnreg": registers}
+
+
+def in_registers(q: Tensor, dv: int, rows: int, columns: int, params: Launch) -> bool:
+    """Whether a tile of `columns` keys and values takes few registers. Products of 64 rows would wait for them."""
+    row_bytes = q.element_size() * (padded(q.shape[3]) + padded(dv))
+    few = columns * row_bytes <= MOST_TILE_BYTES * 32 * params.num_warps
+    return few and rows < 64 and q.dtype != torch.float32
 
 
 def num_parts(lanes: int, params: Launch, card: Card, tiles: int) -> int:

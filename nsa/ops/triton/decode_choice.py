@@ -16,6 +16,7 @@ import triton.language as tl
 from nsa.ops.triton.flash_kernels import keys_seen
 from nsa.ops.triton.selection_kernels import pick_keys, pick_tiled
 
+MOST_FREE = tl.constexpr(16)  # places for which few blocks are left to compare
 NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, so that differences are numbers
 
 
@@ -74,38 +75,139 @@ def _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES: tl.constex
     """Scores of the blocks of what was loaded. The heads' log-sum-exp is whole - log2(weight)."""
     TILES: tl.constexpr = share.shape[0]
     BJ: tl.constexpr = share.shape[1]
-    score = share * power_of_2(peak - whole[None, :])[:, None, :]
+    power, weight = power_of_2(peak - whole[None, :])[:, None, :], weight[None, None, :]
+    own, factor = share, power * weight
     if PLANES == 2:
-        edge *= power_of_2(edge_peak - whole[None, :])
-        score += tl.where((tl.arange(0, BJ) == 0)[None, :, None], edge[:, None, :], 0.0)
-    score = tl.reshape(tl.sum(score * weight[None, None, :], 2), [TILES * BJ])
+        # Powers of two times a number are exact, so it does not matter for a block in which order it is scaled. Other
+        # blocks than the first are one product each, the same one: a sum that rounds otherwise would break ties.
+        is_first = (tl.arange(0, BJ) == 0)[None, :, None]
+        own = tl.where(is_first, share * power + (edge * power_of_2(edge_peak - whole[None, :]))[:, None, :], share)
+        factor = tl.where(is_first, weight, factor)
+    score = tl.reshape(tl.sum(own * factor, 2), [TILES * BJ])
     # Far below rounding, where shares may have been too small to be kept: all alike.
     return tl.where(score > 1e-30, score, 0.0)
 
 
 @triton.jit
-def page_of_blocks(table, t, SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The pages of the blocks that the query at t sees."""
-    block = tl.arange(0, BLOCK)
-    return tl.load(table + block * SEL_BLOCK // PAGE, mask=block * SEL_BLOCK <= t, other=0)
+def _ones(bits):
+    """How many bits of 32 are set; the compiler knows this form."""
+    bits = bits.to(tl.uint32, bitcast=True)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def held(x, INTERPRETED: tl.constexpr):
+    """x [of 16 or 32 bits], computed once and not used before here. Otherwise it would be computed again for every
+    arrangement over the threads in which it is used, or be rearranged where it is loaded while later loads wait."""
+    if not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
+        )
+    return x
+
+
+@triton.jit
+def pinned(x, INTERPRETED: tl.constexpr):
+    """x, computed once: the compiler does not compute again what comes out of a `while`."""
+    turn = 0
+    while turn < 1:
+        x = held(x, INTERPRETED)
+        turn += 1
+    return x
+
+
+@triton.jit
+def _larger(order, than):
+    """How many of few numbers `order` are larger than each `than`."""
+    return tl.sum((order[None, :] > than[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
+def _nth_set(masks, ones, behind, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """Places of the first 32 bits that are set in `masks` [LINES] of WIDTH bits. `ones` are set in each line, `behind`
+    up to its end."""
+    i, line, bit = tl.arange(0, 32), tl.arange(0, LINES), tl.arange(0, WIDTH)
+    before = behind - ones
+    here = (before[None, :] <= i[:, None]) & (behind[None, :] > i[:, None])  # [32, LINES]
+    found = tl.sum(tl.where(here, (line * 64 + before)[None, :], 0), 1)
+    mask = tl.sum(tl.where(here, masks[None, :], 0), 1)
+    below = _ones(mask[:, None] & ((1 << bit) - 1)[None, :])  # [32, WIDTH]
+    is_set = ((mask[:, None] >> bit[None, :]) & 1) > 0
+    is_nth = is_set & (below == (i - found % 64)[:, None])
+    return tl.sum(tl.where(is_nth, (found // 64 * WIDTH)[:, None] + bit[None, :], 0), 1)
+
+
+@triton.jit
+def pick_blocks(
+    keys, out, slot, table, first, stop, write,
+    SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The FREE best of blocks first .. stop by their keys; keys of the others are -1. `write`: to out, in ascending
+    order. Returns one of them and its page, another one for every `slot` of FREE.
+
+    Block j is in line j % LINES. Each line has a best one, and what does not reach the FREE-th of these is not among
+    the FREE best. Seldom more than 32 are left, which are all compared with each other. Neighbours, which are often
+    alike, are in different lines. A line lies in one warp, so that few steps need a barrier."""
+    LINES: tl.constexpr = 32 if BLOCK <= 1024 else BLOCK // 32
+    WIDTH: tl.constexpr = BLOCK // LINES
+    i = tl.arange(0, 32)
+    lines = pinned(tl.trans(tl.reshape(keys, [WIDTH, LINES])), INTERPRETED)
+    count = stop
+    bits = tl.full([LINES], 0, tl.int32)
+    ones, behind = bits, bits
+    if FREE <= MOST_FREE:
+        best = tl.max(lines, 1)
+        if LINES > 32:
+            best = tl.max(tl.reshape(best, [LINES // 32, 32]), 0)
+        others = pinned(best, INTERPRETED)
+        rank = _larger(others.to(tl.int64) * 32 - i, best.to(tl.int64) * 32 - i)
+        bound = tl.maximum(tl.sum(tl.where(rank == FREE - 1, others, 0), 0), 0)
+        bits = pinned(tl.sum((lines >= bound).to(tl.int32) << tl.arange(0, WIDTH)[None, :], 1), INTERPRETED)
+        ones = _ones(bits)
+        behind, count = tl.cumsum(ones, 0), tl.sum(ones, 0)
+    if (FREE <= MOST_FREE) & (count <= 32):
+        at = pinned(_nth_set(bits, ones, behind, LINES, WIDTH), INTERPRETED)
+        left = at % WIDTH * LINES + at // WIDTH
+        pages = tl.load(table + left * SEL_BLOCK // PAGE)  # arrive while the blocks are compared
+        few = pinned(tl.gather(tl.reshape(lines, [BLOCK]), at, 0), INTERPRETED)
+        order = tl.where(i < count, few, -1).to(tl.int64) * BLOCK - left  # ties go to the first
+        rank = pinned(_larger(order, order), INTERPRETED)
+        found = tl.sum(tl.where(rank == slot, left, 0), 0)
+        page = tl.sum(tl.where(rank == slot, pages, 0), 0)
+        if write:
+            taken = -tl.where(rank < FREE, left, BLOCK)
+            tl.store(out + _larger(taken, taken), left, mask=rank < FREE)
+    else:
+        keys = tl.reshape(tl.trans(lines), [BLOCK])
+        block = tl.arange(0, BLOCK)
+        places = pick_keys(block, keys, out, first, stop, BLOCK, FREE, 5)
+        found = tl.sum(tl.where((places == slot) & (places >= 0), tl.reshape(block, [BLOCK // 32, 32]), 0), axis=None)
+        page = tl.load(table + found * SEL_BLOCK // PAGE)
+    return found, page
 
 
 @triton.jit
 def choose_blocks(
-    out, t, used, row, splits, num_rows, stats, shares, edges, peaks, scores, width, slot, pages,
-    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    out, t, used, row, splits, num_rows, stats, shares, edges, peaks, scores, width, slot, table,
+    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The blocks of the query at t and one group, to out [NUM_SELECTED]. `row` is that of the group's first head.
-    Scores stay in registers, or TILED go to scores [width], workspace. ONE: returns the block at place `slot` and its
-    page, of `pages` [BLOCK], without reading them back."""
+    Scores stay in registers, or TILED go to scores [width], workspace. Returns one of the blocks and its page, by
+    `table`, without reading them back: another one for every `slot`; not TILED. ONE: nothing else is needed, and the
+    first slot writes out."""
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     CJ: tl.constexpr = TILES * BJ
     own = t // SEL_BLOCK
     place = tl.arange(0, NUM_PADDED)
-    ranks = tl.full([BLOCK // 32, 32], -1, tl.int32)  # of the free blocks that were chosen
+    known = tl.where((own < NUM_SELECTED) | (slot < NUM_INIT), slot, own - (NUM_SELECTED - 1 - slot))
+    known = tl.minimum(tl.maximum(known, 0), tl.maximum(own, 0))
+    found, page = known, tl.load(table + known * SEL_BLOCK // PAGE)
     if (t < 0) | (own < NUM_SELECTED):
         tl.store(out + place, tl.where((place <= own) & (t >= 0), place, -1), mask=place < NUM_SELECTED)
     else:
@@ -113,7 +215,8 @@ def choose_blocks(
         forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
         newest = own - (NUM_SELECTED - 1 - place)
         tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
-        if FREE > 0:
+        is_free = (slot >= NUM_INIT) & (slot < NUM_SELECTED - NUM_LOCAL)
+        if (FREE > 0) & ((not ONE) | (slot == 0) | is_free):
             _, seen = keys_seen(t, None, None, CMP_BLOCK, CMP_STRIDE, 0)
             share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
             # All of the first loads are on their way before anything waits for one. Without a barrier the assembler
@@ -154,13 +257,9 @@ def choose_blocks(
                 block = tl.arange(0, BLOCK)
                 inside = (block >= NUM_INIT) & (block < stop)
                 keys = tl.where(inside, tl.reshape(keys, [BLOCK]), -1)
-                ranks = pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, 5)
-    found = tl.full([], 0, tl.int64)
-    if ONE:
-        free = (own >= NUM_SELECTED) & (slot >= NUM_INIT) & (slot < NUM_SELECTED - NUM_LOCAL)
-        known = tl.where((own < NUM_SELECTED) | (slot < NUM_INIT), slot, own - (NUM_SELECTED - 1 - slot))
-        block = tl.reshape(tl.arange(0, BLOCK), [BLOCK // 32, 32])
-        mine = tl.where(free, ranks == slot - NUM_INIT, block == known)
-        both = (tl.reshape(pages, [BLOCK // 32, 32]).to(tl.int64) << 32) + block
-        found = tl.sum(tl.where(mine, both, 0), axis=None)
-    return found.to(tl.int32), (found >> 32).to(tl.int32)
+                free, free_page = pick_blocks(
+                    keys, out + NUM_INIT, slot - NUM_INIT, table, NUM_INIT, stop, (not ONE) | (slot == 0),
+                    SEL_BLOCK, PAGE, BLOCK, FREE, INTERPRETED,
+                )  # fmt: skip
+                found, page = tl.where(is_free, free, found), tl.where(is_free, free_page, page)
+    return found, page

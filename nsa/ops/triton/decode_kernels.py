@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.triton.decode_choice import NOTHING, choose_blocks, page_of_blocks, power_of_2, splits_used, tiles_seen
+from nsa.ops.triton.decode_choice import NOTHING, choose_blocks, held, power_of_2, splits_used, tiles_seen
 from nsa.ops.triton.flash_kernels import keys_seen, load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -86,19 +86,21 @@ def _attend_interval(
     k_sp, k_st, v_sp, v_st, shares, edges, peaks, live, scale,
     RING: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNKS: tl.constexpr, PLANES: tl.constexpr, HP: tl.constexpr, SAME: tl.constexpr, INTERPRETED: tl.constexpr,
+    CHUNKS: tl.constexpr, PLANES: tl.constexpr, HP: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Every `step`-th tile of first .. stop of a sequence's keys, of which rows see lo .. hi and somebody
     lowest .. highest.
 
     A tile has BJ blocks of R keys, each padded to BC. `places` points to the page table, whose entry for the first tile
     is `page`; or to the ring's number, `page`. PLANES > 0 stores the shares of blocks, shares [row's] + [J, HP], what a
-    tile gives to the next, edges [row's] + [tiles, HP], and the maximum both are relative to, peaks as edges.
+    tile gives to the next, edges [row's] + [tiles, HP], and the maximum both are relative to, peaks as edges. SINGLE:
+    there is one tile, and no loop.
     """
     BN: tl.constexpr = BJ * BC
     c = tl.arange(0, BN)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    for turn in tl.range(0, tl.cdiv(stop - first, step)):
+    for turn in tl.range(0, 1 if SINGLE else tl.cdiv(stop - first, step)):
         tile = first + turn * step
         key = (tile * BJ + c // BC) * R + c % BC
         this = tl.minimum(tl.maximum(page, 0), pool - 1).to(tl.int64)
@@ -106,13 +108,19 @@ def _attend_interval(
             place = (key % RING).to(tl.int64)
         else:
             place = (key % PAGE).to(tl.int64)
-            page = _page_of(places, tile + step, c, entries, INTERPRETED, PAGE, R, BC, BJ)  # one tile ahead
+            if not SINGLE:  # one tile ahead
+                page = _page_of(places, tile + step, c, entries, INTERPRETED, PAGE, R, BC, BJ)
         k_row = this * k_sp + place * k_st
         v_row = k_row if SAME else this * v_sp + place * v_st
         exists = (key >= lowest) & (key < highest)
         k = load_tile(k_ptr + k_row[:, None] + dk[None, :], exists, dk, DK, BLOCK_DK, True)
         v = load_tile(v_ptr + v_row[:, None] + dv[None, :], exists, dv, DV, BLOCK_DV, True)
+        if SINGLE:
+            tl.debug_barrier()  # both are on their way before anything waits for one
+            k = held(k, INTERPRETED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SINGLE:
+            v = held(v, INTERPRETED)
         seen = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
         if R != BC:
             seen = seen & (c % BC < R)[None, :]
@@ -148,26 +156,27 @@ def _store_part(
     tl.store(stats + num_rows * parts + at, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["n", "G", "splits", "entries", "pool", "capacity", "tiles"])
+@triton.jit(do_not_specialize=["n", "splits", "entries", "pool", "capacity", "tiles"])
 def interval_kernel(
     q_ptr, k_ptr, v_ptr, places, positions, o_parts, stats, shares, edges, peaks,
     q_sb, q_sn, q_sh, k_sp, k_st, k_sg, v_sp, v_st, v_sg, places_sb,
-    n, G, splits, entries, pool, capacity, tiles, scale,
+    n, splits, entries, pool, capacity, tiles, scale, G: tl.constexpr,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    ALONE: tl.constexpr, OVERLAP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. The first of its call,
-    it lets others start when everything before it is done."""
+    it lets others start when everything before it is done. ALONE: n is 1, which saves divisions before the first
+    load."""
     if CHAINED:
         gdc_wait()
     if OVERLAP:
         gdc_launch_dependents()
     ROWS: tl.constexpr = QT * HP
     lane, split = tl.program_id(0), tl.program_id(1)
-    query_tiles = tl.cdiv(n, QT)
+    query_tiles = 1 if ALONE else tl.cdiv(n, QT)
     g = lane % G
     query = lane // G % query_tiles * QT
     b = lane // G // query_tiles
@@ -214,7 +223,7 @@ def interval_kernel(
             k_ptr + g64 * k_sg, v_ptr + g64 * v_sg, places, entries, pool,
             k_sp, k_st, v_sp, v_st, share_rows, edge_rows, peak_rows, live, scale * LOG2E,
             RING, PAGE, R, BC, BJ, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION, CHUNKS, PLANES, HP,
-            SAME, INTERPRETED,
+            SAME, SINGLE, INTERPRETED,
         )  # fmt: skip
         num_rows = (tl.num_programs(0).to(tl.int64) // G // query_tiles) * n * (G * HEADS)
         _store_part(o_parts, stats, num_rows, row, live, split, splits, acc, peak, total, DV, BLOCK_DV)
@@ -258,16 +267,17 @@ def blocks_kernel(
     SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
     PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    SAME: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    SAME: tl.constexpr, SINGLE: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of the window, or of the selected blocks, of one query and group. Grid (B * n * G, parts), the window's
-    first. A block is read in PER_BLOCK tiles of BN keys; ONE: of the selected blocks, a program has one tile. One loop
-    serves both branches, as two would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks
-    [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
+    first. A block is read in PER_BLOCK tiles of BN keys; ONE: of the selected blocks, a program has one tile; SINGLE:
+    of the window too, and there is no loop. One loop serves both branches, as two would not share their buffers.
+    shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
     lane, part = tl.program_id(0), tl.program_id(1)
     selected = part >= parts_win
     if OVERLAP:
-        gdc_launch_dependents()
+        if not selected:
+            gdc_launch_dependents()
     g = lane % G
     i = lane // G % n
     b = lane // G // n
@@ -297,15 +307,15 @@ def blocks_kernel(
     )  # fmt: skip
     if selected:
         used = splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
-        pages = page_of_blocks(sel_places, t, SEL_BLOCK, PAGE, BLOCK) if ONE else chosen
         if OVERLAP:
             gdc_wait()
+            gdc_launch_dependents()  # not before: what it starts reads the compressed tokens' parts without waiting
         block, page = choose_blocks(
             out, t, used, row, splits, num_rows, stats_cmp, shares + lane64 * tiles * (BJ * HP_CMP),
             edges + lane64 * tiles * HP_CMP, peaks + lane64 * tiles * HP_CMP, scores + lane64 * width, width,
-            first // PER_BLOCK, pages,
-            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
-            HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED, ONE,
+            first // PER_BLOCK, sel_places,
+            CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, PAGE, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
+            HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED, ONE, INTERPRETED,
         )  # fmt: skip
         if ONE:
             start = block * SEL_BLOCK + first % PER_BLOCK * BN
@@ -328,7 +338,7 @@ def blocks_kernel(
         v_sp, v_st = tl.where(selected, vs_sp, vw_sp).to(tl.int64), tl.where(selected, vs_st, vw_st).to(tl.int64)
         pool = tl.where(selected, pool_sel, pool_win)
         c = tl.arange(0, BN)
-        for turn in tl.range(0, tl.cdiv(count - first, step)):
+        for turn in tl.range(0, 1 if SINGLE else tl.cdiv(count - first, step)):
             key = start + c
             low = tl.where(selected, start, lowest)
             high = tl.where(selected, tl.minimum(t, start // SEL_BLOCK * SEL_BLOCK + SEL_BLOCK - 1), t)
@@ -342,13 +352,19 @@ def blocks_kernel(
             this = tl.minimum(tl.maximum(page, 0), pool - 1).to(tl.int64)
             k_row = this * k_sp + place * k_st
             v_row = k_row if SAME else this * v_sp + place * v_st
-            start, page = _next_tile(
-                chosen, first + (turn + 1) * step, last, start_win, table, selected, ring,
-                PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
-            )  # fmt: skip
+            if not SINGLE:
+                start, page = _next_tile(
+                    chosen, first + (turn + 1) * step, last, start_win, table, selected, ring,
+                    PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
+                )  # fmt: skip
             k = load_tile(k_ptr + k_row[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
             v = load_tile(v_ptr + v_row[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
+            if SINGLE:
+                tl.debug_barrier()
+                k = held(k, INTERPRETED)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            if SINGLE:
+                v = held(v, INTERPRETED)
             s = tl.where(((key >= low) & (key <= high))[None, :], s, NOTHING)
             acc, peak, total, _ = _step(acc, peak, total, s, v, False, PRECISION)
         _store_part(

@@ -2,7 +2,8 @@
 
 With few rows what counts is the time from the end of the kernel before to the end of this one: what does not depend on
 that kernel is read before waiting for it, and all parts are read at once: all but one load before a barrier, as the
-assembler would move them behind what waits for that one.
+assembler would move them behind what waits for that one. `mix_parts_kernel` starts when `interval_kernel` has ended
+(`blocks_kernel` sees to that), and merges its parts while the blocks are chosen.
 """
 
 import triton
@@ -16,13 +17,15 @@ from nsa.ops.triton.decode_choice import NOTHING, splits_used, tiles_seen
 def _load_parts(o_parts, row, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr):
     """Outputs [PARTS, d] of those parts of a row that are `there`."""
     at = row * parts + tl.arange(0, PARTS)
-    return tl.load(o_parts + at[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0)
+    # Not from the first cache, which may have been filled before another kernel wrote them.
+    at = at[:, None] * DV + d[None, :]
+    return tl.load(o_parts + at, mask=there[:, None] & (d < DV)[None, :], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _load_stats(stats, row, parts, there, other: tl.constexpr, PARTS: tl.constexpr):
     """Maxima or sums [PARTS] of those parts of a row that are `there`."""
-    return tl.load(stats + row * parts + tl.arange(0, PARTS), mask=there, other=other)
+    return tl.load(stats + row * parts + tl.arange(0, PARTS), mask=there, other=other, cache_modifier=".cg")
 
 
 @triton.jit
@@ -85,19 +88,20 @@ def mix_parts_kernel(
     tiles = tl.where(t >= 0, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, 0)
     in_sel = (part >= parts_win) & (part < parts_win + tl.minimum(tiles, parts_sel))
     there = in_win | in_sel
+    o_part_cmp = _load_parts(o_cmp, row64, splits, there_cmp, d, DV, SPLITS)
+    sums_cmp = _load_stats(stats_cmp + num_rows * splits, row64, splits, there_cmp, 0.0, SPLITS)
+    tl.debug_barrier()
+    tops_cmp = _load_stats(stats_cmp, row64, splits, there_cmp, NOTHING, SPLITS)
+    mixed = tl.sum(o_part_cmp * _weights(tops_cmp, sums_cmp, there_cmp)[:, None], 0) * gate_cmp.to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     parts = parts_sel + parts_win
     o_part = _load_parts(o_blocks, row64, parts, there, d, DV, PARTS)
-    o_part_cmp = _load_parts(o_cmp, row64, splits, there_cmp, d, DV, SPLITS)
-    tops_cmp = _load_stats(stats_cmp, row64, splits, there_cmp, NOTHING, SPLITS)
-    sums_cmp = _load_stats(stats_cmp + num_rows * splits, row64, splits, there_cmp, 0.0, SPLITS)
     sums = _load_stats(stats_blocks + num_rows * parts, row64, parts, there, 0.0, PARTS)
     tl.debug_barrier()
     tops = _load_stats(stats_blocks, row64, parts, there, NOTHING, PARTS)
     weight = _weights(tops, sums, in_sel) * gate_sel.to(tl.float32)
     weight += _weights(tops, sums, in_win) * gate_win.to(tl.float32)
-    weight_cmp = _weights(tops_cmp, sums_cmp, there_cmp) * gate_cmp.to(tl.float32)
-    mixed = tl.sum(o_part * weight[:, None], 0) + tl.sum(o_part_cmp * weight_cmp[:, None], 0)
+    mixed += tl.sum(o_part * weight[:, None], 0)
     tl.store(o + row64 * DV + d, mixed.to(o.dtype.element_ty), mask=d < DV)

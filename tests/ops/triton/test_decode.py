@@ -7,11 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from nsa.ops import NSASpec, PagedKV, nsa_decode, paged_attention
 from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
 from nsa.ops.triton.decode import Launches
+from nsa.ops.triton.decode_choice import pick_blocks
 from nsa.ops.triton.launch import Card, Launch
 from tests.ops.cases import SMALL, Inputs, make_inputs
 from tests.ops.decode_cases import make_cache
@@ -141,11 +144,12 @@ def test_launches_for_one_sequence():
     """One tile for every program while that fills no more than the card; the table's launches otherwise."""
     q, v = (torch.empty(1, 1, heads, 128, dtype=torch.float16, device="meta") for heads in (64, 4))
     usual = decode.default_params(q.expand(32, -1, -1, -1), v, 4096, LARGE)
-    for keys, columns in ((512, 64), (2048, 64), (4096, 128)):
-        launch = decode.default_params(q, v, keys, LARGE).cmp
+    for keys, columns, warps in ((512, 32, 4), (2048, 64, 8), (4096, 128, 8)):
+        params = decode.default_params(q, v, keys, LARGE)
         tiles = -(-keys // columns)
-        assert launch.columns == columns
-        assert decode.num_parts(4, launch, LARGE, tiles) == tiles
+        assert params.cmp.columns == columns
+        assert params.blocks.num_warps == warps
+        assert decode.num_parts(4, params.cmp, LARGE, tiles) == tiles
     assert decode.default_params(q, v, 8192, LARGE).cmp == usual.cmp
     assert decode.default_params(q.expand(-1, 2, -1, -1), v, 512, LARGE) == usual
     assert decode.merge_plan(64, 32, 24, 128, LARGE)["BLOCK_DV"] == 64
@@ -172,6 +176,48 @@ def test_ties_between_splits_with_different_maxima(shift):
     assert picked[-1] == 24
     if shift == 0.0:
         assert picked == [0, 1, 2, 3, 4, 24]
+
+
+@triton.jit
+def _pick_kernel(
+    keys, table, out, found, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
+    block = tl.arange(0, BLOCK)
+    key = tl.load(keys + block)
+    key = tl.where((block >= first) & (block < stop), key, -1)
+    slot = tl.program_id(0) - 1  # of a forced block: nothing is found
+    mine, page = pick_blocks(key, out, slot, table, first, stop, slot == 0, 2, 4, BLOCK, FREE, INTERPRETED)
+    tl.store(found + 2 * slot + 2, mine)
+    tl.store(found + 2 * slot + 3, page)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "few values", "rising", "one line", "zeros"])
+@pytest.mark.parametrize(
+    ("blocks", "free"), [(20, 5), (33, 16), (128, 13), (300, 1), (1024, 13), (1024, 40), (2048, 16)]
+)
+def test_the_best_blocks_are_picked(kind, blocks, free):
+    """Whatever the keys, the lower index before the higher; also where many are left to compare."""
+    size = max(32, triton.next_power_of_2(blocks))
+    keys = torch.randint(0, 2**31 - 2**24, (size,), generator=torch.Generator().manual_seed(blocks)).int()
+    if kind == "ties":
+        keys[: blocks // 2] = keys[-(blocks // 2) :]
+    elif kind == "few values":
+        keys %= 3
+    elif kind == "rising":
+        keys = keys.sort().values
+    elif kind == "one line":
+        keys[::32] |= 1 << 30
+    elif kind == "zeros":
+        keys.zero_()
+    first, stop = 1, blocks - 1
+    table = torch.arange(size) * 3 + 1
+    out, found = torch.full((free,), -7).int().to(DEVICE), torch.full((1 + free, 2), -7).int().to(DEVICE)
+    constants = {"BLOCK": size, "FREE": free, "INTERPRETED": DEVICE == "cpu"}
+    _pick_kernel[(1 + free,)](keys.to(DEVICE), table.int().to(DEVICE), out, found, first, stop, **constants)
+    best = sorted(range(first, stop), key=lambda j: (-int(keys[j]), j))[:free]
+    assert out.tolist() == sorted(best)
+    assert found[0, 0] == 0
+    assert sorted(found[1:].tolist()) == [[j, 3 * (j * 2 // 4) + 1] for j in sorted(best)]
 
 
 def test_rows_longer_than_the_registers(monkeypatch):
@@ -213,6 +259,12 @@ def test_dense_and_window_layers(window, ring):
     positions[3] = -1
     check_paged(x, positions.tolist(), window, launches(48), ring)
     check_paged(x, positions[:, :1].tolist(), window, launches(1, 32), ring)
+
+
+@pytest.mark.parametrize("first", [60, 61, 62, 63, 64])
+def test_windows_of_several_new_tokens_that_touch_one_tile_more(first):
+    x = inputs(80, heads=4, dk=16, dtype=torch.float16)
+    check_paged(x, [[first + i for i in range(4)]], 32, launches(100))
 
 
 def test_bad_values_are_masked():
