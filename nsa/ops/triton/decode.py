@@ -328,7 +328,7 @@ def choice_plan(spec: NSASpec, tiles: int, per_tile: int, splits: int, heads: in
 def merge_plan(rows: int, splits: int, others: int, dv: int, card: Card) -> dict[str, int]:
     """How the kernels that merge read a row's `splits`, and `others` beside them: with few rows, in pieces of `dv`."""
     parts, most, piece = power_of_2(splits), power_of_2(others), padded(dv)
-    while piece > LEAST_PIECE and 2 * rows * cdiv(dv, piece) <= card.multiprocessors:
+    while piece > LEAST_PIECE and rows * cdiv(dv, piece) <= card.multiprocessors:
         piece //= 2
     warps = power_of_2(max(1, min(MERGE_WARPS, max(parts, most) * piece // 1024)))
     return {"BLOCK_DV": piece, "SPLITS": parts, "num_warps": warps} | ({"PARTS": most} if others else {})

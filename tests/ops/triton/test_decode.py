@@ -152,7 +152,7 @@ def test_launches_for_one_sequence():
         assert decode.num_parts(4, params.cmp, LARGE, tiles) == tiles
     assert decode.default_params(q, v, 8192, LARGE).cmp == usual.cmp
     assert decode.default_params(q.expand(-1, 2, -1, -1), v, 512, LARGE) == usual
-    assert decode.merge_plan(64, 32, 24, 128, LARGE)["BLOCK_DV"] == 64
+    assert decode.merge_plan(64, 32, 24, 128, LARGE)["BLOCK_DV"] == 32
     assert decode.merge_plan(2048, 3, 3, 128, LARGE)["BLOCK_DV"] == 128
 
 
