@@ -57,6 +57,10 @@ def config_of(seq_len: int, options: argparse.Namespace, *settings: str) -> Conf
     return load_config(options.config, [*own, *options.override])
 
 
+def eager(config: Config) -> Config:
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"compile": False})})
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -126,8 +130,7 @@ def _measure(config: Config, steps: int) -> float:
 
 def check_chunks(seq_len: int, options: argparse.Namespace) -> dict[str, float]:
     """Relative differences between a pass in chunks of tokens and one that computes everything at once, both eager."""
-    config = config_of(seq_len, options)
-    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"compile": False})})
+    config = eager(config_of(seq_len, options))
     found = []
     with numerics(config.runtime):
         state = build_state(config, ByteTokenizer())
@@ -223,7 +226,7 @@ def silent_ranks(size: int) -> Iterator[dist.ProcessGroup]:
 
 def rank_share(seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
     """A step of one of the ranks that share a sequence, and the bytes it would send."""
-    ranks, config = options.ranks, config_of(seq_len, options)
+    ranks, config = options.ranks, eager(config_of(seq_len, options))
     context: Any = import_module("nsa.parallel.context")
     formula: Any = import_module("bench.traffic")
     states: Any = import_module("nsa.train.state")
@@ -290,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="that share a sequence; 0 leaves this out")
     parser.add_argument("--checkpointing", default="none,selective,block", help="kinds of recomputation to time")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--override", nargs="*", default=[], help="settings such as runtime.compile=true")
+    parser.add_argument("--override", nargs="*", default=[], help="settings such as runtime.compile=false")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results/long.json"))
     options = parser.parse_args(arguments)

@@ -35,7 +35,7 @@ from nsa.ops.triton.selected_lists import (
 )
 
 MAX_BLOCK = 128  # tokens of a block, whose scores lie in registers
-# Beyond the bytes of the call's own tensors, but these within limits, queries are done in turns: fewer are faster.
+# Parts take as many bytes as the tensors of the call, within these limits; more queries than that are done in turns.
 MIN_PARTS_BYTES, MAX_PARTS_BYTES = 512 << 20, 1 << 30
 CHUNK = 256  # queries of a work item
 MERGED_ROWS = 32
