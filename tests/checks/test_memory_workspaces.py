@@ -48,9 +48,9 @@ FUNCTIONS = {
 def _nothing_is_launched(monkeypatch):
     """Kernels do nothing, and every card is an H200."""
     triton = pytest.importorskip("triton")
-    from nsa.ops.triton import flash, launch
+    from nsa.ops.triton import flash, launch, selected
 
-    for module in (flash, launch):
+    for module in (flash, launch, selected):
         monkeypatch.setattr(module, "card_of", lambda _: launch.H200)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda *_, **__: None)
 

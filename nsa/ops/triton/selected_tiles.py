@@ -45,7 +45,7 @@ class TilePlan:
 class TileLists:
     """entries [P, tiles, capacity] int64; counts [P, tiles, 3] int32: entries read whole by all, these and the other
     entries over before the first query, all entries;
-    take [P, large tiles] int32: whether a large tile is used, 1, or not, 0: then small ones are, or `selected_parts`."""
+    take [P, large tiles] int32: 1 for a large tile that is used, 0 where small ones or `selected_parts` are."""
 
     queries: int
     tiles: int
