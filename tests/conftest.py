@@ -51,6 +51,14 @@ def no_room(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _onednn_as_before():
+    """PyTorch turns it off for the rest of the process after a bf16 product on a CPU without bf16 instructions."""
+    before = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.enabled = before
+
+
+@pytest.fixture(autouse=True)
 def _signals_as_before():
     """A command that is run inside the test process changes what signals do, as it would end with the process."""
     before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -11,6 +11,7 @@ from torch import nn
 from nsa.config.schema import TrainConfig
 from nsa.errors import ConfigError
 from nsa.nn.model import Decoder
+from nsa.parallel.numerics import cpu_has_bf16
 
 
 def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer:
@@ -59,5 +60,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Moves the parameters by their gradients; takes no closure."""
         assert closure is None
-        for part in self._parts:
-            part.step()  # type: ignore[no-untyped-call]
+        mkldnn: Any = torch.backends.mkldnn
+        enabled = mkldnn.enabled
+        # Muon multiplies in bf16. On a CPU without such instructions PyTorch would turn oneDNN off for the rest of the
+        # process, and a run that goes on would compute otherwise than one that is resumed.
+        mkldnn.enabled = enabled and cpu_has_bf16()
+        try:
+            for part in self._parts:
+                part.step()  # type: ignore[no-untyped-call]
+        finally:
+            mkldnn.enabled = enabled

@@ -16,7 +16,7 @@ def test_every_row_is_a_configuration_that_loads(row, action, tmp_path):
     config = load_config("configs/m7c_125m.yaml", overrides_of(tmp_path, row, options, seed=3))
     assert config.train.seed == 3
     assert config.train.log_every == 7
-    steps = 31 if action == "recall" else 16
+    steps = 62 if action == "recall" else 16
     assert config.train.steps == steps
     sources = [part.source for part in config.data.mixture] or [config.data.source]
     assert sources == (["prepared", "recall"] if action == "recall" else ["prepared"])

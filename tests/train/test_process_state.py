@@ -52,6 +52,8 @@ def attribute(module, name):
     return lambda: getattr(module, name), lambda value: setattr(module, name, value)
 
 
+HAS_BF16 = nsa.parallel.numerics.cpu_has_bf16()  # of the CPU that runs the tests, whatever they pretend
+
 # How to read a process-wide switch, how to set it, and a value that a fresh process does not have.
 SWITCHES = {
     "oneDNN": (*attribute(torch.backends.mkldnn, "enabled"), False),
@@ -92,6 +94,8 @@ def test_a_switch_flipped_before_a_run_changes_no_bit_and_stays_flipped_after(
         assert get() == flipped, "the run left the process as it found it"
     finally:
         set_to(fresh)
+    if switch == "oneDNN" and precision == "bf16" and not HAS_BF16:
+        seen = seen[:1]  # PyTorch turns it off by itself after the first product
     assert flipped not in seen
     assert rows_of(tmp_path) == rows_of(clean / precision)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path, clean / precision)]
