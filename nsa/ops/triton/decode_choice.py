@@ -182,7 +182,7 @@ def pick_blocks(
     else:
         keys = tl.reshape(tl.trans(lines), [BLOCK])
         block = tl.arange(0, BLOCK)
-        places = pick_keys(block, keys, out, first, stop, BLOCK, FREE, 5)
+        places = pick_keys(block, keys, out, first, stop, BLOCK, FREE, FREE > MOST_FREE)
         found = tl.sum(tl.where((places == slot) & (places >= 0), tl.reshape(block, [BLOCK // 32, 32]), 0), axis=None)
         page = tl.load(table + found * SEL_BLOCK // PAGE)
     return found, page

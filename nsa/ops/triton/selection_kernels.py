@@ -196,7 +196,7 @@ def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.c
 def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
     """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
     block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES)
-    pick_keys(block, keys, out, first, stop, BLOCK, FREE, 2)
+    pick_keys(block, keys, out, first, stop, BLOCK, FREE, True)
 
 
 @triton.jit
@@ -208,12 +208,11 @@ def ranks(keys):
 
 
 @triton.jit
-def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, WAYS: tl.constexpr):
-    """The FREE best of blocks first .. stop by their keys; those of the others are -1. An interval is cut into WAYS, up
-    to 5: more of them take fewer turns, each with more comparisons; below 2**15 keys fit the counts of one number.
-    Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
+def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, BOUND: tl.constexpr):
+    """The FREE best of blocks first .. stop by their keys; those of the others are -1. BOUND: it pays to look for a
+    bound first. Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
-    if FREE <= 32:
+    if BOUND and FREE <= 32:
         # The FREE-th of the best ones of 32 lines: few more keys than FREE reach it. Neighbours, which are often alike,
         # are in different lines.
         best = tl.max(tl.reshape(keys, [BLOCK // 32, 32]), axis=0)
@@ -225,21 +224,12 @@ def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.const
         low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
         count = stop - first
     while (high - low > 1) & (count != FREE):
-        bottom, top, step = low, high, tl.maximum((high - low) // WAYS, 1)
-        counts = tl.zeros([BLOCK], tl.int32 if WAYS == 2 else tl.int64)
-        for way in tl.static_range(1, WAYS):
-            reaches = (keys >= tl.minimum(bottom + step * way, top - 1)).to(counts.dtype)
-            counts += reaches << (16 * (way - 1))
-        total = tl.sum(counts, axis=0)
-        for way in tl.static_range(1, WAYS):
-            middle = tl.minimum(bottom + step * way, top - 1)
-            reach = (total >> (16 * (way - 1))).to(tl.int32)
-            if WAYS > 2:
-                reach = reach & 0xFFFF
-            enough = reach >= FREE
-            low = tl.where(enough, middle, low)
-            count = tl.where(enough, reach, count)
-            high = tl.where(enough, high, tl.minimum(high, middle))
+        middle = low + ((high - low) >> 1)
+        reach = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        enough = reach >= FREE
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle)
     # Too many only when several keys equal `low`: of those the blocks before `cut` are taken.
     cut = stop
     if count > FREE:
