@@ -198,9 +198,8 @@ def choose_blocks(
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The blocks of the query at t and one group, to out [NUM_SELECTED]. `row` is that of the group's first head.
-    Scores stay in registers, or TILED go to scores [width], workspace. Returns one of the blocks and its page, by
-    `table`, without reading them back: another one for every `slot`; not TILED. ONE: nothing else is needed, and the
-    first slot writes out."""
+    Scores stay in registers, or TILED go to scores [width], workspace. ONE, not TILED: returns one of the
+    blocks and its page, by `table`, without reading them back, another one for every `slot`; the first writes out."""
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     CJ: tl.constexpr = TILES * BJ
     own = t // SEL_BLOCK
@@ -257,9 +256,12 @@ def choose_blocks(
                 block = tl.arange(0, BLOCK)
                 inside = (block >= NUM_INIT) & (block < stop)
                 keys = tl.where(inside, tl.reshape(keys, [BLOCK]), -1)
-                free, free_page = pick_blocks(
-                    keys, out + NUM_INIT, slot - NUM_INIT, table, NUM_INIT, stop, (not ONE) | (slot == 0),
-                    SEL_BLOCK, PAGE, BLOCK, FREE, INTERPRETED,
-                )  # fmt: skip
-                found, page = tl.where(is_free, free, found), tl.where(is_free, free_page, page)
+                if ONE:
+                    free, free_page = pick_blocks(
+                        keys, out + NUM_INIT, slot - NUM_INIT, table, NUM_INIT, stop, slot == 0,
+                        SEL_BLOCK, PAGE, BLOCK, FREE, INTERPRETED,
+                    )  # fmt: skip
+                    found, page = tl.where(is_free, free, found), tl.where(is_free, free_page, page)
+                else:  # many programs hide each other's latency, and the blocks are read back anyway
+                    pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, True)
     return found, page

@@ -77,7 +77,7 @@ def test_kernels_of_groups_of_few_heads_fit_the_card(plan):
 
 @pytest.mark.parametrize("plan", STEPS, ids=str)
 def test_decode_kernels_fit_the_card(plan):
-    check([80, 90], plan, spilled=48)  # 40 bytes by Triton 3.7 in the choice of blocks, which is faster all the same
+    check([80, 90], plan, spilled=32)
 
 
 def test_the_launches_for_one_sequence_fit_the_card():
