@@ -5,9 +5,10 @@ look the value up. A key is a common word of three or four letters, one token of
 follows at once: of several forms this one is learned first. Any tokenizer serves: words, values and sentences of filler
 are encoded one by one. Documents are a pure function of (seed, number).
 
-A training document has some keys, few as likely as many, and names all of them in every round, each time in another
-order. Half of the documents are full of rounds, the others have two, four or eight of them with filler between. Prompts
-of an evaluation name their keys once and ask at their end, either for the one key or for some of many.
+A training document has some keys and names all of them in every round, each time in another order. Half of the
+documents are full of rounds, with few keys as likely as many. The others have two, four or eight rounds with filler
+between, and rather many keys: these ask across long distances. Prompts of an evaluation name their keys once and ask at
+their end, either for the one key or for some of many.
 """
 
 from collections.abc import Sequence
@@ -92,10 +93,12 @@ class Parts:
 
     def document(self, length: int, draw: Uniform) -> TokenArray:
         """The training document that `draw`, of `num_drawn(length)`, decides."""
-        keys = int((1 + min(NUM_KEYS, max(1, length // (2 * self.longest_pair)))) ** draw[0])
+        is_full = draw[1] < 0.5
+        most = min(NUM_KEYS, max(1, length // (2 * self.longest_pair)))
+        keys = int((1 + most) ** (draw[0] if is_full else draw[0] ** 0.5))
         full = 1 + length // (self.shortest_pair * keys)
         some = max(2, min(2 << int(3 * draw[2]), length // (self.longest_pair * keys)))
-        rounds = full if draw[1] < 0.5 else some
+        rounds = full if is_full else some
         words, values, orders, rest = np.split(draw[3:], np.cumsum([NUM_KEYS, keys, rounds * keys]))
         pairs = self.pairs(words, values, keys)[np.argsort(orders.reshape(rounds, keys)).ravel()]
         filler = self.filler(rest, length - self.size(pairs))
@@ -105,8 +108,9 @@ class Parts:
 
 class RecallSequences(Sequences):
     """Training sequences without end. The documents of one are all of `longest` tokens, or of half, a quarter and so on
-    of it down to SHORTEST, each equally likely. Training begins with the shortest: to find one of few keys is learned
-    first, and what it takes is the same among many."""
+    of it down to SHORTEST. Training begins with the shortest: to find one of few keys is learned first, and what it
+    takes is the same among many. Once all lengths take part, the longest are the likeliest: of nine, 30 % of the
+    sequences have the longest and 0.1 % the shortest. Until then, and in validation, all are equally likely."""
 
     name = "recall"
 
@@ -122,11 +126,13 @@ class RecallSequences(Sequences):
         key = number << 20 | self.validation
         all_kinds = max(1, (self.longest // SHORTEST).bit_length())
         kinds = all_kinds if self.validation else min(all_kinds, 1 + number * self.seq_len // RAMP)
-        length = self.longest >> (all_kinds - 1 - int(kinds * _uniform(1, self.seed, key | 1 << 19)[0]))
+        drawn = _uniform(1, self.seed, key | 1 << 19)[0]
+        is_ramp = self.validation or kinds < all_kinds
+        length = self.longest >> (all_kinds - 1 - int(kinds * (drawn if is_ramp else drawn ** (1 / 3))))
         starts = np.arange(0, self.seq_len, length)
         tokens = np.full(len(starts) * length + 1, self.tokenizer.separator, dtype=self.tokenizer.dtype)
-        drawn = _uniform(len(starts) * num_drawn(length), self.seed, key).reshape(len(starts), -1)
-        for start, draw in zip(starts.tolist(), drawn, strict=True):
+        draws = _uniform(len(starts) * num_drawn(length), self.seed, key).reshape(len(starts), -1)
+        for start, draw in zip(starts.tolist(), draws, strict=True):
             tokens[start + 1 : start + length] = self._parts.document(length - 1, draw)
         return self._row_of(tokens[: self.seq_len + 1], starts)
 

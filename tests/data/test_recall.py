@@ -60,7 +60,9 @@ def test_the_shortest_documents_come_first_and_longer_ones_are_added(tokenizers)
     per_kind = RAMP // 1024
     assert lengths(0, 20) == lengths(per_kind - 1, 1) == {32}
     assert lengths(2 * per_kind, 40) == {32, 64, 128}
-    assert lengths(100 * per_kind, 60) == {32, 64, 128, 256, 512, 1024}
+    later = [len(sequences.row(number).starts) for number in range(100 * per_kind, 100 * per_kind + 400)]
+    assert 0.3 < later.count(1) / 400 < 0.5  # 42 %: the longest are the likeliest
+    assert later.count(1) > later.count(2) > later.count(4) > later.count(8) > later.count(16) > 0
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
@@ -75,13 +77,13 @@ def test_a_sequence_is_a_pure_function_of_its_number(name, tokenizers):
     assert np.array_equal(rows[0].inputs, rows[2].inputs)
     assert not np.array_equal(rows[0].inputs, rows[1].inputs)
     lengths = set()
-    for number in range(later, later + 40):
+    for number in range(later, later + 100):
         row = make().row(number)
         assert len(row.inputs) == len(row.targets) == 512
         assert np.array_equal(row.inputs[1:], row.targets[:-1])
         assert np.array_equal(np.flatnonzero(row.inputs == tokenizer.separator), row.starts)
         lengths.add(512 // len(row.starts))
-    assert lengths == {512, 256, 128, 64, 32}
+    assert lengths >= {512, 256, 128, 64}
     assert len(pairs_of(tokenizer.decode(make().row(3).inputs.tolist()))) > 20
     held_out = RecallSequences(tokenizer, 512, 512, 7, validation=True).row(3)
     assert not np.array_equal(held_out.inputs, rows[0].inputs)
