@@ -3,8 +3,8 @@
 Candidates are compiled by many processes at once, then checked and timed one after the other by this one: on a short
 sequence against the reference in float64, on the timed one against the checked-in launch. One that does not run (too
 much shared memory) or is wrong gets no time. Prints the fastest of each kernel beside what is checked in; nothing is
-changed. Ends after --seconds with what it has, the kernels in the order of --what. Of compressed attention, "cudnn" is
-`bench/causal.py` instead of a launch.
+changed. Ends after --seconds with what it has, the kernels in the order of --what. Of compressed attention of one
+sequence, "cudnn" is cuDNN instead of a launch.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.causal import CausalCompressed
 from bench.shapes import SPEC, Shape, make_inputs
 from bench.timing import median_ms
 from nsa.ops.dispatch import kernels_for
@@ -89,16 +88,18 @@ def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
     others = []
     if branch == "cmp":
         k, v = (kernels_for("phi").mean(t, SPEC, None) for t in (k, v))
-        causal, others = CausalCompressed(q, k, v, SPEC), [CUDNN]
+        others = [CUDNN] if shape.batch == 1 else []
     o, lse = kernels.forward(q, k, v, SPEC, None)
     do = torch.randn_like(o)
 
     def forward(launch: Any) -> Any:
-        return (causal.forward(),) if launch == CUDNN else kernels.forward(q, k, v, SPEC, None, launch)[:1]
+        if launch == CUDNN:
+            return kernels.forward_by_runs(q, k, v, SPEC)[:1]
+        return kernels.forward(q, k, v, SPEC, None, launch)[:1]
 
     def dq(launch: Any) -> Any:
         if launch == CUDNN:
-            return causal.backward(do)
+            return kernels.backward_by_runs(do, q, k, v, o, lse, SPEC)
         return kernels.backward(do, q, k, v, o, lse, SPEC, None, dq_params=launch)
 
     def dkv(launch: Launch) -> Any:

@@ -25,7 +25,7 @@ OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
 # a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
-    "cmp": (attention.compressed, "flash.compressed"),
+    "cmp": (attention.compressed, "compressed.compressed"),
     "select": (selection, "selection"),
     "sel": (attention.selected, "selected"),
     "win": (attention.window, "flash.window"),

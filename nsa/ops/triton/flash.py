@@ -117,7 +117,7 @@ class KeyRange:
         return self._by_key[num_keys]
 
 
-def _compressed_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
+def compressed_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
     if layout is None:
         return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
     hi = layout.cmp_start + visible_compressed(layout.position, spec)
@@ -260,7 +260,6 @@ class Branch:
         return 8 * lse.numel() + at_once * _part_bytes(k, v, splits) + sum(x.numel() * x.element_size() for x in rows)
 
 
-compressed = Branch("cmp", _compressed_range)
 window = Branch("win", _window_range)
 
 

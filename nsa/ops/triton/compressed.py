@@ -1,0 +1,171 @@
+"""Compressed attention: the kernels of `flash.py`, and cuDNN for long sequences.
+
+The `cmp_stride` tokens from i * cmp_stride + cmp_block - 1 on, a run, see the same compressed tokens, 0 .. i. With the
+r-th token of every run as position i of row r, this is causal attention over as many positions as there are whole runs,
+for `cmp_stride` rows that share keys and values. For one sequence all of this is views. Tokens before the first run see
+nothing; those behind the last whole one are left to the kernels of `flash.py`.
+
+Legend: S tokens, N compressed tokens, M whole runs, R tokens of a run, H query heads, G key/value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops.spec import NSASpec
+from nsa.ops.triton.flash import Branch, compressed_range
+from nsa.ops.triton.launch import H200, Card, Launch, card_of
+
+# Tokens from which cuDNN is faster on an H200, by pass and head size.
+FEWEST_TOKENS = {
+    ("forward", 64): 1 << 16,
+    ("backward", 64): 1 << 16,
+    ("forward", 128): 1 << 14,
+    ("backward", 128): 1 << 14,
+}
+
+
+class Compressed(Branch):
+    def __init__(self) -> None:
+        super().__init__("cmp", compressed_range)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: NSASpec,
+        cu_seqlens: Tensor | None,
+        params: Launch | None = None,
+        *,
+        q_offset: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        is_whole = cu_seqlens is None and not q_offset and params is None
+        if is_whole and cudnn_is_faster("forward", q, v, spec, card_of(q)):
+            return self.forward_by_runs(q, k, v, spec)
+        return super().forward(q, k, v, spec, cu_seqlens, params, q_offset=q_offset)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        spec: NSASpec,
+        cu_seqlens: Tensor | None,
+        dq_params: Launch | None = None,
+        dkv_params: Launch | None = None,
+        *,
+        q_offset: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        is_whole = cu_seqlens is None and not q_offset and dq_params is dkv_params is None
+        if is_whole and cudnn_is_faster("backward", q, v, spec, card_of(q)):
+            return self.backward_by_runs(do, q, k, v, o, lse, spec)
+        return super().backward(do, q, k, v, o, lse, spec, cu_seqlens, dq_params, dkv_params, q_offset=q_offset)
+
+    def forward_by_runs(self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
+        """`forward` of one sequence by cuDNN."""
+        first, end = _runs(q, spec)
+        o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        o[:, :first], lse[:, :first] = 0.0, -torch.inf
+        o_rows, lse_rows = causal_forward(_rows(q, spec), _shared(k, q, spec), _shared(v, q, spec))
+        o[:, first:end], lse[:, first:end] = _tokens(o_rows), _tokens(lse_rows).squeeze(3)
+        if end < q.shape[1]:
+            o[:, end:], lse[:, end:] = super().forward(q[:, end:], k, v, spec, None, q_offset=end)
+        return o, lse
+
+    def backward_by_runs(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` of one sequence by cuDNN."""
+        first, end = _runs(q, spec)
+        q_rows, o_rows, do_rows = (_rows(x, spec) for x in (q, o, do))
+        lse_rows = _rows(lse[..., None], spec).contiguous()
+        dq_rows, *dkv_rows = causal_backward(
+            do_rows, q_rows, _shared(k, q, spec), _shared(v, q, spec), o_rows, lse_rows
+        )
+        dq = q.new_empty(q.shape)
+        dq[:, :first], dq[:, first:end] = 0.0, _tokens(dq_rows)
+        grads = [x.sum(0, dtype=torch.float32).transpose(0, 1)[None] for x in dkv_rows]  # of M compressed tokens
+        if end < q.shape[1]:
+            rest = (q[:, end:], k, v, o[:, end:], lse[:, end:], spec, None)
+            dq[:, end:], *of_rest = super().backward(do[:, end:], *rest, q_offset=end)
+            for grad, more in zip(grads, of_rest, strict=True):
+                more[:, : grad.shape[1]] += grad
+            grads = of_rest
+        dk, dv = (x.to(q.dtype).contiguous() for x in grads)
+        return dq, dk, dv
+
+    def forward_workspace(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *_: Any
+    ) -> int:
+        """Of cuDNN: the output and the log-sum-exp by rows."""
+        by_cudnn = cu_seqlens is None and cudnn_is_faster("forward", q, v, spec, H200)
+        return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4) if by_cudnn else 0
+
+    def backward_workspace(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *rest: Any
+    ) -> int:
+        """Of cuDNN: dQ by rows and, inside it, in float32; dK and dV of every row; two numbers a query."""
+        if rest[:1] == (None,) and cudnn_is_faster("backward", q, v, spec, H200):
+            rows = q.numel() + spec.cmp_stride * (k.numel() + v.numel())
+            return rows * q.element_size() + 4 * q.numel() + 8 * lse.numel()
+        return super().backward_workspace(do, q, k, v, o, lse, spec, *rest)
+
+
+compressed = Compressed()
+
+
+def cudnn_is_faster(kernel: str, q: Tensor, v: Tensor, spec: NSASpec, card: Card) -> bool:
+    """Whether cuDNN computes the pass "forward" or "backward" of queries like q and values like v on such a card, and
+    sooner. It does not where results must be the same every time: it adds dQ in any order."""
+    sizes = {q.shape[3], v.shape[3]}
+    return (
+        card.kind == "sm90"
+        and q.shape[0] == 1
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and sizes in ({64}, {128})
+        and q.shape[1] >= max(FEWEST_TOKENS[kernel, *sizes], spec.cmp_block + spec.cmp_stride)
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def causal_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention of q [R,H,M,D], k and v [R,G,M,D]: the output and, [R,H,M,1], the log-sum-exp."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+    return o, lse.view(*o.shape[:3], 1)
+
+
+def causal_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Any:
+    """The gradients of q, k and v."""
+    unused, positions = torch.zeros((), dtype=torch.int64, device=q.device), q.shape[2]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse, unused, unused, None, None, None, positions, positions, 0.0, True
+    )
+
+
+def _runs(q: Tensor, spec: NSASpec) -> tuple[int, int]:
+    """The first token of the first run, and the token behind the last whole one."""
+    first = spec.cmp_block - 1
+    return first, first + (q.shape[1] - first) // spec.cmp_stride * spec.cmp_stride
+
+
+def _rows(x: Tensor, spec: NSASpec) -> Tensor:
+    """The runs of x [1,S,H,D] as rows [R,H,M,D]."""
+    first, end = _runs(x, spec)
+    return x.contiguous()[0, first:end].unflatten(0, (-1, spec.cmp_stride)).permute(1, 2, 0, 3)
+
+
+def _tokens(rows: Tensor) -> Tensor:
+    """The reverse, for the tokens of all runs: [1,M*R,H,D]."""
+    return rows.permute(2, 0, 1, 3).flatten(0, 1)[None]
+
+
+def _shared(x: Tensor, q: Tensor, spec: NSASpec) -> Tensor:
+    """The compressed tokens x [1,N,G,D] that whole runs see, the same for every row: [R,G,M,D]."""
+    first, end = _runs(q, spec)
+    return x[:, : (end - first) // spec.cmp_stride].transpose(1, 2).expand(spec.cmp_stride, -1, -1, -1)
