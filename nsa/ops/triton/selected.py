@@ -29,6 +29,7 @@ from nsa.ops.triton.selected_tiles import (
     decode_tile,
     list_bytes,
     loop_bounds,
+    mask_scores,
     plan_tiles,
     unit_stride,
 )
@@ -200,13 +201,7 @@ def _attend_entries(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         if PADDED:
             s = tl.where((col < SEL - shift)[None, :], s, -float("inf"))
-        if MASK != NO_MASK:
-            # By choice, not by the exponent: another query's block may hold what is not finite.
-            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
-            if MASK == KEY_MASK:
-                s = tl.where((first + col)[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
-            else:
-                s = tl.where(chosen[:, None], s, -float("inf"))
+        s = mask_scores(s, entry, slot, first + col, t, MASK)
         new_top = tl.maximum(top, tl.max(s, 1) * scale)
         base = new_top
         if MASK != NO_MASK:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.flash_kernels import load_tile
 from nsa.ops.triton.launch import Card, Launch, LaunchTable, cdiv, head_class, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
@@ -333,6 +334,37 @@ def loop_bounds(mode: tl.constexpr, counts):
     if mode != NO_MASK:
         begin = tl.load(counts + mode - 1)
     return begin, end
+
+
+@triton.jit
+def mask_scores(s, entry, slot, key, t, MASK: tl.constexpr):
+    """Scores [ROWS, KEYS] of an entry, -inf where the row's query did not choose it or, with KEY_MASK, precedes the
+    key. By choice, not by the exponent: another query's block may hold what is not finite."""
+    if MASK != NO_MASK:
+        chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
+        if MASK == KEY_MASK:
+            s = tl.where(key[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
+        else:
+            s = tl.where(chosen[:, None], s, -float("inf"))
+    return s
+
+
+@triton.jit
+def load_block(
+    k_base, v_base, stride_ks, stride_vs, start, end, shift, SEL: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """KEYS tokens of the block [start, end) from place `shift` on: their places in the block, the tokens, whether they
+    belong to it, keys and values."""
+    col = shift + tl.arange(0, KEYS)
+    key = start + col
+    key_ok = (col < SEL) & (key < end)
+    key64 = key.to(tl.int64)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_rows, v_rows = k_base + key64 * stride_ks, v_base + key64 * stride_vs
+    k = load_tile(k_rows[:, None] + dk[None, :], key_ok, dk, DK, BLOCK_DK, True)
+    v = load_tile(v_rows[:, None] + dv[None, :], key_ok, dv, DV, BLOCK_DV, True)
+    return col, key, key_ok, k, v
 
 
 @triton.jit
