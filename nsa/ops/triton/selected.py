@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, head_class, launch_on
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on
 from nsa.ops.triton.selected_lists import count_blocks, number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
@@ -120,6 +120,13 @@ def forward_workspace(
     plan, blocks = default_params(q, k, v, spec, H200), count_blocks(k.shape[1], spec, cu_seqlens)
     lists = sum(list_bytes(indices, blocks, q.shape[2] // k.shape[2], plan))
     return lists + (selected_parts.plan_stretch(q, v, indices, blocks).bytes if plan.method == "parts" else 0)
+
+
+def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec) -> int:
+    """Stretches of queries whose parts `forward` holds in turn: where there is one more, its workspace is smaller."""
+    if default_params(q, k, v, spec, H200).method != "parts":
+        return 1
+    return cdiv(q.shape[1], selected_parts.plan_stretch(q, v, indices, count_blocks(k.shape[1], spec, None)).queries)
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
