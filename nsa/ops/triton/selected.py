@@ -3,7 +3,8 @@
 Same functions and results as the reference. A program takes a tile of neighbouring queries times
 the heads of one group and walks the union of the blocks they chose, masked per query by bits. A small tile
 (one query when a group has 16 heads) wastes no work; a large one shares keys and values and fills the tensor
-cores; see `TilePlan` for the choice. Softmax in base 2, accumulation in float32.
+cores; see `TilePlan` for the choice, and `selected_parts` for what neither does well. Softmax in base 2,
+accumulation in float32.
 
 Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head sizes, P = B*G.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
 from nsa.ops.triton.selected_lists import count_blocks, number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
@@ -31,7 +32,6 @@ from nsa.ops.triton.selected_tiles import (
     loop_bounds,
     mask_scores,
     plan_tiles,
-    unit_stride,
 )
 
 MAX_TOKENS = 1 << 30
@@ -96,7 +96,7 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    q, k, v = unit_last(q), unit_last(k), unit_last(v)
     scale = q.shape[3] ** -0.5 * math.log2(math.e)
     with launch_on(q):
         params = params or default_params(q, k, v, spec)

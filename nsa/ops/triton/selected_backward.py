@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected_lists, selected_tiles
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 from nsa.ops.triton.selected_lists import (
     BlockLists,
     Blocks,
@@ -28,7 +28,7 @@ from nsa.ops.triton.selected_lists import (
     number_blocks,
 )
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
-from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, load_block, unit_stride
+from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, load_block
 
 ITEMS_WANTED = 1536  # work items that keep every card busy to the end
 FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
@@ -122,7 +122,7 @@ def backward(
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if q.numel() == 0:
         return q.new_empty(q.shape), dk, dv
-    do, q, k, v, o = (unit_stride(x) for x in (do, q, k, v, o))
+    do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
     # The gathers count on the heads of a token lying back to back.
     q, do = (x if x.stride(2) == x.shape[3] else x.contiguous() for x in (q, do))
     lse = lse.contiguous()

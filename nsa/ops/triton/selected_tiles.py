@@ -316,12 +316,6 @@ def _numbers(
     return number * SEL + tl.zeros([TILES, WIDTH], dtype=tl.int32), mask, mask != 0
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """x itself, or a copy where the kernels could not walk it: head dimension not contiguous, or overflow of
-    the 32-bit offsets inside a tile of keys."""
-    return x if x.stride(3) == 1 and x.stride(1) < 1 << 20 else x.contiguous()
-
-
 NO_MASK = tl.constexpr(0)  # how an attention kernel masks the entries of a loop, in the order of the list
 ROW_MASK = tl.constexpr(1)
 KEY_MASK = tl.constexpr(2)
