@@ -21,6 +21,7 @@ from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import Decoder
+from nsa.ops import dispatch
 from nsa.parallel.context import data_ranks, padded_length
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
@@ -209,15 +210,31 @@ class Planner:
         return [f"{setting} ({found.planned_gib:.1f} GiB)" for setting, found in fitting.items()]
 
     def _traced_sizes(self, size: int) -> tuple[int, int]:
-        """Two micro-batches between which, or beyond which, memory is linear: none lies behind a border at which passes
-        begin to compute in chunks and `size` does not."""
-        tokens = padded_length(self.config.train.seq_len, self.config.parallel.context) // self.config.parallel.context
-        borders = [-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))]
-        least = max([1, *(border for border in borders if border <= size)])
-        most = min((border - 1 for border in borders if border > size), default=_MOST_SEQUENCES)
+        """Two micro-batches between which, or beyond which, memory is linear: no border separates them from `size`."""
+        least = max([1, *(border for border in self._borders if border <= size)])
+        most = min((border - 1 for border in self._borders if border > size), default=_MOST_SEQUENCES)
         near = min(max(self.micro_batch, least), most)
         far = min(4 * near, most)
         return (near, far) if near < far else (max(least, far // 4), far)
+
+    @cached_property
+    def _borders(self) -> list[int]:
+        """The micro-batches at which passes begin to compute in chunks, and selected attention in two, three and four
+        stretches; one more of many changes little."""
+        model, spec = self.config.model, self.config.nsa.spec()
+        length = padded_length(self.config.train.seq_len, self.config.parallel.context)
+        tokens = length // self.config.parallel.context  # of a rank: its queries; keys and values are all
+        borders = [-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))]
+        if "nsa" not in model.layer_kinds() or dispatch.triton_missing() is not None:
+            return borders
+        q, indices = (tokens, model.n_heads, model.head_dim_k), (tokens, model.n_kv_heads, spec.num_selected)
+        k, v = ((length, model.n_kv_heads, dim) for dim in (model.head_dim_k, model.head_dim_v))
+
+        def stretches(size: int) -> int:
+            tensors = (torch.empty(size, *s, dtype=_DTYPES[self.precision], device="meta") for s in (q, k, v, indices))
+            return int(dispatch.kernels_for("sel").num_stretches(*tensors, spec))
+
+        return borders + [1 + bisect_right(range(1, _MOST_SEQUENCES + 1), few, key=stretches) for few in (1, 2, 3)]
 
     @cached_property
     def _vocab_size(self) -> int:

@@ -268,8 +268,9 @@ def test_other_micro_batches_are_interpolated_from_two_traces():
     ("configured", "sizes"), [(1, (2, 5)), pytest.param(4, (2, 3, 5), marks=pytest.mark.long)], ids=["short", "long"]
 )
 def test_other_micro_batches_are_interpolated_on_their_side_of_the_limit_of_long_passes(configured, sizes):
-    """Three sequences of 65,536 tokens are a short pass, four and five a long one."""
-    settings = ["model.n_layers=2", "train.batch_size=60"]
+    """Three sequences of 65,536 tokens are a short pass, four and five a long one, with parts of selected attention in
+    two stretches."""
+    settings = [*SMALL, "model.n_layers=2", "train.batch_size=60"]
     planner = Planner(config_of("long_64k", *settings, f"train.micro_batch={configured}"))
     for micro_batch in sizes:
         direct = estimate(config_of("long_64k", *settings, f"train.micro_batch={micro_batch}"))

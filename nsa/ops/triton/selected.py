@@ -3,7 +3,8 @@
 Same functions and results as the reference. A program takes a tile of neighbouring queries times
 the heads of one group and walks the union of the blocks they chose, masked per query by bits. A small tile
 (one query when a group has 16 heads) wastes no work; a large one shares keys and values and fills the tensor
-cores; see `TilePlan` for the choice. Softmax in base 2, accumulation in float32.
+cores; see `TilePlan` for the choice, and `selected_parts` for what neither does well. Softmax in base 2,
+accumulation in float32.
 
 Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head sizes, P = B*G.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, head_class, launch_on
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
 from nsa.ops.triton.selected_lists import count_blocks, number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
@@ -29,8 +30,8 @@ from nsa.ops.triton.selected_tiles import (
     decode_tile,
     list_bytes,
     loop_bounds,
+    mask_scores,
     plan_tiles,
-    unit_stride,
 )
 
 MAX_TOKENS = 1 << 30
@@ -95,7 +96,7 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    q, k, v = unit_last(q), unit_last(k), unit_last(v)
     scale = q.shape[3] ** -0.5 * math.log2(math.e)
     with launch_on(q):
         params = params or default_params(q, k, v, spec)
@@ -119,6 +120,13 @@ def forward_workspace(
     plan, blocks = default_params(q, k, v, spec, H200), count_blocks(k.shape[1], spec, cu_seqlens)
     lists = sum(list_bytes(indices, blocks, q.shape[2] // k.shape[2], plan))
     return lists + (selected_parts.plan_stretch(q, v, indices, blocks).bytes if plan.method == "parts" else 0)
+
+
+def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec) -> int:
+    """Stretches of queries whose parts `forward` holds in turn: where there is one more, its workspace is smaller."""
+    if default_params(q, k, v, spec, H200).method != "parts":
+        return 1
+    return cdiv(q.shape[1], selected_parts.plan_stretch(q, v, indices, count_blocks(k.shape[1], spec, None)).queries)
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
@@ -200,13 +208,7 @@ def _attend_entries(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         if PADDED:
             s = tl.where((col < SEL - shift)[None, :], s, -float("inf"))
-        if MASK != NO_MASK:
-            # By choice, not by the exponent: another query's block may hold what is not finite.
-            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
-            if MASK == KEY_MASK:
-                s = tl.where((first + col)[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
-            else:
-                s = tl.where(chosen[:, None], s, -float("inf"))
+        s = mask_scores(s, entry, slot, first + col, t, MASK)
         new_top = tl.maximum(top, tl.max(s, 1) * scale)
         base = new_top
         if MASK != NO_MASK:

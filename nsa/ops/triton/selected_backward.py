@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected_lists, selected_tiles
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2
+from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 from nsa.ops.triton.selected_lists import (
     BlockLists,
     Blocks,
@@ -28,7 +28,7 @@ from nsa.ops.triton.selected_lists import (
     number_blocks,
 )
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
-from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, unit_stride
+from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, load_block
 
 ITEMS_WANTED = 1536  # work items that keep every card busy to the end
 FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
@@ -122,7 +122,7 @@ def backward(
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if q.numel() == 0:
         return q.new_empty(q.shape), dk, dv
-    do, q, k, v, o = (unit_stride(x) for x in (do, q, k, v, o))
+    do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
     # The gathers count on the heads of a token lying back to back.
     q, do = (x if x.stride(2) == x.shape[3] else x.contiguous() for x in (q, do))
     lse = lse.contiguous()
@@ -278,15 +278,11 @@ def _block_grads_kernel(
     last = tl.minimum(tl.load(counts_ptr + cell), first + chunk)
     queries = queries_ptr + tl.load(offsets_ptr + cell) + first
 
-    col = shift + tl.arange(0, KEYS)
-    key = start + col
-    key_ok = (col < SEL) & (key < end)
-    key64 = key.to(tl.int64)
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    k_rows = k_ptr + batch * stride_kb + key64 * stride_ks + group * stride_kg
-    v_rows = v_ptr + batch * stride_vb + key64 * stride_vs + group * stride_vg
-    k = load_tile(k_rows[:, None] + dk[None, :], key_ok, dk, DK, BLOCK_DK, True)
-    v = load_tile(v_rows[:, None] + dv[None, :], key_ok, dv, DV, BLOCK_DV, True)
+    k_base = k_ptr + batch * stride_kb + group * stride_kg
+    v_base = v_ptr + batch * stride_vb + group * stride_vg
+    col, key, key_ok, k, v = load_block(
+        k_base, v_base, stride_ks, stride_vs, start, end, shift, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV
+    )
 
     q_base = q_ptr + batch * stride_qb + (group * PER_GROUP) * DK
     do_base = do_ptr + batch * stride_db + (group * PER_GROUP) * DV
@@ -317,10 +313,11 @@ def _block_grads_kernel(
     if FUSED and LATE:
         _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
     acc_dk *= scale
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     dk_ok = key_ok[:, None] & (dk < DK)[None, :]
     dv_ok = key_ok[:, None] & (dv < DV)[None, :]
     if slot_first < 0:
-        out = (batch * tokens + key64) * groups + group
+        out = (batch * tokens + key) * groups + group
         tl.store(dk_ptr + out[:, None] * DK + dk[None, :], acc_dk.to(dk_ptr.dtype.element_ty), mask=dk_ok)
         tl.store(dv_ptr + out[:, None] * DV + dv[None, :], acc_dv.to(dv_ptr.dtype.element_ty), mask=dv_ok)
     else:

@@ -33,6 +33,7 @@ from nsa.ops.triton.selected_lists import (
     rows_of_step,
     table_bytes,
 )
+from nsa.ops.triton.selected_tiles import load_block
 
 MAX_BLOCK = 128  # tokens of a block, whose scores lie in registers
 # Parts take as many bytes as the tensors of the call, within these limits; more queries than that are done in turns.
@@ -142,15 +143,11 @@ def _attend_block_kernel(
     last = tl.minimum(count, first + chunk)
     offset = tl.load(offsets_ptr + cell) + first
 
-    col = tl.arange(0, KEYS)
-    key = start + col
-    key_ok = (col < SEL) & (key < end)
-    key64 = key.to(tl.int64)
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    k_rows = k_ptr + batch * stride_kb + key64 * stride_ks + group * stride_kg
-    v_rows = v_ptr + batch * stride_vb + key64 * stride_vs + group * stride_vg
-    k = load_tile(k_rows[:, None] + dk[None, :], key_ok, dk, DK, BLOCK_DK, True)
-    v = load_tile(v_rows[:, None] + dv[None, :], key_ok, dv, DV, BLOCK_DV, True)
+    k_base = k_ptr + batch * stride_kb + group * stride_kg
+    v_base = v_ptr + batch * stride_vb + group * stride_vg
+    _, key, key_ok, k, v = load_block(
+        k_base, v_base, stride_ks, stride_vs, start, end, 0, SEL, KEYS, DK, DV, BLOCK_DK, BLOCK_DV
+    )
 
     q_base = q_ptr + batch * stride_qb + (group * PER_GROUP) * STRIDE_QH
     parts = parts_ptr + offset * (PER_GROUP * DV)

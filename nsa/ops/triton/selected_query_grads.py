@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.selected_tiles import KEY_MASK, NO_MASK, decode_tile, loop_bounds
+from nsa.ops.triton.selected_tiles import KEY_MASK, decode_tile, loop_bounds, mask_scores
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
@@ -91,12 +91,7 @@ def _query_grads_entries(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         if PADDED:
             s = tl.where((col < SEL - shift)[None, :], s, -float("inf"))
-        if MASK != NO_MASK:
-            chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
-            if MASK == KEY_MASK:
-                s = tl.where((first + col)[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
-            else:
-                s = tl.where(chosen[:, None], s, -float("inf"))
+        s = mask_scores(s, entry, slot, first + col, t, MASK)
         p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
+from nsa.ops.triton.flash_kernels import load_tile
 from nsa.ops.triton.launch import Card, Launch, LaunchTable, cdiv, head_class, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
@@ -315,12 +316,6 @@ def _numbers(
     return number * SEL + tl.zeros([TILES, WIDTH], dtype=tl.int32), mask, mask != 0
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """x itself, or a copy where the kernels could not walk it: head dimension not contiguous, or overflow of
-    the 32-bit offsets inside a tile of keys."""
-    return x if x.stride(3) == 1 and x.stride(1) < 1 << 20 else x.contiguous()
-
-
 NO_MASK = tl.constexpr(0)  # how an attention kernel masks the entries of a loop, in the order of the list
 ROW_MASK = tl.constexpr(1)
 KEY_MASK = tl.constexpr(2)
@@ -333,6 +328,37 @@ def loop_bounds(mode: tl.constexpr, counts):
     if mode != NO_MASK:
         begin = tl.load(counts + mode - 1)
     return begin, end
+
+
+@triton.jit
+def mask_scores(s, entry, slot, key, t, MASK: tl.constexpr):
+    """Scores [ROWS, KEYS] of an entry, -inf where the row's query did not choose it or, with KEY_MASK, precedes the
+    key. By choice, not by the exponent: another query's block may hold what is not finite."""
+    if MASK != NO_MASK:
+        chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
+        if MASK == KEY_MASK:
+            s = tl.where(key[None, :] <= tl.where(chosen, t, -1)[:, None], s, -float("inf"))
+        else:
+            s = tl.where(chosen[:, None], s, -float("inf"))
+    return s
+
+
+@triton.jit
+def load_block(
+    k_base, v_base, stride_ks, stride_vs, start, end, shift, SEL: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """KEYS tokens of the block [start, end) from place `shift` on: their places in the block, the tokens, whether they
+    belong to it, keys and values."""
+    col = shift + tl.arange(0, KEYS)
+    key = start + col
+    key_ok = (col < SEL) & (key < end)
+    key64 = key.to(tl.int64)
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    k_rows, v_rows = k_base + key64 * stride_ks, v_base + key64 * stride_vs
+    k = load_tile(k_rows[:, None] + dk[None, :], key_ok, dk, DK, BLOCK_DK, True)
+    v = load_tile(v_rows[:, None] + dv[None, :], key_ok, dv, DV, BLOCK_DV, True)
+    return col, key, key_ok, k, v
 
 
 @triton.jit

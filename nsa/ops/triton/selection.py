@@ -1,7 +1,7 @@
 """Which blocks each query reads: block scores, then an exact top-k, in two kernels (`selection_kernels.py`).
 
 Promises the results of the reference: ascending indices padded with -1, forced blocks always in, equal scores to the
-lower index. Block scores exist for a chunk of queries at a time (`SCORE_BYTES`). A launch of the scores has compressed
+lower index. Block scores exist for a chunk of queries at a time (`score_bytes`). A launch of the scores has compressed
 tokens as rows and, as columns, the most heads x queries that a program keeps in shared memory; one of the top-k has, as
 columns, the blocks that its warps keep in registers.
 
@@ -23,8 +23,8 @@ from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
-SCORE_BYTES = 256 << 20  # of one chunk of queries, or where that is more
-SCORE_BYTES_PER_TOKEN = 1 << 10
+SCORE_BYTES = 256 << 20  # of one chunk of queries
+SCORE_BYTES_PER_TOKEN = 1 << 10  # of the sequence, where that is more
 SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would leave multiprocessors idle at its end
 SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
@@ -201,7 +201,7 @@ def plan_chunks(
     batch: int, tokens: int, planes: int, query_tile: int, spec: NSASpec, packed: bool, limit: int, q_offset: int = 0
 ) -> tuple[int, list[tuple[int, int, int, int]]]:
     """The first query that needs scores, and the work cut into (batch from, to, query from, to) so that the scores of
-    each chunk fit `limit` bytes, as far as single tiles of queries allow."""
+    each chunk fit `limit` bytes, as far as single tiles of queries allow. `planes` of a query: those of all groups."""
     # Without documents the first queries see too few blocks to need scores; packed, any query may be such a one.
     scored_from = 0 if packed else spec.num_selected * spec.sel_block
     if scored_from >= tokens or _all_forced(spec):

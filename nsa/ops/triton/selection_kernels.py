@@ -10,9 +10,9 @@ token is computed twice, nothing is carried between tiles, and every block's ter
 that equal inputs give equal scores to the last bit, and a row's blocks can be split between programs.
 
 Top-k. Scores are not negative: their bits order like integers. One program per row keeps them in registers,
-finds the k-th largest by bisection on the bits, and compacts what lies above it by a prefix sum: the order is
-ascending by construction, and ties are cut off by their rank. The bisection starts from the k-th of the best ones of
-32 lines, which few more than k reach.
+finds the k-th largest by bisection on the bits, and compacts what reaches it by a prefix sum: the order is
+ascending by construction. Of blocks that equal it the first are taken, found by bisection on their numbers. The first
+bisection starts from the k-th of the best ones of 32 lines, which few more than k reach.
 
 Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
 """
