@@ -19,10 +19,10 @@ from nsa.ops.triton.launch import H200, Card, Launch, card_of
 
 # Tokens from which cuDNN is faster on an H200, by pass and head size.
 FEWEST_TOKENS = {
-    ("forward", 64): 1 << 16,
-    ("backward", 64): 1 << 16,
-    ("forward", 128): 1 << 14,
-    ("backward", 128): 1 << 14,
+    ("forward", 64): 1 << 18,
+    ("backward", 64): 1 << 17,
+    ("forward", 128): 1 << 16,
+    ("backward", 128): 1 << 15,
 }
 
 
@@ -109,9 +109,9 @@ class Compressed(Branch):
     def backward_workspace(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *rest: Any
     ) -> int:
-        """Of cuDNN: dQ by rows and, inside it, in float32; dK and dV of every row; two numbers a query."""
+        """Of cuDNN: dQ by rows and, inside it, in float32; dO again; dK and dV of every row; two numbers a query."""
         if rest[:1] == (None,) and cudnn_is_faster("backward", q, v, spec, H200):
-            rows = q.numel() + spec.cmp_stride * (k.numel() + v.numel())
+            rows = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
             return rows * q.element_size() + 4 * q.numel() + 8 * lse.numel()
         return super().backward_workspace(do, q, k, v, o, lse, spec, *rest)
 
