@@ -15,7 +15,8 @@ KERNELS = {
 }  # fmt: skip
 # Of selected attention with few heads in a group, on cards of class "sm90".
 PARTS_KERNELS = {"_attend_block_kernel", "_merge_kernel"}
-DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
+STEP_KERNELS = {"product_kernel", "place_kernel"}
+DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"} | STEP_KERNELS
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
 UNUSUAL = [
     Plan(1, 32768, 32, 8, 128, 128, packed=True),
