@@ -53,7 +53,7 @@ def attend_new(
     if kernels is None or layer.out.bias is not None or not _are_alike(x_BnC, head_norms):
         return None
 
-    x_TC = x_BnC.reshape(-1, x_BnC.shape[-1])
+    x_TC = x_BnC.contiguous().view(-1, x_BnC.shape[-1])
     read_TN = kernels.product(
         x_TC,
         [linear.weight for linear in linears],
@@ -86,14 +86,14 @@ def feed_forward_new(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend)
     kernels = _kernels(backend, x_BnC, linears, [norm])
     if kernels is None or mlp.gate.in_features != x_BnC.shape[-1] or any(x.bias is not None for x in linears):
         return None
-    x_TC = x_BnC.reshape(-1, x_BnC.shape[-1])
+    x_TC = x_BnC.contiguous().view(-1, x_BnC.shape[-1])
     gate_up = [mlp.gate.weight, mlp.up.weight]
     hidden_TM = kernels.product(x_TC, gate_up, activation="swiglu", **_norm_settings(norm))
     y_TC: Tensor = kernels.product(hidden_TM, [mlp.out.weight], residual=x_TC)
     return y_TC.view(x_BnC.shape)
 
 
-def _kernels(backend: Backend, x_BnC: Tensor, linears: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Any:
+def _kernels(backend: Backend, x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) -> Any:
     """The kernels, or None where they cannot stand in for these modules."""
     tokens = x_BnC.shape[0] * x_BnC.shape[1]
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not 0 < tokens <= MOST_TOKENS:
@@ -104,8 +104,7 @@ def _kernels(backend: Backend, x_BnC: Tensor, linears: Sequence[nn.Module], norm
         return None
     if not all(is_bare(norm, nn.RMSNorm) for norm in norms) or not _are_alike(x_BnC, norms):
         return None
-    widest: Any = max(linears, key=lambda linear: linear.weight.shape[1])
-    return step_kernels(x_BnC, widest.weight)
+    return step_kernels(x_BnC, max((linear.weight for linear in linears), key=lambda weight: weight.shape[1]))
 
 
 def _are_alike(x: Tensor, norms: Sequence[nn.Module]) -> bool:

@@ -22,8 +22,8 @@ BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
 OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
-# a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP. step
-# is what surrounds decode: its reference are the modules of nsa.nn.
+# a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP,
+# step what surrounds decode: its reference are the modules of nsa.nn.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
     "cmp": (attention.compressed, "flash.compressed"),

@@ -49,8 +49,9 @@ def product(
     activation: str = "",
 ) -> Tensor:
     """x, divided by its root mean square and scaled where there is a `norm`, times every weight [N, C]: side by side.
+    All tensors are contiguous.
 
-    residual     [T, N], is added
+    residual     [T, N], is added, where there is no activation
     activation   "silu": of the columns of the last weight; "swiglu": silu(x @ weights[0].T) * (x @ weights[1].T)
     """
     tokens, channels = x_TC.shape
@@ -155,7 +156,7 @@ def product_kernel(
     tile, t = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     w, first, start, size = weights[0], 0, 0, SIZES[0]
     tiles, width = 0, 0  # of the weights before
-    for i in tl.static_range(1, len(SIZES)):
+    for i in tl.static_range(1, len(biases)):
         tiles += (SIZES[i - 1] + COLUMNS - 1) // COLUMNS
         width += SIZES[i - 1]
         is_later = tile >= tiles
@@ -168,7 +169,7 @@ def product_kernel(
     others = weights[1 if ACTIVATION == "swiglu" else 0] + n.to(tl.int64)[:, None] * C
     added = tl.zeros([1, COLUMNS], tl.float32)
     width = 0
-    for i in tl.static_range(len(SIZES)):
+    for i in tl.static_range(len(biases)):
         if BIASED[i]:
             at_bias = column - width
             is_biased = (at_bias >= 0) & (at_bias < SIZES[i])
@@ -222,7 +223,7 @@ def product_kernel(
     if ACTIVATION == "swiglu":
         total = _silu(total) * up
     if ACTIVATION == "silu":
-        total = tl.where((column >= width - SIZES[len(SIZES) - 1])[None, :], _silu(total), total)
+        total = tl.where((column >= width - SIZES[len(biases) - 1])[None, :], _silu(total), total)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=is_there)
 
 
@@ -310,13 +311,13 @@ def place_kernel(
     row, number = tl.program_id(0), tl.program_id(1)
     h = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     read += row.to(tl.int64) * width
-    for i in tl.static_range(len(COLUMN)):
+    for i in tl.static_range(len(pools)):
         if number == i:
             _put(
                 read + COLUMN[i], pools[i], norms[i], positions, table, slots, cos, sin, eps, row, h, new, table_sb,
                 NUM_HEADS[i], DIM[i], NORMED[i], ROTATED[i], PLACES[i], OVERLAP,
             )  # fmt: skip
     if gates is not None:
-        if number == len(COLUMN):
+        if number == len(pools):
             to = gates + row.to(tl.int64) * 3 * NUM_HEADS[0]
             _gates(read + GATE_COLUMN, gate_weight, gate_bias, to, h, NUM_HEADS[0], J, BLOCK_J, SOFTMAX, OVERLAP)
