@@ -39,17 +39,17 @@ def attend_new(
     attend   from queries [B, n, H, K] and gates [B, n, H, 3] to what `out` reads, [B, n, H, V]
     """
     is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and step.cache.dtype == x_BnC.dtype
-    if step.is_fresh or x_BnC.shape[1] > step.cache.slack or not is_expected:
+    if step.is_fresh or x_BnC.shape[1] > step.cache.slack or not is_expected or not _is_short(x_BnC, layer.backend):
         return None
     keys, values, key_norms = (_listed(modules) for modules in (layer.k, layer.v, layer.k_norm))
     linears = [layer.q, *keys, *values]
     if gate is not None:
-        if not is_bare(gate, BranchGate):
+        if not is_bare(gate, BranchGate) or gate.out.bias is None:
             return None
         linears.append(gate.hidden)
     others = [layer.out] if gate is None else [layer.out, gate.out]
     head_norms = [layer.q_norm, *key_norms]
-    kernels = _kernels(layer.backend, x_BnC, [*linears, *others], [] if norm is None else [norm])
+    kernels = _kernels(x_BnC, [*linears, *others], [] if norm is None else [norm])
     if kernels is None or layer.out.bias is not None or not _are_alike(x_BnC, head_norms):
         return None
 
@@ -82,8 +82,10 @@ def attend_new(
 
 def feed_forward_new(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend) -> Tensor | None:
     """x + mlp(norm(x)) of a SwiGLU that is bare."""
+    if not _is_short(x_BnC, backend):
+        return None
     linears = [mlp.gate, mlp.up, mlp.out]
-    kernels = _kernels(backend, x_BnC, linears, [norm])
+    kernels = _kernels(x_BnC, linears, [norm])
     if kernels is None or mlp.gate.in_features != x_BnC.shape[-1] or any(x.bias is not None for x in linears):
         return None
     x_TC = x_BnC.contiguous().view(-1, x_BnC.shape[-1])
@@ -93,13 +95,16 @@ def feed_forward_new(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend)
     return y_TC.view(x_BnC.shape)
 
 
-def _kernels(backend: Backend, x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) -> Any:
-    """The kernels, or None where they cannot stand in for these modules."""
+def _is_short(x_BnC: Tensor, backend: Backend) -> bool:
+    """Whether the kernels may run, whatever the modules are."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or decode_backend(backend) == "reference":
+        return False
     tokens = x_BnC.shape[0] * x_BnC.shape[1]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not 0 < tokens <= MOST_TOKENS:
-        return None
-    if decode_backend(backend) == "reference" or compute_dtype(x_BnC) != x_BnC.dtype or type(x_BnC) is not Tensor:
-        return None
+    return 0 < tokens <= MOST_TOKENS and compute_dtype(x_BnC) == x_BnC.dtype and type(x_BnC) is Tensor
+
+
+def _kernels(x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) -> Any:
+    """The kernels, or None where they cannot stand in for these modules."""
     if not all(is_bare(linear, nn.Linear) and _fits(linear, x_BnC) for linear in linears):
         return None
     if not all(is_bare(norm, nn.RMSNorm) for norm in norms) or not _are_alike(x_BnC, norms):
@@ -111,13 +116,13 @@ def _are_alike(x: Tensor, norms: Sequence[nn.Module]) -> bool:
     """Whether all are norms with a weight and the same epsilon, or none of them does anything."""
     if all(is_bare(norm, nn.Identity) for norm in norms):
         return True
-    bare = all(is_bare(norm, nn.RMSNorm) and norm.weight is not None and _fits(norm, x) for norm in norms)
+    bare = all(is_bare(norm, nn.RMSNorm) and _fits(norm, x) for norm in norms)
     return bare and len({norm.eps for norm in norms}) == 1 and norms[0].eps is not None
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
     """Whether the parameters are plain dense tensors of the type and on the device of x."""
-    return all(
+    return module._parameters.get("weight") is not None and all(
         type(p) in (nn.Parameter, Tensor) and p.dtype == x.dtype and p.device == x.device and p.is_contiguous()
         for p in module._parameters.values()
         if p is not None

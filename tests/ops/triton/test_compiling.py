@@ -30,6 +30,10 @@ ONE_SEQUENCE = [
     Plan(1, 8192, 64, 4, 128, 128, new=1),
     Plan(1, 8192, 16, 4, 256, 256, new=1),
 ]
+# Of the 125M and the 1B model: one sequence, and several.
+AROUND_STEPS = [
+    Plan(batch, 8192, heads, groups, 64, 64, new=1) for heads, groups in ((12, 2), (32, 8)) for batch in (1, 8, 32)
+]
 UNUSUAL_STEPS = [
     Plan(4, 8192, 64, 4, 128, 128, new=4),
     Plan(2, 4096, 64, 4, 192, 128, new=1),
@@ -79,6 +83,11 @@ def test_kernels_of_groups_of_few_heads_fit_the_card(plan):
 @pytest.mark.parametrize("plan", STEPS, ids=str)
 def test_decode_kernels_fit_the_card(plan):
     check([80, 90], plan, spilled=32)
+
+
+@pytest.mark.parametrize("plan", AROUND_STEPS, ids=str)
+def test_kernels_around_a_step_fit_every_card(plan):
+    check([80, 86, 89, 90, 100, 120], plan, spilled=0, only=sorted(STEP_KERNELS))
 
 
 def test_the_launches_for_one_sequence_fit_the_card():
