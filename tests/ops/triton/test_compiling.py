@@ -32,7 +32,8 @@ ONE_SEQUENCE = [
 ]
 # Of the 125M and the 1B model: one sequence, and several.
 AROUND_STEPS = [
-    Plan(batch, 8192, heads, groups, 64, 64, new=1) for heads, groups in ((12, 2), (32, 8)) for batch in (1, 8, 32)
+    Plan(batch, 8192, heads, groups, 64, 64, new=1)
+    for batch, heads, groups in ((1, 12, 2), (8, 12, 2), (1, 32, 8), (32, 32, 8))
 ]
 UNUSUAL_STEPS = [
     Plan(4, 8192, 64, 4, 128, 128, new=4),
