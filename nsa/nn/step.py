@@ -99,8 +99,9 @@ def _is_short(x_BnC: Tensor, backend: Backend) -> bool:
     """Whether the kernels may run, whatever the modules are."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or decode_backend(backend) == "reference":
         return False
-    tokens = x_BnC.shape[0] * x_BnC.shape[1]
-    return 0 < tokens <= MOST_TOKENS and compute_dtype(x_BnC) == x_BnC.dtype and type(x_BnC) is Tensor
+    is_few = 0 < x_BnC.shape[0] * x_BnC.shape[1] <= MOST_TOKENS
+    is_plain = type(x_BnC) is Tensor and compute_dtype(x_BnC) == x_BnC.dtype
+    return is_few and is_plain and step_kernels(x_BnC, x_BnC) is not None
 
 
 def _kernels(x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) -> Any:

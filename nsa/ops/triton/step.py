@@ -188,6 +188,7 @@ def product_kernel(
     is_there = (t < tokens)[:, None] & (n < size)[None, :]
     if residual is not None:
         added += tl.load(residual + at, mask=is_there, other=0.0, cache_modifier=".cg").to(tl.float32)
+        tl.debug_barrier()  # else the assembler moves this load behind what waits for the next
     if ROWS == 1:
         row = tl.load(x + c, mask=c < C, other=0.0, cache_modifier=".cg")
         if norm is not None:
