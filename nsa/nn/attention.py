@@ -4,6 +4,7 @@ Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compr
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import NSALayerCache, decode_backend
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.nn.step import attend_new
 from nsa.ops import (
     NSASpec,
     compressed_attention,
@@ -173,6 +175,9 @@ class NSAAttention(nn.Module):
 
     def _continued(self, x_BSC: Tensor, step: CacheStep) -> Tensor:
         """New tokens of sequences that the cache holds already."""
+        fused_BSC = self.fused(x_BSC, step)
+        if fused_BSC is not None:
+            return fused_BSC
         kept: NSALayerCache = step.layer(self)
         q_BSHK, pairs = self._projections(x_BSC)
         (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
@@ -195,6 +200,23 @@ class NSAAttention(nn.Module):
         o_BSHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
+
+    def fused(self, x_BSC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        """`_continued` in few launches, or with the `norm` before the layer x + layer(norm(x)); None where that would
+        not be the same (`nsa.nn.step`)."""
+        if type(self) is not NSAAttention or self.force_branch is not None:
+            return None
+        kept: NSALayerCache = step.layer(self)
+        is_turned = self.compress == "after_rotation"
+        rotary = None if is_turned else (self.head_dim_k, self.rope_base, self.rope_scaling)
+
+        def attend(q_BSHK: Tensor, gates_BSH3: Tensor | None) -> Tensor:
+            assert gates_BSH3 is not None
+            kept.compress(step, self.phi_k, self.phi_v, rotary)
+            caches, backend = kept.views(step), decode_backend(self.backend)
+            return nsa_decode(q_BSHK, gates_BSH3, *caches, step.positions, self.spec, backend=backend)
+
+        return attend_new(self, x_BSC, step, norm, partial(kept.writes, is_turned=is_turned), attend, self.gate)
 
     def _forced_gates(self, q_BSHK: Tensor) -> Tensor:
         """1 for the forced branch, 0 for the others."""

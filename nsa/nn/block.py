@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nsa.nn.attention import NSAAttention
 from nsa.nn.cache import CacheStep
 from nsa.nn.dense import DenseAttention
 from nsa.nn.loss import is_long
-from nsa.nn.projection import compute_dtype, has_hooks, is_plain, project
+from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain, project
+from nsa.nn.step import feed_forward_new
 from nsa.ops.library import norm_mlp
 
 
@@ -56,12 +58,30 @@ class DecoderBlock(nn.Module):
         if cache is not None:
             settings["cache"] = cache
         in_chunks = self.saves_memory and is_long(x_BSC)
-        normed_BSC = self.attention_norm(x_BSC)
-        if in_chunks:  # else autocast casts it for every projection by itself, and backward keeps all of them
-            normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
-        x_BSC = x_BSC + self.attention(normed_BSC, cu_seqlens=cu_seqlens, **settings)
-        y_BSC: Tensor = x_BSC + (self._chunked_mlp(x_BSC) if in_chunks else self.mlp(self.mlp_norm(x_BSC)))
+        attended_BSC = self._attend_new(x_BSC, cache)
+        if attended_BSC is None:
+            normed_BSC = self.attention_norm(x_BSC)
+            if in_chunks:  # else autocast casts it for every projection by itself, and backward keeps all of them
+                normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
+            attended_BSC = x_BSC + self.attention(normed_BSC, cu_seqlens=cu_seqlens, **settings)
+        y_BSC = self._feed_forward_new(attended_BSC, cache)
+        if y_BSC is None:
+            mlp = self._chunked_mlp if in_chunks else lambda x_BSC: self.mlp(self.mlp_norm(x_BSC))
+            y_BSC = attended_BSC + mlp(attended_BSC)
         return y_BSC
+
+    def _attend_new(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
+        """x + attention(norm(x)) for a few new tokens in few launches, where calling the modules computes the same."""
+        attention, fused = self.attention, None
+        if isinstance(cache, CacheStep) and (is_bare(attention, NSAAttention) or is_bare(attention, DenseAttention)):
+            fused = attention.fused(x_BSC, cache, self.attention_norm)
+        return fused
+
+    def _feed_forward_new(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
+        """The same of the MLP."""
+        if not isinstance(cache, CacheStep) or cache.is_fresh or not is_bare(self.mlp, SwiGLU):
+            return None
+        return feed_forward_new(self.mlp_norm, self.mlp, x_BSC, getattr(self.attention, "backend", None))
 
     def _chunked_mlp(self, x_BSC: Tensor) -> Tensor:
         """The norm and the MLP on some tokens at a time, where calling the modules would do nothing else."""

@@ -15,6 +15,7 @@ from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
 from nsa.nn.layer_cache import DenseLayerCache, decode_backend
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.nn.step import attend_new
 from nsa.ops.decode import paged_attention
 from nsa.ops.operators import Backend, backend_of, check_borders, positions, window_attention
 from nsa.ops.spec import NSASpec
@@ -85,7 +86,8 @@ class DenseAttention(nn.Module):
             return self._attend(x_BSC, cu_seqlens, max_seqlen, None)
         step = begin(cache, self, x_BSC, cu_seqlens)
         with torch.no_grad():
-            return self._attend(x_BSC, None, None, step)
+            fused_BSC = self.fused(x_BSC, step)
+            return self._attend(x_BSC, None, None, step) if fused_BSC is None else fused_BSC
 
     def _attend(
         self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None
@@ -121,6 +123,18 @@ class DenseAttention(nn.Module):
         k_BSGK = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim_k))).to(k.dtype)
         v_BSGV = self.v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         return rotate(q_BSHK, tables), rotate(k_BSGK, tables), v_BSGV
+
+    def fused(self, x_BSC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        """As for NSAAttention."""
+        if type(self) is not DenseAttention:
+            return None
+        kept: DenseLayerCache = step.layer(self)
+
+        def attend(q_BSHK: Tensor, _: Tensor | None) -> Tensor:
+            settings: dict[str, Any] = {"window": self.window, "backend": decode_backend(self.backend)}
+            return paged_attention(q_BSHK, kept.view(step), step.positions, **settings)
+
+        return attend_new(self, x_BSC, step, norm, kept.writes, attend)
 
     def _continued(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStep, kept: DenseLayerCache) -> Tensor:
         """New tokens of sequences that the cache holds already. Pages take any number of them, a ring its slack."""

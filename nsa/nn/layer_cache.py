@@ -8,7 +8,7 @@ pages, a window layer a ring.
 Legend: B rows of a forward pass, n tokens of a row, m compressed tokens of a row, G key/value heads, K/V head sizes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from nsa.nn.rope import rotate
 from nsa.ops.decode import PagedKV, RingKV
 from nsa.ops.operators import Backend
 from nsa.ops.spec import NSASpec
+from nsa.ops.step import Source, Write
 
 
 class NSALayerCache:
@@ -55,6 +56,16 @@ class NSALayerCache:
             put(self.v_tail, step.ring_index(self.v_tail.shape[1]), v_raw)
             put(self.k_win, step.ring_index(self.k_win.shape[1]), k_win)
             put(self.v_win, step.ring_index(self.v_win.shape[1]), v_win)
+
+    def writes(self, keys: Sequence[Source], values: Sequence[Source], *, is_turned: bool) -> list[Write]:
+        """As `write`, of keys that are not rotated yet; those that are compressed are, where `is_turned`."""
+        (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = (x if len(x) == 3 else [*x] * 3 for x in (keys, values))
+        writes = [Write(k_sel, self.k_sel, False, True), Write(v_sel, self.v_sel, False, False)]
+        writes.append(Write(k_raw, self.k_tail, True, is_turned))
+        if self.v_tail is not None and self.k_win is not None and self.v_win is not None:
+            writes.append(Write(v_raw, self.v_tail, True, False))
+            writes += [Write(k_win, self.k_win, True, True), Write(v_win, self.v_win, True, False)]
+        return writes
 
     def write_compressed(self, step: CacheStep, k_cmp: Tensor, v_cmp: Tensor) -> None:
         """Compressed tokens [B, m, G, .] of the pass, keys rotated."""
@@ -106,6 +117,9 @@ class DenseLayerCache:
         index = step.ring_index(self.k.shape[1]) if self.is_ring else step.token_index()
         put(self.k, index, k)
         put(self.v, index, v)
+
+    def writes(self, keys: Sequence[Source], values: Sequence[Source]) -> list[Write]:
+        return [Write(keys[0], self.k, self.is_ring, True), Write(values[0], self.v, self.is_ring, False)]
 
     def view(self, step: CacheStep) -> PagedKV | RingKV:
         return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)

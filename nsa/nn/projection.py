@@ -6,7 +6,7 @@ Legend: B batch, S tokens, C channels.
 """
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 
 FEW_TOKENS = 64
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
@@ -60,8 +62,12 @@ def _has_autocast(device: str) -> bool:
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the layer multiplies by its weight and does nothing else."""
-    patched = "forward" in layer.__dict__ or has_hooks(layer)
-    return type(layer) is nn.Linear and layer.bias is None and not patched
+    return is_bare(layer, nn.Linear) and layer.bias is None
+
+
+def is_bare(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Whether calling the module runs the `forward` of that class and nothing else."""
+    return type(module) is kind and "forward" not in module.__dict__ and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -22,7 +22,8 @@ BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
 OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
-# a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP.
+# a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP,
+# step what surrounds decode: its reference are the modules of nsa.nn.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
     "cmp": (attention.compressed, "compressed.compressed"),
@@ -32,6 +33,7 @@ _COMPUTED: dict[str, tuple[Any, str]] = {
     "mix": (mix, "mix"),
     "decode": (decode, "decode"),
     "mlp": (feed_forward, "feed_forward"),
+    "step": (None, "step"),
 }
 REFERENCE = {operator: reference for operator, (reference, _) in _COMPUTED.items()}
 

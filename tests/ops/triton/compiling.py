@@ -29,7 +29,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops import dispatch
 from nsa.ops.layout import num_slots
 from nsa.ops.spec import NSASpec
+from nsa.ops.step import Gate, Source, Write
 from nsa.ops.triton import launch
+from nsa.ops.triton.step import WIDEST
 
 FILES = (
     "launch",
@@ -44,6 +46,7 @@ FILES = (
     "selected_parts",
     "selected_tiles",
     "selection",
+    "step",
 )
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -175,6 +178,39 @@ def decode(plan: Plan) -> None:
         kernels.nsa(q, gates, *cmp, table, *sel, table, *win, places, positions, SPEC)
     kernels.paged(q, *ring, slots, positions, SPEC.window)
     kernels.paged(q, *sel, table, positions, None)
+    surround(plan, sel, ring, table, slots, positions)
+
+
+def surround(
+    plan: Plan,
+    pages: tuple[Tensor, Tensor],
+    ring: tuple[Tensor, Tensor],
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+) -> None:
+    """What a block computes around the attention of a step, with and without norms of the heads."""
+    step, dtype, tokens = dispatch.kernels_for("step"), getattr(torch, plan.dtype), plan.batch * plan.new
+    dim, hidden = plan.heads * plan.dk, min(4 * plan.heads * plan.dk, WIDEST)
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    heads, norm = [(plan.heads, plan.dk)] + [(plan.groups, plan.dk)] * 3 + [(plan.groups, plan.dv)] * 3, tensor(dim)
+    weights = [*(tensor(number * size, dim) for number, size in heads), tensor(dim // 8, dim)]
+    biases = [*(None for _ in heads), tensor(dim // 8)]
+    read = step.product(tensor(tokens, dim), weights, biases, norm=norm, eps=1e-5, activation="silu")
+    gate = Gate(read.shape[1] - dim // 8, tensor(3 * plan.heads, dim // 8), tensor(3 * plan.heads), False)
+    tables = tuple(tensor(plan.batch, plan.new, plan.dk // 2, kind=torch.float32) for _ in range(2))
+    for scale in (None, tensor(plan.dk)):
+        query, key = Source(0, plan.heads, plan.dk, scale), Source(0, plan.groups, plan.dk, scale)
+        value = Source(0, plan.groups, plan.dv, None)
+        writes = [Write(key, pages[0], False, True), Write(value, pages[1], False, False)]
+        writes += [Write(key, ring[0], True, True), Write(value, ring[1], True, False)]
+        step.place(read, query, writes, gate, 1e-5, positions, table, slots, tables)
+    x = step.product(tensor(tokens, plan.heads * plan.dv), [tensor(dim, plan.heads * plan.dv)], residual=read)
+    between = step.product(x, [tensor(hidden, dim)] * 2, norm=norm, eps=1e-5, activation="swiglu")
+    step.product(between, [tensor(dim, hidden)], residual=x)
 
 
 def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -192,6 +228,9 @@ def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[
         elif isinstance(value, Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, tuple):
+            signature[param.name] = tuple(TYPES[x.dtype] for x in value)
+            attributes |= {(place, number): [["tt.divisibility", 16]] for number in range(len(value))}
         elif isinstance(value, TensorDescriptor):
             kind = TYPES[value.base.dtype].removeprefix("*")
             signature[param.name] = f"tensordesc<{kind}{list(value.block_shape)}>".replace(" ", "")
@@ -244,13 +283,14 @@ def narrow_strides(ttir: str) -> list[str]:
 
 
 def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
-    """What each different launch takes; of the kernels in `only`, the first launch alone."""
+    """What each different launch takes; of the kernels in `only`, the first launch alone, or all of `product_kernel`,
+    which is several kernels in one."""
     found: dict[tuple[str, str], Taken] = {}
     with recording(arch) as launches:
         (decode if plan.new else attend)(plan)
     for kernel, args, options in launches:
         key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor | TensorDescriptor)}))
-        is_first = not any(key[0] == name for name, _ in found)
+        is_first = key[0] == "product_kernel" or not any(key[0] == name for name, _ in found)
         if key not in found and (not only or (key[0] in only and is_first)):
             found[key] = measured(arch, key, compile_launch(arch, kernel, args, options))
     return list(found.values())

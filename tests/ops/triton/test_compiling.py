@@ -15,7 +15,8 @@ KERNELS = {
 }  # fmt: skip
 # Of selected attention with few heads in a group, on cards of class "sm90".
 PARTS_KERNELS = {"_attend_block_kernel", "_merge_kernel"}
-DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"}
+STEP_KERNELS = {"product_kernel", "place_kernel"}
+DECODE_KERNELS = {"interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel"} | STEP_KERNELS
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
 UNUSUAL = [
     Plan(1, 32768, 32, 8, 128, 128, packed=True),
@@ -28,6 +29,11 @@ ONE_SEQUENCE = [
     Plan(1, 65536, 64, 4, 128, 128, new=1),
     Plan(1, 8192, 64, 4, 128, 128, new=1),
     Plan(1, 8192, 16, 4, 256, 256, new=1),
+]
+# Of the 125M and the 1B model: one sequence, and several.
+AROUND_STEPS = [
+    Plan(batch, 8192, heads, groups, 64, 64, new=1)
+    for batch, heads, groups in ((1, 12, 2), (8, 12, 2), (1, 32, 8), (32, 32, 8))
 ]
 UNUSUAL_STEPS = [
     Plan(4, 8192, 64, 4, 128, 128, new=4),
@@ -78,6 +84,11 @@ def test_kernels_of_groups_of_few_heads_fit_the_card(plan):
 @pytest.mark.parametrize("plan", STEPS, ids=str)
 def test_decode_kernels_fit_the_card(plan):
     check([80, 90], plan, spilled=32)
+
+
+@pytest.mark.parametrize("plan", AROUND_STEPS, ids=str)
+def test_kernels_around_a_step_fit_every_card(plan):
+    check([80, 86, 89, 90, 100, 120], plan, spilled=0, only=sorted(STEP_KERNELS))
 
 
 def test_the_launches_for_one_sequence_fit_the_card():

@@ -1,0 +1,138 @@
+"""A step of a few new tokens in few launches (`nsa.ops.triton.step`), where that is what calling the modules computes.
+
+    norm, queries, keys, values, hidden layer of the gate | rotation, writing to the cache, gates | attention | out and
+    residual | norm, gate, up, SwiGLU | down and residual
+
+Every function here gives None where the modules must be called: a gradient, many tokens, autocast, an adapted,
+quantized, patched or hooked layer, a type or a device without kernels.
+
+Legend: B rows of a forward pass, n tokens of a row, C channels, H query heads, K/V head sizes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.nn.cache import CacheStep
+from nsa.nn.gate import BranchGate
+from nsa.nn.layer_cache import decode_backend
+from nsa.nn.projection import compute_dtype, is_bare
+from nsa.ops.operators import Backend
+from nsa.ops.step import MOST_TOKENS, Gate, Source, Write, step_kernels
+
+
+def attend_new(
+    layer: Any,
+    x_BnC: Tensor,
+    step: CacheStep,
+    norm: nn.Module | None,
+    writes: Callable[[Sequence[Source], Sequence[Source]], Sequence[Write]],
+    attend: Callable[[Tensor, Tensor | None], Tensor],
+    gate: nn.Module | None = None,
+) -> Tensor | None:
+    """An attention layer with projections q, k, v and out, and norms q_norm and k_norm: its output, or with the `norm`
+    before it, x + layer(norm(x)).
+
+    writes   where a cache keeps the keys and values of the given sources
+    attend   from queries [B, n, H, K] and gates [B, n, H, 3] to what `out` reads, [B, n, H, V]
+    """
+    is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and step.cache.dtype == x_BnC.dtype
+    if step.is_fresh or x_BnC.shape[1] > step.cache.slack or not is_expected or not _is_short(x_BnC, layer.backend):
+        return None
+    keys, values, key_norms = (_listed(modules) for modules in (layer.k, layer.v, layer.k_norm))
+    linears = [layer.q, *keys, *values]
+    if gate is not None:
+        if not is_bare(gate, BranchGate) or gate.out.bias is None:
+            return None
+        linears.append(gate.hidden)
+    others = [layer.out] if gate is None else [layer.out, gate.out]
+    head_norms = [layer.q_norm, *key_norms]
+    kernels = _kernels(x_BnC, [*linears, *others], [] if norm is None else [norm])
+    if kernels is None or layer.out.bias is not None or not _are_alike(x_BnC, head_norms):
+        return None
+
+    x_TC = x_BnC.contiguous().view(-1, x_BnC.shape[-1])
+    read_TN = kernels.product(
+        x_TC,
+        [linear.weight for linear in linears],
+        [linear.bias for linear in linears],
+        activation="" if gate is None else "silu",
+        **_norm_settings(norm),
+    )
+    columns = [0]
+    for linear in linears:
+        columns.append(columns[-1] + linear.weight.shape[0])
+    groups, dims = layer.num_kv_heads, (layer.head_dim_k, layer.head_dim_v)
+    weights = [getattr(head_norm, "weight", None) for head_norm in head_norms]
+    query = Source(0, layer.num_heads, dims[0], weights[0])
+    k = [Source(columns[1 + i], groups, dims[0], weights[1 + i]) for i in range(len(keys))]
+    v = [Source(columns[1 + len(keys) + i], groups, dims[1], None) for i in range(len(values))]
+    last = None if gate is None else Gate(columns[-2], gate.out.weight, gate.out.bias, gate.kind == "softmax")
+    q_BnHK, gates_BnH3 = kernels.place(
+        read_TN, query, writes(k, v), last, getattr(layer.q_norm, "eps", 0.0), step.positions, step.table,
+        step.slots_B, step.rotary(layer.head_dim_k, layer.rope_base, layer.rope_scaling),
+    )  # fmt: skip
+    o_BnHV = attend(q_BnHK, gates_BnH3)
+    residual = None if norm is None else x_TC
+    y_TC: Tensor = kernels.product(o_BnHV.reshape(len(x_TC), -1), [layer.out.weight], residual=residual)
+    return y_TC.view(x_BnC.shape)
+
+
+def feed_forward_new(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend) -> Tensor | None:
+    """x + mlp(norm(x)) of a SwiGLU that is bare."""
+    if not _is_short(x_BnC, backend):
+        return None
+    linears = [mlp.gate, mlp.up, mlp.out]
+    kernels = _kernels(x_BnC, linears, [norm])
+    if kernels is None or mlp.gate.in_features != x_BnC.shape[-1] or any(x.bias is not None for x in linears):
+        return None
+    x_TC = x_BnC.contiguous().view(-1, x_BnC.shape[-1])
+    gate_up = [mlp.gate.weight, mlp.up.weight]
+    hidden_TM = kernels.product(x_TC, gate_up, activation="swiglu", **_norm_settings(norm))
+    y_TC: Tensor = kernels.product(hidden_TM, [mlp.out.weight], residual=x_TC)
+    return y_TC.view(x_BnC.shape)
+
+
+def _is_short(x_BnC: Tensor, backend: Backend) -> bool:
+    """Whether the kernels may run, whatever the modules are."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or decode_backend(backend) == "reference":
+        return False
+    is_few = 0 < x_BnC.shape[0] * x_BnC.shape[1] <= MOST_TOKENS
+    is_plain = type(x_BnC) is Tensor and compute_dtype(x_BnC) == x_BnC.dtype
+    return is_few and is_plain and step_kernels(x_BnC, x_BnC) is not None
+
+
+def _kernels(x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) -> Any:
+    """The kernels, or None where they cannot stand in for these modules."""
+    if not all(is_bare(linear, nn.Linear) and _fits(linear, x_BnC) for linear in linears):
+        return None
+    if not all(is_bare(norm, nn.RMSNorm) for norm in norms) or not _are_alike(x_BnC, norms):
+        return None
+    return step_kernels(x_BnC, max((linear.weight for linear in linears), key=lambda weight: weight.shape[1]))
+
+
+def _are_alike(x: Tensor, norms: Sequence[nn.Module]) -> bool:
+    """Whether all are norms with a weight and the same epsilon, or none of them does anything."""
+    if all(is_bare(norm, nn.Identity) for norm in norms):
+        return True
+    bare = all(is_bare(norm, nn.RMSNorm) and _fits(norm, x) for norm in norms)
+    return bare and len({norm.eps for norm in norms}) == 1 and norms[0].eps is not None
+
+
+def _fits(module: nn.Module, x: Tensor) -> bool:
+    """Whether the parameters are plain dense tensors of the type and on the device of x."""
+    return module._parameters.get("weight") is not None and all(
+        type(p) in (nn.Parameter, Tensor) and p.dtype == x.dtype and p.device == x.device and p.is_contiguous()
+        for p in module._parameters.values()
+        if p is not None
+    )
+
+
+def _norm_settings(norm: Any) -> dict[str, Any]:
+    return {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+
+
+def _listed(modules: nn.Module) -> list[Any]:
+    return list(modules) if isinstance(modules, nn.ModuleList) else [modules]

@@ -1,0 +1,324 @@
+"""What surrounds attention in a step of a few new tokens, in few launches: a step takes the time of its launches.
+
+`product` is every linear layer that reads one input, with the norm before it and what follows it. `place` rotates the
+queries, writes new keys and values into a cache, and computes the gates. Both compute what the modules of `nsa.nn`
+compute, with one rounding where those round after every operation.
+
+A product of one row reads weights into registers before it waits for the kernel before it, which may still run; all
+that another kernel has written is read afterwards, and never from the first cache, which may be older.
+
+Legend: T tokens, C channels, N columns of a product, H heads, D head size, J hidden width of the gate.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nsa.ops.spec import NSASpec
+from nsa.ops.step import Gate, Source, Write
+from nsa.ops.triton.launch import DTYPES, Card, Launch, card_of, cdiv, launch_on, power_of_2
+
+WIDEST = 1 << 14  # channels: a program holds a row of weights in registers
+TILE = 1 << 13  # weights that a program of four warps holds
+HEADS = 4  # that a program places
+# Of products of several tokens: columns of a program, and channels at a time (depth).
+FEW, MORE, EXACT = Launch(16, 16, 4, 4, depth=128), Launch(32, 32, 4, 3, depth=128), Launch(16, 16, 4, 1, depth=32)
+
+
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why these kernels cannot serve an input like q [..., C] and a weight like v [N, C'], or None."""
+    if q.dtype not in DTYPES or v.dtype != q.dtype:
+        return f"the Triton kernels compute float16, bfloat16 and float32, not {q.dtype} with {v.dtype}"
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    return None if max(q.shape[-1], v.shape[-1]) <= WIDEST else f"more than {WIDEST} channels"
+
+
+def product(
+    x_TC: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] = (),
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "",
+) -> Tensor:
+    """x, divided by its root mean square and scaled where there is a `norm`, times every weight [N, C]: side by side.
+    All tensors are contiguous.
+
+    residual     [T, N], is added, where there is no activation
+    activation   "silu": of the columns of the last weight; "swiglu": silu(x @ weights[0].T) * (x @ weights[1].T)
+    """
+    tokens, channels = x_TC.shape
+    is_swiglu = activation == "swiglu"
+    sizes = tuple(weight.shape[0] for weight in (weights[:1] if is_swiglu else weights))
+    y = x_TC.new_empty(tokens, sum(sizes))
+    given = tuple(biases) or (None,) * len(sizes)
+    launch = _product_launch(x_TC, tokens, sum(sizes), card_of(x_TC))
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages} | _overlap(card_of(x_TC))
+    with launch_on(x_TC):
+        product_kernel[(sum(cdiv(size, launch.columns) for size in sizes), cdiv(tokens, launch.rows))](
+            x_TC, norm, residual, y, tuple(weights),
+            tuple(weight if bias is None else bias for bias, weight in zip(given, weights, strict=False)),
+            eps, tokens, SIZES=sizes, BIASED=tuple(bias is not None for bias in given), ACTIVATION=activation,
+            C=channels, BLOCK_C=launch.depth, ROWS=launch.rows, COLUMNS=launch.columns,
+            PRECISION="ieee" if x_TC.dtype == torch.float32 else "tf32", **options,
+        )  # fmt: skip
+    return y
+
+
+def place(
+    read_TN: Tensor,
+    query: Source,
+    writes: Sequence[Write],
+    gate: Gate | None,
+    eps: float,
+    positions: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    tables: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """The queries [B, n, H, D] of a product and the gates [B, n, H, 3]; keys and values go to their pools.
+
+    positions [B, n], -1 for padding, which is not written; the page `table` [B, pages], the ring of every row `slots`
+    [B], and rotary tables [B, n, D/2]. A ring must hold n tokens.
+    """
+    batch, new = positions.shape
+    q = read_TN.new_empty(batch, new, query.heads, query.dim)
+    gates = None if gate is None else read_TN.new_empty(batch, new, query.heads, 3)
+    all_writes = (Write(query, q, False, True), *writes)
+    sources = [write.source for write in all_writes]
+    # The length of a ring, minus that of a page, and 0 for what is not a cache.
+    places = (0, *(write.pool.shape[1] * (1 if write.is_ring else -1) for write in writes))
+    with launch_on(q):
+        place_kernel[(batch * new, len(sources) + (gate is not None), cdiv(query.heads, HEADS))](
+            read_TN, tuple(write.pool for write in all_writes),
+            tuple(write.pool if write.source.norm is None else write.source.norm for write in all_writes),
+            positions, table, slots, *tables, gate and gate.weight, gate and gate.bias, gates,
+            eps, new, read_TN.shape[1], table.stride(0),
+            COLUMN=tuple(s.column for s in sources), NUM_HEADS=tuple(s.heads for s in sources),
+            DIM=tuple(s.dim for s in sources), NORMED=tuple(s.norm is not None for s in sources),
+            ROTATED=tuple(write.is_rotated for write in all_writes), PLACES=places,
+            GATE_COLUMN=gate and gate.column, J=gate and gate.weight.shape[1],
+            BLOCK_J=gate and power_of_2(gate.weight.shape[1]), SOFTMAX=gate and gate.is_softmax,
+            HEADS=HEADS, num_warps=4, **_overlap(card_of(q)),
+        )  # fmt: skip
+    return q, gates
+
+
+def _product_launch(x: Tensor, tokens: int, columns: int, card: Card) -> Launch:
+    """One row: as many columns as fit into registers and leave a program for every multiprocessor."""
+    if tokens > 1:
+        return EXACT if x.dtype == torch.float32 else FEW if tokens <= FEW.rows else MORE
+    width = power_of_2(x.shape[1])
+    most = max(1, min(16, TILE // width))
+    while most > 1 and columns < most * card.multiprocessors:
+        most //= 2
+    return Launch(1, most, 4 * max(1, width // TILE), 1, depth=width)
+
+
+def _overlap(card: Card) -> dict[str, bool]:
+    """A kernel starts before the one before it has ended, where cards can."""
+    return {"OVERLAP": True, "launch_pdl": True} if card.kind == "sm90" else {"OVERLAP": False}
+
+
+@triton.jit
+def _wait(OVERLAP: tl.constexpr):
+    """Until the kernel before this one has ended; the next one may start meanwhile."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _normed(x, inverse, scale):
+    """x over its root mean square and scaled, rounded as the norm's output is."""
+    return (x.to(tl.float32) * inverse * scale.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_kernel(
+    x, norm, residual, y, weights, biases, eps, tokens,
+    SIZES: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of columns, tiles of tokens). A tile lies in one weight; with one row, BLOCK_C holds all channels."""
+    tile, t = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    w, first, start, size = weights[0], 0, 0, SIZES[0]
+    tiles, width = 0, 0  # of the weights before
+    for i in tl.static_range(1, len(biases)):
+        tiles += (SIZES[i - 1] + COLUMNS - 1) // COLUMNS
+        width += SIZES[i - 1]
+        is_later = tile >= tiles
+        w = tl.where(is_later, weights[i], w)
+        first, start = tl.where(is_later, tiles, first), tl.where(is_later, width, start)
+        size = tl.where(is_later, SIZES[i], size)
+    n = (tile - first) * COLUMNS + tl.arange(0, COLUMNS)
+    column = start + n
+    rows = w + n.to(tl.int64)[:, None] * C
+    others = weights[1 if ACTIVATION == "swiglu" else 0] + n.to(tl.int64)[:, None] * C
+    added = tl.zeros([1, COLUMNS], tl.float32)
+    width = 0
+    for i in tl.static_range(len(biases)):
+        if BIASED[i]:
+            at_bias = column - width
+            is_biased = (at_bias >= 0) & (at_bias < SIZES[i])
+            added += tl.load(biases[i] + at_bias, mask=is_biased, other=0.0).to(tl.float32)[None, :]
+        width += SIZES[i]
+    c = tl.arange(0, BLOCK_C)
+    if ROWS == 1:
+        mask = (n < size)[:, None] & (c < C)[None, :]
+        weight = tl.load(rows + c[None, :], mask=mask, other=0.0)
+        if ACTIVATION == "swiglu":
+            other = tl.load(others + c[None, :], mask=mask, other=0.0)
+        if norm is not None:
+            scale = tl.load(norm + c, mask=c < C, other=0.0)
+    _wait(OVERLAP)
+    at = t.to(tl.int64)[:, None] * width + column[None, :]
+    is_there = (t < tokens)[:, None] & (n < size)[None, :]
+    if residual is not None:
+        added += tl.load(residual + at, mask=is_there, other=0.0, cache_modifier=".cg").to(tl.float32)
+        tl.debug_barrier()  # else the assembler moves this load behind what waits for the next
+    if ROWS == 1:
+        row = tl.load(x + c, mask=c < C, other=0.0, cache_modifier=".cg")
+        if norm is not None:
+            squares = tl.sum(row.to(tl.float32) * row.to(tl.float32), 0)
+            row = _normed(row, tl.rsqrt(squares / C + eps), scale)
+        total = tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)[None, :]
+        if ACTIVATION == "swiglu":
+            up = tl.sum(other.to(tl.float32) * row.to(tl.float32)[None, :], 1)[None, :]
+    else:
+        x += t.to(tl.int64)[:, None] * C
+        if norm is not None:
+            squares = tl.zeros([ROWS, BLOCK_C], tl.float32)
+            for c0 in range(0, C, BLOCK_C):
+                channel = c0 + c[None, :]
+                mask = (t < tokens)[:, None] & (channel < C)
+                read = tl.load(x + channel, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                squares += read * read
+            inverse = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / C + eps)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for c0 in range(0, C, BLOCK_C):
+            channel = c0 + c[None, :]
+            part = tl.load(x + channel, mask=(t < tokens)[:, None] & (channel < C), other=0.0, cache_modifier=".cg")
+            if norm is not None:
+                part = _normed(part, inverse, tl.load(norm + channel, mask=channel < C, other=0.0))
+            mask = (n < size)[:, None] & (channel < C)
+            weight = tl.load(rows + channel, mask=mask, other=0.0)
+            total = tl.dot(part, tl.trans(weight), total, input_precision=PRECISION)
+            if ACTIVATION == "swiglu":
+                other = tl.load(others + channel, mask=mask, other=0.0)
+                up = tl.dot(part, tl.trans(other), up, input_precision=PRECISION)
+    total += added
+    if ACTIVATION == "swiglu":
+        total = _silu(total) * up
+    if ACTIVATION == "silu":
+        total = tl.where((column >= width - SIZES[len(biases) - 1])[None, :], _silu(total), total)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _put(
+    read, pool, norm, positions, table, slots, cos, sin, eps, row, h, new, table_sb,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, PLACES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Heads h of a row, of which `read` is the first, normed and rotated as asked for, to their place in a pool."""
+    HALF: tl.constexpr = DIM // 2
+    BLOCK: tl.constexpr = triton.next_power_of_2(HALF)
+    _wait(OVERLAP)
+    place = row.to(tl.int64)
+    is_kept = row >= 0
+    if PLACES != 0:
+        b, position = row // new, tl.load(positions + row, cache_modifier=".cg")
+        is_kept = position >= 0
+        if PLACES > 0:
+            place = tl.load(slots + b, cache_modifier=".cg").to(tl.int64) * PLACES + position % PLACES
+        else:
+            entry = table + b.to(tl.int64) * table_sb + position // -PLACES
+            page = tl.load(entry, mask=is_kept, other=0, cache_modifier=".cg")
+            place = page.to(tl.int64) * -PLACES + position % -PLACES
+    c = tl.arange(0, BLOCK)
+    mask = (h < NUM_HEADS)[:, None] & (c < HALF)[None, :]
+    at = h[:, None] * DIM + c[None, :]
+    low = tl.load(read + at, mask=mask, other=0.0, cache_modifier=".cg")
+    high = tl.load(read + at + HALF, mask=mask, other=0.0, cache_modifier=".cg")
+    if NORMED:
+        squares = low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / DIM + eps)
+        low = _normed(low, inverse, tl.load(norm + c, mask=c < HALF, other=0.0)[None, :])
+        high = _normed(high, inverse, tl.load(norm + HALF + c, mask=c < HALF, other=0.0)[None, :])
+    if ROTATED:
+        turn = row.to(tl.int64) * HALF + c
+        cosine = tl.load(cos + turn, mask=c < HALF, other=0.0, cache_modifier=".cg")[None, :]
+        sine = tl.load(sin + turn, mask=c < HALF, other=0.0, cache_modifier=".cg")[None, :]
+        x, y = low.to(tl.float32), high.to(tl.float32)
+        low, high = (x * cosine - y * sine).to(low.dtype), (y * cosine + x * sine).to(low.dtype)
+    to = pool + place * (NUM_HEADS * DIM) + at
+    tl.store(to, low, mask=mask & is_kept)
+    tl.store(to + HALF, high, mask=mask & is_kept)
+
+
+@triton.jit
+def _gates(
+    hidden, weight, bias, gates, h,
+    H: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, SOFTMAX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The gates of heads h of a row, whose hidden layer and gates start at `hidden` and `gates`."""
+    j = tl.arange(0, BLOCK_J)
+    at = weight + 3 * h[:, None] * J + j[None, :]
+    there, mask = h < H, (h < H)[:, None] & (j < J)[None, :]
+    w_cmp = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    w_sel = tl.load(at + J, mask=mask, other=0.0).to(tl.float32)
+    w_win = tl.load(at + 2 * J, mask=mask, other=0.0).to(tl.float32)
+    b_cmp = tl.load(bias + 3 * h, mask=there, other=0.0).to(tl.float32)
+    b_sel = tl.load(bias + 3 * h + 1, mask=there, other=0.0).to(tl.float32)
+    b_win = tl.load(bias + 3 * h + 2, mask=there, other=0.0).to(tl.float32)
+    _wait(OVERLAP)
+    x = tl.load(hidden + j, mask=j < J, other=0.0, cache_modifier=".cg").to(tl.float32)[None, :]
+    cmp, sel, win = tl.sum(w_cmp * x, 1) + b_cmp, tl.sum(w_sel * x, 1) + b_sel, tl.sum(w_win * x, 1) + b_win
+    if SOFTMAX:
+        top = tl.maximum(tl.maximum(cmp, sel), win)
+        cmp, sel, win = tl.exp(cmp - top), tl.exp(sel - top), tl.exp(win - top)
+        total = cmp + sel + win
+        cmp, sel, win = cmp / total, sel / total, win / total
+    else:
+        cmp, sel, win = tl.sigmoid(cmp), tl.sigmoid(sel), tl.sigmoid(win)
+    kind = gates.dtype.element_ty
+    tl.store(gates + 3 * h, cmp.to(kind), mask=there)
+    tl.store(gates + 3 * h + 1, sel.to(kind), mask=there)
+    tl.store(gates + 3 * h + 2, win.to(kind), mask=there)
+
+
+@triton.jit(do_not_specialize=["new", "table_sb"])
+def place_kernel(
+    read, pools, norms, positions, table, slots, cos, sin, gate_weight, gate_bias, gates, eps, new, width, table_sb,
+    COLUMN: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
+    PLACES: tl.constexpr, GATE_COLUMN: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, SOFTMAX: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, what is placed and then the gates, pieces of HEADS heads)."""
+    row, number = tl.program_id(0), tl.program_id(1)
+    h = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    read += row.to(tl.int64) * width
+    for i in tl.static_range(len(pools)):
+        if number == i:
+            _put(
+                read + COLUMN[i], pools[i], norms[i], positions, table, slots, cos, sin, eps, row, h, new, table_sb,
+                NUM_HEADS[i], DIM[i], NORMED[i], ROTATED[i], PLACES[i], OVERLAP,
+            )  # fmt: skip
+    if gates is not None:
+        if number == len(pools):
+            to = gates + row.to(tl.int64) * 3 * NUM_HEADS[0]
+            _gates(read + GATE_COLUMN, gate_weight, gate_bias, to, h, NUM_HEADS[0], J, BLOCK_J, SOFTMAX, OVERLAP)
