@@ -8,6 +8,7 @@ import torch
 
 from nsa.errors import ArgumentError, BackendError
 from nsa.ops import NSASpec, checked_values, compress_mean, dispatch, nsa_attention, select_blocks, selected_attention
+from nsa.ops.layout import num_compressed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,3 +151,25 @@ def test_float64_falls_back_and_says_so_once():
     assert {operator for operator, _ in dispatch.counters()} == set(dispatch.OPERATORS)
     with pytest.raises(BackendError, match="float64"):
         run(tensors, None, "triton")
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(12, 2, 64), (64, 4, 128)])
+@pytest.mark.parametrize("tokens", [2608, 2607, 2599])
+def test_cudnn_computes_compressed_attention(heads, groups, dim, tokens):
+    """One token, none and eight behind the last whole run."""
+    kernels, reference = dispatch.kernels_for("cmp"), dispatch.REFERENCE["cmp"]
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(length, heads):
+        return torch.randn(1, length, heads, dim, device="cuda", generator=generator).to(torch.bfloat16)
+
+    keys = num_compressed(tokens, SPEC)
+    q, k, v, do = draw(tokens, heads), draw(keys, groups), draw(keys, groups), draw(tokens, heads)
+    exact = [x.double() for x in (q, k, v)]
+    o64, lse64 = reference.forward(*exact, SPEC, None)
+    o, lse = kernels.forward_by_runs(q, k, v, SPEC)
+    torch.testing.assert_close(lse.double(), lse64, rtol=1e-5, atol=1e-5)
+    grads = kernels.backward_by_runs(do, q, k, v, o, lse, SPEC)
+    wanted = reference.backward(do.double(), *exact, o64, lse64, SPEC, None)
+    for x, want in zip((o, *grads), (o64, *wanted), strict=True):
+        assert float((x.double() - want).norm() / want.norm()) <= 5e-3
