@@ -169,4 +169,4 @@ def _tokens(rows: Tensor) -> Tensor:
 def _shared(x: Tensor, q: Tensor, spec: NSASpec) -> Tensor:
     """The compressed tokens x [1,N,G,D] that whole runs see, the same for every row: [R,G,M,D]."""
     first, end = _runs(q, spec)
-    return x[:, : (end - first) // spec.cmp_stride].transpose(1, 2).expand(spec.cmp_stride, -1, -1, -1)
+    return x.contiguous()[:, : (end - first) // spec.cmp_stride].transpose(1, 2).expand(spec.cmp_stride, -1, -1, -1)
