@@ -220,13 +220,15 @@ class Planner:
     @cached_property
     def _borders(self) -> list[int]:
         """The micro-batches at which passes begin to compute in chunks, and selected attention in two, three and four
-        stretches; one more of many changes little."""
+        stretches; one more of many changes little. One sequence may be computed in other memory than several: cuDNN
+        takes it (`nsa.ops.triton.compressed`)."""
         model, spec = self.config.model, self.config.nsa.spec()
         length = padded_length(self.config.train.seq_len, self.config.parallel.context)
         tokens = length // self.config.parallel.context  # of a rank: its queries; keys and values are all
         borders = [-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))]
         if "nsa" not in model.layer_kinds() or dispatch.triton_missing() is not None:
             return borders
+        borders += [] if self.config.data.isolate_documents else [2]
         q, indices = (tokens, model.n_heads, model.head_dim_k), (tokens, model.n_kv_heads, spec.num_selected)
         k, v = ((length, model.n_kv_heads, dim) for dim in (model.head_dim_k, model.head_dim_v))
 

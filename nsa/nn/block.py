@@ -58,7 +58,7 @@ class DecoderBlock(nn.Module):
         if cache is not None:
             settings["cache"] = cache
         in_chunks = self.saves_memory and is_long(x_BSC)
-        attended_BSC = self._attend_new(x_BSC, cache)
+        attended_BSC = self._attend_new(x_BSC, cache) if cu_seqlens is None else None
         if attended_BSC is None:
             normed_BSC = self.attention_norm(x_BSC)
             if in_chunks:  # else autocast casts it for every projection by itself, and backward keeps all of them

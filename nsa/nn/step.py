@@ -38,7 +38,8 @@ def attend_new(
     writes   where a cache keeps the keys and values of the given sources
     attend   from queries [B, n, H, K] and gates [B, n, H, 3] to what `out` reads, [B, n, H, V]
     """
-    is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and step.cache.dtype == x_BnC.dtype
+    is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and x_BnC.device == step.positions.device
+    is_expected = is_expected and x_BnC.dtype == step.cache.dtype
     if step.is_fresh or x_BnC.shape[1] > step.cache.slack or not is_expected or not _is_short(x_BnC, layer.backend):
         return None
     keys, values, key_norms = (_listed(modules) for modules in (layer.k, layer.v, layer.k_norm))
@@ -124,7 +125,10 @@ def _are_alike(x: Tensor, norms: Sequence[nn.Module]) -> bool:
 def _fits(module: nn.Module, x: Tensor) -> bool:
     """Whether the parameters are plain dense tensors of the type and on the device of x."""
     return module._parameters.get("weight") is not None and all(
-        type(p) in (nn.Parameter, Tensor) and p.dtype == x.dtype and p.device == x.device and p.is_contiguous()
+        type(p) in (nn.Parameter, Tensor)
+        and p.layout == torch.strided  # others cannot be asked whether they are contiguous
+        and (p.dtype, p.device) == (x.dtype, x.device)
+        and p.is_contiguous()
         for p in module._parameters.values()
         if p is not None
     )

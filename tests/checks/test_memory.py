@@ -282,8 +282,9 @@ def test_other_micro_batches_are_interpolated_on_their_side_of_the_limit_of_long
     [
         (["train.seq_len=8192", "model.vocab_size=128256"], 1, 3),  # whose logits are more than 2^31
         (["train.seq_len=262144", "parallel.context=8", "parallel.strategy=ddp"], 8, 8),  # 32,768 tokens a rank
+        (["train.seq_len=262144", "data.isolate_documents=false"], 1, 2),  # cuDNN takes one
     ],
-    ids=["logits", "shared sequences"],
+    ids=["logits", "shared sequences", "one sequence"],
 )
 def test_traces_lie_on_the_side_of_the_border_where_the_micro_batch_lies(settings, nproc, border):
     planner = Planner(config_of(BASE, *settings, "train.batch_size=4", "train.micro_batch=4"), nproc)

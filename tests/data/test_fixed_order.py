@@ -136,6 +136,18 @@ def test_a_checkpoint_written_before_reads_on_in_the_same_tokens(folder, kind):
     data.close()
 
 
+def test_recall_documents_change_with_the_number_of_their_version_alone():
+    """Other documents need another number in `build_data`: a run would go on in them as if they were its own."""
+    train = TRAIN.model_copy(update={"seq_len": 1024})  # with all lengths from sequence 5,120 on
+    section = DataConfig.model_validate({"source": "recall", "validation_fraction": 0.1})
+    data = build_data(section, train, ByteTokenizer())
+    assert (data.fingerprint, digest(data.train, range(0, 8000, 500)), digest(data.validation, range(0, 60, 7))) == (
+        "fd5e42dd65afd009f6443380a383ef3837a5e012af292abba28aae1731a91d11",
+        "0ef64204583ed50c7208406ca98a3468",
+        "2178d184ebc4866c1d16f20599a97d4d",
+    )
+
+
 def test_the_index_of_a_streamed_run_is_still_read(folder):
     """Lengths that an earlier version wrote beside the run: a wrong one would be noticed as a changed file."""
     index = LengthIndex(folder, 3, "fingerprint")

@@ -128,7 +128,7 @@ def cudnn_is_faster(kernel: str, q: Tensor, v: Tensor, spec: NSASpec, card: Card
         and q.shape[0] == 1
         and q.dtype in (torch.float16, torch.bfloat16)
         and sizes in ({64}, {128})
-        and q.shape[1] >= max(FEWEST_TOKENS[kernel, *sizes], spec.cmp_block + spec.cmp_stride)
+        and q.shape[1] >= max(FEWEST_TOKENS[kernel, q.shape[3]], spec.cmp_block + spec.cmp_stride)
         and torch.backends.cuda.cudnn_sdp_enabled()
         and not torch.are_deterministic_algorithms_enabled()
     )
@@ -157,7 +157,8 @@ def _runs(q: Tensor, spec: NSASpec) -> tuple[int, int]:
 def _rows(x: Tensor, spec: NSASpec) -> Tensor:
     """The runs of x [1,S,H,D] as rows [R,H,M,D]."""
     first, end = _runs(x, spec)
-    return x.contiguous()[0, first:end].unflatten(0, (-1, spec.cmp_stride)).permute(1, 2, 0, 3)
+    rows: Tensor = x.contiguous()[0, first:end].unflatten(0, (-1, spec.cmp_stride))
+    return rows.permute(1, 2, 0, 3)
 
 
 def _tokens(rows: Tensor) -> Tensor:
@@ -168,4 +169,4 @@ def _tokens(rows: Tensor) -> Tensor:
 def _shared(x: Tensor, q: Tensor, spec: NSASpec) -> Tensor:
     """The compressed tokens x [1,N,G,D] that whole runs see, the same for every row: [R,G,M,D]."""
     first, end = _runs(q, spec)
-    return x[:, : (end - first) // spec.cmp_stride].transpose(1, 2).expand(spec.cmp_stride, -1, -1, -1)
+    return x.contiguous()[:, : (end - first) // spec.cmp_stride].transpose(1, 2).expand(spec.cmp_stride, -1, -1, -1)

@@ -20,6 +20,7 @@ def scores(q, k):
 
 
 def plain_forward(q, k, v):
+    assert {x.stride(3) for x in (q, k, v)} == {1}, "as cuDNN wants it"
     o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o, scores(q, k).logsumexp(-1, keepdim=True)
 
@@ -54,6 +55,7 @@ def test_causal_attention_over_runs_of_tokens_is_compressed_attention(tokens, sp
 
     keys = num_compressed(tokens, spec)
     q, k, v, do = draw(tokens, 6, 16), draw(keys, 2, 16), draw(keys, 2, 32), draw(tokens, 6, 32)
+    q, k, v, do = (x.mT.contiguous().mT for x in (q, k, v, do))  # callers may have them in any order
     exact = [x.double() for x in (q, k, v)]
     wanted = reference.compressed.forward(*exact, spec, None)
     got = compressed.forward_by_runs(q, k, v, spec)

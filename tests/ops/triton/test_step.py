@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa.errors import ArgumentError
 from nsa.nn import KVCache
 from nsa.nn.cache import CacheStep
+from nsa.nn.step import _fits
 from nsa.ops import dispatch
 from nsa.ops.triton import step as kernels
 from tests.nn.test_cache import VARIANTS, VOCABULARY, small
@@ -209,6 +211,37 @@ def test_modules_that_do_more_than_the_kernels_are_called(calls, change):
     alter(model.blocks[0])
     check_steps(model, [(1, 1)], starts=(20, 9))
     assert calls == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_weights_are_left_to_their_module():
+    linear = nn.Linear(8, 8, bias=False)
+    assert _fits(linear, torch.zeros(1, 8))
+    linear.weight = nn.Parameter(linear.weight.detach().to_sparse_csr(), requires_grad=False)
+    assert not _fits(linear, torch.zeros(1, 8))
+
+
+def test_hooks_of_all_modules_are_called(calls):
+    """A profiler's, or one that changes what linear layers give."""
+    model = model_of()
+    change = nn.modules.module.register_module_forward_hook(
+        lambda module, _, y: 1.5 * y if isinstance(module, nn.Linear) else None
+    )
+    try:
+        check_steps(model, [(1, 1)], starts=(20, 9))
+    finally:
+        change.remove()
+    assert not calls
+
+
+@torch.no_grad()
+def test_a_block_refuses_packed_documents_beside_a_cache():
+    model = model_of()
+    cache = KVCache(model, sequences=1, max_length=20)
+    model(torch.zeros(1, 5, dtype=torch.int64, device=DEVICE), cache=cache)
+    borders = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ArgumentError, match="cu_seqlens"):
+        model.blocks[0](draw(1, 2, 32), borders, cache=cache.append(2))
 
 
 @torch.no_grad()
