@@ -115,7 +115,7 @@ class Setup:
             "runtime.compile": case.compiled,
             "runtime.cuda_graphs": "auto",  # which no case refuses
             "parallel.strategy": case.strategy,
-            "parallel.context": parallel.context if case.strategy != "single" and not case.compiled else 1,
+            "parallel.context": parallel.context if case.strategy != "single" else 1,
             "parallel.allow_single_rank": parallel.allow_single_rank or (self.on_gpu and self.processes(case) == 1),
             # One process takes several passes for the batch, and so do few groups of ranks for the small one.
             "parallel.ddp.static_graph": parallel.ddp.static_graph

@@ -32,7 +32,8 @@ GIB = 2**30
 # From the most memory to the least, as a rule.
 GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "selective", "block")
 # The share of the estimated activations and temporaries that compiled blocks held: the lowest and the highest measured
-# (the 125M model with NSA or dense attention on an H200; bench/results). "branch" has not been measured.
+# (the 125M model with NSA or dense attention on an H200; bench/results). Not measured: "branch", and ranks that share
+# sequences, whose blocks are compiled in two parts.
 COMPILED_SHARES = {"none": (0.76, 0.78), "selective": (0.90, 0.99), "block": (0.90, 0.99)}
 # What a card needs besides the estimate: the CUDA context with its kernels and NCCL, and gaps between tensors.
 CONTEXT_GIB, GAPS = 1.0, 0.05
@@ -172,7 +173,7 @@ class Planner:
         found = {name: self._parts(traced, moment, size < self.share) for name, moment in phases.items()}
         highest = max(found, key=lambda name: _peak_gib(found[name]))
         planned, compiled = _peak_gib(found[highest]), None
-        if granularity in COMPILED_SHARES:
+        if granularity in COMPILED_SHARES and self.config.parallel.context == 1:
             low, high = (
                 max(_peak_gib(parts, share) for parts in found.values()) for share in COMPILED_SHARES[granularity]
             )

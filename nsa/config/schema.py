@@ -426,10 +426,10 @@ class Config(Section):
         if ranks > 1 and length < 2 * ranks:
             cannot = f"{length} tokens cannot be divided into the {2 * ranks} chunks of {ranks} ranks"
             raise field_error("parallel.context", f"{cannot}; raise train.seq_len or lower parallel.context")
-        if ranks > 1 and self.runtime.compile:
-            raise field_error(
-                "runtime.compile", "compiled blocks cannot exchange keys; turn it off for parallel.context"
-            )
+        kept = self.runtime.gradient_checkpointing
+        if ranks > 1 and self.runtime.compile and kept in ("selective", "branch"):
+            cannot = f"{kept} does not work with runtime.compile where ranks share sequences"
+            raise field_error("runtime.gradient_checkpointing", f"{cannot}; use none or block, or do not compile")
         return self
 
     def to_dict(self) -> dict[str, Any]:

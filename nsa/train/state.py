@@ -116,10 +116,14 @@ def build_state(
     freeze(model, config.train.freeze)
     if world.context is not None:
         apply_context(model, world.context)
-    apply_recompute(model, config.runtime.gradient_checkpointing, compiled=config.runtime.compile)
+    # A compiler follows recomputation through a block, but not through exchanges between ranks, which divide its graph.
+    is_whole = config.runtime.compile and world.context is None
+    if config.runtime.compile and not is_whole:
+        compile_blocks(model)
+    apply_recompute(model, config.runtime.gradient_checkpointing, compiled=is_whole)
     if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole
         model.to(world.device)
-    if config.runtime.compile:
+    if is_whole:
         compile_blocks(model)
     module = apply_strategy(model, config.parallel, world, precision, wrap_hook)
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
