@@ -16,6 +16,7 @@ import torch
 from nsa.checks.memory_trace import Moment, Trace, trace
 from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
+from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
@@ -194,7 +195,9 @@ class Planner:
         if self.estimate().needed_gib <= card.gib:
             return []
         more = GRANULARITIES.index(self.config.runtime.gradient_checkpointing) + 1
-        options = {f"runtime.gradient_checkpointing={g}": self.estimate(None, g) for g in GRANULARITIES[more:]}
+        in_parts = self.config.runtime.compile and self.config.parallel.context > 1
+        kinds = [g for g in GRANULARITIES[more:] if g in COMPILED_IN_PARTS or not in_parts]
+        options = {f"runtime.gradient_checkpointing={g}": self.estimate(None, g) for g in kinds}
         _, usable = self.fit(card)
         if usable:
             options[f"train.micro_batch={usable}"] = self.estimate(usable)

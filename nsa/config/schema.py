@@ -280,6 +280,8 @@ def _recomputation_of_a_switch(value: Any) -> Any:
 
 
 Recomputation = Annotated[Literal["none", "selective", "block", "branch"], BeforeValidator(_recomputation_of_a_switch)]
+# Where ranks share sequences, blocks are compiled in two parts, which torch's selective checkpointing does not allow.
+COMPILED_IN_PARTS: tuple[Recomputation, ...] = ("none", "block")
 KernelChoice = Literal["auto", "triton", "reference"]
 
 
@@ -427,7 +429,7 @@ class Config(Section):
             cannot = f"{length} tokens cannot be divided into the {2 * ranks} chunks of {ranks} ranks"
             raise field_error("parallel.context", f"{cannot}; raise train.seq_len or lower parallel.context")
         kept = self.runtime.gradient_checkpointing
-        if ranks > 1 and self.runtime.compile and kept in ("selective", "branch"):
+        if ranks > 1 and self.runtime.compile and kept not in COMPILED_IN_PARTS:
             cannot = f"{kept} does not work with runtime.compile where ranks share sequences"
             raise field_error("runtime.gradient_checkpointing", f"{cannot}; use none or block, or do not compile")
         return self

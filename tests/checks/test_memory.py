@@ -371,6 +371,17 @@ def test_advice_names_settings_with_which_it_fits():
     assert "shorter train.seq_len" in line
 
 
+def test_advice_names_no_setting_that_is_refused():
+    """Where ranks share sequences, compiled blocks are recomputed whole or not at all."""
+    shared = ["parallel.context=2", "parallel.strategy=fsdp", "runtime.compile=true"]
+    planner = Planner(config_of(BASE, *SMALL, *shared), 2)
+    needed = [planner.estimate(None, kept).needed_gib for kept in ("none", "block")]
+    lines = planner.advice(Card("any", sum(needed) / 2))
+    assert any("gradient_checkpointing=block" in line for line in lines)
+    for line in lines:
+        config_of(BASE, *SMALL, *shared, line.split(" ")[0])
+
+
 def test_cards_by_name_and_by_size():
     assert find_card("A100-80GB").gib == CARDS["a100-80gb"]
     assert find_card("40").gib == find_card("40 GiB".replace(" ", "")).gib == 40.0

@@ -83,7 +83,7 @@ def test_a_sequence_is_a_pure_function_of_its_number(name, tokenizers):
         assert np.array_equal(row.inputs[1:], row.targets[:-1])
         assert np.array_equal(np.flatnonzero(row.inputs == tokenizer.separator), row.starts)
         lengths.add(512 // len(row.starts))
-    assert lengths >= {512, 256, 128, 64}
+    assert lengths - {32} == {512, 256, 128, 64}  # 32 is one of 125
     assert len(pairs_of(tokenizer.decode(make().row(3).inputs.tolist()))) > 20
     held_out = RecallSequences(tokenizer, 512, 512, 7, validation=True).row(3)
     assert not np.array_equal(held_out.inputs, rows[0].inputs)

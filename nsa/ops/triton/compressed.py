@@ -8,6 +8,7 @@ nothing; those behind the last whole one are left to the kernels of `flash.py`.
 Legend: S tokens, N compressed tokens, M whole runs, R tokens of a run, H query heads, G key/value heads, D head size.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Compressed(Branch):
         q_offset: int = 0,
     ) -> tuple[Tensor, Tensor]:
         is_whole = cu_seqlens is None and not q_offset and params is None
-        if is_whole and cudnn_is_faster("forward", q, v, spec, card_of(q)):
+        if is_whole and _has_cudnn() and cudnn_is_faster("forward", q, v, spec, card_of(q)):
             return self.forward_by_runs(q, k, v, spec)
         return super().forward(q, k, v, spec, cu_seqlens, params, q_offset=q_offset)
 
@@ -62,7 +63,7 @@ class Compressed(Branch):
         q_offset: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         is_whole = cu_seqlens is None and not q_offset and dq_params is dkv_params is None
-        if is_whole and cudnn_is_faster("backward", q, v, spec, card_of(q)):
+        if is_whole and _has_cudnn() and cudnn_is_faster("backward", q, v, spec, card_of(q)):
             return self.backward_by_runs(do, q, k, v, o, lse, spec)
         return super().backward(do, q, k, v, o, lse, spec, cu_seqlens, dq_params, dkv_params, q_offset=q_offset)
 
@@ -117,6 +118,12 @@ class Compressed(Branch):
 
 
 compressed = Compressed()
+
+
+@cache
+def _has_cudnn() -> bool:
+    """Whether this PyTorch was built with it."""
+    return bool(torch.backends.cudnn.is_available())
 
 
 def cudnn_is_faster(kernel: str, q: Tensor, v: Tensor, spec: NSASpec, card: Card) -> bool:
