@@ -78,6 +78,9 @@ def test_cudnn_gets_long_single_sequences_in_16_bits_on_hopper(kernel):
     assert cudnn_is_faster(kernel, like(dim=128), like(dim=128), spec, H200)
     assert not cudnn_is_faster(kernel, q, q, spec, Card("sm80", 108))
     assert not cudnn_is_faster(kernel, q, like(dim=128), spec, H200)
+    assert like(tokens=(1 << 21) // 3 * 2, dim=128).numel() <= 1 << 31 < like(tokens=1 << 21, dim=128).numel()
+    assert cudnn_is_faster(kernel, *[like(tokens=(1 << 21) // 3 * 2, dim=128)] * 2, spec, H200)
+    assert not cudnn_is_faster(kernel, *[like(tokens=1 << 21, dim=128)] * 2, spec, H200)
     for other in (like(batch=2), like(dtype=torch.float32), like(dim=32), like(tokens=FEWEST_TOKENS[kernel, 64] - 1)):
         assert not cudnn_is_faster(kernel, other, other, spec, H200)
     with torch.nn.attention.sdpa_kernel([SDPBackend.MATH]):
