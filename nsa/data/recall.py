@@ -27,15 +27,15 @@ Uniform = NDArray[np.float64]
 
 _WORDS = """
 use type list size set key get data name file long code all call test node time new when log case max over base
-read only back path one copy end same you add need run kind try grid loss then last top past pack pass make off
+read only back path one copy end same you add need any kind try grid loss then last top past pack pass make off
 tag text line head two more item user here mode axis work root null sign term keep mean row map left info zero
 full sort like form next load act cap wrap math skip look pair cast part just help fail host high byte once tree
-step raw real show want zip mark tick law low how done sure word most wait fast our rank body hook hash wire
+step raw real show want out mark tick law low how done sure word most wait fast our rank body hook hash wire
 free now old fake unit way rope flag side fit flat bit pool down war note view many sum too open cell even fig
 date link edge due port your pin page team know take pop hold seen loop font half trim post save main drop push
 own bar lead well feed exit red rest span box few foot cost auth rate core put less best crop fix leaf edit join
 cute slow fill hard very meet fine move dump able task cut draw fall give area peer bind warp pick gate tool
-warn seed heap bad bug nest bin lock chat cat life deal big why sock job net good far four lazy tail let jump
+warn seed heap bad bug nest bin lock chat cat life deal big why sock job man good far four lazy tail let jump
 tell flow fact pure easy turn live much talk send win lift hit near upon pipe care fan ever late sink tie
 """
 WORDS = _WORDS.split()
@@ -55,7 +55,10 @@ def num_drawn(length: int) -> int:
 
 
 class Parts:
-    """What documents consist of, as tokens. A part is a number: words, then values, then filler."""
+    """What documents consist of, as tokens. A part is a number: words, then values, then filler.
+
+    Values are the numbers below 100 that have as many tokens as most of them. Where `81` is two tokens and others are
+    one, the second token would be another task: to find out which of the numbers that begin with 8 was meant."""
 
     def __init__(self, tokenizer: Tokenizer):
         texts = [*(f" {word}" for word in WORDS), *(f"{value:02d}" for value in range(NUM_VALUES)), *FILLER]
@@ -64,12 +67,14 @@ class Parts:
         self.lengths = np.array([len(tokens) for tokens in encoded])
         self.starts = np.cumsum(self.lengths) - self.lengths
         words, values, filler = np.split(self.lengths, [NUM_KEYS, NUM_KEYS + NUM_VALUES])
+        commonest = np.bincount(values).argmax()
+        self.values, values = NUM_KEYS + np.flatnonzero(values == commonest), values[values == commonest]
         self.shortest_pair, self.longest_pair = (int(f(words) + f(values)) for f in (np.min, np.max))
         self.shortest_filler = int(filler.min())
 
     def pairs(self, words: Uniform, values: Uniform, keys: int) -> Numbers:
         """Different words, each with a value [keys, 2]."""
-        chosen = NUM_KEYS + (values[:keys] * NUM_VALUES).astype(np.int64)
+        chosen = self.values[(values[:keys] * len(self.values)).astype(np.int64)]
         return np.stack([np.argsort(words)[:keys], chosen], axis=1)
 
     def filler(self, uniform: Uniform, room: int) -> Numbers:

@@ -7,7 +7,7 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.data.build import build_data
-from nsa.data.recall import RAMP, WORDS, Parts, Prompts, RecallSequences, num_drawn
+from nsa.data.recall import FILLER, RAMP, WORDS, Parts, Prompts, RecallSequences, num_drawn
 from nsa.data.sequences import random_bits
 from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa.data.vocabulary import train_bpe
@@ -49,6 +49,20 @@ def test_every_question_has_the_answer_its_document_gave_at_any_distance(tokeniz
     assert 4 < np.median(num_keys) < 40
     assert max(num_keys) > 100
     assert 20 < sum(has_filler) < 60
+
+
+def test_no_question_is_harder_than_the_others(tokenizers):
+    assert len(set(WORDS)) == 256
+    assert not [word for word in WORDS if any(f" {word}" in sentence for sentence in FILLER)]
+    for name, fewest in (("bytes", 100), ("bpe", 95)):
+        parts = Parts(tokenizers[name])
+        values = parts.lengths[parts.values]
+        assert len(values) >= fewest
+        assert values.min() == values.max()
+    # A vocabulary that has some numbers as one token: `17` is not asked for where `18` is two.
+    assert len(tokenizers["bpe"].encode("17")) == 1
+    assert len(tokenizers["bpe"].encode("18")) == 2
+    assert len(values) < 100
 
 
 def test_the_shortest_documents_come_first_and_longer_ones_are_added(tokenizers):
