@@ -167,7 +167,6 @@ def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
     both = [replace(backward, dq=dq, block=block) for dq, block in itertools.product(("fused", "separate"), blocks)] + [
         replace(backward, chunk=chunk) for chunk in chunks
     ]
-    both.append(replace(backward, dq="fused", late=True))
     separate = replace(backward, dq="separate")
     queries = [replace(separate, query=query) for query in query_candidates(backward.query)]
 

@@ -76,14 +76,12 @@ LAUNCHES = LaunchTable(
 @dataclass(frozen=True)
 class BackwardPlan:
     """dq "fused" or "separate"; `block` is the block-major launch (rows = gathered rows a step), its lists cut
-    into items of `chunk` queries; `query` the query-major launches of a separate dQ. With `late`, a fused dQ is added
-    a step later, while the next rows are on their way."""
+    into items of `chunk` queries; `query` the query-major launches of a separate dQ."""
 
     dq: str
     block: Launch
     chunk: int
     query: TilePlan
-    late: bool = False
 
 
 def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> BackwardPlan:
@@ -214,7 +212,7 @@ def _launch_block(
         lists.queries, lists.offsets, lists.item_block, lists.totals, *places,
         q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, blocks.q_offset, q.shape[3] ** -0.5,
         STRIDE_Q=q.stride(1), STRIDE_DO=do.stride(1), HEADS=q.shape[2], PER_GROUP=q.shape[2] // k.shape[2],
-        ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused", LATE=params.late,
+        ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused",
         WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
         **shape, num_warps=params.block.num_warps, num_stages=params.block.num_stages,
     )  # fmt: skip
@@ -262,7 +260,7 @@ def _block_grads_kernel(
     STRIDE_DO: tl.constexpr,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FUSED: tl.constexpr,
     WIDE: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     item = tl.program_id(0) // PIECES
@@ -296,22 +294,15 @@ def _block_grads_kernel(
     full = tl.maximum(num_rows // ROWS, split)
     acc_dk = tl.zeros([KEYS, BLOCK_DK], tl.float32)
     acc_dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
-    # dQ of a step may follow in the next one, while the rows of that are on their way; before the first it is zero.
-    at, head = _places(0, PER_GROUP, ROWS)
-    row = tl.load(queries + tl.minimum(at, num_queries - 1), mask=num_queries > 0, other=0) * HEADS + head
-    row = row.to(tl.int64) if WIDE else row
-    ds = tl.zeros([KEYS, ROWS], tl.float32)
     for masked in tl.static_range(2):
         begin, end = split, full
         if masked:
             begin, end = 0, split + (full * ROWS < num_rows).to(tl.int32)
-        acc_dk, acc_dv, ds, row = _block_grads_rows(
-            acc_dk, acc_dv, ds, row, k, v, key - q_offset, key_ok, queries, begin, end, split, full, num_queries,
+        acc_dk, acc_dv = _block_grads_rows(
+            acc_dk, acc_dv, k, v, key - q_offset, key_ok, queries, begin, end, split, full, num_queries,
             q_base, do_base, lse_base, delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED,
-            WIDE, DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, masked, LATE,
+            WIDE, DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, masked,
         )  # fmt: skip
-    if FUSED and LATE:
-        _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
     acc_dk *= scale
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     dk_ok = key_ok[:, None] & (dk < DK)[None, :]
@@ -328,12 +319,11 @@ def _block_grads_kernel(
 
 @triton.jit
 def _block_grads_rows(
-    acc_dk, acc_dv, ds, row,  # [KEYS, BLOCK_DK]; [KEYS, BLOCK_DV]; [KEYS, ROWS] and [ROWS] of the step before
+    acc_dk, acc_dv,  # [KEYS, BLOCK_DK]; [KEYS, BLOCK_DV]
     k, v, key, key_ok, queries, begin, end, split, full, num_queries, q_base, do_base, lse_base, delta_base, dq_base,
     scale, STRIDE_Q: tl.constexpr, STRIDE_DO: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
     ROWS: tl.constexpr, FUSED: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
-    LATE: tl.constexpr,
 ):  # fmt: skip
     """Steps [begin, end) of ROWS rows each; with MASKED, `full` comes after `split` - 1. Scores are transposed,
     [keys, rows], so that they feed the two accumulators as first operands without a detour."""
@@ -346,8 +336,6 @@ def _block_grads_rows(
     at = _places(ahead, PER_GROUP, ROWS)[0]
     t_next = tl.load(queries + tl.minimum(at, num_queries - 1), mask=num_queries > 0, other=0)
     for i in range(begin, end):
-        if FUSED and LATE:
-            _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
         t, step, ahead = t_next, i, i + 1
         if MASKED:
             step, ahead = tl.where(i < split, i, full), tl.where(i + 1 < split, i + 1, full)
@@ -374,9 +362,9 @@ def _block_grads_rows(
         ds = p * (dp - delta[None, :])
         acc_dv = tl.dot(p.to(do.dtype), do, acc_dv, input_precision="ieee")
         acc_dk = tl.dot(ds.to(q.dtype), q, acc_dk, input_precision="ieee")
-        if FUSED and not LATE:
+        if FUSED:
             _add_dq(dq_base, k, ds, row, DK, BLOCK_DK)
-    return acc_dk, acc_dv, ds, row
+    return acc_dk, acc_dv
 
 
 @triton.jit

@@ -26,7 +26,7 @@ WIDEST = 1 << 14  # channels: a program holds a row of weights in registers
 TILE = 1 << 13  # weights that a program of four warps holds
 HEADS = 4  # that a program places
 # Of products of several tokens: columns of a program, and channels at a time (depth).
-FEW, MORE, EXACT = Launch(16, 16, 4, 4, depth=128), Launch(32, 32, 4, 3, depth=128), Launch(16, 16, 4, 1, depth=32)
+FEW, MORE, EXACT = Launch(16, 16, 4, 3, depth=256), Launch(32, 16, 4, 3, depth=256), Launch(16, 16, 4, 1, depth=32)
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:

@@ -104,7 +104,7 @@ def check(
     if tiles.get("method") == "parts":  # only the forward has it
         tiles["method"] = "adaptive"
     back = replace(back, query=replace(back.query, **tiles))
-    back = replace(back, **{name: change[name] for name in ("dq", "chunk", "block", "late") if name in change})
+    back = replace(back, **{name: change[name] for name in ("dq", "chunk", "block") if name in change})
 
     q64, k64, v64, do64 = (x.double() for x in (q, k, v, do))
     want_o, want_lse = reference.forward(q64, k64, v64, indices, spec, borders)
@@ -185,12 +185,6 @@ def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: 
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[:, 1::2], b[:, 1::2])
         assert not a[:, 3 * SMALL.sel_block :: 2].isfinite().any()
-
-
-@pytest.mark.parametrize("per_group", [3, 4])
-def test_query_gradients_a_step_later(per_group: int) -> None:
-    tensors = inputs(1, 72, per_group, 1, 16, 16, torch.float32)
-    check(*tensors, rows_of_blocks(1, 72, 1, SMALL), SMALL, dq="fused", late=True, chunk=24)
 
 
 @pytest.mark.parametrize("queries", [1, 10, 32])
