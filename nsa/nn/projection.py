@@ -22,9 +22,9 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """The output of each of `layers`. Plain linear layers are computed in one product; if any layer is adapted,
     quantized, patched or has hooks, each layer is called separately. So they are for a few tokens without a gradient:
     there, joining the weights would read and write more than the products do."""
-    plain = [layer for layer in layers if is_plain(layer)]
     is_short = not torch.is_grad_enabled() and x_BSC.shape[0] * x_BSC.shape[1] <= FEW_TOKENS
-    if len(plain) != len(layers) or len(layers) == 1 or is_short:
+    plain = [] if is_short else [layer for layer in layers if is_plain(layer)]
+    if len(plain) != len(layers) or len(layers) == 1:
         return [layer(x_BSC) for layer in layers]
     joined = nn.functional.linear(x_BSC, torch.cat([layer.weight for layer in plain]))
     return torch.split(joined, [layer.out_features for layer in plain], dim=-1)
