@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 
 FEW_TOKENS = 64
+# Asked once: a compiled layer could not.
+AUTOCAST_DEVICES = frozenset(x for x in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(x))
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -51,13 +53,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _casts(*tensors: Tensor) -> bool:
     """Whether autocast brings the tensors to one type. It leaves float64 as it is."""
     device = tensors[0].device.type
-    is_on = _has_autocast(device) and torch.is_autocast_enabled(device)
+    is_on = device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
     return is_on and all(x.dtype != torch.float64 for x in tensors)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
