@@ -67,7 +67,7 @@ class TokenBatch:
         )
         return logits_BV
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _step(self, tokens: list[int]) -> Tensor:
         """Logits after one more token of every row in `rows`."""
         if self._graphs is not None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 
 FEW_TOKENS = 64
+# Asked once: a compiled layer could not.
+AUTOCAST_DEVICES = frozenset(x for x in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(x))
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -22,9 +24,9 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """The output of each of `layers`. Plain linear layers are computed in one product; if any layer is adapted,
     quantized, patched or has hooks, each layer is called separately. So they are for a few tokens without a gradient:
     there, joining the weights would read and write more than the products do."""
-    plain = [layer for layer in layers if is_plain(layer)]
     is_short = not torch.is_grad_enabled() and x_BSC.shape[0] * x_BSC.shape[1] <= FEW_TOKENS
-    if len(plain) != len(layers) or len(layers) == 1 or is_short:
+    plain = [] if is_short else [layer for layer in layers if is_plain(layer)]
+    if len(plain) != len(layers) or len(layers) == 1:
         return [layer(x_BSC) for layer in layers]
     joined = nn.functional.linear(x_BSC, torch.cat([layer.weight for layer in plain]))
     return torch.split(joined, [layer.out_features for layer in plain], dim=-1)
@@ -51,13 +53,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _casts(*tensors: Tensor) -> bool:
     """Whether autocast brings the tensors to one type. It leaves float64 as it is."""
     device = tensors[0].device.type
-    is_on = _has_autocast(device) and torch.is_autocast_enabled(device)
+    is_on = device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
     return is_on and all(x.dtype != torch.float64 for x in tensors)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:

@@ -270,25 +270,27 @@ _differentiate(norm_mlp, norm_mlp_backward)
 # Attention over a cache. `places` is a page table [B, pages] or the rings [B]. No gradient.
 
 
-def _check_cache_values(name: str, k: Tensor, places: Tensor, positions: Tensor, stride: int = 1) -> None:
-    """Every page or ring that a query needs exists; a place holds `stride` tokens."""
+def _check_cache_values(positions: Tensor, *caches: tuple[str, Tensor, Tensor, int]) -> None:
+    """Every page or ring that a query needs exists. A cache is its name, keys, places, and the tokens of a key."""
     if positions.is_cuda and not _check_every_device.get():
         return
-    last = positions.amax(1)
-    if places.dim() == 2:
-        page, pages = k.shape[1] * stride, places.shape[1]
-        if int(last.max()) >= page * pages:
+    last = positions.amax(1).tolist()
+    for name, k, places, stride in caches:
+        used = places.tolist()
+        if places.dim() == 2:
+            page = k.shape[1] * stride
+            room = page * places.shape[1]
+            if max(last) >= room:
+                raise ArgumentError(
+                    "positions", f"{max(last)} lies behind the {room} tokens that {name}'s page table holds"
+                )
+            used = [n for row, end in zip(used, last, strict=True) if end >= 0 for n in row[: end // page + 1]]
+        else:
+            used = [n for n, end in zip(used, last, strict=True) if end >= 0]
+        if used and not 0 <= min(used) <= max(used) < k.shape[0]:
             raise ArgumentError(
-                "positions", f"{int(last.max())} lies behind the {page * pages} tokens that {name}'s page table holds"
+                name, f"refers to {min(used)} .. {max(used)} of {k.shape[0]} pages or rings in its pool"
             )
-        needed = torch.arange(pages, device=last.device) <= (last // page).unsqueeze(1)
-        places = places[needed & (last >= 0).unsqueeze(1)]
-    else:
-        places = places[last >= 0]
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < k.shape[0]:
-        raise ArgumentError(
-            name, f"refers to {int(places.min())} .. {int(places.max())} of {k.shape[0]} pages or rings in its pool"
-        )
 
 
 def _decode_shapes(q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -301,8 +303,8 @@ def _decode_nsa(q: Tensor, gates: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     spec = _spec(*sizes)
     if positions.numel() == 0:
         return _decode_shapes(q, gates, *args)
-    for name, first, stride in (("cmp", 0, spec.cmp_stride), ("sel", 3, 1), ("win", 6, 1)):
-        _check_cache_values(name, caches[first], caches[first + 2], positions, stride)
+    named = (("cmp", 0, spec.cmp_stride), ("sel", 3, 1), ("win", 6, 1))
+    _check_cache_values(positions, *((name, caches[at], caches[at + 2], stride) for name, at, stride in named))
     return choose("decode", backend, q, caches[4], spec, count=True).nsa(q, gates, *caches, positions, spec)
 
 
@@ -311,7 +313,7 @@ def _attend_pages(
 ) -> Tensor:
     if positions.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    _check_cache_values("kv", k, places, positions)
+    _check_cache_values(positions, ("kv", k, places, 1))
     return choose("decode", backend, q, v, NSASpec(), count=True).paged(q, k, v, places, positions, window)
 
 

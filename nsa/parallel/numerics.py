@@ -137,4 +137,5 @@ def _deterministic_mode() -> tuple[bool, bool]:
 
 
 def _set_deterministic_mode(mode: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+    if mode != _deterministic_mode():  # setting it loads PyTorch's compiler, for a second
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])

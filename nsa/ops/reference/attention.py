@@ -69,17 +69,30 @@ def keys_first(x: Tensor, keys: slice) -> Tensor:
     return x[:, keys].transpose(1, 2).to(accumulation_dtype(x.dtype))
 
 
-def chunk_scores(q_rows: Tensor, k_keys: Tensor, mask: Tensor, per_group: int) -> Tensor:
-    """Scaled scores [B, G, h, R, K], -inf where the mask forbids."""
+def chunk_scores(q_rows: Tensor, k_keys: Tensor, unseen: Tensor, per_group: int) -> Tensor:
+    """Scaled scores [B, G, h, R, K], -inf where a key is unseen."""
     scores: Tensor = (q_rows * q_rows.shape[-1] ** -0.5) @ k_keys.transpose(-1, -2)
     batch, groups, folded, num_keys = scores.shape
     scores = scores.view(batch, groups, per_group, folded // per_group, num_keys)
-    return scores.masked_fill_(~mask, -torch.inf)
+    return scores.masked_fill_(unseen, -torch.inf)
 
 
 def exp_minus(scores: Tensor, row: Tensor) -> Tensor:
     """exp(scores - row), in place. A row's value is its maximum or its log-sum-exp; -inf means it reads nothing."""
-    return scores.sub_(row.masked_fill(row == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    return scores.sub_(row.clamp(min=torch.finfo(row.dtype).min).unsqueeze(-1)).exp_()
+
+
+def weigh(scores: Tensor, v_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [B,G,h,R,K], overwritten, and values [B,G,K,E] -> their mean by softmax [B,G,h*R,E] and the log-sum-exp
+    [B,G,h,R]; 0 and -inf in rows that read nothing."""
+    if scores.shape[-1] == 0:
+        return scores.flatten(2, 3) @ v_keys, scores.logsumexp(-1)
+    top = scores.amax(dim=-1)
+    p = exp_minus(scores, top)
+    total = p.sum(dim=-1)  # at least 1, which is the maximum's
+    mixed = p.flatten(2, 3) @ v_keys
+    mixed /= total.clamp(min=1.0).flatten(2).unsqueeze(-1)
+    return mixed, top + total.log()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[Tensor, Tensor]:
@@ -89,17 +102,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[Te
     o = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, tokens, heads, dtype=accumulation_dtype(q.dtype))
     for chunk in chunks:
-        scores = chunk_scores(fold_heads(q[:, chunk.rows], groups), keys_first(k, chunk.keys), chunk.mask, per_group)
-        if scores.shape[-1] == 0:
-            o[:, chunk.rows], lse[:, chunk.rows] = 0.0, -torch.inf
-            continue
-        top = scores.amax(dim=-1)  # [B, G, h, R]
-        p = exp_minus(scores, top)
-        total = p.sum(dim=-1)
-        mixed = (p.flatten(2, 3) @ keys_first(v, chunk.keys)).unflatten(2, total.shape[2:])
-        mixed /= total.masked_fill(total == 0.0, 1.0).unsqueeze(-1)
-        o[:, chunk.rows] = unfold_heads(mixed.flatten(2, 3), heads).to(o.dtype)
-        lse[:, chunk.rows] = (top + total.log()).permute(0, 3, 1, 2).flatten(2)
+        scores = chunk_scores(fold_heads(q[:, chunk.rows], groups), keys_first(k, chunk.keys), ~chunk.mask, per_group)
+        mixed, row_lse = weigh(scores, keys_first(v, chunk.keys))
+        o[:, chunk.rows] = unfold_heads(mixed, heads).to(o.dtype)
+        lse[:, chunk.rows] = row_lse.permute(0, 3, 1, 2).flatten(2)
     return o, lse
 
 
@@ -117,7 +123,7 @@ def attend_backward(
         q_rows, do_rows = fold_heads(q[:, chunk.rows], groups), fold_heads(do[:, chunk.rows], groups)
         k_keys, v_keys = keys_first(k, chunk.keys), keys_first(v, chunk.keys)
         row_lse = lse[:, chunk.rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
-        scores = chunk_scores(q_rows, k_keys, chunk.mask, per_group)
+        scores = chunk_scores(q_rows, k_keys, ~chunk.mask, per_group)
         p = exp_minus(scores, row_lse).flatten(2, 3)  # [B, G, h*R, K]
         delta = (do_rows * fold_heads(o[:, chunk.rows], groups)).sum(-1, keepdim=True)
         ds = (do_rows @ v_keys.transpose(-1, -2)).sub_(delta).mul_(p).mul_(q.shape[3] ** -0.5)

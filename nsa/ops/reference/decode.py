@@ -11,7 +11,15 @@ from torch import Tensor
 
 from nsa.ops.layout import num_blocks, visible_compressed
 from nsa.ops.reference import mix
-from nsa.ops.reference.attention import Chunk, attend, chunk_scores, exp_minus, fold_heads, keys_first, row_slices
+from nsa.ops.reference.attention import (
+    accumulation_dtype,
+    chunk_scores,
+    exp_minus,
+    fold_heads,
+    row_slices,
+    unfold_heads,
+    weigh,
+)
 from nsa.ops.reference.selection import block_scores, pick_blocks
 from nsa.ops.spec import NSASpec
 
@@ -39,8 +47,9 @@ def nsa(
     Gives o [B,n,H,E] and the blocks each query read: int32 [B,n,G,num_selected], as `select_blocks` gives them.
     """
     position = positions.to(torch.int64)
-    o_cmp, indices = _compressed(q, k_cmp, v_cmp, cmp_table, position, k_sel.shape[1] * sel_table.shape[1], spec)
-    o_sel = _selected(q, k_sel, v_sel, sel_table, indices, position, spec)
+    reach = _reach(positions, k_sel.shape[1] * sel_table.shape[1])
+    o_cmp, indices = _compressed(q, k_cmp, v_cmp, cmp_table, position, reach, spec)
+    o_sel = _selected(q, k_sel, v_sel, sel_table, indices[..., : num_blocks(reach, spec)], position, spec)
     o_win = paged(q, k_win, v_win, win_places, positions, spec.window)
     return mix.forward(o_cmp, o_sel, o_win, gates), indices
 
@@ -53,56 +62,50 @@ def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, wi
     """
     t = positions.to(torch.int64).unsqueeze(-1)  # [B, n, 1]
     if places.dim() == 2:
-        k, v = (_pages(x, places, _reach(positions)) for x in (k, v))
-        token = torch.arange(k.shape[1], device=q.device).expand(1, 1, -1)
+        k, v = _pages(k, v, places, _reach(positions, k.shape[1] * places.shape[1]))
+        age = t - torch.arange(k.shape[1], device=q.device)
     else:
-        k, v = k[places], v[places]
-        token = t - (t - torch.arange(k.shape[1], device=q.device)) % k.shape[1]  # the newest up to t at each place
-    o = q.new_empty(*q.shape[:3], v.shape[3])
-    for rows in row_slices(q, k.shape[1]):
-        last = t[:, rows]
-        held = token[:, rows] if token.shape[1] > 1 else token
-        seen = (held >= 0) & (held <= last)
-        if window is not None:
-            seen &= held > last - window
-        o[:, rows] = _attend(q[:, rows], k, v, seen.unsqueeze(1))[0]
-    return o
+        k, v = k.index_select(0, places), v.index_select(0, places)
+        age = (t - torch.arange(k.shape[1], device=q.device)) % k.shape[1]  # of the newest up to t at each place
+    unseen = (age < 0) | (age > (t if window is None else t.clamp(max=window - 1)))
+    k, v, unseen = k.transpose(1, 2), v.transpose(1, 2), unseen.unsqueeze(1)
+    parts = [_attend(q[:, rows], k, v, unseen[:, :, rows])[0] for rows in row_slices(q, k.shape[2])]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _reach(positions: Tensor) -> int | None:
-    """Tokens of the longest sequence where reading them costs nothing (on the CPU); None stands for all."""
-    return max(1, int(positions.max()) + 1) if positions.device.type == "cpu" else None
+def _reach(positions: Tensor, capacity: int) -> int:
+    """Tokens of the longest sequence where reading them costs nothing (on the CPU), else all that there is room for."""
+    return max(1, int(positions.max()) + 1) if positions.device.type == "cpu" else capacity
 
 
-def _pages(x: Tensor, table: Tensor, tokens: int | None) -> Tensor:
+def _pages(k: Tensor, v: Tensor, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """[P, page, G, D] -> the first `tokens` tokens of every sequence, as whole pages [B, T, G, D]."""
-    pages = table if tokens is None else table[:, : -(-tokens // x.shape[1])]
-    return x[pages.clamp(0, x.shape[0] - 1)].flatten(1, 2)
+    pages = table[:, : -(-tokens // k.shape[1])].clamp(0, k.shape[0] - 1)
+    # What indexing by `pages` would give: that is shared out to threads even where it takes no time.
+    k, v = (x.index_select(0, pages.flatten()).view(pages.shape[0], -1, *x.shape[2:]) for x in (k, v))
+    return k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B,n,H,D], k [B,T,G,D], v [B,T,G,E], seen [B, 1 or G, n, T] -> o, and k with 0 where nobody looks."""
-    used = seen.any(2).transpose(1, 2).unsqueeze(-1)  # [B, T, 1 or G, 1]
-    k, v = k.masked_fill(~used, 0.0), v.masked_fill(~used, 0.0)
-    chunk = Chunk(slice(0, q.shape[1]), slice(0, k.shape[1]), seen.unsqueeze(2))
-    return attend(q, k, v, iter([chunk]))[0], k
+def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B,n,H,D], k [B,G,T,D], v [B,G,T,E], unseen [B, 1 or G, n, T] -> o [B,n,H,E], and [B,G,h,n,T] and [B,G,h,n]
+    scores with their log-sum-exp."""
+    groups, acc = k.shape[1], accumulation_dtype(q.dtype)
+    scores = chunk_scores(fold_heads(q, groups), k.to(acc), unseen.unsqueeze(2), q.shape[2] // groups)
+    v = v.masked_fill(unseen.all(2).unsqueeze(-1), 0.0)  # what nobody sees may be NaN, of which 0 times is NaN
+    mixed, lse = weigh(scores.clone(), v.to(acc))
+    return unfold_heads(mixed, q.shape[2]).to(q.dtype), scores, lse
 
 
 def _compressed(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, position: Tensor, capacity: int, spec: NSASpec
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, position: Tensor, reach: int, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
-    """Attention over visible compressed tokens, and the blocks that it selects."""
-    reach = _reach(position)
-    blocks = num_blocks(capacity if reach is None else reach, spec)
-    tokens = None if reach is None else visible_compressed(reach - 1, spec)
-    k, v = (_pages(x, table, tokens) for x in (k, v))
-    token = torch.arange(k.shape[1], device=q.device)
-    seen = (token < visible_compressed(position, spec).unsqueeze(-1)).unsqueeze(1)  # [B, 1, n, T]
-    o, k = _attend(q, k, v, seen)
-    groups, per_group = k.shape[2], q.shape[2] // k.shape[2]
-    scores = chunk_scores(fold_heads(q, groups), keys_first(k, slice(None)), seen.unsqueeze(2), per_group)
-    p = exp_minus(scores, scores.logsumexp(-1)).sum(2)  # [B, G, n, T]
-    indices = pick_blocks(block_scores(p, blocks, spec), position.unsqueeze(1), spec)
+    """Attention over visible compressed tokens, and the blocks that it selects of `reach` tokens."""
+    k, v = _pages(k, v, table, visible_compressed(reach - 1, spec))
+    visible = visible_compressed(position, spec).unsqueeze(-1)
+    unseen = (torch.arange(k.shape[1], device=q.device) >= visible).unsqueeze(1)  # [B, 1, n, T]
+    o, scores, lse = _attend(q, k.transpose(1, 2), v.transpose(1, 2), unseen)
+    p = exp_minus(scores, lse).sum(2)  # [B, G, n, T]
+    indices = pick_blocks(block_scores(p, num_blocks(reach, spec), spec), position.unsqueeze(1), spec)
     return o, indices.transpose(1, 2).contiguous()
 
 
@@ -110,23 +113,19 @@ def _selected(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, indices: Tensor, position: Tensor, spec: NSASpec
 ) -> Tensor:
     """Attention over the tokens of the selected blocks at positions up to the query's own."""
-    batch, new, heads, _ = q.shape
-    groups, page = k.shape[2], k.shape[1]
-    reach = _reach(position)
-    if reach is not None:  # the rest of the places is empty
-        indices = indices[..., : num_blocks(reach, spec)]
+    (batch, new, heads, _), (pool, page, groups, _) = q.shape, k.shape
     token = (indices.to(torch.int64) * spec.sel_block).unsqueeze(-1) + torch.arange(spec.sel_block, device=q.device)
-    seen = ((indices >= 0).unsqueeze(-1) & (token <= position[:, :, None, None, None])).flatten(3)  # [B, n, G, T]
-    token = token.flatten(3).clamp(0, page * table.shape[1] - 1)
-    pages = table.gather(1, (token // page).flatten(1)).view(token.shape).clamp(0, k.shape[0] - 1)
-    group = torch.arange(groups, device=q.device)[:, None]
+    token = token.flatten(3)  # [B, n, G, T], negative where there is no block
+    unseen = (token < 0) | (token > position[:, :, None, None])
+    token = token.clamp(min=0)
+    pages = table.gather(1, (token // page).flatten(1)).view(token.shape).clamp(0, pool - 1)
+    place = (pages * page + token % page) * groups + torch.arange(groups, device=q.device)[:, None]
     o = q.new_empty(batch, new, heads, v.shape[3])
     step = max(1, GATHERED // max(1, batch * groups * token.shape[3] * (k.shape[3] + v.shape[3])))
     for rows in (slice(first, first + step) for first in range(0, new, step)):
         # Every query has keys of its own: it becomes a sequence of one token.
-        own_k, own_v = (
-            x[pages[:, rows], token[:, rows] % page, group].flatten(0, 1).transpose(1, 2) for x in (k, v)
-        )  # [B*n, T, G, D]
-        part, own_seen = q[:, rows], seen[:, rows].flatten(0, 1).unsqueeze(2)
-        o[:, rows] = _attend(part.flatten(0, 1).unsqueeze(1), own_k, own_v, own_seen)[0].view(*part.shape[:3], -1)
+        own = place[:, rows].flatten(0, 1)
+        own_k, own_v = (x.flatten(0, 2).index_select(0, own.flatten()).view(*own.shape, -1) for x in (k, v))
+        part, own_unseen = q[:, rows], unseen[:, rows].flatten(0, 1).unsqueeze(2)
+        o[:, rows] = _attend(part.flatten(0, 1).unsqueeze(1), own_k, own_v, own_unseen)[0].view(*part.shape[:3], -1)
     return o

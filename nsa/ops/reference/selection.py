@@ -28,7 +28,7 @@ def forward(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor
     indices = torch.empty(batch, tokens, groups, spec.num_selected, dtype=torch.int32, device=q.device)
     for chunk in visible_chunks(q, k.shape[1], spec, cu_seqlens, q_offset):
         rows, at = chunk.rows, shifted(chunk.rows, q_offset)
-        scores = chunk_scores(fold_heads(q[:, rows], groups), keys_first(k, chunk.keys), chunk.mask, per_group)
+        scores = chunk_scores(fold_heads(q[:, rows], groups), keys_first(k, chunk.keys), ~chunk.mask, per_group)
         row_lse = lse[:, rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
         p = exp_minus(scores, row_lse).sum(2)  # [B, G, R, K]
         if cu_seqlens is not None:
