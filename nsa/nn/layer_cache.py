@@ -131,7 +131,7 @@ def put(pool: Tensor, index: Tensor, x: Tensor) -> None:
         raise ArgumentError(
             "cache", f"holds {pool.dtype} and the layer computes in {x.dtype}; make it with dtype={x.dtype}"
         )
-    pool.flatten(0, 1).index_copy_(0, index, x.flatten(0, 1))
+    pool.flatten(0, 1).index_copy_(0, index, x.detach().flatten(0, 1))
 
 
 def take(pool: Tensor, index: Tensor) -> Tensor:
