@@ -1,4 +1,4 @@
-"""`nsa ready`: GO where all is well, in `make test-long` with real processes; none is left behind when it is stopped."""
+"""`nsa ready`: GO where all is well, in `make test-long` with real processes; none is left when it is stopped."""
 
 import io
 import json

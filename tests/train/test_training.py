@@ -134,7 +134,7 @@ def test_the_gradient_norm_is_the_true_one_and_clipping_bounds_the_step():
 
 
 # A CPU without instructions for fp16 takes some 200 times as long for a product: few tokens, at a higher rate.
-FEW_TOKENS = "train.steps=12 train.seq_len=32 train.batch_size=1 train.eval_sequences=1 train.lr=2e-2".split()
+FEW_TOKENS = ["train.steps=12", "train.seq_len=32", "train.batch_size=1", "train.eval_sequences=1", "train.lr=2e-2"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
