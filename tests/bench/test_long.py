@@ -1,6 +1,7 @@
 """`python -m bench.long` on a CPU with a tiny model: every check and every figure, and what a wrong kernel gets."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,12 @@ TINY = [
 def run(out, *arguments):
     tiny = ["--device", "cpu", "--lengths", "1536", "--quick", "--out", str(out), "--override", *TINY]
     return long.main([*arguments, *tiny])
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch):
+    """Blocks become graphs as on a GPU; inductor would compile C++ for a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture

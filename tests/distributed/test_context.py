@@ -27,7 +27,16 @@ from nsa.parallel.launch import start_world
 from nsa.parallel.numerics import cpu_has_bf16
 from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config
-from tests.distributed.test_same_numbers import DEEP, assert_same, column, recompute, strategy, train_all, tree
+from tests.distributed.test_same_numbers import (
+    DEEP,
+    assert_same,
+    column,
+    recompute,
+    strategy,
+    train_all,
+    train_beside,
+    tree,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -64,8 +73,9 @@ QUICK = {
 def quick(tmp_path_factory):
     """One process and two ranks that share every sequence."""
     folder = tmp_path_factory.mktemp("context")
-    train_all(folder, 1, [{"name": f"one-{name}", "config": config} for name, (config, _) in QUICK.items()])
-    train_all(folder, 2, [{"name": name, "config": tree(config, how)} for name, (config, how) in QUICK.items()])
+    one = [{"name": f"one-{name}", "config": config} for name, (config, _) in QUICK.items()]
+    two = [{"name": name, "config": tree(config, how)} for name, (config, how) in QUICK.items()]
+    train_beside(folder, {1: one, 2: two})
     return folder
 
 

@@ -1,6 +1,7 @@
 """One process, DDP and FSDP are the same run: losses, gradient norms, validation, with and without checkpointing.
 
-12 layers, 20 steps, two real processes over gloo (F1, F2, F3, F7 of the requirements; row 6 of reliability.md).
+12 layers, 6 steps, and 20 in `make test-long`; two real processes over gloo (F1, F2, F3, F7 of the requirements; row 6
+of reliability.md).
 """
 
 import copy
@@ -28,6 +29,7 @@ DEEP = {
     "train": {"steps": 20, "eval_every": 10, "schedule": "constant", "lr": 2e-3},
     "checkpoint": {"every": 0},
 }
+SIX = {"train": {"steps": 6, "eval_every": 3}}
 FEW = {"train": {"steps": 2}}  # the first steps of DEEP: the second shows the gradients of the first
 PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
 SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
@@ -59,7 +61,7 @@ def strategy(name, **options):
 
 STRATEGIES = ("ddp", "fsdp")
 ONE_RANK = {
-    "single": tree(DEEP),
+    "single": tree(DEEP, SIX),
     **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("block", "selective", "branch")},
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
@@ -70,7 +72,7 @@ ONE_RANK = {
     "constant": tree({"train": {"steps": 8, "schedule": "constant"}}),
 }
 TWO_RANKS = {
-    **{f"{s}-none": tree(DEEP, strategy(s)) for s in STRATEGIES},
+    **{f"{s}-none": tree(DEEP, SIX, strategy(s)) for s in STRATEGIES},
     **{f"{s}-block": tree(DEEP, FEW, strategy(s), recompute("block")) for s in STRATEGIES},
     **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in STRATEGIES},
     **{f"{s}-bf16": tree(SHORT, strategy(s), {"runtime": {"precision": "bf16"}}) for s in STRATEGIES},
@@ -81,8 +83,10 @@ TWO_RANKS = {
     "fsdp-pattern": tree(SHORT, strategy("fsdp"), PATTERN),
     "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
 }
-# Trained on two ranks where a test of `make test-long` needs them.
-LONG_RUNS = {
+# Trained where a test of `make test-long` needs them.
+LONG_ONE_RANK = {"single-20": tree(DEEP)}
+LONG_TWO_RANKS = {
+    **{f"{s}-20": tree(DEEP, strategy(s)) for s in STRATEGIES},
     **{f"{s}-block-20": tree(DEEP, strategy(s), recompute("block")) for s in STRATEGIES},
     **{f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in STRATEGIES for g in ("selective", "branch")},
     **{f"{s}-fp16": tree(SHORT, strategy(s), {"runtime": {"precision": "fp16"}}) for s in STRATEGIES},
@@ -107,21 +111,31 @@ def runs(request, tmp_path_factory):
     """Every run above that the selected tests look at, trained once."""
     folder = tmp_path_factory.mktemp("runs")
     any_long = any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path)
-    for size, named in ((1, ONE_RANK), (2, TWO_RANKS | LONG_RUNS if any_long else TWO_RANKS)):
-        train_all(folder, size, [{"name": name, "config": config} for name, config in named.items()])
+    one, two = (ONE_RANK | LONG_ONE_RANK, TWO_RANKS | LONG_TWO_RANKS) if any_long else (ONE_RANK, TWO_RANKS)
+    named = {size: [{"name": name, "config": run} for name, run in runs.items()] for size, runs in ((1, one), (2, two))}
+    train_beside(folder, named)
     return folder
 
 
 def train_all(folder, size, jobs):
-    jobs = [{**job, "folder": str(folder / job["name"])} for job in jobs]
-    listed = folder / f"jobs{size}.json"
-    listed.write_text(json.dumps(jobs))
-    ended = wait_all(start_ranks(size, str(listed), module="tests.distributed.worker"), timeout_s=800)
-    assert [e.code for e in ended] == [0] * size, ended[0].output + ended[-1].output
-    for job in jobs:
-        for rank in range(size):
-            outcome = json.loads((folder / job["name"] / f"outcome_rank{rank}.json").read_text())
-            assert outcome == {"code": 0, "error": ""}, job["name"]
+    """Trains them one after the other, on `size` ranks."""
+    train_beside(folder, {size: jobs})
+
+
+def train_beside(folder, jobs):
+    """Trains the jobs of every number of ranks one after the other, beside those of the other numbers."""
+    processes = []
+    for size, listed in jobs.items():
+        path = folder / f"jobs{size}.json"
+        path.write_text(json.dumps([{**job, "folder": str(folder / job["name"])} for job in listed]))
+        processes += start_ranks(size, str(path), module="tests.distributed.worker")
+    ended = wait_all(processes, timeout_s=800)
+    assert [e.code for e in ended] == [0] * len(ended), "\n".join(e.output for e in ended)
+    for size, listed in jobs.items():
+        for job in listed:
+            for rank in range(size):
+                outcome = json.loads((folder / job["name"] / f"outcome_rank{rank}.json").read_text())
+                assert outcome == {"code": 0, "error": ""}, job["name"]
 
 
 def column(run, name):
@@ -133,10 +147,10 @@ def assert_same(a, b, loss, norm):
     assert column(a, "grad_norm") == pytest.approx(column(b, "grad_norm"), rel=norm, abs=0)
 
 
-@pytest.mark.parametrize("granularity", ["none", long("block-20")])
+@pytest.mark.parametrize(("one", "other"), [("single", "none"), long("single-20", "20"), long("single-20", "block-20")])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
-    one, many = runs / "single", runs / f"{kind}-{granularity}"
+def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, one, other):
+    one, many = runs / one, runs / f"{kind}-{other}"
     assert column(many, "loss")[0] == pytest.approx(column(one, "loss")[0], rel=1e-6)
     assert_same(many, one, loss=1e-5, norm=1e-4)
     assert column(many, "val_loss") == pytest.approx(column(one, "val_loss"), rel=1e-5)
@@ -152,7 +166,7 @@ def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, granularity):
     ],
 )
 def test_checkpointing_changes_no_bit(runs, kind, granularity):
-    plain = runs / ("single" if kind == "single" else f"{kind}-none")
+    plain = runs / ("single" if kind == "single" else f"{kind}-20" if granularity == "block-20" else f"{kind}-none")
     recomputed = runs / f"{kind}-{granularity}"
     for name in ("loss", "grad_norm"):
         assert column(recomputed, name) == column(plain, name)[: len(column(recomputed, name))]
@@ -228,20 +242,20 @@ def test_a_checkpoint_of_two_sharded_ranks_resumes_anywhere(runs, tmp_path):
     exported = load_file(runs / "half" / "model.safetensors")
     assert weights.keys() == exported.keys()
     assert all(torch.equal(weights[name], exported[name]) for name in weights)
-    for size, names in ((1, ["single"]), (2, ["ddp", "fsdp"])):
-        jobs = []
-        for name in names:
-            if name != "fsdp":  # resumed with nothing left to do: the weights are written as this world has them
-                shutil.copytree(runs / "half", tmp_path / f"{name}-same")
-                config = tree({"train": {"steps": 4, "schedule": "constant"}}, strategy(name))
-                jobs.append({"name": f"{name}-same", "config": config, "accept_changes": True})
-            shutil.copytree(runs / "half", tmp_path / name)
-            config = tree({"train": {"steps": 8, "schedule": "constant"}}, strategy(name))
-            jobs.append({"name": name, "config": config, "accept_changes": True})
-        train_all(tmp_path, size, jobs)
-        for name in names:
-            if name != "fsdp":
-                again = load_file(tmp_path / f"{name}-same" / "model.safetensors")
-                assert all(torch.equal(again[key], weights[key]) for key in weights)
-            assert [row["step"] for row in rows_of(tmp_path / name)] == [str(n) for n in range(1, 9)]
-            assert_same(tmp_path / name, runs / "constant", loss=1e-5, norm=1e-4)
+    jobs = {1: [], 2: []}
+    for name in ("single", "ddp", "fsdp"):
+        listed = jobs[1 if name == "single" else 2]
+        if name != "fsdp":  # resumed with nothing left to do: the weights are written as this world has them
+            shutil.copytree(runs / "half", tmp_path / f"{name}-same")
+            config = tree({"train": {"steps": 4, "schedule": "constant"}}, strategy(name))
+            listed.append({"name": f"{name}-same", "config": config, "accept_changes": True})
+        shutil.copytree(runs / "half", tmp_path / name)
+        config = tree({"train": {"steps": 8, "schedule": "constant"}}, strategy(name))
+        listed.append({"name": name, "config": config, "accept_changes": True})
+    train_beside(tmp_path, jobs)
+    for name in ("single", "ddp", "fsdp"):
+        if name != "fsdp":
+            again = load_file(tmp_path / f"{name}-same" / "model.safetensors")
+            assert all(torch.equal(again[key], weights[key]) for key in weights)
+        assert [row["step"] for row in rows_of(tmp_path / name)] == [str(n) for n in range(1, 9)]
+        assert_same(tmp_path / name, runs / "constant", loss=1e-5, norm=1e-4)

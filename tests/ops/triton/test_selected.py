@@ -147,9 +147,12 @@ def test_parts_of_several_stretches(monkeypatch: pytest.MonkeyPatch, ratio: floa
     tensors = inputs(1, 200, 6, 2, 16, 32, torch.float32)
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32, device=DEVICE)
     indices = rows_of_blocks(1, 200, 2, SPEC) if borders is None else wild_indices(1, 200, 2, SPEC)
-    first = check(*tensors, indices, SPEC, cu_seqlens, method="parts", ratio=ratio, large=WIDE)
-    again = check(*tensors, indices, SPEC, cu_seqlens, method="parts", ratio=ratio, large=WIDE)
-    assert torch.equal(first[0], again[0])
+    plan = {"method": "parts", "ratio": ratio, "large": WIDE}
+    first = check(*tensors, indices, SPEC, cu_seqlens, **plan)
+    q, k, v, _ = tensors
+    params = replace(selected.default_params(q, k, v, SPEC), **plan)
+    again = selected.forward(q, k, v, indices.to(DEVICE), SPEC, cu_seqlens, params=params)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=False)), "output and log-sum-exp"
 
 
 @pytest.mark.parametrize(("dk", "dv", "sel_block"), [(48, 80, 24), (64, 16, 8), (16, 32, 128)])
