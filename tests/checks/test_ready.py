@@ -1,21 +1,17 @@
-"""`nsa ready`: GO where all is well, in `make test-long` with real processes; none is left when it is stopped."""
+"""`nsa ready` with real processes: GO where all is well, and no process left behind when it is stopped."""
 
-import io
 import json
 import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
 
-from nsa.cli.main import app
 from tests import warm
-from tests.checks.helpers import check_here, ready, write_config
+from tests.checks.helpers import ready, write_config
 from tests.distributed.launching import environment
 from tests.inspect.test_report import browse
 
@@ -33,17 +29,9 @@ def earlier_result(folder: Path) -> Path:
     return path
 
 
-def run_here(folder, config, *arguments):
-    """The command in this process, and its runs and probes too."""
-    with patch("nsa.checks.ready.ReadinessCheck", check_here), redirect_stdout(io.StringIO()) as output:
-        code = app(["ready", str(config), "--out", str(folder / "ready"), *arguments], standalone_mode=False)
-    return code, output.getvalue(), json.loads((folder / "ready" / "readiness.json").read_text())
-
-
-@pytest.mark.parametrize("run", [run_here, pytest.param(ready, marks=pytest.mark.long)], ids=["here", "processes"])
-def test_a_healthy_run_passes_the_quick_check_and_is_compared_with_a_baseline(tmp_path, run):
+def test_a_healthy_run_passes_the_quick_check_and_is_compared_with_a_baseline(tmp_path):
     config = write_config(tmp_path)
-    code, output, result = run(tmp_path, config, "--quick", "--baseline", str(earlier_result(tmp_path)))
+    code, output, result = ready(tmp_path, config, "--quick", "--baseline", str(earlier_result(tmp_path)))
     assert code == 0, output
     assert output.startswith("quick check: about 30 steps in 6 runs"), "the effort is stated first"
     assert re.search(r"at most [\d.]+ \w+( \d+ \w+)? to go, if every step is as slow", output)
