@@ -11,7 +11,7 @@ from nsa.checks.probe import ProbeResult, find
 from nsa.checks.progress import Progress
 from nsa.checks.ready import QUICK_ON_CPU, Plan, ReadinessCheck
 from nsa.checks.ready_report import build_result, write_pages
-from nsa.checks.trials import Outcome, Trial, outcome_of, write_trial_config
+from nsa.checks.trials import Outcome, Trial, outcome_of
 from nsa.config import load_config
 from nsa.errors import NSAError
 from nsa.inspect.reading import read_run
@@ -39,25 +39,6 @@ def ready(folder: Path, config: Path, *arguments: str, **variables: str) -> tupl
     return ended.code, ended.output, json.loads(result.read_text()) if result.exists() else {}
 
 
-def check_here(
-    plan: Plan,
-    progress: Progress,
-    faults: Callable[[str], str] = lambda trial: "",
-    leave: Callable[[Path], None] = lambda run: None,
-) -> ReadinessCheck:
-    """A check with runs and probes in this process: a kill is an exception."""
-
-    def run_trial(trial: Trial, on_progress: Callable) -> Outcome:
-        write_trial_config(trial)
-        armed = ",".join(filter(None, (faults(trial.name), trial.faults.replace(":kill:", ":raise:"))))
-        return trial_here(trial, on_progress, armed, leave)
-
-    def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
-        return ProbeResult(find(kind, load_config(config_file), nproc, folder))
-
-    return ReadinessCheck(plan, progress, run_trial, run_probe)
-
-
 def ready_here(
     folder: Path,
     config_file: Path,
@@ -65,11 +46,19 @@ def ready_here(
     faults: Callable[[str], str] = lambda trial: "",
     leave: Callable[[Path], None] = lambda run: None,
 ) -> dict:
-    """The quick check with runs and probes in this process. `faults` gives those of a trial by its name; `leave` may
-    damage what a run leaves."""
+    """The quick check with runs and probes in this process: a kill is an exception. `faults` gives those of a trial by
+    its name; `leave` may damage what a run leaves."""
     config = load_config(config_file, overrides)
     plan = Plan(config, folder / "ready", 1, QUICK_ON_CPU)
-    phases = check_here(plan, Progress(), faults, leave).run()
+
+    def run_trial(trial: Trial, on_progress: Callable) -> Outcome:
+        armed = ",".join(filter(None, (faults(trial.name), trial.faults.replace(":kill:", ":raise:"))))
+        return trial_here(trial, on_progress, armed, leave)
+
+    def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
+        return ProbeResult(find(kind, load_config(config_file), nproc, folder))
+
+    phases = ReadinessCheck(plan, Progress(), run_trial, run_probe).run()
     result = build_result(plan, phases, config_file, overrides, 1.0)
     write_pages(result, plan.folder)
     return json.loads((plan.folder / "readiness.json").read_text())
