@@ -4,7 +4,6 @@ Legend: B batch, S tokens, C channels, H query heads, G key/value heads, K/V hea
 """
 
 import inspect
-from functools import cache
 from typing import Any
 
 import torch
@@ -177,7 +176,6 @@ def _varlen(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor, 
     return o[None]
 
 
-@cache
 def _varlen_options() -> dict[str, Any]:
     """Causal, with fewer key/value heads than query heads: how to say so changed between torch 2.11 and 2.12."""
     from torch.nn.attention.varlen import varlen_attn

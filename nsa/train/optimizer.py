@@ -3,15 +3,19 @@
 Matrices decay; norms, biases and embeddings do not.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa.config.schema import TrainConfig
 from nsa.errors import ConfigError
 from nsa.nn.model import Decoder
 from nsa.parallel.numerics import cpu_has_bf16
+
+MOST_ELEMENTS = 1 << 25  # of matrices that Muon orthogonalizes together: 0.5 GiB beside the model
 
 
 def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer:
@@ -45,6 +49,60 @@ def hidden_matrices(model: Decoder) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) in linears and p.requires_grad]
 
 
+class BatchedMuon(torch.optim.Muon):
+    """PyTorch's Muon with the same state. On a GPU, matrices of one shape are orthogonalized together: PyTorch starts
+    some 26 kernels for each matrix, which takes the host longer than a small model's whole step takes the GPU."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Moves the parameters by their gradients; takes no closure."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters: list[Tensor] = []
+            gradients: list[Tensor] = []
+            momenta: list[Tensor] = []
+            self._init_group(group, parameters, gradients, momenta)
+            for places in batches([parameter.shape for parameter in parameters]):
+                self._move(group, *([of[i] for i in places] for of in (parameters, gradients, momenta)))
+
+    def _move(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]
+    ) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, momentum))
+        directions = orthogonalize(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        # Contiguous and of the parameters' type, as the kernel for many tensors at once demands.
+        directions = directions.to(parameters[0].dtype, memory_format=torch.contiguous_format)
+        scale = 0.2 * max(parameters[0].shape) ** 0.5
+        torch._foreach_add_(parameters, directions.unbind(), alpha=-lr * scale)
+
+
+def batches(shapes: list[torch.Size]) -> Iterator[list[int]]:
+    """The places of equal shapes, together at most MOST_ELEMENTS or one."""
+    places: dict[torch.Size, list[int]] = defaultdict(list)
+    for place, shape in enumerate(shapes):
+        places[shape].append(place)
+    for shape, same in places.items():
+        count = max(1, MOST_ELEMENTS // shape.numel())
+        for first in range(0, len(same), count):
+            yield same[first : first + count]
+
+
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Newton-Schulz iterations in bf16 on each of [number, rows, columns], as `torch.optim.Muon` does on one."""
+    a, b, c = coefficients
+    x = matrices.bfloat16()
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """Two optimizers as one: the same groups and one state, so that schedules and checkpoints see a single one.
 
@@ -52,7 +110,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, hidden: list[nn.Parameter], adamw: torch.optim.AdamW, train: TrainConfig):
-        muon = torch.optim.Muon(hidden, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        # A CPU computes for longer than Python needs to start it, and one matrix at a time takes less memory.
+        kind = BatchedMuon if hidden[0].is_cuda else torch.optim.Muon
+        muon = kind(hidden, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         muon.state = adamw.state = self.state
         self._parts = (muon, adamw)

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from torch import nn
 
 from nsa.checks.memory import estimate
 from nsa.config import parse_config
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError
 from nsa.train import train
-from nsa.train.optimizer import hidden_matrices
+from nsa.train.optimizer import BatchedMuon, hidden_matrices
 from nsa.train.state import build_state
 from tests.checkpoint.helpers import small, train_until
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def state_of(*overrides):
@@ -53,6 +56,33 @@ def test_a_step_is_that_of_the_two_optimizers_by_hand():
         adamw.step()
     for one, two in zip(state.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_batches_of_matrices_move_as_one_at_a_time(device, monkeypatch):
+    """Wide, tall and square, a shape that needs several batches, a matrix without a gradient, a changing rate."""
+    shapes = [(32, 48), (48, 32), (32, 48), (32, 48), (16, 16), (48, 32), (32, 48), (64, 8)]
+    monkeypatch.setattr("nsa.train.optimizer.MOST_ELEMENTS", 3 * 32 * 48)
+    starts = [torch.randn(shape, generator=torch.manual_seed(i)).to(device) for i, shape in enumerate(shapes)]
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    options = {"lr": 3e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
+    for step in range(4):
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
+            drawn = torch.randn(shapes[i], generator=torch.manual_seed(100 * step + i)).to(device)
+            for parameter in pair:
+                parameter.grad = None if i == 4 and step == 1 else drawn.clone()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 3e-2 / (1 + step)
+            optimizer.step()
+    for start, one, two in zip(starts, ours, theirs, strict=True):
+        # Products in bf16, in another order: 2^-8 of a direction, and moves are near 0.2 each.
+        moved = (two - start).norm()
+        assert (one - two).norm() <= 4e-3 * moved
+        assert moved > 0.01 * start.norm()
+        torch.testing.assert_close(
+            optimizers[0].state[one]["momentum_buffer"], optimizers[1].state[two]["momentum_buffer"]
+        )
 
 
 def test_muon_on_sharded_matrices_is_refused():

@@ -10,6 +10,9 @@ import sys
 
 import torch
 
+from nsa.config import load_config
+from nsa.nn import KVCache
+from nsa.nn.model import build_model
 from nsa.ops import (
     NSASpec,
     PagedKV,
@@ -96,8 +99,21 @@ def mlp():
     feed_forward.backward(dy.expand_as(x), x, norm, *weights, 1e-5)
 
 
+@torch.inference_mode()
+def step():
+    """Generation for one, few and many sequences, in layers of every kind."""
+    sizes = "model.n_layers=3 model.layer_pattern=[nsa,dense,window] model.dim=200 model.mlp_dim=328"
+    config = load_config("m7c_125m", [*sizes.split(), "model.qk_norm=true"])
+    model = build_model(config.model, config.nsa, 512, 0).cuda().eval().bfloat16()
+    for rows in (1, 3, 20):
+        tokens = torch.randint(0, 512, (rows, 80), device="cuda")
+        cache = KVCache(model, sequences=rows, max_length=80)
+        for piece in tokens.split([77, 1, 1, 1], dim=1):
+            model(piece, cache=cache)
+
+
 if __name__ == "__main__":
-    alone = {"invalid-indices": invalid_indices, "decode": decode, "mlp": mlp}
+    alone = {"invalid-indices": invalid_indices, "decode": decode, "mlp": mlp, "step": step}
     for name in sys.argv[1:] or [*CASES, *alone]:
         alone[name]() if name in alone else attention(*CASES[name])
         torch.cuda.synchronize()
