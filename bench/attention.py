@@ -44,13 +44,17 @@ def attention(x: Inputs, backend: str | None = None) -> Tensor:
 
 
 def check(shape: Shape, make: Maker) -> dict[str, float]:
-    """Relative errors of each branch and gradient against the float64 reference on equal blocks."""
+    """Relative errors of each branch and gradient against the float64 reference on equal blocks.
+
+    Gradients are compared with those that float64 computes from the same o, which the forward pass kept in bf16. Where
+    the keys of a trained layer have much in common, this rounding alone puts dq 1 % off, with any FlashAttention, and
+    would hide what the backward pass adds."""
     small = Shape(min(shape.batch, 1), min(shape.tokens, CHECK_TOKENS), shape.heads, shape.groups, shape.dim)
     x = make(small, 1)
     dtype = x.q.dtype
     exact = Inputs(*(t.detach().double().requires_grad_() for t in x.all()))
     errors: dict[str, float] = {}
-    do = torch.randn(x.q.shape, device="cuda").to(dtype)
+    do = torch.randn(x.q.shape, device=x.q.device).to(dtype)
     kernels = {operator: kernels_for(operator) for operator in OPERATORS}
 
     def compare(name: str, got: Tensor, want: Tensor) -> None:
@@ -66,7 +70,7 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
     o64, lse64 = REFERENCE["cmp"].forward(q.double(), k.double(), v.double(), SPEC, None)
     compare("cmp", o, o64)
     grads = kernels["cmp"].backward(do, q, k, v, o, lse, SPEC, None)
-    wanted = REFERENCE["cmp"].backward(do64, q.double(), k.double(), v.double(), o64, lse64, SPEC, None)
+    wanted = REFERENCE["cmp"].backward(do64, q.double(), k.double(), v.double(), o.double(), lse64, SPEC, None)
     for name, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
         compare(f"cmp.{name}", a, b)
     outputs = [o]
@@ -82,7 +86,7 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
         o64, lse64 = REFERENCE[name].forward(*tensors64, SPEC, None)
         compare(name, o, o64)
         grads = kernels[name].backward(do, *tensors, o, lse, SPEC, None)
-        wanted = REFERENCE[name].backward(do64, *tensors64, o64, lse64, SPEC, None)
+        wanted = REFERENCE[name].backward(do64, *tensors64, o.double(), lse64, SPEC, None)
         for suffix, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
             compare(f"{name}.{suffix}", a, b)
         outputs.append(o)

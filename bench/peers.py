@@ -30,7 +30,9 @@ from nsa.ops import NSASpec, compress_mean, nsa_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, gates, as in nsa.ops, to the output
 CHECK_TOKENS = 4096
-MEDIAN_LIMIT, FAR_OFF, FAR_OFF_LIMIT = 1e-2, 5e-2, 0.02
+# Of the rows of an output, the median may be off by so much, and so many by more than FAR_OFF. Where queries read all
+# blocks these are few. Where they choose, an implementation that keeps scores in bf16 takes another block in 5 to 8 %.
+MEDIAN_LIMIT, FAR_OFF, FAR_OFF_LIMIT, OTHER_BLOCK_LIMIT = 1e-2, 5e-2, 0.02, 0.15
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, spec: NSASpec, bac
 def disagreement(run: Attention, spec: NSASpec, leaves: list[Tensor]) -> str | None:
     """How `run` differs from the float64 reference on [q, k, v, gates], output or gradient of q, k, v; None where it
     agrees. Rows are compared one by one: where two scores nearly tie, a row may read another block and be far off."""
+    reads_all = leaves[0].shape[1] <= spec.num_selected * spec.sel_block
+    far_off_limit = FAR_OFF_LIMIT if reads_all else OTHER_BLOCK_LIMIT
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     o, wanted = run(leaves[0], leaves[1], leaves[2], leaves[3]), reference(*exact, spec, "reference")
@@ -170,7 +174,7 @@ def disagreement(run: Attention, spec: NSASpec, leaves: list[Tensor]) -> str | N
         off = (rows - exact_rows).norm(dim=-1) / exact_rows.norm(dim=-1).clamp(min=1e-6)
         median, share = float(off.median()), float((~(off <= FAR_OFF)).double().mean())
         # A key of a row that read another block is off as well, by little: keys are many rows' sum.
-        if not median <= MEDIAN_LIMIT or (name in ("o", "dq") and share > FAR_OFF_LIMIT):
+        if not median <= MEDIAN_LIMIT or (name in ("o", "dq") and share > far_off_limit):
             return f"{name} differs from the reference: by {median:.1%} in the median row, {share:.1%} of rows are off"
     return None
 
@@ -180,22 +184,24 @@ def measure(name: str, shape: Shape, kinds: list[str], rep: int) -> dict[str, An
     from bench.attention import time_eager, time_graph
 
     peer = PEERS[name]
+    read_whole = peer.spec.num_selected * peer.spec.sel_block
     try:
-        attend = peer.load(shape)
-        attend_small = peer.load(small := replace(shape, batch=1, tokens=min(shape.tokens, CHECK_TOKENS)))
+        peer.load(shape)
     except ImportError as error:
         return {"missing": f"{error}; {peer.source}"}
     except NotImplementedError as error:
         return {"refused": str(error)}
     result: dict[str, Any] = {}
     for kind in kinds:
-        x = make_inputs(small, correlated=kind == "correlated", seed=1)
-        problem = disagreement(attend_small, peer.spec, [x.q, x.k_sel, x.v_sel, x.gates])
-        if problem is not None:
-            return {"refused": problem}
+        for tokens in (read_whole, min(shape.tokens, CHECK_TOKENS)):
+            small = replace(shape, batch=1, tokens=tokens)
+            x = make_inputs(small, correlated=kind == "correlated", seed=1)
+            problem = disagreement(peer.load(small), peer.spec, [x.q, x.k_sel, x.v_sel, x.gates])
+            if problem is not None:
+                return {"refused": f"at {tokens:,} tokens {problem}"}
         x = make_inputs(shape, correlated=kind == "correlated")
         leaves = [x.q, x.k_sel, x.v_sel, x.gates]
-        attend = peer.load(shape)  # once more: some keep the sizes of the last call
+        attend = peer.load(shape)  # after the checks: some keep the sizes of the last call
         result[kind] = time_eager(partial(attend, *leaves), leaves, rep)
         try:
             result[kind] |= time_graph(partial(attend, *leaves), leaves, rep)

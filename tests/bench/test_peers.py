@@ -30,6 +30,19 @@ def test_an_implementation_with_other_sizes_is_refused(change):
     assert "differs from the reference" in peers.disagreement(ours(spec), SMALL, leaves())
 
 
+@pytest.mark.parametrize(("every", "agrees"), [(10, True), (4, False)])
+def test_some_rows_may_read_another_block_where_blocks_are_chosen(every, agrees):
+    def run(q, k, v, gates):
+        o = ours(SMALL)(q, k, v, gates)
+        off = torch.zeros_like(o)
+        off[:, ::every] = 0.2
+        return o + off
+
+    assert (peers.disagreement(run, SMALL, leaves()) is None) == agrees
+    read_whole = SMALL.num_selected * SMALL.sel_block
+    assert peers.disagreement(run, SMALL, leaves(read_whole)).startswith("o differs")
+
+
 def test_a_wrong_gradient_is_refused():
     def run(q, k, v, gates):
         return ours(SMALL)(q, k.detach() + 0.5 * (k - k.detach()), v, gates)
