@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nsa.checkpoint.files import write_atomically
-from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify
+from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify, write_atomically
 from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.errors import CheckpointError, reworded
 from nsa.files import regular
@@ -77,13 +76,13 @@ def weights_metadata(step: int, config: Any) -> dict[str, Any]:
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """What `weights_metadata` made of a safetensors file; empty where another program wrote it."""
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         return _about(file)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Those of a safetensors file. One that `serialize_weights` made is compared with the checksum in it."""
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         about, tensors = _about(file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if "sha256" in about and about.pop("sha256") != _checksum(tensors, about):
         raise CheckpointError(f"{path}: its content differs from the SHA-256 in it; the file is damaged")
@@ -91,7 +90,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """As the library's `safe_open`. What is damaged, missing or no regular file raises CheckpointError."""
     damage = (OSError, SafetensorError, ValueError, RecursionError)
     with reworded(CheckpointError, f"{path}: is no whole safetensors file", caught=damage):
         if not path.exists():

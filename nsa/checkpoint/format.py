@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.files import sha256_of
 from nsa.errors import CheckpointError, reworded
-from nsa.files import read_regular, write_flushed
+from nsa.files import read_regular, regular, replace_file, write_flushed
 from nsa.record.schema import CHECKPOINTS_FOLDER
 
 FOLDER = CHECKPOINTS_FOLDER
@@ -58,6 +57,12 @@ def shards_of(folder: Path, rank: int) -> list[str]:
 
 def optimizer_key(parameter: str, key: str = "") -> str:
     return f"{OPTIMIZER}{parameter}/{key}"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """As `nsa.files.replace_file`; raises CheckpointError."""
+    with reworded(CheckpointError, f"{path}: cannot be written"):
+        replace_file(path, content)
 
 
 def committed(root: Path) -> list[Path]:
@@ -96,7 +101,8 @@ class FileEntry:
 
 
 def entry_of(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, sha256_of(path))
+    with open(path, "rb", opener=regular) as file:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def write_manifest(folder: Path, files: dict[str, FileEntry]) -> None:
@@ -139,7 +145,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
             size = path.stat().st_size
             if size != entry.bytes:
                 raise CheckpointError(f"{path}: has {size} bytes, the manifest says {entry.bytes}")
-            if sha256_of(path) != entry.sha256:
+            if entry_of(path) != entry:
                 raise CheckpointError(f"{path}: its content differs from the manifest's SHA-256")
     return entries
 

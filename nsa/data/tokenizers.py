@@ -110,7 +110,8 @@ def load_tokenizer(
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
-        return _load_gpt2(path)
+        merges = _download() if path is None else _from_folder(path)
+        return GPT2Tokenizer(_gpt2_ranks(merges.decode()))
     file = json_file(name)
     with reworded(DataError, f"{file}: cannot be read", caught=(OSError, UnicodeDecodeError)):
         text = file.read_text(encoding="utf-8")
@@ -362,12 +363,6 @@ def _unknown(name: str) -> ConfigError:
         f"data.tokenizer: {name!r} is neither a tokenizer nor a file; use 'bytes', which needs no download, 'gpt2', "
         "or the path of a tokenizer.json or of its folder (nothing is fetched from the Hugging Face hub by name)"
     )
-
-
-def _load_gpt2(path: str | None) -> GPT2Tokenizer:
-    """From the folder `path`, or from the cache and the network when it is None."""
-    data = _download() if path is None else _from_folder(path)
-    return GPT2Tokenizer(_gpt2_ranks(data.decode()))
 
 
 def _gpt2_ranks(merges: str) -> dict[bytes, int]:

@@ -39,8 +39,9 @@ class Activity:
         self._progress: list[tuple[str, Progress]] = []
         self._remote: list[HubDataset] = []
 
-    def add(self, source: str, progress: Progress) -> None:
+    def add(self, source: str, progress: Progress) -> Progress:
         self._progress.append((source, progress))
+        return progress
 
     def watch(self, source: "HubDataset") -> None:
         self._remote.append(source)
