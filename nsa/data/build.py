@@ -105,7 +105,6 @@ class _Builder:
         )
 
     def part(self, source: SourceConfig, folder: Path | None) -> Data:
-        """One source."""
         fraction = self.data.validation_fraction
         if source.source == "synthetic":
             validation = self._synthetic(validation=True) if fraction else None

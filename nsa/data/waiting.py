@@ -66,10 +66,6 @@ class Activity:
             source.cancel()
 
 
-def _pause(future: "Future[Any]", seconds: float) -> None:
-    wait([future], seconds)
-
-
 @dataclass(frozen=True)
 class Waiter:
     """Every `stall_s` seconds of a wait `report` gets its seconds so far, and a message with what `activity` knows.
@@ -82,7 +78,7 @@ class Waiter:
     report: Callable[[float, str], None]
     stopped: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.perf_counter
-    pause: Callable[["Future[Any]", float], None] = _pause
+    pause: Callable[["Future[Any]", float], object] = lambda future, seconds: wait([future], seconds)
 
     def wait(
         self,
