@@ -28,9 +28,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST_FILE).exists():
         verify(path)
         return path
-    damaged: list[str] = []
-    root = path / FOLDER if (path / FOLDER).is_dir() else path
-    found = newest_verified(root, lambda error: damaged.append(str(error)))
+    found, damaged = newest_verified(path / FOLDER if (path / FOLDER).is_dir() else path)
     if found is None:
         why = f": {damaged[0]}" if damaged else ""
         raise CheckpointError(f"{path}: holds no whole checkpoint{why}")
@@ -42,10 +40,8 @@ def find_checkpoint(path: Path) -> Path:
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The model's tensors, whole, whatever strategy saved them."""
     shapes = saved_shapes(checkpoint)
-    try:
+    with reworded(CheckpointError, f"{checkpoint}: its weights do not fit into memory", caught=RuntimeError):
         tensors = {name: torch.empty(shapes[name]) for name in shapes if name.startswith(MODEL)}
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint}: its weights do not fit into memory: {error}") from None
     fill(tensors, checkpoint)
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
@@ -137,16 +133,11 @@ def find_weights(path: Path) -> Path:
     return weights if path.is_dir() else path
 
 
-def load_any_weights(model: nn.Module, path: Path) -> None:
-    """Fills `model` from a path that `find_weights` returned."""
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fills `model` from a path that `find_weights` returned. A name or a shape that does not fit is an error."""
     if path.is_dir():
         fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
-    else:
-        load_weights(model, path)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fills the model from a safetensors file. A name or a shape that does not fit is an error."""
+        return
     tensors = read_tensors(path)
     own = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}

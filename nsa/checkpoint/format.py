@@ -15,7 +15,6 @@ The manifest has one valid serialization, so that a changed byte anywhere, in it
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,16 +72,17 @@ def committed(root: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_verified(root: Path, on_damage: Callable[[CheckpointError], None]) -> Path | None:
-    """The newest checkpoint whose every byte is as written. Damaged ones are reported and skipped."""
+def newest_verified(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every byte is as written, and what is wrong with those that are newer."""
+    damage: list[str] = []
     for checkpoint in committed(root):
         try:
             verify(checkpoint)
         except CheckpointError as error:
-            on_damage(error)
+            damage.append(str(error))
         else:
-            return checkpoint
-    return None
+            return checkpoint, damage
+    return None, damage
 
 
 def pointed(root: Path, pointer: str) -> str | None:

@@ -184,9 +184,9 @@ class _Checks:
         return f"{megabytes['rank 0']:g} MB on rank 0"
 
     def _checkpoints(self) -> str:
-        root, damage = self.folder / schema.CHECKPOINTS_FOLDER, list[CheckpointError]()
-        newest = newest_verified(root, damage.append)
-        _demand(not damage, str(damage[0]) if damage else "")
+        root = self.folder / schema.CHECKPOINTS_FOLDER
+        newest, damage = newest_verified(root)
+        _demand(not damage, "; ".join(damage))
         if newest is None:
             raise Unsound("no checkpoint was committed")
         step = step_of(newest)
