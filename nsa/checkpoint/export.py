@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nsa.checkpoint.files import write_atomically
-from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify
+from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify, write_atomically
 from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.errors import CheckpointError, reworded
 from nsa.files import regular
@@ -29,9 +28,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST_FILE).exists():
         verify(path)
         return path
-    damaged: list[str] = []
-    root = path / FOLDER if (path / FOLDER).is_dir() else path
-    found = newest_verified(root, lambda error: damaged.append(str(error)))
+    found, damaged = newest_verified(path / FOLDER if (path / FOLDER).is_dir() else path)
     if found is None:
         why = f": {damaged[0]}" if damaged else ""
         raise CheckpointError(f"{path}: holds no whole checkpoint{why}")
@@ -43,10 +40,8 @@ def find_checkpoint(path: Path) -> Path:
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The model's tensors, whole, whatever strategy saved them."""
     shapes = saved_shapes(checkpoint)
-    try:
+    with reworded(CheckpointError, f"{checkpoint}: its weights do not fit into memory", caught=RuntimeError):
         tensors = {name: torch.empty(shapes[name]) for name in shapes if name.startswith(MODEL)}
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint}: its weights do not fit into memory: {error}") from None
     fill(tensors, checkpoint)
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
@@ -77,13 +72,13 @@ def weights_metadata(step: int, config: Any) -> dict[str, Any]:
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """What `weights_metadata` made of a safetensors file; empty where another program wrote it."""
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         return _about(file)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Those of a safetensors file. One that `serialize_weights` made is compared with the checksum in it."""
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         about, tensors = _about(file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if "sha256" in about and about.pop("sha256") != _checksum(tensors, about):
         raise CheckpointError(f"{path}: its content differs from the SHA-256 in it; the file is damaged")
@@ -91,7 +86,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """As the library's `safe_open`. What is damaged, missing or no regular file raises CheckpointError."""
     damage = (OSError, SafetensorError, ValueError, RecursionError)
     with reworded(CheckpointError, f"{path}: is no whole safetensors file", caught=damage):
         if not path.exists():
@@ -137,16 +133,11 @@ def find_weights(path: Path) -> Path:
     return weights if path.is_dir() else path
 
 
-def load_any_weights(model: nn.Module, path: Path) -> None:
-    """Fills `model` from a path that `find_weights` returned."""
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fills `model` from a path that `find_weights` returned. A name or a shape that does not fit is an error."""
     if path.is_dir():
         fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
-    else:
-        load_weights(model, path)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fills the model from a safetensors file. A name or a shape that does not fit is an error."""
+        return
     tensors = read_tensors(path)
     own = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}

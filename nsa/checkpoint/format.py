@@ -15,14 +15,12 @@ The manifest has one valid serialization, so that a changed byte anywhere, in it
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.files import sha256_of
 from nsa.errors import CheckpointError, reworded
-from nsa.files import read_regular, write_flushed
+from nsa.files import read_regular, regular, replace_file, write_flushed
 from nsa.record.schema import CHECKPOINTS_FOLDER
 
 FOLDER = CHECKPOINTS_FOLDER
@@ -60,6 +58,12 @@ def optimizer_key(parameter: str, key: str = "") -> str:
     return f"{OPTIMIZER}{parameter}/{key}"
 
 
+def write_atomically(path: Path, content: bytes) -> None:
+    """As `nsa.files.replace_file`; raises CheckpointError."""
+    with reworded(CheckpointError, f"{path}: cannot be written"):
+        replace_file(path, content)
+
+
 def committed(root: Path) -> list[Path]:
     """Every checkpoint that was renamed into place, the newest first."""
     if not root.is_dir():
@@ -68,16 +72,17 @@ def committed(root: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_verified(root: Path, on_damage: Callable[[CheckpointError], None]) -> Path | None:
-    """The newest checkpoint whose every byte is as written. Damaged ones are reported and skipped."""
+def newest_verified(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every byte is as written, and what is wrong with those that are newer."""
+    damage: list[str] = []
     for checkpoint in committed(root):
         try:
             verify(checkpoint)
         except CheckpointError as error:
-            on_damage(error)
+            damage.append(str(error))
         else:
-            return checkpoint
-    return None
+            return checkpoint, damage
+    return None, damage
 
 
 def pointed(root: Path, pointer: str) -> str | None:
@@ -96,7 +101,8 @@ class FileEntry:
 
 
 def entry_of(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, sha256_of(path))
+    with open(path, "rb", opener=regular) as file:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def write_manifest(folder: Path, files: dict[str, FileEntry]) -> None:
@@ -139,7 +145,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
             size = path.stat().st_size
             if size != entry.bytes:
                 raise CheckpointError(f"{path}: has {size} bytes, the manifest says {entry.bytes}")
-            if sha256_of(path) != entry.sha256:
+            if entry_of(path) != entry:
                 raise CheckpointError(f"{path}: its content differs from the manifest's SHA-256")
     return entries
 

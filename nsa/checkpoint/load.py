@@ -68,12 +68,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def read_step(checkpoint: Path) -> int:
     """The step that was saved, whatever its folder is called."""
-    try:
+    damage = (KeyError, TypeError, ValueError, OverflowError)
+    with reworded(CheckpointError, f"{checkpoint / STATE_FILE}: has no step", caught=damage):
         step = int(read_state(checkpoint)["progress"]["step"])
         if not 0 <= step < 2**63:
             raise ValueError(f"it is {step}")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE}: has no step: {error}") from None
     return step
 
 

@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from nsa import faults
 from nsa.checkpoint import format as names
-from nsa.checkpoint.files import write_atomically
-from nsa.checkpoint.format import FileEntry, entry_of, verify, write_manifest
+from nsa.checkpoint.format import FileEntry, entry_of, verify, write_atomically, write_manifest
 from nsa.checkpoint.load import silence_torch
 from nsa.errors import CheckpointError
 from nsa.files import flush_folder, make_folder, write_flushed

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
-
+from nsa.checkpoint.export import open_safetensors
 from nsa.checkpoint.format import committed, newest_verified, step_of
 from nsa.config import Config
 from nsa.errors import CheckpointError
@@ -41,7 +40,7 @@ def _check(name: str, check: Callable[[], str]) -> Artifact:
         return Artifact(name, False, f"{Path(str(error.filename)).name} is missing")
     except (Unsound, OSError) as error:
         return Artifact(name, False, str(error))
-    except (ValueError, KeyError, TypeError) as error:  # damaged in a way that no check foresees
+    except (ValueError, KeyError, TypeError, CheckpointError) as error:  # damaged in a way that no check foresees
         return Artifact(name, False, f"cannot be read: {type(error).__name__}: {error}")
 
 
@@ -185,9 +184,9 @@ class _Checks:
         return f"{megabytes['rank 0']:g} MB on rank 0"
 
     def _checkpoints(self) -> str:
-        root, damage = self.folder / schema.CHECKPOINTS_FOLDER, list[CheckpointError]()
-        newest = newest_verified(root, damage.append)
-        _demand(not damage, str(damage[0]) if damage else "")
+        root = self.folder / schema.CHECKPOINTS_FOLDER
+        newest, damage = newest_verified(root)
+        _demand(not damage, "; ".join(damage))
         if newest is None:
             raise Unsound("no checkpoint was committed")
         step = step_of(newest)
@@ -196,12 +195,9 @@ class _Checks:
 
     def _weights(self) -> str:
         path = self.folder / schema.WEIGHTS_FILE
-        path.stat()  # the library's own message names no file
-        try:
-            with safe_open(path, framework="np") as file:
-                count = len(list(file.keys()))
-        except Exception as error:  # the library raises several types, none of them its own
-            raise Unsound(f"cannot be read: {error}") from None
+        path.stat()  # a missing file is reported like any other
+        with open_safetensors(path) as file:
+            count = len(file.keys())
         _demand(count > 0, "holds no tensor")
         return f"{count} tensors"
 

@@ -41,7 +41,6 @@ class Criterion:
 def judge_run(
     phase: str, outcome: Outcome, wanted: ReadinessConfig, utilization: float | None, artifacts: list[Artifact]
 ) -> Iterator[Criterion]:
-    """All criteria of a training phase."""
     view = outcome.view
     yield stability(phase, outcome)
     bad = [artifact for artifact in artifacts if not artifact.ok]

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from nsa.checks.doctor_search import (
     SYNTHETIC,
     Case,
     Cause,
-    Space,
     search,
 )
 from nsa.checks.probe import ProbeResult, describe, run_probe
@@ -136,7 +134,6 @@ class Setup:
         return changes
 
     def resolve(self, case: Case, limit_s: float, *, traced: bool = False) -> Config:
-        """The configuration of a case."""
         changes = self.changes(case, limit_s, traced=traced)
         return parse_config(self.config.to_dict(), "doctor", [f"{k}={json.dumps(v)}" for k, v in changes.items()])
 
@@ -180,17 +177,10 @@ class Attempt:
 
 
 class Diagnosis:
-    """Walks the decision tree and keeps what it finds. Tests replace `run_trial` and `run_probe`."""
+    """Walks the decision tree and keeps what it finds."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        progress: Progress,
-        run_trial: Callable[..., Outcome] = run_trial,
-        run_probe: Callable[..., ProbeResult] = run_probe,
-    ):
+    def __init__(self, setup: Setup, progress: Progress):
         self.setup, self.progress = setup, progress
-        self._run_trial, self._run_probe = run_trial, run_probe
         self._known: dict[Case, Attempt] = {}
         self.machine, self.kernels = ProbeResult([]), ProbeResult([])
         self.attempts: list[Attempt] = []
@@ -231,11 +221,11 @@ class Diagnosis:
 
     def _probe(self, kind: str, name: str) -> tuple[ProbeResult, Attempt]:
         setup, began, folder = self.setup, time.monotonic(), self.setup.out / "trials"
-        self._begin(name, setup.limit_s)
+        self.progress.begin(f"{name} (at most {setup.limit_s:.0f} s)")
         config = setup.resolve(replace(setup.given, strategy="ddp", batch=SMALL), setup.limit_s)
         trial = Trial(kind, config, folder / kind, 1, setup.limit_s)
         write_trial_config(trial)
-        probed = self._run_probe(kind, trial.config_file, setup.nproc, folder, setup.limit_s)
+        probed = run_probe(kind, trial.config_file, setup.nproc, folder, setup.limit_s)
         wrong = f"{len(probed.failed)} of {len(probed.findings)} wrong" if probed.failed else ""
         reason = probed.problem or "; ".join(map(describe, probed.failed))
         return probed, self._end(
@@ -273,8 +263,8 @@ class Diagnosis:
         is_nsa = "nsa" in config.model.layer_kinds()
         shortest = max(MIN_TOKENS, config.nsa.sel_block if is_nsa else 0, 2 * config.parallel.context)
         min_tokens = min(shortest, failed.case.tokens)
-        space = Space(self._fast_operators() if is_nsa else (), is_nsa, min_tokens)
-        self.smallest, causes = search(failed.case, space, fails)
+        fast = self._fast_operators() if is_nsa else ()
+        self.smallest, causes = search(failed.case, fails, fast=fast, branches=is_nsa, min_tokens=min_tokens)
         self.causes += causes
         self.baseline = self._baseline(self.smallest) if kind == OTHER_NUMBERS else None
         self.evidence = self.attempt("the smallest case, traced", self.smallest, against=self.baseline, traced=True)
@@ -315,12 +305,12 @@ class Diagnosis:
         setup, limit_s = self.setup, limit_s or self.setup.limit_s
         if case in self._known and not traced:
             return self._known[case]
-        self._begin(name, limit_s)
+        self.progress.begin(f"{name} (at most {limit_s:.0f} s)")
         slug = re.sub(r"\W+", "-", name).strip("-")
         folder = setup.out / "trials" / f"{len(self.attempts) - 1:02d}-{slug}"
         folder.mkdir(parents=True, exist_ok=True)  # evidence is read from it even if the run writes nothing
         config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
-        outcome = self._run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
+        outcome = run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
         _remove_weights(folder, keep_nonfinite=traced)
         losses, norms = list[float](), list[float]()
         if view := outcome.view:
@@ -338,9 +328,6 @@ class Diagnosis:
         """Bounds the cost of a hang by how long sound trials took."""
         sound = [a.seconds for a in self.attempts if a.case and not a.failure and a.case.compiled == case.compiled]
         return min(self.setup.limit_s, max(MIN_LIMIT_S, LIMIT_FACTOR * max(sound, default=math.inf)))
-
-    def _begin(self, name: str, limit_s: float) -> None:
-        self.progress.begin(f"{name} (at most {limit_s:.0f} s)")
 
     def _end(self, attempt: Attempt) -> Attempt:
         self.attempts.append(attempt)

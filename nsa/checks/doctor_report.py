@@ -194,7 +194,6 @@ def _explain_trace(folder: Path) -> list[str]:
 
 
 def markdown(found: Mapping[str, Any]) -> Iterator[str]:
-    """The page, from the summary."""
     command = " ".join([found["config"], *found["overrides"]])
     yield from (f"# nsa doctor: {'healthy' if found['healthy'] else 'broken'}", "", f"**{one_line(found['verdict'])}**")
     yield from ("", f"`{command}`, {clock(found['time'])}, {seconds(found['seconds'])} in all.")

@@ -50,43 +50,35 @@ ALL_KERNELS = Cause("kernel", "all", "the kernels, and no single one of them")
 MIXTURE = Cause("branch", "mixture", "the mixture of the branches: each alone is sound")
 
 
-@dataclass(frozen=True)
-class Space:
-    """What the search may vary: operators with fast kernels, and whether branches can run alone."""
-
-    fast: tuple[str, ...] = ()
-    branches: bool = True
-    min_tokens: int = MIN_TOKENS
-
-
 Fails = Callable[[str, Case], bool]  # a name for the trial, and the case: does it fail in the same way?
 Found = tuple[Case, list[Cause]]
 
 
-def search(start: Case, space: Space, fails: Fails) -> Found:
-    """The smallest case that still fails, and its causes."""
+def search(start: Case, fails: Fails, *, fast: tuple[str, ...], branches: bool, min_tokens: int) -> Found:
+    """The smallest case that still fails, and its causes. `fast` are the operators with fast kernels; `branches`:
+    whether they can run alone."""
     case, causes = start, list[Cause]()
-    for name, simple, cause in _simplifications(start, space):
+    for name, simple, cause in _simplifications(start, fast):
         simpler = replace(case, **simple)
         if simpler != case:
             if fails(name, simpler):
                 case = simpler
             else:
                 causes.append(cause)
-    if space.branches and case.branch is None:
+    if branches and case.branch is None:
         case, found = _search_branches(case, fails)
         causes += found
     if ALL_KERNELS in causes:  # which of them is found once the branch is known
         causes.remove(ALL_KERNELS)
-        case, found = _search_kernels(case, space, fails)
+        case, found = _search_kernels(case, fast, fails)
         causes += found
-    for field, factor, least in (("layers", "layers", 1), ("tokens", "sequence length", space.min_tokens)):
+    for field, factor, least in (("layers", "layers", 1), ("tokens", "sequence length", min_tokens)):
         case, found = _halve(case, field, factor, least, fails)
         causes += found
     return case, causes
 
 
-def _simplifications(start: Case, space: Space) -> Iterator[tuple[str, dict[str, Any], Cause]]:
+def _simplifications(start: Case, fast: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any], Cause]]:
     """The simplest value of each factor, and the cause if it matters. What makes trials slow goes first."""
     strategy, recompute = start.strategy, start.checkpointing
     yield "synthetic data", {"data": SYNTHETIC}, Cause("data", start.data, "data")
@@ -95,7 +87,7 @@ def _simplifications(start: Case, space: Space) -> Iterator[tuple[str, dict[str,
     yield "not compiled", {"compiled": False}, Cause("compile", "true", "torch.compile")
     named = Cause("checkpointing", recompute, f"checkpointing ({recompute})")
     yield "without checkpointing", {"checkpointing": "none"}, named
-    yield "all kernels on the reference", {"on_reference": space.fast}, ALL_KERNELS
+    yield "all kernels on the reference", {"on_reference": fast}, ALL_KERNELS
 
 
 def _search_branches(case: Case, fails: Fails) -> Found:
@@ -110,10 +102,10 @@ def _search_branches(case: Case, fails: Fails) -> Found:
     return (replace(case, branch=one), [Cause("branch", one, f"branch {one}")]) if one else (case, [MIXTURE])
 
 
-def _search_kernels(case: Case, space: Space, fails: Fails) -> Found:
+def _search_kernels(case: Case, fast: tuple[str, ...], fails: Fails) -> Found:
     causes: list[Cause] = []
     for operator in OPERATORS[case.branch]:
-        if operator in space.fast:
+        if operator in fast:
             simpler = replace(case, on_reference=(*case.on_reference, operator))
             if fails(f"kernel {operator} on the reference", simpler):
                 case = simpler

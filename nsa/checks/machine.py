@@ -6,12 +6,11 @@ import resource
 import shutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import psutil
 import torch
@@ -41,7 +40,6 @@ class Finding:
 
 
 def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -> list[Finding]:
-    """All findings, good and bad."""
     with torch.device("meta"):
         model = build_model(config.model, config.nsa, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
@@ -53,9 +51,7 @@ def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -
         *_versions(),
         *_gpus(config, nproc),
         Finding("batch", True, f"{groups} ranks x {passes} passes x {micro} sequences{shared}"),
-        _disk(folder, (config.checkpoint.keep + 2) * state + SPARE_BYTES),
-        _host_memory(2 * state),
-        _open_files(),
+        *_room(folder, (config.checkpoint.keep + 2) * state + SPARE_BYTES, 2 * state),
     ]
 
 
@@ -97,54 +93,38 @@ def _gpus(config: Config, nproc: int) -> Iterator[Finding]:
         yield Finding(f"GPU {index} memory", used < MAX_FOREIGN_SHARE * total, found, advice)
 
 
-def _disk(folder: Path, needed: int) -> Finding:
+def _room(folder: Path, disk: int, memory: int) -> Iterator[Finding]:
+    """Bytes on disk and of the host's memory, and open files."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    advice = f"checkpoints need {needed / 2**30:.1f} GiB: free some, lower checkpoint.keep or choose another folder"
-    return Finding("disk", free >= needed, f"{free / 2**30:.1f} GiB free at {existing}", advice)
-
-
-def _host_memory(needed: int) -> Finding:
+    advice = f"checkpoints need {disk / 2**30:.1f} GiB: free some, lower checkpoint.keep or choose another folder"
+    yield Finding("disk", free >= disk, f"{free / 2**30:.1f} GiB free at {existing}", advice)
     free = psutil.virtual_memory().available
-    advice = f"saving copies the state to the host: {needed / 2**30:.1f} GiB are needed"
-    return Finding("host memory", free >= needed, f"{free / 2**30:.1f} GiB available", advice)
-
-
-def _open_files() -> Finding:
+    advice = f"saving copies the state to the host: {memory / 2**30:.1f} GiB are needed"
+    yield Finding("host memory", free >= memory, f"{free / 2**30:.1f} GiB available", advice)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     advice = f"raise it: ulimit -n {4 * MIN_OPEN_FILES}"
-    return Finding("open files", unlimited or soft >= MIN_OPEN_FILES, "no limit" if unlimited else f"{soft}", advice)
+    yield Finding("open files", unlimited or soft >= MIN_OPEN_FILES, "no limit" if unlimited else f"{soft}", advice)
 
 
 class GpuUtilization:
-    """Averages NVML samples of every GPU of a run: NVML itself looks back over a fraction of a second only."""
+    """Averages samples of every GPU of a run, each of which looks back over a fraction of a second only."""
 
     def __init__(self, nproc: int):
-        self._handles: list[Any] = []
-        self._samples: dict[int, list[float]] = defaultdict(list)
+        self._samples: list[list[float]] = [[] for _ in range(nproc)]
         self._sampled_at = 0.0
-        with contextlib.suppress(Exception):  # without a driver or NVML, utilization is not measured
-            import pynvml as nvml
-
-            nvml.nvmlInit()
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
-            names = [name.strip() for name in visible.split(",") if name.strip()][:nproc]
-            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-            self._read = nvml.nvmlDeviceGetUtilizationRates
-            self._handles = [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
 
     def sample(self) -> None:
         now = time.monotonic()
         if now - self._sampled_at < SAMPLE_EVERY_S:
             return
         self._sampled_at = now
-        for index, handle in enumerate(self._handles):
-            with contextlib.suppress(Exception):  # a GPU that gives no value
-                self._samples[index].append(float(self._read(handle).gpu))
+        for index, samples in enumerate(self._samples):
+            with contextlib.suppress(Exception):  # no driver, no NVML, or a GPU that gives no value
+                samples.append(float(torch.cuda.utilization(index)))
 
     @property
     def percent(self) -> float | None:
         """The mean of the least busy GPU; None unless every GPU gave a value."""
-        means = [sum(samples) / len(samples) for samples in self._samples.values() if samples]
-        return min(means) if means and len(means) == len(self._handles) else None
+        return min(map(fmean, self._samples)) if all(self._samples) else None

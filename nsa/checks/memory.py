@@ -159,6 +159,7 @@ class Planner:
         self._shards = nproc if self.strategy == "fsdp" else 1
         wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
         self.param_dtype = _DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
+        self._vocab_size = _vocab_size(config)
         self._traces: dict[tuple[Granularity, int], Trace] = {}
 
     def estimate(self, micro_batch: int | None = None, checkpointing: Granularity | None = None) -> Estimate:
@@ -241,10 +242,6 @@ class Planner:
             return int(dispatch.kernels_for("sel").num_stretches(*tensors, spec))
 
         return borders + [1 + bisect_right(range(1, _MOST_SEQUENCES + 1), few, key=stretches) for few in (1, 2, 3)]
-
-    @cached_property
-    def _vocab_size(self) -> int:
-        return _vocab_size(self.config)
 
     def _trace(self, granularity: Granularity, micro_batch: int) -> Trace:
         key = granularity, micro_batch

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from nsa.checkpoint.files import write_atomically
-from nsa.errors import CheckpointError, LaunchError
-from nsa.inspect.report_style import STYLE
+from nsa import __version__
+from nsa.errors import LaunchError, reworded
+from nsa.files import replace_file
+from nsa.inspect.report import page
 from nsa.record.numbers import one_line
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _MORE_STYLE = """
 .verdict{font-size:17px;margin:18px 0;padding:14px 18px;border-radius:10px;border:1px solid var(--line);
 background:var(--goodbg);color:var(--good)}
@@ -69,24 +69,15 @@ def html_page(
     """A page that loads nothing: the verdict with its commands or reasons, then the sections."""
     reasons = "".join(f"<li>{escape(one_line(line))}</li>" for line in lines)
     inner = f"<pre>{escape(chr(10).join(lines))}</pre>" if good else f"<ul>{reasons}</ul>"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f'<title>{escape(verdict)}</title><link rel="icon" href="data:,">'
-        f"<style>{STYLE}{_MORE_STYLE}</style></head><body>"
-        f'<header><div class="title"><h1>{escape(name)}</h1></div>'
-        + "".join(f'<p class="facts">{escape(one_line(fact))}</p>' for fact in facts)
-        + f'</header><main><div class="verdict{"" if good else " no"}" id="verdict"><strong>{escape(verdict)}</strong>'
-        f"{inner}</div>{''.join(section.html() for section in sections)}</main></body></html>\n"
-    )
+    known = "".join(f'<p class="facts">{escape(one_line(fact))}</p>' for fact in facts)
+    header = f'<header><div class="title"><h1>{escape(name)}</h1></div>{known}</header>'
+    kind, answer = "verdict" if good else "verdict no", f"<strong>{escape(verdict)}</strong>{inner}"
+    inside = f'<div class="{kind}" id="verdict">{answer}</div>' + "".join(section.html() for section in sections)
+    return page(escape(verdict), header, inside, f"Written by nsa {__version__}", _MORE_STYLE)
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> None:
     """Writes each file completely or not at all."""
-    try:
-        for name, text in contents.items():
-            write_atomically(folder / name, text.encode())
-    except CheckpointError as error:
-        raise LaunchError(f"{error}; choose another folder with --out") from None
+    for name, text in contents.items():
+        with reworded(LaunchError, f"{folder / name}: cannot be written", "choose another folder with --out"):
+            replace_file(folder / name, text.encode())

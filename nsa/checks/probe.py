@@ -28,7 +28,6 @@ class ProbeResult:
 
 
 def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
-    """Starts the probe and waits for its findings."""
     result = folder / f"{kind}.json"
     command = [sys.executable, "-m", __name__, kind, str(config_file), str(nproc), str(folder), str(result)]
     result.unlink(missing_ok=True)

@@ -15,12 +15,11 @@ PLAIN_EVERY_S = 30.0
 
 
 class Progress:
-    """Shows nothing without a console. `render` turns what has ended into what stays on the screen."""
+    """`render` turns what has ended into what stays on the screen."""
 
-    def __init__(self, console: Console | None = None, render: Callable[[Any], RenderableType] = str):
+    def __init__(self, console: Console, render: Callable[[Any], RenderableType] = str):
         self._console, self._render = console, render
-        on_terminal = console is not None and console.is_terminal
-        self._live = Live(console=console, auto_refresh=False, transient=True) if on_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._name, self._printed_at = "", time.monotonic()
 
     def __enter__(self) -> Self:
@@ -37,17 +36,15 @@ class Progress:
         self._show(Text(f"{name} ..."), now=True)
 
     def update(self, view: RunView | None, elapsed_s: float) -> None:
-        if self._console is not None:
-            self._show(Text(f"{self._name}: {_state(view)}, {seconds(elapsed_s)}"))
+        self._show(Text(f"{self._name}: {_state(view)}, {seconds(elapsed_s)}"))
 
     def end(self, result: Any) -> None:
         self.note(self._render(result))
 
     def note(self, message: RenderableType) -> None:
         """A message that stays."""
-        if self._console is not None:
-            self._console.print(message)
-            self._printed_at = time.monotonic()
+        self._console.print(message)
+        self._printed_at = time.monotonic()
 
     def _show(self, line: Text, *, now: bool = False) -> None:
         if self._live:

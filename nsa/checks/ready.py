@@ -7,7 +7,6 @@ cannot complete its steps ends the check: later phases do not run, and a phase t
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,17 +95,10 @@ class Plan:
 
 
 class ReadinessCheck:
-    """Runs the phases of a plan. Tests replace `run_trial` and `run_probe`."""
+    """Runs the phases of a plan."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        progress: Progress,
-        run_trial: Callable[..., Outcome] = run_trial,
-        run_probe: Callable[..., ProbeResult] = run_probe,
-    ):
+    def __init__(self, plan: Plan, progress: Progress):
         self.plan, self.progress = plan, progress
-        self._run_trial, self._run_probe = run_trial, run_probe
 
     def run(self) -> list[Phase]:
         """All four phases in order, after removing the runs of an earlier check."""
@@ -132,7 +124,7 @@ class ReadinessCheck:
 
     def _run(self, phase: Phase, what: str, trial: Trial, update: OnProgress | None = None) -> Outcome:
         self.progress.begin(f"{phase.key}: {what}")
-        outcome = self._run_trial(trial, update or self.progress.update)
+        outcome = run_trial(trial, update or self.progress.update)
         phase.outcomes.append(outcome)
         return outcome
 
@@ -141,7 +133,7 @@ class ReadinessCheck:
         write_trial_config(probed)
         for kind, judge_findings in (("machine", _judge_machine), ("kernels", _judge_kernels)):
             self.progress.begin(f"{phase.key}: {kind}")
-            found = self._run_probe(kind, probed.config_file, plan.nproc, plan.folder, probed.limit_s)
+            found = run_probe(kind, probed.config_file, plan.nproc, plan.folder, probed.limit_s)
             phase.facts[kind] = found.findings
             phase.criteria.append(judge_findings(found))
             if phase.is_fatal:

@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 
 from nsa.config import Config
-from nsa.errors import ConfigError, HangError, LaunchError
+from nsa.errors import ConfigError, HangError, LaunchError, reworded
 from nsa.files import make_folder, regular
 from nsa.inspect.reading import RunView
 from nsa.plain_yaml import dump_yaml
@@ -89,11 +89,9 @@ def format_command(config_file: Path, nproc: int, overrides: tuple[str, ...] = (
 def write_trial_config(trial: Trial) -> None:
     tree = trial.config.to_dict()
     tree["train"]["out_dir"] = str(trial.folder)
-    try:
+    with reworded(LaunchError, f"{trial.config_file}: cannot be written", "choose another --out"):
         make_folder(trial.folder.parent)
         write_whole(trial.config_file, dump_yaml(tree))
-    except OSError as error:
-        raise LaunchError(f"{trial.config_file}: cannot be written: {error.strerror}; choose another --out") from None
 
 
 def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None) -> Outcome:

@@ -44,9 +44,7 @@ _FOR_TESTS = ("NSA_FAULTS",)  # nsa.faults
 KNOWN = (*_KEYS, *_IGNORED, *_FOR_TESTS)
 
 
-def environment_settings(
-    environment: Mapping[str, str],
-) -> Iterator[tuple[str, tuple[str, ...] | None, Any, str]]:
+def environment_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...] | None, Any, str]]:
     """(variable, key it sets or None, value, warning or "") for every NSA_* variable."""
     for name in sorted(n for n in environment if n.startswith("NSA_")):
         value = environment[name]

@@ -23,7 +23,14 @@ from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
 
 _repr = reprlib.Repr()  # a value may be as large as the file it came from
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
-
+# What to do, by a part of the parser's message; the first that fits counts.
+_YAML_HINTS = {
+    "\\t": "indent with spaces, not tabs",
+    "tag": "tags are not read, write the plain value",
+    "is not read": "write out what it stands for",
+    "given twice": "keep one of them",
+}
+_YAML_HINT = "check indentation, colons and brackets there"
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # in a checkout a link to the folder at its root
 
@@ -78,7 +85,8 @@ def parse_config(
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{origin}: must hold sections such as 'model:' and 'train:', got {_kind(tree)}")
+        kind = {list: "a list", str: "a text", int: "a number"}.get(type(tree), type(tree).__name__)
+        raise ConfigError(f"{origin}: must hold sections such as 'model:' and 'train:', got {kind}")
     tree = {key: {} if value is None else value for key, value in tree.items()}  # an empty section: 'model:'
     applied: list[tuple[tuple[str, ...], str]] = []
     for override in overrides:
@@ -98,22 +106,19 @@ def parse_config(
 
 def warn_if_unlikely(config: Config, origin: str) -> None:
     """Warns of what can run and is probably a mistake."""
-    for part in (*config.data.mixture, config.data):
-        if part.repo and part.source not in ("hub", "synthetic"):
-            warnings.warn(
-                f"{origin}: data.repo: nothing is read from {part.repo!r}, since data.source is {part.source}; set "
-                "data.source=hub",
-                ConfigWarning,
-                stacklevel=2,
-            )
+    remarks = [
+        f"data.repo: nothing is read from {part.repo!r}, since data.source is {part.source}; set data.source=hub"
+        for part in (*config.data.mixture, config.data)
+        if part.repo and part.source not in ("hub", "synthetic")
+    ]
     warmup, steps = config.train.warmup_steps, config.train.steps
     if warmup > steps:
-        warnings.warn(
-            f"{origin}: train.warmup_steps: {warmup} is more than the {steps} of train.steps: the learning rate never "
-            f"reaches train.lr={config.train.lr:g}; lower it unless this is a trial of a longer run",
-            ConfigWarning,
-            stacklevel=2,
+        remarks.append(
+            f"train.warmup_steps: {warmup} is more than the {steps} of train.steps: the learning rate never reaches "
+            f"train.lr={config.train.lr:g}; lower it unless this is a trial of a longer run"
         )
+    for remark in remarks:
+        warnings.warn(f"{origin}: {remark}", ConfigWarning, stacklevel=2)
 
 
 def split_overrides(joined: str) -> list[str]:
@@ -131,21 +136,10 @@ def _parse_yaml(text: str, origin: str, most: int = LARGEST) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{origin}{where}: not valid YAML: {problem}; {_yaml_hint(problem)}") from None
+        hint = next((hint for part, hint in _YAML_HINTS.items() if part in problem), _YAML_HINT)
+        raise ConfigError(f"{origin}{where}: not valid YAML: {problem}; {hint}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from None
-
-
-def _yaml_hint(problem: str) -> str:
-    if "\\t" in problem:
-        return "indent with spaces, not tabs"
-    if "tag" in problem:
-        return "tags are not read, write the plain value"
-    if "is not read" in problem:
-        return "write out what it stands for"
-    if "given twice" in problem:
-        return "keep one of them"
-    return "check indentation, colons and brackets there"
 
 
 def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
@@ -190,7 +184,8 @@ def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str
         else:
             text = "must hold keys" if problem["type"] == "model_type" else _plain(problem["msg"])
             if problem["type"] != "rule":
-                text += f", got {_short(problem['input'])}"
+                missing = "nothing; leave the key out to take its default"
+                text += f", got {missing if problem['input'] is None else _repr.repr(problem['input'])}"
         line = f"{_source(keys, text, applied) or origin}: {'.'.join(keys)}: {text}"
         if line not in seen:
             seen.add(line)
@@ -260,13 +255,3 @@ def _plain(message: str) -> str:
     message = message.removeprefix("Input ").removeprefix("Value error, ").replace(" after validation", "")
     message = message.replace("should be", "must be").replace("should have", "must have")
     return message[:1].lower() + message[1:]
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "nothing; leave the key out to take its default"
-    return _repr.repr(value)
-
-
-def _kind(value: Any) -> str:
-    return {list: "a list", str: "a text", int: "a number"}.get(type(value), type(value).__name__)

@@ -38,7 +38,7 @@ class Section(BaseModel):
 class RopeScalingConfig(Section):
     """Lower rotary frequencies, as `nsa.nn.rope.RopeScaling` defines them."""
 
-    factor: Annotated[float, Field(ge=1.0)] = Field(1.0, description="what frequencies are divided by")
+    factor: float = Field(1.0, ge=1.0, description="what frequencies are divided by")
     original_length: Positive | None = Field(
         None, description="context the model was first trained with: high frequencies stay (Llama 3.1); all when unset"
     )
@@ -55,14 +55,14 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """The Llama-style decoder."""
 
-    dim: Annotated[int, Field(ge=1, le=2**20)] = Field(768, description="width of the residual stream")
-    n_layers: Annotated[int, Field(ge=1, le=10_000)] = Field(12, description="decoder blocks")
-    n_heads: Annotated[int, Field(ge=1, le=2**16)] = Field(12, description="query heads")
+    dim: int = Field(768, ge=1, le=2**20, description="width of the residual stream")
+    n_layers: int = Field(12, ge=1, le=10_000, description="decoder blocks")
+    n_heads: int = Field(12, ge=1, le=2**16, description="query heads")
     n_kv_heads: Positive = Field(2, description="key/value heads; divides n_heads")
     head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
     head_dim_v: HeadSize = Field(64, description="size of a value head")
-    mlp_dim: Annotated[int, Field(ge=1, le=2**22)] | None = Field(
-        None, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset"
+    mlp_dim: int | None = Field(
+        None, ge=1, le=2**22, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset"
     )
     attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or dense to compare with")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
@@ -72,7 +72,7 @@ class ModelConfig(Section):
     )
     qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of every head, before rotary positions")
     tied_head: bool = Field(False, description="the output head shares the embedding's weight")
-    rope_base: Annotated[float, Field(gt=1.0)] = Field(10_000.0, description="base of the rotary frequencies")
+    rope_base: float = Field(10_000.0, gt=1.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower rotary frequencies for a longer context")
     qkv_bias: bool = Field(False, description="biases in the projections of queries, keys and values")
     norm_eps: PositiveFloat = Field(1e-5, description="added inside RMSNorm")
@@ -149,8 +149,8 @@ class SourceConfig(Section):
     )
     split: Text = Field("train", description="hub: split of the subset")
     revision: Text = Field("main", description="fineweb_edu, hub: branch, tag or commit")
-    document_tokens: Annotated[int, Field(ge=16)] | None = Field(
-        None, description="recall: tokens of the longest documents; train.seq_len when unset"
+    document_tokens: int | None = Field(
+        None, ge=16, description="recall: tokens of the longest documents; train.seq_len when unset"
     )
 
     @model_validator(mode="before")
@@ -192,7 +192,7 @@ class DataConfig(SourceConfig):
     separator: Text | None = Field(
         None, description="token of a tokenizer.json that stands before every document; found by name when unset"
     )
-    end_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+    end_tokens: list[Text] = Field(
         [], description="tokens of a tokenizer.json that end a generated text, besides the separator"
     )
     isolate_documents: bool = Field(True, description="attention never crosses a document boundary")
@@ -201,8 +201,8 @@ class DataConfig(SourceConfig):
         description="concat: concatenated documents, split at sequence ends; best_fit: whole documents, with padding",
     )
     validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
-    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2, description="threads of a rank that read, tokenize and pack ahead; 0 for none"
+    workers: int = Field(
+        2, ge=0, le=1024, description="threads of a rank that read, tokenize and pack ahead; 0 for none"
     )
     prefetch: Positive = Field(4, description="batches that a rank prefetches")
     first_batch_s: Seconds = Field(60.0, description="timeout of the first batch of a source")
@@ -216,28 +216,24 @@ class TrainConfig(Section):
     """Optimization, logging and validation."""
 
     steps: Positive = Field(1000, description="optimizer steps of the whole run")
-    seq_len: Annotated[int, Field(ge=2, le=2**27)] = Field(2048, description="tokens in one sequence")
-    batch_size: Annotated[int, Field(ge=1, le=2**20)] = Field(
-        16, description="sequences in one optimizer step, over all ranks"
-    )
+    seq_len: int = Field(2048, ge=2, le=2**27, description="tokens in one sequence")
+    batch_size: int = Field(16, ge=1, le=2**20, description="sequences in one optimizer step, over all ranks")
     micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences one rank runs at once")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest; not with fsdp"
     )
     lr: PositiveFloat = Field(2e-4, description="highest learning rate")
-    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.1, description="last learning rate over the highest"
-    )
+    min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0, description="last learning rate over the highest")
     warmup_steps: NonNegative = Field(0, description="steps of linear warm-up")
     schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="how the rate falls after warm-up")
-    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.2, description="wsd: last share of the steps, in which the rate falls"
+    decay_fraction: float = Field(
+        0.2, gt=0.0, le=1.0, description="wsd: last share of the steps, in which the rate falls"
     )
     weight_decay: NonNegativeFloat = Field(0.01, description="AdamW decay of matrices")
     beta1: Probability = Field(0.9, description="AdamW")
     beta2: Probability = Field(0.95, description="AdamW")
     grad_clip: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 for no clipping")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of weights, data order and sampling")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and sampling")
     log_every: Positive = Field(10, description="steps between step lines")
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="at a NaN or an infinity: end the run, or skip the step"
@@ -322,8 +318,8 @@ class RuntimeConfig(Section):
     deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
     tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
     kernels: KernelsConfig = KernelsConfig()
-    threads: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset"
+    threads: int | None = Field(
+        None, ge=1, le=4096, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset"
     )
 
 
@@ -332,7 +328,7 @@ class DDPConfig(Section):
 
     static_graph: bool = Field(False, description="the same parameters have gradients in every step")
     find_unused: bool = Field(False, description="look for parameters without gradients every step")
-    bucket_mb: Annotated[int, Field(ge=1, le=2**20)] = Field(25, description="size of a gradient bucket")
+    bucket_mb: int = Field(25, ge=1, le=2**20, description="size of a gradient bucket")
     bucket_view: bool = Field(True, description="gradients are views of the buckets")
     broadcast_buffers: bool = Field(False, description="broadcast rank 0's buffers before each forward")
     safe_mode: bool = Field(False, description="the conservative set of all of these, with reference kernels")
@@ -369,7 +365,7 @@ class CheckpointConfig(Section):
     """How often checkpoints are saved, and how many are kept."""
 
     every: NonNegative = Field(500, description="steps between checkpoints; 0 for the last only")
-    keep: Annotated[int, Field(ge=2)] = Field(3, description="newest checkpoints that are kept, besides the best")
+    keep: int = Field(3, ge=2, description="newest checkpoints that are kept, besides the best")
     background: bool = Field(True, description="write while training continues; false waits for every save")
 
 
@@ -395,9 +391,7 @@ class ReadinessConfig(Section):
     max_mem_gib: PositiveFloat = Field(40.0, description="highest memory of one GPU")
     min_toks_per_s: NonNegativeFloat = Field(0.0, description="lowest throughput over all ranks")
     max_step_s: PositiveFloat | None = Field(None, description="longest median step")
-    min_gpu_util: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
-        80.0, description="lowest GPU utilisation in percent"
-    )
+    min_gpu_util: float = Field(80.0, ge=0.0, le=100.0, description="lowest GPU utilisation in percent")
     phase_limit_s: Seconds = Field(3600.0, description="how long a run of a phase may take")
 
 

@@ -105,7 +105,6 @@ class _Builder:
         )
 
     def part(self, source: SourceConfig, folder: Path | None) -> Data:
-        """One source."""
         fraction = self.data.validation_fraction
         if source.source == "synthetic":
             validation = self._synthetic(validation=True) if fraction else None
@@ -119,7 +118,7 @@ class _Builder:
             return Data(training, held_out, summary, f"recall 4 {longest}")
         if source.source == "prepared":
             shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
-            progress = self._progress("prepared", "shards checked")
+            progress = self.activity.add("prepared", Progress("shards checked"))
             list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
             corpora = build_corpora(shards.pieces, shards.lengths, shards.keys, fraction)
             return self._from_corpora("prepared", *corpora, Skipped(), shards.fingerprint)
@@ -130,7 +129,7 @@ class _Builder:
         def read(unit: Unit) -> Tokenised:
             return tokenise_units(opened, unit, tokenizer=self.tokenizer)
 
-        progress = self._progress(opened.name, "parts tokenised")
+        progress = self.activity.add(opened.name, Progress("parts tokenised"))
         parts = in_threads(read, opened.units(), self.data.workers, progress)
         everything = join(parts, self.tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())
@@ -156,11 +155,6 @@ class _Builder:
     def _recall(self, longest: int, seed: int, *, validation: bool) -> Loader:
         seq_len = self.train.seq_len
         return self._loader(lambda: RecallSequences(self.tokenizer, seq_len, longest, seed, validation=validation))
-
-    def _progress(self, source: str, what: str) -> Progress:
-        progress = Progress(what)
-        self.activity.add(source, progress)
-        return progress
 
     def _from_corpora(
         self, name: str, training: Corpus, validation: Corpus | None, skipped: Skipped, fingerprint: str

@@ -134,12 +134,10 @@ def build_corpora(
 
 def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | None = None) -> Tokenised:
     """All parts as one. More than `limit_bytes` of tokens are an error: they belong in shards."""
-    found: list[Tokenised] = []
-    skipped = Skipped()
+    found = [tokenise([], tokenizer)]  # there may be no other
     size = 0
     for part in parts:
         found.append(part)
-        skipped.update(part.skipped)
         size += part.tokens.nbytes
         if limit_bytes is not None and size > limit_bytes:
             raise DataError(
@@ -147,12 +145,10 @@ def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | No
                 "shards with `nsa data prepare FOLDER` and the same data.* keys, then train with data.source=prepared "
                 "data.paths=[FOLDER]"
             )
-    if not found:
-        return tokenise([], tokenizer)
     return Tokenised(
         np.concatenate([p.tokens for p in found]),
         np.concatenate([p.lengths for p in found]),
         np.concatenate([p.keys for p in found]),
         sum(p.text_bytes for p in found),
-        skipped,
+        sum((p.skipped for p in found), Skipped()),
     )

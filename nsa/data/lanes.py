@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
-from nsa.data.sources.base import Progress, Skipped
+from nsa.data.sources.base import Progress
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import DaemonPool
@@ -97,7 +97,6 @@ class UnitReader:
         self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
         self.units = source.units()
         self.index = index
-        self.skipped = Skipped()
         self.tokenised = Progress("row groups tokenised", total=0)
         self._pool = DaemonPool(threads, "data") if threads else None
         self._pending: dict[int, Future[Tokenised]] = {}
@@ -134,7 +133,6 @@ class UnitReader:
     def _read(self, unit: int) -> Tokenised:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
-            self.skipped.update(found.skipped)
             self.tokenised.done += 1
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
         known = self.index.get(unit)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa import faults
-from nsa.data.sequences import IGNORED, Row, Sequences
+from nsa.data.sequences import IGNORED, Sequences
 from nsa.data.waiting import DaemonPool, Waiter
 
 
@@ -70,22 +70,11 @@ class Loader:
     def sequences(self) -> Sequences:
         return self._make()
 
-    @property
-    def num_sequences(self) -> int | None:
-        """Sequences in one epoch; None for an endless stream."""
-        return self.sequences.count
-
-    def num_targets(self, first: int, count: int) -> int:
-        """Targets that count in `count` sequences from `first` on."""
-        return self.sequences.num_targets(range(first, first + count))
-
     def batch(self, first: int, count: int, stride: int = 1) -> Batch:
         """The sequences first, first + stride, ..., `count` of them."""
         numbers = range(first, first + count * stride, stride)
         self.sequences.prefetch(numbers)
-        return self._join([self.sequences.row(number) for number in numbers])
-
-    def _join(self, rows: list[Row]) -> Batch:
+        rows = [self.sequences.row(number) for number in numbers]
         joined = torch.empty(2, len(rows), self.seq_len, dtype=torch.int64)
         array = joined.numpy()
         for place, row in enumerate(rows):

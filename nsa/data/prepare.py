@@ -15,11 +15,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from nsa import faults
 from nsa.data.corpus import tokenise_units
-from nsa.data.sources.base import Source, Unit
+from nsa.data.sources.base import Source, Unit, groups
 from nsa.data.token_shards import (
     MANIFEST,
     Manifest,
@@ -36,6 +37,7 @@ from nsa.files import regular, remove_unfinished
 
 SHARD_BYTES = 64 << 20  # of text
 GROUP_BYTES = 1 << 20  # of small units that are tokenised at once
+_size = attrgetter("size")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Plan:
 
 
 def make_plan(source: Source, tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> Plan:
-    shards = list(_groups(source.units(), shard_bytes))
+    shards = list(groups(source.units(), _size, shard_bytes))
     digest = hashlib.sha256(f"{source.fingerprint()}\n{tokenizer.fingerprint}\n".encode())
     for shard in shards:
         digest.update(f"{[(u.path, u.part, u.start, u.stop) for u in shard]}\n".encode())
@@ -109,8 +111,8 @@ class _Job:
     plan: str
 
     def write(self, number: int, units: Sequence[Unit]) -> ShardEntry:
-        groups = _groups(units, GROUP_BYTES)
-        parts = (tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in groups)
+        small = groups(units, _size, GROUP_BYTES)
+        parts = (tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in small)
         shard = shard_path(self.folder, number, "tokens").with_suffix("")
         with reworded(DataError, f"{shard}: cannot be written"):
             return write_shard(self.folder, number, self.plan, parts, self.tokenizer)
@@ -150,20 +152,6 @@ def _start_worker(job: _Job) -> None:
 def _write_shard(number: int, units: Sequence[Unit]) -> ShardEntry:
     assert _worker_job is not None
     return _worker_job.write(number, units)
-
-
-def _groups(units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
-    """Consecutive units of at most `size` bytes together, or one that is larger."""
-    group: list[Unit] = []
-    filled = 0
-    for unit in units:
-        if group and filled + unit.size > size:
-            yield group
-            group, filled = [], 0
-        group.append(unit)
-        filled += unit.size
-    if group:
-        yield group
 
 
 @contextmanager

@@ -145,11 +145,12 @@ class RecallSequences(Sequences):
 @dataclass(frozen=True)
 class Prompt:
     """`tokens`, a separator in front, end with questions and their answers. The answer with the key at `depths[a]` is
-    the tokens from `spans[a][0]` to before `spans[a][1]`."""
+    the tokens from `spans[a][0]` to before `spans[a][1]`. Before the questions stand `places` pairs and sentences."""
 
     tokens: TokenArray
     depths: Sequence[int]
     spans: Sequence[tuple[int, int]]
+    places: int
 
 
 class Prompts:
@@ -168,14 +169,10 @@ class Prompts:
     def has_room(self) -> bool:
         """Whether there are two places for every depth, so that prompts with longer filler fit too. Raises ConfigError
         where not even one prompt fits."""
-        return self._make(self.questions(1)[0], 0)[1] >= 2 * self.num_depths
+        return self.make(self.questions(1)[0], 0).places >= 2 * self.num_depths
 
     def make(self, depths: Sequence[int], number: int) -> Prompt:
         """A question for a key at each of these depths, which are one where the prompt has one key."""
-        return self._make(depths, number)[0]
-
-    def _make(self, depths: Sequence[int], number: int) -> tuple[Prompt, int]:
-        """The prompt, and of how many pairs and sentences it consists before the questions."""
         parts, purpose = self._parts, PROMPTS | self.length << 2 | self.several << 1
         draw = _uniform(2 * len(depths) + 2 * NUM_KEYS + self.length, number, purpose)
         inside, order, words, values, rest = np.split(draw, np.cumsum([len(depths), len(depths), NUM_KEYS, NUM_KEYS]))
@@ -201,4 +198,4 @@ class Prompts:
             tokens.append(parts.join(pair, filler[:0], np.array([True])))
             end += len(tokens[-1])
             spans[question] = (end - int(parts.lengths[pair[0, 1]]), end)
-        return Prompt(np.concatenate(tokens), depths, spans), count
+        return Prompt(np.concatenate(tokens), depths, spans, count)

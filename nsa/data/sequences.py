@@ -130,7 +130,7 @@ class Concat(Sequences):
         self.corpus, self.seq_len, self.seed, self.name = corpus, seq_len, seed, name
         self.length = corpus.num_tokens
         self._documents_of = lru_cache(maxsize=2)(self._order_documents)
-        self._sequences_of = lru_cache(maxsize=2)(self._order_sequences)
+        self._sequences_of = lru_cache(maxsize=2)(lambda epoch: random_order(self.count, seed, epoch + _SEQUENCE_KEYS))
 
     @property
     def count(self) -> int:
@@ -170,9 +170,6 @@ class Concat(Sequences):
         """Documents in the epoch's order, and where each starts in the epoch."""
         order = random_order(self.corpus.num_documents, self.seed, epoch)
         return order, np.concatenate([[0], np.cumsum(self.corpus.lengths[order])])
-
-    def _order_sequences(self, epoch: int) -> NDArray[np.int64]:
-        return random_order(self.count, self.seed, epoch + _SEQUENCE_KEYS)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     elif samples:
         texts = [f"(set data.tokenizer to {made_with.name!r}, which made these shards, to see text)"]
     about = f"{folder} ({made_with.name}, from {manifest.source})"
-    joined = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
-    return Statistics(about, joined, manifest.text_bytes, manifest.skipped, texts)
+    return Statistics(about, np.concatenate(lengths), manifest.text_bytes, manifest.skipped, texts)
 
 
 def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:

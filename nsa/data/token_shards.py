@@ -16,15 +16,15 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from nsa import faults
-from nsa.data.corpus import Counts, Keys, Tokenised
+from nsa.data.corpus import Counts, Keys, Tokenised, join
 from nsa.data.sources.base import Skipped
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
@@ -75,7 +75,7 @@ class Manifest(BaseModel):
     tokens: int
     text_bytes: int
     skipped: dict[str, int]
-    shards: list[ShardEntry]
+    shards: Annotated[list[ShardEntry], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -95,35 +95,31 @@ def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"
 def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised], tokenizer: Tokenizer) -> ShardEntry:
     """Writes the files of a shard, each whole or not at all; its entry comes last, and marks it as complete."""
     dtype = tokenizer.dtype.newbyteorder("<")
-    lengths: list[Counts] = []
-    keys: list[Keys] = []
-    skipped = Skipped()
-    text_bytes = 0
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
     unfinished = tokens_path.with_name(f"{tokens_path.name}.part")
+
+    def without_tokens(part: Tokenised) -> Tokenised:
+        content = np.ascontiguousarray(part.tokens.astype(dtype, copy=False)).data
+        digest.update(content)
+        file.write(content)
+        return replace(part, tokens=np.empty(0, dtype))
+
     with unfinished.open("wb") as file:
-        for part in parts:
-            content = np.ascontiguousarray(part.tokens.astype(dtype, copy=False)).data
-            digest.update(content)
-            file.write(content)
-            lengths.append(part.lengths)
-            keys.append(part.keys)
-            text_bytes += part.text_bytes
-            skipped.update(part.skipped)
+        shard = join(map(without_tokens, parts), tokenizer)
         file.flush()
         os.fsync(file.fileno())
     faults.point("prepare.tokens")
-    documents = np.stack([_join(lengths, np.int64).view(np.uint64), _join(keys, np.uint64)]).astype("<u8")
+    documents = np.stack([shard.lengths.view(np.uint64), shard.keys]).astype("<u8")
     entry = ShardEntry(
         number=number,
         plan=plan,
         documents=documents.shape[1],
         tokens=int(documents[0].sum()),
-        text_bytes=text_bytes,
+        text_bytes=shard.text_bytes,
         tokens_sha256=digest.hexdigest(),
         docs_sha256=hashlib.sha256(documents.tobytes()).hexdigest(),
-        skipped=dict(skipped),
+        skipped=dict(shard.skipped),
     )
     replace_file(docs_path, documents.tobytes())
     faults.point("prepare.docs")
@@ -132,10 +128,6 @@ def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised]
     _write_json(shard_path(folder, number, "json"), entry)
     faults.point("prepare.entry")
     return entry
-
-
-def _join(parts: list[Any], dtype: Any) -> Any:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
 
 def read_entry(folder: Path, number: int, plan: str, itemsize: int) -> ShardEntry | None:
@@ -150,14 +142,12 @@ def read_entry(folder: Path, number: int, plan: str, itemsize: int) -> ShardEntr
 
 
 def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, entries: Sequence[ShardEntry]) -> None:
-    skipped = Skipped()
-    for entry in entries:
-        skipped.update(entry.skipped)
     if isinstance(tokenizer, JsonTokenizer):
         replace_file(folder / TOKENIZER_FILE, tokenizer.text.encode())
     faults.point("prepare.manifest")
     made_with = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "separator")}
     totals = {name: sum(getattr(entry, name) for entry in entries) for name in ("documents", "tokens", "text_bytes")}
+    skipped = sum((Skipped(entry.skipped) for entry in entries), Skipped())
     content: dict[str, Any] = {"tokenizer": {**made_with, "dtype": tokenizer.dtype.name}, **totals}
     manifest = Manifest(plan=plan, source=source, skipped=dict(skipped), shards=list(entries), **content)
     _write_json(folder / MANIFEST, manifest)
@@ -262,7 +252,7 @@ def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
             lengths.append(shard_lengths)
             keys.append(shard_keys)
             digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
-    return Shards(pieces, _join(lengths, np.int64), _join(keys, np.uint64), digest.hexdigest())
+    return Shards(pieces, np.concatenate(lengths), np.concatenate(keys), digest.hexdigest())
 
 
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:

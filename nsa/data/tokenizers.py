@@ -14,16 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nsa.config.schema import DataConfig
+from nsa.data.sources.base import groups
 from nsa.data.waiting import run_in_thread
 from nsa.errors import ConfigError, DataError, DataUnavailableError, reworded
-
-if TYPE_CHECKING:
-    from nsa.config.schema import DataConfig
 
 TokenArray = NDArray[np.unsignedinteger]
 
@@ -90,7 +89,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(i for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
 
-def tokenizer_for(data: "DataConfig") -> Tokenizer:
+def tokenizer_for(data: DataConfig) -> Tokenizer:
     return load_tokenizer(data.tokenizer, data.tokenizer_path, data.separator, data.end_tokens)
 
 
@@ -110,7 +109,8 @@ def load_tokenizer(
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
-        return _load_gpt2(path)
+        merges = _download() if path is None else _from_folder(path)
+        return GPT2Tokenizer(_gpt2_ranks(merges.decode()))
     file = json_file(name)
     with reworded(DataError, f"{file}: cannot be read", caught=(OSError, UnicodeDecodeError)):
         text = file.read_text(encoding="utf-8")
@@ -276,18 +276,12 @@ class JsonTokenizer(_SubwordTokenizer):
         self._letters = {i: [j for j in ids if j is not None and j not in special] for i, ids in letters.items()}
 
     def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
-        start = 0
-        while start < len(texts):
-            stop, size = start, 0
-            while stop < len(texts) and (stop == start or size + len(texts[stop]) <= self.longest_piece):
-                size += len(texts[stop])
-                stop += 1
+        for group in groups(texts, len, self.longest_piece):
             with reworded(DataError, f"{self.name}: cannot encode a text", caught=Exception):
                 # Unlike `encode`, this one lets other threads run, and works out no offsets.
-                batch = self._tokenizer.encode_batch_fast(texts[start:stop], add_special_tokens=False)
+                batch = self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
             for encoding in batch:
                 yield self._ordinary(np.array(encoding.ids, dtype=self.dtype))
-            start = stop
 
     def _ordinary(self, ids: TokenArray) -> TokenArray:
         """Replaces special tokens, which some models (Unigram, WordLevel) find in text, by tokens of their letters."""
@@ -362,12 +356,6 @@ def _unknown(name: str) -> ConfigError:
         f"data.tokenizer: {name!r} is neither a tokenizer nor a file; use 'bytes', which needs no download, 'gpt2', "
         "or the path of a tokenizer.json or of its folder (nothing is fetched from the Hugging Face hub by name)"
     )
-
-
-def _load_gpt2(path: str | None) -> GPT2Tokenizer:
-    """From the folder `path`, or from the cache and the network when it is None."""
-    data = _download() if path is None else _from_folder(path)
-    return GPT2Tokenizer(_gpt2_ranks(data.decode()))
 
 
 def _gpt2_ranks(merges: str) -> dict[bytes, int]:

@@ -39,8 +39,9 @@ class Activity:
         self._progress: list[tuple[str, Progress]] = []
         self._remote: list[HubDataset] = []
 
-    def add(self, source: str, progress: Progress) -> None:
+    def add(self, source: str, progress: Progress) -> Progress:
         self._progress.append((source, progress))
+        return progress
 
     def watch(self, source: "HubDataset") -> None:
         self._remote.append(source)
@@ -65,10 +66,6 @@ class Activity:
             source.cancel()
 
 
-def _pause(future: "Future[Any]", seconds: float) -> None:
-    wait([future], seconds)
-
-
 @dataclass(frozen=True)
 class Waiter:
     """Every `stall_s` seconds of a wait `report` gets its seconds so far, and a message with what `activity` knows.
@@ -81,7 +78,7 @@ class Waiter:
     report: Callable[[float, str], None]
     stopped: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.perf_counter
-    pause: Callable[["Future[Any]", float], None] = _pause
+    pause: Callable[["Future[Any]", float], object] = lambda future, seconds: wait([future], seconds)
 
     def wait(
         self,

@@ -68,7 +68,7 @@ def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> lis
                 "data.validation_fraction: is 0, so there is no text that the run did not train on; "
                 "name some with data.* overrides"
             )
-        found = data.validation.num_sequences
+        found = data.validation.sequences.count
         return _loss_of(run.model, data.validation, wanted if found is None else min(wanted, found))
     finally:
         data.close()

@@ -3,10 +3,11 @@
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 
 from nsa import __version__
 from nsa.checkpoint.export import read_metadata
@@ -14,24 +15,19 @@ from nsa.checkpoint.load import read_step
 from nsa.data.tokenizers import BUILT_IN
 from nsa.errors import CheckpointError
 from nsa.hf.importer import check_new_folder
+from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
 from nsa.hf.tokenizer import fast_tokenizer
 from nsa.record.schema import METRICS_FILE, read_json
-
-if TYPE_CHECKING:
-    from nsa.train.trained import TrainedRun
+from nsa.train.trained import TrainedRun
 
 LARGEST_SHARD = "5GB"
 
 
-def export_model(run: "TrainedRun", folder: Path) -> None:
+def export_model(run: TrainedRun, folder: Path) -> None:
     """config.json, safetensors (in shards where they are large), tokenizer, generation_config.json, a model card.
 
     `folder` is new or empty; it appears whole or not at all.
     """
-    from transformers import GenerationConfig
-
-    from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
-
     folder = folder.absolute()
     check_new_folder(folder)
     separator, ends = run.tokenizer.separator, list(run.tokenizer.ends)
@@ -70,7 +66,7 @@ def export_model(run: "TrainedRun", folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def model_card(run: "TrainedRun", name: str) -> str:
+def model_card(run: TrainedRun, name: str) -> str:
     config, model = run.config, run.config.model
     kinds = model.layer_kinds()
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
@@ -112,7 +108,7 @@ The configuration of attention: `{json.dumps(config.nsa.model_dump(mode="json"))
 """
 
 
-def _numbers(run: "TrainedRun") -> dict[str, str]:
+def _numbers(run: TrainedRun) -> dict[str, str]:
     """What the run folder knows of the training behind these weights."""
     weights = run.weights
     step = read_step(weights) if weights.is_dir() else read_metadata(weights).get("step")

@@ -4,25 +4,22 @@ Nothing in the folder is executed: weights are safetensors, and a model that bri
 decoder cannot represent is refused by name, so that an imported model computes what it computed there.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nsa.checkpoint.export import serialize_weights, weights_metadata
-from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.export import open_safetensors, serialize_weights, weights_metadata
+from nsa.checkpoint.format import write_atomically
 from nsa.config import Config, load_config, parse_config
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError
-from nsa.files import read_regular
 from nsa.nn.gate import BranchGate
 from nsa.nn.model import build_model
-from nsa.record.schema import WEIGHTS_FILE
+from nsa.record.schema import WEIGHTS_FILE, read_json
 from nsa.train.folder import write_config
 
 HF_CONFIG = "config.json"
@@ -269,12 +266,9 @@ def _targets(name: str, kinds: list[Any], shared_kv: bool) -> list[str]:
 
 def _read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
     for path in _weight_files(source):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: is no whole safetensors file: {error}") from None
+        with open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                yield name, file.get_tensor(name)
 
 
 def _weight_files(source: Path) -> list[Path]:
@@ -298,14 +292,11 @@ def _weight_files(source: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_regular(path.resolve()))  # the hub's cache consists of links
+        return read_json(path.resolve())  # the hub's cache consists of links
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; give the folder of a Hugging Face model") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return content
 
 
 def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tuple[dict[str, Any], bytes | None]:

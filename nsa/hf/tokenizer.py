@@ -5,19 +5,16 @@ The separator stands before every document in training, so the tokenizer puts it
 """
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa.data.tokenizers import END_OF_TEXT, ByteTokenizer, GPT2Tokenizer, JsonTokenizer, Tokenizer, byte_letters
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from nsa.data.tokenizers import END_OF_TEXT, GPT2Tokenizer, JsonTokenizer, Tokenizer, byte_letters
 
 
-def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenizerFast":
-    import tokenizers
-    from tokenizers import processors
-    from transformers import PreTrainedTokenizerFast
-
+def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, JsonTokenizer):
         backend = tokenizers.Tokenizer.from_str(tokenizer.text)
         backend.no_truncation()
@@ -26,10 +23,8 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenize
             backend.model.dropout = None
         separator = tokenizer.separator_token
         end = next(iter(tokenizer.end_tokens), separator)
-    elif isinstance(tokenizer, ByteTokenizer | GPT2Tokenizer):
-        backend, separator, end = _byte_level(tokenizer), END_OF_TEXT, END_OF_TEXT
     else:
-        raise TypeError(f"unknown tokenizer {type(tokenizer).__name__}")
+        backend, separator, end = _byte_level(tokenizer), END_OF_TEXT, END_OF_TEXT
     backend.encode_special_tokens = True
     backend.post_processor = processors.TemplateProcessing(
         single=f"{separator} $A",
@@ -48,11 +43,8 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> "PreTrainedTokenize
     )
 
 
-def _byte_level(tokenizer: ByteTokenizer | GPT2Tokenizer) -> Any:
+def _byte_level(tokenizer: Tokenizer) -> Any:
     """Byte-level BPE: GPT-2's merges, or none for bytes."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
     letter = byte_letters()
     if isinstance(tokenizer, GPT2Tokenizer):
         ranks = tokenizer.ranks
@@ -62,7 +54,7 @@ def _byte_level(tokenizer: ByteTokenizer | GPT2Tokenizer) -> Any:
         vocabulary = {_as_text(token, letter): rank for token, rank in ranks.items()}
     else:
         merges, vocabulary = [], {letter[i]: i for i in range(256) if i != tokenizer.separator}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])

@@ -62,14 +62,14 @@ def render(view: RunView) -> str:
     return page(f"{name} - nsa report", _header(view, name, links), "".join(parts), source)
 
 
-def page(title: str, header: str, inside: str, source: str) -> str:
+def page(title: str, header: str, inside: str, source: str, more_style: str = "") -> str:
     """A whole page. `source`, which ends it, is plain text; the others are HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f'<title>{title}</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>'
+        f'<title>{title}</title><link rel="icon" href="data:,"><style>{STYLE}{more_style}</style></head><body>'
         f"{header}<main>{inside}</main><footer>{escape(source)}</footer></body></html>\n"
     )
 

@@ -153,8 +153,7 @@ def resume(state: RunState, config: Config, folder: Path, monitor: Monitor, *, a
 
 def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | None, list[str], list[str]]:
     """The checkpoint to resume from, why newer ones are not used, and the configuration keys that changed since."""
-    damage: list[str] = []
-    chosen = newest_verified(root, lambda error: damage.append(str(error)))
+    chosen, damage = newest_verified(root)
     if chosen is None:
         if damage:
             raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")

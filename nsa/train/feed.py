@@ -127,12 +127,13 @@ class Feed:
         """The validation sequences; those of a stream are collected when they are first needed."""
         loader = self.data.validation
         assert loader is not None
-        self._waiter.run(lambda: loader.num_sequences, "validation documents", interruptible=False)
+        self._waiter.run(lambda: loader.sequences.count, "validation documents", interruptible=False)
         return loader
 
     def num_targets(self) -> int:
         """Targets that count in the next step, over all ranks."""
-        return self.data.train.num_targets(self.state.progress.sequences, self.config.train.batch_size)
+        first = self.state.progress.sequences
+        return self.data.train.sequences.num_targets(range(first, first + self.config.train.batch_size))
 
     def next(self) -> Batch:
         """The next micro-batch."""

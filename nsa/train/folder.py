@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.format import write_atomically
 from nsa.config import Config, differences, load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
 from nsa.files import regular, remove_unfinished

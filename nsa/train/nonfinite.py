@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nsa.checkpoint.export import load_weights, read_tensors, serialize_weights
-from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.format import write_atomically
 from nsa.config import Config, parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa import faults
 from nsa.checkpoint.export import serialize_weights, weights_metadata
-from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.format import write_atomically
 from nsa.config import Config
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer
 from nsa.nn.flops import FlopsPerToken, flops_per_token

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nsa.checkpoint.export import find_weights, load_any_weights
+from nsa.checkpoint.export import find_weights, load_weights
 from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import Tokenizer
@@ -112,7 +112,7 @@ def build_state(
     )
     if config.train.init_from is not None:
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
-            load_any_weights(model, find_weights(Path(config.train.init_from)))
+            load_weights(model, find_weights(Path(config.train.init_from)))
     freeze(model, config.train.freeze)
     if world.context is not None:
         apply_context(model, world.context)

@@ -140,8 +140,8 @@ def validate(
     Every rank runs as many passes as the others, as a sharded model requires; results of a rank without a share are
     dropped.
     """
-    if loader.num_sequences is not None:
-        sequences = min(sequences, loader.num_sequences)
+    if loader.sequences.count is not None:
+        sequences = min(sequences, loader.sequences.count)
     world = state.world
     state.module.eval()
     totals = torch.zeros(3, dtype=torch.float64)

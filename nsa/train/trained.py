@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa.checkpoint.export import find_checkpoint, find_weights, load_any_weights, read_metadata
+from nsa.checkpoint.export import find_checkpoint, find_weights, load_weights, read_metadata
 from nsa.checkpoint.format import BEST, FOLDER, LATEST, committed, pointed
 from nsa.checkpoint.load import read_state
 from nsa.config import Config, load_config, parse_config
@@ -42,7 +42,7 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
     tokenizer = _saved_tokenizer(config, weights, overrides)
     size = vocabulary(config, tokenizer)
     model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
-    load_any_weights(model, weights)
+    load_weights(model, weights)
     return TrainedRun(model.to(pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
 
 

@@ -173,7 +173,7 @@ def test_the_newest_two_sound_ones_stay_when_newer_ones_are_damaged(kind, tmp_pa
         flip_byte(tmp_path / name_of(step) / kind, 0.5)
     save(tmp_path, 5, keep=2)
     assert steps_in(tmp_path) == [2, 4, 5], "5 and 2 are sound, 5 and 4 are the newest"
-    assert newest_verified(tmp_path, lambda error: None) == tmp_path / "step_00000005"
+    assert newest_verified(tmp_path) == (tmp_path / "step_00000005", [])
     flip_byte(tmp_path / "step_00000005" / kind, 0.5)
     save(tmp_path, 6, keep=2)
     sound = [step for step in steps_in(tmp_path) if is_sound(tmp_path / name_of(step))]
@@ -213,11 +213,10 @@ def test_saving_a_step_again_replaces_a_damaged_one(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_checkpoint_is_named_and_passed_over(kind, damage, crashed_run):
     DAMAGE[damage](checkpoint_of(crashed_run, 4) / kind)
-    found = []
-    assert newest_verified(crashed_run / FOLDER, found.append) == checkpoint_of(crashed_run, 3)
-    assert len(found) == 1
-    assert "step_00000004" in str(found[0])
-    assert kind in str(found[0])
+    newest, [problem] = newest_verified(crashed_run / FOLDER)
+    assert newest == checkpoint_of(crashed_run, 3)
+    assert "step_00000004" in problem
+    assert kind in problem
 
 
 def test_no_change_of_a_byte_of_the_manifest_goes_unnoticed(whole_run, tmp_path):

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
-from nsa.checkpoint.export import find_checkpoint, find_weights, load_any_weights, read_weights
+from nsa.checkpoint.export import find_checkpoint, find_weights, load_weights, read_weights
 from nsa.checkpoint.format import MANIFEST_FILE, METADATA_FILE, STATE_FILE, _serialize_manifest, entry_of, verify
 from nsa.checkpoint.load import _Reader
 from nsa.errors import CheckpointError
@@ -455,5 +455,5 @@ def test_a_malicious_checkpoint_to_start_from_is_refused_too(checkpoint, tmp_pat
     sign_again(checkpoint)
     config = small()
     with pytest.raises(CheckpointError, match="which no checkpoint of ours needs"):
-        load_any_weights(build_model(config.model, config.nsa, 256, seed=0), find_weights(checkpoint))
+        load_weights(build_model(config.model, config.nsa, 256, seed=0), find_weights(checkpoint))
     assert not proof.exists()

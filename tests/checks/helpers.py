@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+from rich.console import Console
+
 from nsa.checks.probe import ProbeResult, find
 from nsa.checks.progress import Progress
 from nsa.checks.ready import QUICK_ON_CPU, Plan, ReadinessCheck
@@ -58,7 +60,8 @@ def ready_here(
     def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
         return ProbeResult(find(kind, load_config(config_file), nproc, folder))
 
-    phases = ReadinessCheck(plan, Progress(), run_trial, run_probe).run()
+    with patch.multiple("nsa.checks.ready", run_trial=run_trial, run_probe=run_probe):
+        phases = ReadinessCheck(plan, Progress(Console(quiet=True))).run()
     result = build_result(plan, phases, config_file, overrides, 1.0)
     write_pages(result, plan.folder)
     return json.loads((plan.folder / "readiness.json").read_text())

@@ -6,6 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from nsa.checks.doctor import OTHER_NUMBERS, Attempt, Diagnosis, load_setup
 from nsa.checks.doctor_report import write_page
-from nsa.checks.doctor_search import AS_GIVEN, OPERATORS, Case, Space, search
+from nsa.checks.doctor_search import AS_GIVEN, OPERATORS, Case, search
 from nsa.checks.probe import ProbeResult
 from nsa.checks.progress import Progress
 from nsa.checks.trials import Outcome
@@ -183,8 +184,9 @@ def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda fold
         return machine if kind == "machine" else kernels
 
     setup = load_setup(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
-    diagnosis = Diagnosis(setup, Progress(), run if behave else trial_here, probe)
-    diagnosis.run()
+    diagnosis = Diagnosis(setup, Progress(Console(quiet=True)))
+    with patch.multiple("nsa.checks.doctor", run_trial=run if behave else trial_here, run_probe=probe):
+        diagnosis.run()
     page = write_page(diagnosis).read_text()
     return diagnosis, json.loads((tmp_path / "doctor" / "doctor.json").read_text()), page
 
@@ -459,7 +461,7 @@ def test_the_search_names_exactly_what_a_fault_needs(fault, min_tokens):
         tried.append(case)
         return fault.strikes(case)
 
-    smallest, found = search(START, Space(OPERATORS[None], True, min_tokens), fails)
+    smallest, found = search(START, fails, fast=OPERATORS[None], branches=True, min_tokens=min_tokens)
     named = {f"{g.factor} {g.value}" if g.factor in ("kernel", "branch") else g.factor for g in found}
     assert named == fault.names(min_tokens)
     assert fault.strikes(smallest)
@@ -474,5 +476,5 @@ def test_a_search_without_kernels_and_branches_tries_neither():
         tried.append(name)
         return fault.strikes(case)
 
-    search(Case(1, 16, "fsdp"), Space((), False, 16), fails)
+    search(Case(1, 16, "fsdp"), fails, fast=(), branches=False, min_tokens=16)
     assert tried == ["without fsdp"]

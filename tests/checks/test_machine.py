@@ -1,6 +1,5 @@
 """The environment guard finds what does not fit the run, and utilisation is that of the least busy GPU."""
 
-import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -51,17 +50,10 @@ def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(t
         found(tmp_path, nproc=3)
 
 
-def utilization(monkeypatch, samples: dict[str, list[float]], nproc: int) -> float | None:
-    """What is measured where NVML gives these values for the GPUs, one after the other."""
-    values = {name: iter(series) for name, series in samples.items()}
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: len(samples),
-        nvmlDeviceGetHandleByIndex=str,
-        nvmlDeviceGetHandleByUUID=str,
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=next(values[handle])),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def utilization(monkeypatch, samples: list[list[float]], nproc: int) -> float | None:
+    """What is measured where torch gives these values for the GPUs, one after the other."""
+    values = [iter(series) for series in samples]
+    monkeypatch.setattr("torch.cuda.utilization", lambda index: next(values[index]))
     monkeypatch.setattr(machine, "SAMPLE_EVERY_S", 0.0)
     measured = GpuUtilization(nproc)
     for _ in range(2):
@@ -70,20 +62,15 @@ def utilization(monkeypatch, samples: dict[str, list[float]], nproc: int) -> flo
 
 
 def test_utilization_is_the_mean_of_the_least_busy_gpu(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert utilization(monkeypatch, {"0": [90, 100], "1": [60, 80], "2": [0, 0]}, nproc=2) == 70.0
-
-
-def test_utilization_of_the_visible_gpus_only(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-7")
-    assert utilization(monkeypatch, {"0": [0, 0], "2": [90, 100], "GPU-7": [80, 80]}, nproc=2) == 80.0
+    assert utilization(monkeypatch, [[90, 100], [60, 80], [0, 0]], nproc=2) == 70.0
 
 
 def test_utilization_is_unknown_where_a_gpu_gives_no_value(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert utilization(monkeypatch, {"0": [90, 100], "1": []}, nproc=2) is None
+    assert utilization(monkeypatch, [[90, 100], []], nproc=2) is None
 
 
 def test_utilization_is_unknown_without_nvml(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert GpuUtilization(1).percent is None
+    monkeypatch.setattr(machine.torch.cuda, "_HAS_PYNVML", False)
+    measured = GpuUtilization(1)
+    measured.sample()
+    assert measured.percent is None

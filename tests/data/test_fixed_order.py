@@ -120,7 +120,7 @@ def digest(loader, numbers):
         batch = loader.batch(first, 3, 2)
         for tensor in (batch.inputs, batch.targets, *([] if batch.cu_seqlens is None else [batch.cu_seqlens])):
             found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
-        found.update(str(loader.num_targets(first, 3)).encode())
+        found.update(str(loader.sequences.num_targets(range(first, first + 3))).encode())
     return found.hexdigest()[:32]
 
 

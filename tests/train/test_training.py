@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.checkpoint.export import load_weights, serialize_weights
-from nsa.checkpoint.files import write_atomically
+from nsa.checkpoint.format import write_atomically
 from nsa.cli.main import app
 from nsa.config import parse_config
 from nsa.data.build import build_data

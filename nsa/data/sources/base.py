@@ -6,10 +6,11 @@ skipped are counted by reason, never dropped silently.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+T = TypeVar("T")
 MAX_DOCUMENT_BYTES = 32 << 20  # of a line or a row: anything longer is no document, and would not fit into memory twice
 
 Skipped = Counter[str]  # how many documents a source skipped, by reason
@@ -27,6 +28,20 @@ class Unit:
     start: int = 0
     stop: int = 0
     size: int = 0
+
+
+def groups(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items of at most `limit` together, or one that is larger."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        if group and filled + size_of(item) > limit:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size_of(item)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)

@@ -128,23 +128,21 @@ def expand_paths(paths: Sequence[str]) -> list[Path]:
 
 
 def _named_by(entry: str, path: Path) -> list[Path]:
+    found: Iterable[Path]
     if path.is_dir():
-        inside = _readable(files_below(path))
-        if not inside:
-            raise DataError(f"data.paths: the folder {entry} holds no {READABLE}; name another")
+        found, otherwise = files_below(path), f"the folder {entry} holds no {READABLE}; name another"
     elif path.is_file():
-        inside = _readable([path])
-        if not inside:
-            raise DataError(f"data.paths: {entry} ends in none of {', '.join(SUFFIXES)}; convert it or rename it")
+        found, otherwise = [path], f"{entry} ends in none of {', '.join(SUFFIXES)}; convert it or rename it"
     elif has_magic(entry):
-        inside = _readable(_matching(path))
-        if not inside:
-            raise DataError(f"data.paths: {entry} matches no {READABLE}; check the pattern")
+        found, otherwise = _matching(path), f"{entry} matches no {READABLE}; check the pattern"
     elif path.exists():
-        raise DataError(f"data.paths: {entry} is neither a regular file nor a folder; write it to a file first")
+        found, otherwise = [], f"{entry} is neither a regular file nor a folder; write it to a file first"
     else:
         raise no_such_path(entry)
-    return inside
+    readable = [path for path in found if path.name.lower().endswith(SUFFIXES) and path.is_file()]
+    if not readable:
+        raise DataError(f"data.paths: {otherwise}")
+    return sorted(readable, key=lambda path: path.parts)
 
 
 def no_such_path(entry: str) -> DataError:
@@ -156,10 +154,6 @@ def _kind_and_codec(path: Path) -> tuple[str, str | None]:
     suffixes = path.name.lower().split(".")[-2:]
     codec = readers.CODECS.get("." + suffixes[-1])
     return "." + (suffixes[0] if codec else suffixes[-1]), codec
-
-
-def _readable(paths: Iterable[Path]) -> list[Path]:
-    return sorted((p for p in paths if p.name.lower().endswith(SUFFIXES) and p.is_file()), key=lambda p: p.parts)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
