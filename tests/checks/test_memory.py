@@ -273,7 +273,7 @@ def test_other_micro_batches_are_interpolated_from_two_traces():
 def test_other_micro_batches_are_interpolated_on_their_side_of_the_limit_of_long_passes(configured, sizes):
     """Three sequences of 65,536 tokens are a short pass, four and five a long one, with parts of selected attention in
     two stretches."""
-    settings = [*SMALL, "model.n_layers=2", "train.batch_size=60"]
+    settings = [*SMALL, "model.n_layers=1", "train.batch_size=60"]
     planner = Planner(config_of("long_64k", *settings, f"train.micro_batch={configured}"))
     for micro_batch in sizes:
         direct = estimate(config_of("long_64k", *settings, f"train.micro_batch={micro_batch}"))
