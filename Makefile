@@ -19,8 +19,9 @@ train: setup
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
-# Triton's interpreter is switched on for a whole process. tests/conftest.py shares the tests out to two workers.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+# Triton's interpreter is switched on for a whole process. tests/conftest.py shares the tests out to the workers: three
+# for two cores, since some tests wait.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 test: setup-dev
 	$(PYTEST) --ignore=tests/ops/triton
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops/triton

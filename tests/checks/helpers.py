@@ -25,6 +25,7 @@ LEARNS = {"steps": 1000, "seq_len": 32, "batch_size": 4, "lr": 3e-3, "eval_every
 def write_config(folder: Path, **sections: dict[str, object]) -> Path:
     """A tiny model that learns, with all its files."""
     tree = {**TINY, "train": LEARNS, "telemetry": {"watchdog_floor_s": 60.0}}
+    tree["model"] = {**TINY["model"], "n_layers": 1}
     tree = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
     path = folder / "run.yaml"
     path.write_text(json.dumps(tree))
