@@ -134,8 +134,12 @@ def long(*values: Any) -> Any:
 NARROW, WIDE = Launch(16, 16, 4, 1), Launch(64, 32, 4, 1)
 
 
+METHODS = ("query", "tile", "adaptive", "parts")
+PAIRS = [("query", "fused"), ("tile", "separate"), ("adaptive", "fused"), ("parts", "separate")]
+
+
 @pytest.mark.parametrize("dq", ["fused", "separate"])
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_agrees_with_the_reference(method: str, dq: str) -> None:
     tensors = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = rows_of_blocks(1, 72, 1, SMALL)
@@ -180,8 +184,13 @@ def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
     assert set(large.lists.take[0].tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("value", "method"),
+    [
+        *((torch.nan, method) for method in METHODS),
+        *((torch.inf, "adaptive"), long(torch.inf, "query"), long(torch.inf, "tile"), long(torch.inf, "parts")),
+    ],
+)
 def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: float) -> None:
     q, k, v, _ = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = torch.tensor([[0, 2], [0, -1]], dtype=torch.int32, device=DEVICE).repeat(36, 1)[None, :, None]
@@ -278,11 +287,16 @@ def test_packed_equals_each_document_alone() -> None:
             assert error(got[:, a:b], want) <= 1e-6
 
 
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
-def test_any_index_is_masked_or_counted_once(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "dq"),
+    [
+        *PAIRS,
+        *(long(method, dq) for method in METHODS for dq in ("fused", "separate") if (method, dq) not in PAIRS),
+    ],
+)
+def test_any_index_is_masked_or_counted_once(method: str, dq: str) -> None:
     tensors = inputs(2, 50, 3, 1, 16, 16, torch.float32)
-    for dq in ("fused", "separate"):
-        check(*tensors, wild_indices(2, 50, 1, SPEC), SPEC, method=method, dq=dq, chunk=16)
+    check(*tensors, wild_indices(2, 50, 1, SPEC), SPEC, method=method, dq=dq, chunk=16)
 
 
 def test_no_block_chosen_at_all() -> None:
