@@ -146,8 +146,10 @@ def test_every_method_agrees_with_the_reference(method: str, dq: str) -> None:
     check(*tensors, indices, SMALL, method=method, dq=dq, chunk=24, small=NARROW, large=WIDE, ratio=1.5)
 
 
-@pytest.mark.parametrize("ratio", [1.5, 100.0], ids=["beside-tiles", "alone"])
-@pytest.mark.parametrize("borders", [None, [0, 40, 41, 140]], ids=["one", "packed"])
+@pytest.mark.parametrize(
+    ("ratio", "borders"),  # parts alone, and beside tiles
+    [(100.0, None), (1.5, [0, 40, 41, 140]), long(1.5, None), long(100.0, [0, 40, 41, 140])],
+)
 def test_parts_of_several_stretches(monkeypatch: pytest.MonkeyPatch, ratio: float, borders: list[int] | None) -> None:
     """Block by block, two stretches of at most 128 queries, long lists cut into items."""
     monkeypatch.setattr(selected_parts, "MAX_PARTS_BYTES", 1)
