@@ -1,5 +1,5 @@
-"""Settings for every test: one CPU thread each (two test processes share two cores), a fixed seed, and an order that
-keeps both test processes busy to the end."""
+"""Settings for every test: one CPU thread each (three test processes share two cores), a fixed seed, and an order
+that keeps all test processes busy to the end."""
 
 import functools
 import gc

@@ -186,7 +186,10 @@ class Planner:
     def fit(self, card: Card) -> tuple[int, int]:
         """The largest micro-batch that fits a card, and the largest that also divides the sequences of a rank in a
         step; 0 where not even one sequence fits."""
-        sizes = range(1, _MOST_SEQUENCES + 1)
+        most = self.micro_batch  # doubled until it does not fit: passes far larger than the card take long to trace
+        while most < _MOST_SEQUENCES and self.estimate(most).needed_gib <= card.gib:
+            most *= 2
+        sizes = range(1, most + 1)
         largest = bisect_right(sizes, card.gib, key=lambda size: self.estimate(size).needed_gib)
         divisors = (n for n in range(self.share, 0, -1) if self.share % n == 0)
         return largest, next((n for n in divisors if n <= largest and self.estimate(n).needed_gib <= card.gib), 0)

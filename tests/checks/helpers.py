@@ -27,6 +27,7 @@ LEARNS = {"steps": 1000, "seq_len": 32, "batch_size": 4, "lr": 3e-3, "eval_every
 def write_config(folder: Path, **sections: dict[str, object]) -> Path:
     """A tiny model that learns, with all its files."""
     tree = {**TINY, "train": LEARNS, "telemetry": {"watchdog_floor_s": 60.0}}
+    tree["model"] = {**TINY["model"], "n_layers": 1}
     tree = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {*tree, *sections}}
     path = folder / "run.yaml"
     path.write_text(json.dumps(tree))
@@ -34,9 +35,11 @@ def write_config(folder: Path, **sections: dict[str, object]) -> Path:
 
 
 def ready(folder: Path, config: Path, *arguments: str, **variables: str) -> tuple[int, str, dict]:
-    """Exit code, output and readiness.json of the command."""
+    """Exit code, output and readiness.json of the command. Its processes are warm, too, unless PYTHONPATH has a module
+    for them to start with."""
     command = ("nsa", "ready", str(config), "--out", str(folder / "ready"), *arguments)
-    [ended] = wait_all([warm.start(*command, env=environment(**variables))], 840)
+    started = warm.start(*command, env=environment(**variables), starts_others="PYTHONPATH" not in variables)
+    [ended] = wait_all([started], 840)
     result = folder / "ready" / "readiness.json"
     return ended.code, ended.output, json.loads(result.read_text()) if result.exists() else {}
 

@@ -62,7 +62,7 @@ def strategy(name, **options):
 STRATEGIES = ("ddp", "fsdp")
 ONE_RANK = {
     "single": tree(DEEP, SIX),
-    **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("block", "selective", "branch")},
+    "single-block": tree(DEEP, FEW, recompute("block")),
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
     "short-cmp": tree(SHORT, {"nsa": {"force_branch": "cmp"}}),
@@ -84,7 +84,10 @@ TWO_RANKS = {
     "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
 }
 # Trained where a test of `make test-long` needs them.
-LONG_ONE_RANK = {"single-20": tree(DEEP)}
+LONG_ONE_RANK = {
+    "single-20": tree(DEEP),
+    **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("selective", "branch")},
+}
 LONG_TWO_RANKS = {
     **{f"{s}-20": tree(DEEP, strategy(s)) for s in STRATEGIES},
     **{f"{s}-block-20": tree(DEEP, strategy(s), recompute("block")) for s in STRATEGIES},
@@ -160,8 +163,8 @@ def test_a_strategy_gives_the_numbers_of_one_process(runs, kind, one, other):
 @pytest.mark.parametrize(
     ("kind", "granularity"),
     [
-        *(("single", granularity) for granularity in ("selective", "block", "branch")),
-        *((kind, "block") for kind in STRATEGIES),
+        *((kind, "block") for kind in ("single", *STRATEGIES)),
+        *(long("single", granularity) for granularity in ("selective", "branch")),
         *(long(kind, granularity) for kind in STRATEGIES for granularity in ("selective", "block-20", "branch")),
     ],
 )

@@ -53,8 +53,8 @@ STATIC = "parallel.ddp.static_graph=true"
 
 
 def torchrun(*arguments, **more):
-    """`torchrun`, which starts its ranks as anywhere."""
-    return warm.start("torch.distributed.run", *arguments, env=environment(**more))
+    """`torchrun`; its ranks start at once."""
+    return warm.start("torch.distributed.run", *arguments, env=environment(**more), starts_others=True)
 
 
 def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_resumes(tmp_path, unbroken):

@@ -1,6 +1,7 @@
 """Long passes: loss and MLP in chunks of tokens are those of a short pass, in memory that does not grow with S."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -66,9 +67,17 @@ def assert_near(got, want, tolerance):
         assert (grad - want[1][name]).norm() <= tolerance * want[1][name].norm(), name
 
 
-@pytest.mark.parametrize("taught", [False, True], ids=["targets", "teacher"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("granularity", ["none", "selective", "block", "branch"])
+CASES = [("none", False, False), ("none", True, True), ("block", False, True), ("block", True, False)]
+CASES += [("selective", True, True), ("branch", False, False)]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "tied", "taught"),
+    [
+        pytest.param(*case, marks=[] if case in CASES else pytest.mark.long)
+        for case in product(("none", "selective", "block", "branch"), (False, True), (False, True))
+    ],
+)
 def test_a_long_pass_has_the_loss_and_gradients_of_a_short_one(in_chunks, granularity, tied, taught):
     want = run(granularity, taught=taught, tied_head=tied)
     in_chunks()
@@ -107,8 +116,14 @@ def test_a_long_pass_is_deterministic_where_that_is_asked_for(in_chunks):
     assert all(torch.equal(grad, second[1][name]) for name, grad in first[1].items())
 
 
-@pytest.mark.parametrize("granularity", ["selective", "block"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("granularity", "autocast"),
+    [
+        *(("selective", None), ("block", torch.bfloat16)),
+        pytest.param("selective", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("block", None, marks=pytest.mark.long),
+    ],
+)
 def test_a_long_pass_runs_in_compiled_blocks_without_a_break(in_chunks, autocast, granularity):
     in_chunks()
     want = run("selective", autocast=autocast)  # which rounds as compiled blocks do

@@ -122,7 +122,6 @@ def test_sharding_the_production_file_on_two_ranks_without_a_gpu(tmp_path):
         "CONFIG=configs/m7c_125m_2xa100_production.yaml torchrun --standalone --nproc_per_node=2 "
         "scripts/train_showcase_fsdp.py --dataset synthetic",
         tmp_path,
-        run=run_in_a_shell,
     )
     assert launched(outcome) == ("fsdp", 2, 2)
     assert outcome.output.count("warning: runtime.device: no GPU in use") == 1

@@ -16,7 +16,7 @@ from nsa.parallel.launch import World
 from nsa.train import loop, train
 from nsa.train.graphs import StepGraphs, memory_refusal, plan_graphs
 from nsa.train.step import train_step
-from tests.train.test_training import machine_free, rows_of, setup, tiny
+from tests.train.test_training import TOKENS, machine_free, rows_of, setup, tiny
 
 CUDA = World(torch.device("cuda"))
 
@@ -66,11 +66,11 @@ def test_replayed_steps_give_the_numbers_of_plain_ones(micro_batch, isolated):
     override = f"data.isolate_documents={isolated}"
     _, data, plain = setup(override)
     _, _, state = setup(override)
-    state.graphs = Replays(micro_batch * 64, accumulates=micro_batch < 4)
+    state.graphs = Replays(micro_batch * 32, accumulates=micro_batch < 4)
     for step in range(4):
         batches = batches_of(data, step, state.graphs, micro_batch)
-        expected = train_step(plain, iter(batches), 256, lr=1e-2)
-        assert train_step(state, iter(batches), 256, lr=1e-2) == expected
+        expected = train_step(plain, iter(batches), TOKENS, lr=1e-2)
+        assert train_step(state, iter(batches), TOKENS, lr=1e-2) == expected
     assert state.graphs.replays == 4 * (4 // micro_batch)
     for name, parameter in plain.parameters.items():
         assert torch.equal(parameter, state.parameters[name]), name
@@ -87,37 +87,37 @@ def test_an_observed_step_runs_without_graphs():
             pass
 
     _, data, state = setup()
-    state.graphs = Replays(256, accumulates=False)
+    state.graphs = Replays(TOKENS, accumulates=False)
     observer = Observer()
-    train_step(state, iter(batches_of(data, 0, state.graphs, 4)), 256, lr=1e-2, observer=observer)
-    assert (observer.seen, state.graphs.replays) == (2, 0)
-    train_step(state, iter(batches_of(data, 1, state.graphs, 4)), 256, lr=1e-2)
-    assert (observer.seen, state.graphs.replays) == (2, 1)
+    train_step(state, iter(batches_of(data, 0, state.graphs, 4)), TOKENS, lr=1e-2, observer=observer)
+    assert (observer.seen, state.graphs.replays) == (1, 0)
+    train_step(state, iter(batches_of(data, 1, state.graphs, 4)), TOKENS, lr=1e-2)
+    assert (observer.seen, state.graphs.replays) == (1, 1)
 
 
 @pytest.mark.parametrize(("place", "replays"), [(0, 0), (1, 3)], ids=["first", "second"])
 def test_a_batch_with_more_documents_than_fit_runs_without_graphs(place, replays):
     _, data, plain = setup()
     _, _, state = setup()
-    state.graphs = Replays(64, accumulates=True)
+    state.graphs = Replays(32, accumulates=True)
     batches = batches_of(data, 0, state.graphs, 1)
     whole = batches[place]
-    many = torch.arange(0, 65, 1, dtype=torch.int32)
-    batches[place] = Batch(whole.inputs, whole.targets, many, 64).padded(state.graphs.borders)
-    assert batches[place].cu_seqlens.shape == (65,)
-    assert train_step(state, iter(batches), 256, lr=1e-2) == train_step(plain, iter(batches), 256, lr=1e-2)
+    many = torch.arange(0, 33, 1, dtype=torch.int32)
+    batches[place] = Batch(whole.inputs, whole.targets, many, 32).padded(state.graphs.borders)
+    assert batches[place].cu_seqlens.shape == (33,)
+    assert train_step(state, iter(batches), TOKENS, lr=1e-2) == train_step(plain, iter(batches), TOKENS, lr=1e-2)
     assert (state.graphs.replays, state.graphs.overflows) == (replays, 1)
     assert torch.equal(plain.trainable[0], state.trainable[0])
 
 
 def test_gradients_of_a_step_that_was_skipped_come_back():
     _, data, state = setup()
-    state.graphs = Replays(256, accumulates=False)
+    state.graphs = Replays(TOKENS, accumulates=False)
     batch = batches_of(data, 0, state.graphs, 4)
-    assert train_step(state, iter(batch), 256, lr=1e-2).moved
+    assert train_step(state, iter(batch), TOKENS, lr=1e-2).moved
     assert not train_step(state, iter(batch), 0, lr=1e-2).moved  # a loss of infinity
     assert all(parameter.grad is None for parameter in state.trainable)
-    assert train_step(state, iter(batch), 256, lr=1e-2).moved
+    assert train_step(state, iter(batch), TOKENS, lr=1e-2).moved
     assert all(parameter.grad is not None for parameter in state.trainable)
 
 
@@ -136,12 +136,12 @@ def test_a_capture_that_fails_is_a_reason_for_auto_and_an_error_when_required():
             raise RuntimeError("operation not permitted\nwhen a stream is capturing")
 
     _, data, state = setup()
-    state.graphs = Fails(256, accumulates=False)
-    assert train_step(state, iter(batches_of(data, 0, state.graphs, 4)), 256, lr=1e-2).moved
+    state.graphs = Fails(TOKENS, accumulates=False)
+    assert train_step(state, iter(batches_of(data, 0, state.graphs, 4)), TOKENS, lr=1e-2).moved
     assert state.graphs.reason == "the step could not be captured: RuntimeError: operation not permitted"
-    state.graphs = Fails(256, accumulates=False, required=True)
+    state.graphs = Fails(TOKENS, accumulates=False, required=True)
     with pytest.raises(ConfigError, match=r"runtime\.cuda_graphs: the step could not be captured"):
-        train_step(state, iter(batches_of(data, 1, state.graphs, 4)), 256, lr=1e-2)
+        train_step(state, iter(batches_of(data, 1, state.graphs, 4)), TOKENS, lr=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_auto_says_why_a_run_has_no_graphs(world, overrides, reason):
     if reason is None:
         assert graphs.reason is None
         assert graphs.accumulates
-        assert graphs.borders == 2 * 64 // 256 + 16
+        assert graphs.borders == 2 * 32 // 256 + 16
     else:
         assert graphs.reason.startswith(reason)
         assert graphs.borders is None
@@ -192,7 +192,7 @@ def test_a_run_records_why_it_has_no_graphs(tmp_path):
 
 def test_a_whole_run_with_graphs_has_the_rows_of_one_without(tmp_path, monkeypatch):
     train(tiny(), tmp_path / "plain")
-    graphs = Replays(256, accumulates=False)
+    graphs = Replays(TOKENS, accumulates=False)
     monkeypatch.setattr(loop, "plan_graphs", lambda *_: graphs)
     train(tiny(), tmp_path / "graphs")
     assert machine_free(rows_of(tmp_path / "graphs")) == machine_free(rows_of(tmp_path / "plain"))
@@ -205,7 +205,7 @@ def test_a_run_says_when_graphs_turn_themselves_off(tmp_path, monkeypatch):
         def _capture(self, work, pool):
             raise RuntimeError("no")
 
-    monkeypatch.setattr(loop, "plan_graphs", lambda *_: Fails(256, accumulates=False))
+    monkeypatch.setattr(loop, "plan_graphs", lambda *_: Fails(TOKENS, accumulates=False))
     train(tiny("train.steps=3"), tmp_path / "run")
     line = "graphs  off from step 2 on: the step could not be captured: RuntimeError: no"
     assert (tmp_path / "run" / "run.log").read_text().count(line) == 1

@@ -136,7 +136,7 @@ def test_a_run_of_a_gpu_generates_on_a_cpu_and_says_so(trained_on_a_gpu):
         assert generate(trained_on_a_gpu, "--prompt", "the ").output.startswith("the ")
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_an_override_is_obeyed_by_generate(trained_on_a_gpu):
     asked = generate(trained_on_a_gpu, "runtime.device=cpu", "--prompt", "the ")
     assert (asked.exit_code, asked.output[:4]) == (0, "the ")

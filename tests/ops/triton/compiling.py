@@ -2,7 +2,7 @@
 
 The host functions run on meta tensors with the kernels replaced by recorders, so what is compiled is exactly what
 would be launched, and a host function that read a value back from the device would fail. Run as a program (never under
-TRITON_INTERPRET), it prints one JSON line per kernel with what it takes from a multiprocessor.
+TRITON_INTERPRET), it reads questions, a JSON line each, and answers with what each kernel takes from a multiprocessor.
 """
 
 import json
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -296,17 +297,47 @@ def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
     return list(found.values())
 
 
-def taken_elsewhere(archs: Sequence[int], plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
+class Compiler:
     """`taken` for every architecture, in a process of its own: this one may interpret its kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, __file__, json.dumps(archs), json.dumps(asdict(plan)), *only]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [Taken(**json.loads(line)) for line in done.stdout.splitlines()]
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def taken(self, archs: Sequence[int], plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
+        if self.process.poll() is not None:
+            self.start()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps([archs, asdict(plan), only]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, f"the compiler ended with code {self.process.wait()}"
+        kernels, failure = json.loads(answer)
+        assert not failure, failure
+        return [Taken(**kernel) for kernel in kernels]
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+def answer_questions() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    for line in sys.stdin:
+        archs, plan, only = json.loads(line)
+        kernels, failure = [], ""
+        try:
+            kernels = [asdict(kernel) for arch in archs for kernel in taken(arch, Plan(**plan), only)]
+        except Exception:
+            failure = traceback.format_exc()
+        print(json.dumps([kernels, failure]), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    for arch in json.loads(sys.argv[1]):
-        for kernel in taken(arch, Plan(**json.loads(sys.argv[2])), sys.argv[3:]):
-            print(json.dumps(asdict(kernel)))
+    answer_questions()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.triton.compiling import Plan, attend, narrow_strides, recording, taken_elsewhere
+from tests.ops.triton.compiling import Compiler, Plan, attend, narrow_strides, recording
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TENSOR_MEMORY_LIMIT = 512  # columns, of sm_100
@@ -53,8 +53,15 @@ NARROW = {"score_kernel": {"stride_kn"}}
 LARGEST = ("forward_kernel", "dkv_kernel", "_attend_kernel", "_block_grads_kernel")
 
 
-def check(archs, plan, spilled, only=()):
-    kernels = taken_elsewhere(archs, plan, only)
+@pytest.fixture(scope="session")
+def compiler():
+    compiler = Compiler()
+    yield compiler
+    compiler.end()
+
+
+def check(compiler, archs, plan, spilled, only=()):
+    kernels = compiler.taken(archs, plan, only)
     for arch in archs:
         found = {k.kernel.replace("_tma_", "_") for k in kernels if k.arch == arch}
         parts = PARTS_KERNELS if arch in (90, 100) and plan == UNUSUAL[0] else set()
@@ -68,52 +75,54 @@ def check(archs, plan, spilled, only=()):
 
 
 @pytest.mark.parametrize("plan", PRODUCTION, ids=str)
-def test_production_kernels_fit_the_card(plan):
-    check([80, 90], plan, spilled=128)
+def test_production_kernels_fit_the_card(compiler, plan):
+    check(compiler, [80, 90], plan, spilled=128)
 
 
-def test_the_largest_kernels_fit_cards_that_nothing_was_run_on():
-    check([86, 89, 100, 120], PRODUCTION[0], spilled=1024, only=LARGEST)
+def test_the_largest_kernels_fit_cards_that_nothing_was_run_on(compiler):
+    check(compiler, [86, 89, 100, 120], PRODUCTION[0], spilled=1024, only=LARGEST)
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 32768, 32, 8, 128, 128), Plan(4, 8192, 12, 2, 64, 64)], ids=str)
-def test_kernels_of_groups_of_few_heads_fit_the_card(plan):
-    check([90, 100], plan, spilled=128, only=(*PARTS_KERNELS, "_block_grads_kernel"))
+def test_kernels_of_groups_of_few_heads_fit_the_card(compiler, plan):
+    check(compiler, [90, 100], plan, spilled=128, only=(*PARTS_KERNELS, "_block_grads_kernel"))
 
 
 @pytest.mark.parametrize("plan", STEPS, ids=str)
-def test_decode_kernels_fit_the_card(plan):
-    check([80, 90], plan, spilled=32)
+def test_decode_kernels_fit_the_card(compiler, plan):
+    check(compiler, [80, 90], plan, spilled=32)
 
 
 @pytest.mark.parametrize("plan", AROUND_STEPS, ids=str)
-def test_kernels_around_a_step_fit_every_card(plan):
-    check([80, 86, 89, 90, 100, 120], plan, spilled=0, only=sorted(STEP_KERNELS))
+def test_kernels_around_a_step_fit_every_card(compiler, plan):
+    check(compiler, [80, 86, 89, 90, 100, 120], plan, spilled=0, only=sorted(STEP_KERNELS))
 
 
-def test_the_launches_for_one_sequence_fit_the_card():
-    check([80, 90], ONE_SEQUENCE[0], spilled=32, only=("interval_kernel", "blocks_kernel", "mix_parts_kernel"))
+def test_the_launches_for_one_sequence_fit_the_card(compiler):
+    check(
+        compiler, [80, 90], ONE_SEQUENCE[0], spilled=32, only=("interval_kernel", "blocks_kernel", "mix_parts_kernel")
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("plan", STEPS + ONE_SEQUENCE + UNUSUAL_STEPS, ids=str)
-def test_decode_kernels_of_other_shapes_fit_every_card(arch, plan):
-    check([arch], plan, spilled=128)
+def test_decode_kernels_of_other_shapes_fit_every_card(compiler, arch, plan):
+    check(compiler, [arch], plan, spilled=128)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("plan", UNUSUAL, ids=str)
-def test_kernels_of_other_shapes_fit_the_card(arch, plan):
-    check([arch], plan, spilled=1024)
+def test_kernels_of_other_shapes_fit_the_card(compiler, arch, plan):
+    check(compiler, [arch], plan, spilled=1024)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", [86, 89, 100, 120])
 @pytest.mark.parametrize("plan", PRODUCTION + UNUSUAL, ids=str)
-def test_all_kernels_fit_cards_that_nothing_was_run_on(arch, plan):
-    check([arch], plan, spilled=1024)
+def test_all_kernels_fit_cards_that_nothing_was_run_on(compiler, arch, plan):
+    check(compiler, [arch], plan, spilled=1024)
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(12, 2, 64), (64, 4, 128)])

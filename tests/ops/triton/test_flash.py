@@ -24,6 +24,10 @@ from tests.ops.triton.branch_cases import (
 )
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture(params=["cmp", "win"])
 def branch(request):
     return request.param
@@ -35,12 +39,12 @@ def _poisoned_memory(monkeypatch):
     poison(monkeypatch)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 8, 17, 63, 65, 150])
+@pytest.mark.parametrize("tokens", [1, 7, 8, long(17), long(63), 65, 150])
 def test_agrees_with_the_reference_at_every_length(branch, tokens):
     assert_agrees(branch, Case(tokens=tokens, heads=2, groups=1))
 
 
-@pytest.mark.parametrize("per_group", [1, 2, 3, 4, 6, 8, 12, 16, 32])
+@pytest.mark.parametrize("per_group", [1, long(2), 3, 4, long(6), long(8), long(12), 16, 32])
 def test_agrees_for_every_number_of_heads_in_a_group(branch, per_group):
     assert_agrees(branch, Case(tokens=30, heads=per_group, groups=1))
 
@@ -54,8 +58,17 @@ def test_agrees_for_every_head_size(branch, dk, dv):
     assert_agrees(branch, Case(tokens=33, dk=dk, dv=dv))
 
 
-@pytest.mark.parametrize("mask", ["split", "branch", "always"])
-@pytest.mark.parametrize(("rows", "columns", "splits"), [(16, 32, 1), (32, 16, 3)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "splits", "mask"),
+    [
+        (16, 32, 1, "split"),
+        (32, 16, 3, "branch"),
+        (16, 32, 1, "always"),
+        long(32, 16, 3, "split"),
+        long(16, 32, 1, "branch"),
+        long(32, 16, 3, "always"),
+    ],
+)
 def test_agrees_however_it_is_launched(branch, mask, rows, columns, splits):
     launch = Launch(rows, columns, 4, 1, mask)
     assert_agrees(branch, Case(tokens=45, heads=3, groups=1, batch=2, launch=launch, splits=splits))
@@ -65,8 +78,20 @@ def test_agrees_with_the_checked_in_launch_parameters(branch):
     assert_agrees(branch, Case(tokens=130, heads=4, groups=1, dk=64, dv=64, launch=None))
 
 
-@pytest.mark.parametrize("borders", [(0, 70), (0, 3, 3, 41, 42, 70), (0, 0, 8, 16, 70, 70), tuple(range(0, 71, 7))])
-@pytest.mark.parametrize("mask", ["split", "branch"])
+SOME, EVEN = (0, 3, 3, 41, 42, 70), tuple(range(0, 71, 7))
+
+
+@pytest.mark.parametrize(
+    ("mask", "borders"),
+    [
+        ("split", (0, 70)),
+        ("split", SOME),
+        ("branch", SOME),
+        ("branch", (0, 0, 8, 16, 70, 70)),
+        ("split", EVEN),
+        *(long("branch", (0, 70)), long("split", (0, 0, 8, 16, 70, 70)), long("branch", EVEN)),
+    ],
+)
 def test_agrees_on_packed_documents(branch, borders, mask):
     assert_agrees(
         branch,
@@ -77,14 +102,19 @@ def test_agrees_on_packed_documents(branch, borders, mask):
 TMA = replace(SMALL, mask="branch", tma=True)
 
 
-@pytest.mark.parametrize("cached_bytes", [0, 2**40])
+LOADED = [
+    Case(tokens=70, heads=6, batch=2, dk=32, dv=16, splits=3, launch=TMA),
+    Case(tokens=40, heads=6, dk=32, dv=48, launch=TMA),  # keys and values by threads, rows by the TMA
+    Case(tokens=45, heads=3, groups=1, launch=replace(TMA, mask="always")),  # read in place
+    Case(tokens=70, heads=4, borders=SOME, splits=2, launch=replace(TMA, mask="split")),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "cached_bytes"),
     [
-        Case(tokens=70, heads=6, batch=2, dk=32, dv=16, splits=3, launch=TMA),
-        Case(tokens=40, heads=6, dk=32, dv=48, launch=TMA),  # keys and values by threads, rows by the TMA
-        Case(tokens=45, heads=3, groups=1, launch=replace(TMA, mask="always")),  # read in place
-        Case(tokens=70, heads=4, borders=(0, 3, 3, 41, 42, 70), splits=2, launch=replace(TMA, mask="split")),
+        *((LOADED[0], 0), (LOADED[1], 2**40), (LOADED[2], 0), (LOADED[2], 2**40), (LOADED[3], 2**40)),
+        *(long(LOADED[0], 2**40), long(LOADED[1], 0), long(LOADED[3], 0)),
     ],
     ids=str,
 )
@@ -94,8 +124,15 @@ def test_agrees_where_the_tensor_memory_accelerator_loads(branch, case, cached_b
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-@pytest.mark.parametrize("mask", ["split", "branch", "always"])
-@pytest.mark.parametrize(("tma", "groups"), [(False, 2), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("tma", "groups", "mask"),
+    [
+        *((False, 2, "split"), (True, 1, "branch"), (True, 2, "split"), (True, 2, "always")),
+        *(long(False, 2, mask) for mask in ("branch", "always")),
+        *(long(True, 1, mask) for mask in ("split", "always")),
+        long(True, 2, "branch"),
+    ],
+)
 def test_nothing_of_the_next_sequence_or_group_reaches_a_tile(branch, mask, tma, groups):
     """0 as the weight of NaN is not enough. The first group of the first sequence is as if it were alone."""
     case = Case(

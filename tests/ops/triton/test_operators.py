@@ -26,8 +26,17 @@ def assert_same(reference, triton):
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize("per_group", [1, 6, 16, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4, 8, 12, 32))])
+HEADS = [(1, False), (6, True), (16, False)]
+
+
+@pytest.mark.parametrize(
+    ("per_group", "packed"),
+    [
+        pytest.param(n, packed, marks=[] if (n, packed) in HEADS else pytest.mark.long)
+        for n in (1, 2, 4, 6, 8, 12, 16, 32)
+        for packed in (False, True)
+    ],
+)
 def test_whole_attention_for_any_number_of_heads(per_group, packed):
     x = make_inputs(
         67,
@@ -72,7 +81,7 @@ def test_the_compiled_layer_runs_on_the_kernels():
     layer = NSAAttention(24, 4, 2, 16, spec=SPEC, phi="mlp", backend="triton")
     torch.nn.init.normal_(layer.gate.out.weight, std=0.3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(1, 40, 24, requires_grad=True)
+    x = torch.randn(1, 24, 24, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
     (got,) = torch.autograd.grad(compiled(x).square().sum(), x)
     torch.testing.assert_close(got, expected)

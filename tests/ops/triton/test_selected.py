@@ -127,26 +127,36 @@ def check(
     return o, lse, *grads
 
 
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 NARROW, WIDE = Launch(16, 16, 4, 1), Launch(64, 32, 4, 1)
 
 
+METHODS = ("query", "tile", "adaptive", "parts")
+PAIRS = [("query", "fused"), ("tile", "separate"), ("adaptive", "fused"), ("parts", "separate")]
+
+
 @pytest.mark.parametrize("dq", ["fused", "separate"])
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_agrees_with_the_reference(method: str, dq: str) -> None:
     tensors = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = rows_of_blocks(1, 72, 1, SMALL)
     check(*tensors, indices, SMALL, method=method, dq=dq, chunk=24, small=NARROW, large=WIDE, ratio=1.5)
 
 
-@pytest.mark.parametrize("ratio", [1.5, 100.0], ids=["beside-tiles", "alone"])
-@pytest.mark.parametrize("borders", [None, [0, 40, 41, 200]], ids=["one", "packed"])
+@pytest.mark.parametrize(
+    ("ratio", "borders"),  # parts alone, and beside tiles
+    [(100.0, None), (1.5, [0, 40, 41, 140]), long(1.5, None), long(100.0, [0, 40, 41, 140])],
+)
 def test_parts_of_several_stretches(monkeypatch: pytest.MonkeyPatch, ratio: float, borders: list[int] | None) -> None:
     """Block by block, two stretches of at most 128 queries, long lists cut into items."""
     monkeypatch.setattr(selected_parts, "MAX_PARTS_BYTES", 1)
     monkeypatch.setattr(selected_parts, "CHUNK", 24)
-    tensors = inputs(1, 200, 6, 2, 16, 32, torch.float32)
+    tensors = inputs(1, 140, 6, 2, 16, 32, torch.float32)
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32, device=DEVICE)
-    indices = rows_of_blocks(1, 200, 2, SPEC) if borders is None else wild_indices(1, 200, 2, SPEC)
+    indices = rows_of_blocks(1, 140, 2, SPEC) if borders is None else wild_indices(1, 140, 2, SPEC)
     plan = {"method": "parts", "ratio": ratio, "large": WIDE}
     first = check(*tensors, indices, SPEC, cu_seqlens, **plan)
     q, k, v, _ = tensors
@@ -176,8 +186,13 @@ def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
     assert set(large.lists.take[0].tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("value", "method"),
+    [
+        *((torch.nan, method) for method in METHODS),
+        *((torch.inf, "adaptive"), long(torch.inf, "query"), long(torch.inf, "tile"), long(torch.inf, "parts")),
+    ],
+)
 def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: float) -> None:
     q, k, v, _ = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = torch.tensor([[0, 2], [0, -1]], dtype=torch.int32, device=DEVICE).repeat(36, 1)[None, :, None]
@@ -211,7 +226,7 @@ def test_lists_of_few_blocks_equal_those_of_candidates(monkeypatch: pytest.Monke
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("per_group", [1, 2, 3, 4, 6, 8, 12, 16])
+@pytest.mark.parametrize("per_group", [1, long(2), 3, 4, long(6), long(8), 12, 16])
 def test_every_group_size(per_group: int) -> None:
     tensors = inputs(1, 41, per_group, 1, 16, 16, torch.float32)
     check(*tensors, rows_of_blocks(1, 41, 1, SMALL), SMALL, method="adaptive", chunk=24)
@@ -228,14 +243,14 @@ def test_one_query_per_program() -> None:
     check(*tensors, rows_of_blocks(1, 30, 1, SMALL), SMALL, method="query", small=Launch(16, 16, 1, 1), dq="separate")
 
 
-@pytest.mark.parametrize("tokens", [1, 17, 63, 65])
+@pytest.mark.parametrize("tokens", [1, 17, long(63), 65])
 def test_odd_lengths(tokens: int) -> None:
     tensors = inputs(2, tokens, 4, 1, 16, 32, torch.float32)
     check(*tensors, rows_of_blocks(2, tokens, 1, SPEC), SPEC, dq="fused")
     check(*tensors, rows_of_blocks(2, tokens, 1, SPEC), SPEC, method="tile", dq="separate")
 
 
-@pytest.mark.parametrize("sel_block", [8, 24, 48, 64, 128])
+@pytest.mark.parametrize("sel_block", [8, 24, long(48), 64, long(128)])
 def test_every_block_size(sel_block: int) -> None:
     spec = NSASpec(cmp_block=8, cmp_stride=8, sel_block=sel_block, num_selected=3, num_local=1, window=32)
     tokens = min(140, 4 * sel_block + 3)
@@ -244,7 +259,7 @@ def test_every_block_size(sel_block: int) -> None:
         check(*tensors, rows_of_blocks(1, tokens, 1, spec), spec, dq=dq, chunk=40)
 
 
-@pytest.mark.parametrize(("dk", "dv"), [(48, 80), (96, 64), (64, 128)])
+@pytest.mark.parametrize(("dk", "dv"), [(48, 80), long(96, 64), (64, 128)])
 def test_head_sizes_that_differ_and_need_padding(dk: int, dv: int) -> None:
     tensors = inputs(1, 49, 4, 2, dk, dv, torch.float16)
     for dq in ("fused", "separate"):
@@ -274,11 +289,16 @@ def test_packed_equals_each_document_alone() -> None:
             assert error(got[:, a:b], want) <= 1e-6
 
 
-@pytest.mark.parametrize("method", ["query", "tile", "adaptive", "parts"])
-def test_any_index_is_masked_or_counted_once(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "dq"),
+    [
+        *PAIRS,
+        *(long(method, dq) for method in METHODS for dq in ("fused", "separate") if (method, dq) not in PAIRS),
+    ],
+)
+def test_any_index_is_masked_or_counted_once(method: str, dq: str) -> None:
     tensors = inputs(2, 50, 3, 1, 16, 16, torch.float32)
-    for dq in ("fused", "separate"):
-        check(*tensors, wild_indices(2, 50, 1, SPEC), SPEC, method=method, dq=dq, chunk=16)
+    check(*tensors, wild_indices(2, 50, 1, SPEC), SPEC, method=method, dq=dq, chunk=16)
 
 
 def test_no_block_chosen_at_all() -> None:

@@ -205,8 +205,20 @@ def test_launches_of_a_million_tokens_occupy_a_card():
             assert (splits - 1) * span < width <= splits * span
 
 
-@pytest.mark.parametrize("cu", [None, [0, 40, 41, 240]])
-@pytest.mark.parametrize("sizes", [(8, 4, 16, 4, 1, 1), (8, 4, 16, 5, 2, 2), (8, 4, 16, 5, 0, 2)])
+PACKED = [0, 40, 41, 240]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cu"),
+    [
+        ((8, 4, 16, 4, 1, 1), None),
+        ((8, 4, 16, 4, 1, 1), PACKED),
+        ((8, 4, 16, 5, 2, 2), PACKED),
+        ((8, 4, 16, 5, 0, 2), None),
+        pytest.param((8, 4, 16, 5, 2, 2), None, marks=pytest.mark.long),
+        pytest.param((8, 4, 16, 5, 0, 2), PACKED, marks=pytest.mark.long),
+    ],
+)
 def test_rows_split_between_programs_change_nothing(sizes, cu, monkeypatch):
     """With two local blocks nothing that is not visible needs a score: there is no mask then."""
     spec = NSASpec(*sizes, 16)

@@ -137,6 +137,7 @@ def check_steps(model, steps, starts=(62, 7, 33), slack=6, tolerance=2e-5):
 # Rows that bring nothing, a page's end (64), several tokens, rings that wrap around (14 and 30 tokens).
 STEPS = [(1, 1, 1), (1, 0, 1), (5, 2, 6), (1, 1, 0)]
 FEW_STEPS = [(1, 0), (3, 6)]
+ONE_STEP = [(3, 1)]
 
 
 def test_steps_of_all_kinds_of_layers(calls):
@@ -152,8 +153,8 @@ def test_steps_of_variants(calls, variant):
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    check_steps(model, FEW_STEPS, starts=(62, 29))
-    assert calls.count("place") == len(FEW_STEPS)
+    check_steps(model, ONE_STEP, starts=(62, 29))
+    assert calls.count("place") == len(ONE_STEP)
 
 
 def test_steps_in_float16(calls):
@@ -247,13 +248,13 @@ def test_a_block_refuses_packed_documents_beside_a_cache():
 @torch.no_grad()
 def test_where_the_kernels_do_not_run(calls):
     model = model_of()
-    cache = KVCache(model, sequences=3, max_length=100, slack=16)
-    tokens = torch.randint(0, VOCABULARY, (3, 60), device=DEVICE)
-    model(tokens[:, :10], cache=cache)  # a prompt
-    model(tokens[:, :16], cache=cache)  # 48 tokens
+    cache = KVCache(model, sequences=1, max_length=100, slack=40)
+    tokens = torch.randint(0, VOCABULARY, (1, 60), device=DEVICE)
+    model(tokens[:, :4], cache=cache)  # a prompt
+    model(tokens[:, :33], cache=cache)  # more than 32 tokens
     with torch.autocast(DEVICE, torch.float16):  # of weights in float32
-        narrow = KVCache(model, sequences=3, max_length=100)
-        model(tokens[:, :10], cache=narrow)
+        narrow = KVCache(model, sequences=1, max_length=100)
+        model(tokens[:, :4], cache=narrow)
         model(tokens[:, :1], cache=narrow)
     assert not calls
     with torch.enable_grad():
@@ -262,7 +263,7 @@ def test_where_the_kernels_do_not_run(calls):
     assert y.requires_grad
     assert calls.count("place") == 1, "an attention layer over a cache has no gradient, and the block around it has one"
     model.double()
-    double = KVCache(model, sequences=3, max_length=100)
+    double = KVCache(model, sequences=1, max_length=100)
     model(tokens[:, :10], cache=double)
     model(tokens[:, :1], cache=double)
     assert calls.count("place") == 1
