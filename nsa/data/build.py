@@ -45,6 +45,11 @@ class Data:
         """The commits of the repositories that are read."""
         return [stream.source.commit for stream in self.streams if stream.source.commit is not None]
 
+    @property
+    def skipped(self) -> Skipped:
+        """What streams have skipped so far, of what this rank read."""
+        return sum((stream.skipped for stream in self.streams), Skipped())
+
     def set_deadline(self, deadline_s: float) -> None:
         """Sets how long a stream may go without an answer, from now on."""
         for stream in self.streams:

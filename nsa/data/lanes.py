@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
-from nsa.data.sources.base import Progress
+from nsa.data.sources.base import Progress, Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import DaemonPool
@@ -98,6 +98,7 @@ class UnitReader:
         self.units = source.units()
         self.index = index
         self.tokenised = Progress("row groups tokenised", total=0)
+        self.skipped = Skipped()
         self._pool = DaemonPool(threads, "data") if threads else None
         self._pending: dict[int, Future[Tokenised]] = {}
         self._lock = threading.Lock()
@@ -134,6 +135,7 @@ class UnitReader:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
             self.tokenised.done += 1
+            self.skipped.update(found.skipped)
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
         known = self.index.get(unit)
         if known is not None and known != length:

@@ -183,6 +183,7 @@ class Feed:
             "sequences": self.data.train.sequences.shares(self.state.progress.sequences),
             "fingerprint": self.data.fingerprint,
             "commits": self.data.commits,
+            "skipped": self.data.skipped,
         }
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ import json
 import signal
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nsa.config import parse_config
@@ -110,6 +112,14 @@ def test_the_commit_that_is_read_is_recorded(hub, tmp_path, capsys):
     mixed = parse_config({"data": {"mixture": [part, {"source": "fineweb_edu"}]}}, "test", TINY)
     train(mixed, tmp_path / "mixed")
     assert metrics_of(tmp_path / "mixed")["data"]["commits"] == [commit], "a mirror has none"
+
+
+def test_what_a_stream_skips_is_counted(tmp_path):
+    rows = ["", None, *("a text that is long enough for this " * 20 for _ in range(60))]
+    (tmp_path / "mirror").mkdir()
+    pq.write_table(pa.table({"text": rows}), tmp_path / "mirror" / "a.parquet")
+    train(streamed(f"data.paths=[{tmp_path / 'mirror'}]", "data.validation_fraction=0"), tmp_path / "run")
+    assert metrics_of(tmp_path / "run")["data"]["skipped"] == {"empty": 1, "no text": 1}
 
 
 def test_a_run_that_began_at_the_hub_goes_on_offline(hub, tmp_path, monkeypatch):
