@@ -1,8 +1,9 @@
 """`dtypes_report.txt`: the type of everything a run keeps; `opt_state_mb.txt`: how large the optimizer's part of it is.
 
-Neither function raises: False means that the file could not be written, and training goes on.
+Whoever writes them goes on where that fails.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -50,40 +51,32 @@ def write_dtypes_report(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
-) -> bool:
+) -> None:
     """Writes `dtypes_report.txt`: unexpected types first, then how many there are of each, then every tensor.
 
     Useful after a step, when gradients and state exist.
     """
-    try:
-        order = list(EXPECTED)
-        rows = sorted(_rows(parameters, buffers, optimizer), key=lambda row: order.index(row.kind))  # stable
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / DTYPES_FILE, "\n".join(_format_report(rows)) + "\n")
-    except Exception:  # a report is no reason to stop
-        return False
-    return True
+    order = list(EXPECTED)
+    rows = sorted(_rows(parameters, buffers, optimizer), key=lambda row: order.index(row.kind))  # stable
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / DTYPES_FILE, "\n".join(_format_report(rows)) + "\n")
 
 
-def write_optimizer_state(folder: Path, optimizer: torch.optim.Optimizer, rank: int, size: int) -> bool:
+def write_optimizer_state(folder: Path, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     """Puts this rank's line into `opt_state_mb.txt`, in MB (10^6 bytes) that this rank holds.
 
     All ranks share the file and come in any order, without waiting for each other: each one locks the file, reads
     it, replaces its own line, drops lines of ranks that a run of `size` does not have, and writes it back sorted.
     So a rerun never doubles a line, and once every rank was here there is exactly one of each.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / OPTIMIZER_STATE_FILE) as file:
-            lines = _lines_by_rank(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
-            lines[rank] = _state_line(optimizer, rank)
-            content = "".join(f"{lines[r]}\n" for r in sorted(lines) if r < size).encode()
-            if os.pwrite(file, content, 0) != len(content):
-                return False
-            os.ftruncate(file, len(content))  # after the write, so that no reader finds the file empty
-    except Exception:
-        return False
-    return True
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / OPTIMIZER_STATE_FILE) as file:
+        lines = _lines_by_rank(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
+        lines[rank] = _state_line(optimizer, rank)
+        content = "".join(f"{lines[r]}\n" for r in sorted(lines) if r < size).encode()
+        if os.pwrite(file, content, 0) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), OPTIMIZER_STATE_FILE)
+        os.ftruncate(file, len(content))  # after the write, so that no reader finds the file empty
 
 
 def _rows(

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.nn.block import DecoderBlock
+from nsa.record.failures import Failures
 from nsa.record.numbers import plain
 from nsa.record.trace_file import TraceFile
 
@@ -48,26 +49,23 @@ def _counted(method: Callable[Concatenate["Tracer", P], None]) -> Callable[Conca
 
     @functools.wraps(method)
     def guarded(self: "Tracer", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
+        with self.failures.counted():
             method(self, *args, **kwargs)
-        except Exception as error:
-            self.failures += 1
-            self.last_failure = f"{type(error).__name__}: {error}"
 
     return guarded
 
 
 class Tracer:
-    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` has the last reason.
+    """Writes trace_rank{r}.jsonl. What could not be recorded is counted in `failures`.
 
     Order of use: `traced_hook` while the model is wrapped, `attach` when it is, then steps, then `close`.
     """
 
-    def __init__(self, folder: Path, rank: int, *, grads: bool, modules: bool, buckets: bool):
+    def __init__(
+        self, folder: Path, rank: int, *, grads: bool, modules: bool, buckets: bool, failures: Failures | None = None
+    ):
         self.rank, self.grads, self.modules, self.buckets = rank, grads, modules, buckets
-        self.on = grads or modules or buckets
-        self.failures = 0
-        self.last_failure = ""
+        self.on, self.failures = grads or modules or buckets, failures or Failures()
         self._file = TraceFile(folder, rank)
         self._step: int | None = None  # None: not in a step, nothing is recorded
         self._has_digest = False
@@ -155,7 +153,7 @@ class Tracer:
             handle.remove()
         self._handles.clear()
         if self.on and self._step is None:
-            self._emit("end", failures=self.failures)
+            self._emit("end", failures=self.failures.count)
         self._file.close()
 
     def _attach_grads(self, model: nn.Module) -> None:

@@ -88,7 +88,7 @@ def test_events_that_cannot_be_written_are_counted(tmp_path):
     stream = EventStream(0, [HeartbeatSink(tmp_path / "nowhere", rank=0)])
     stream.incident("save_failed", "no room", step=3)
     stream.close()
-    assert (stream.dropped, stream.incidents) == (1, 1)
+    assert (stream.failures.count, stream.incidents) == (1, 1)
 
 
 def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
