@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nsa.files import regular
-from nsa.record.atomic_file import write_whole
+from nsa.files import regular, write_whole
 from nsa.record.memory_dump import local_bytes, local_part, run_tensors
 from nsa.record.schema import DTYPES_FILE, OPTIMIZER_STATE_FILE
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.config import Config
-from nsa.record.atomic_file import write_whole
+from nsa.files import write_whole
 from nsa.record.schema import OUT_OF_MEMORY, memory_files
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers")

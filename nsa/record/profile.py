@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.record.atomic_file import write_whole
+from nsa.files import write_whole
 from nsa.record.schema import PROFILE_TABLE, PROFILE_TRACE
 
 
