@@ -6,7 +6,7 @@ its folder is not usable; nothing that fails later does: it is counted.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from nsa.parallel.launch import World
 from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
-from nsa.record.events import EventStream, HeartbeatSink, Sink
+from nsa.record.events import EventStream, HeartbeatSink
 from nsa.record.guard import hang_reason
 from nsa.record.memory_dump import dump_memory, memory_gib
 from nsa.record.profile import StepProfiler
@@ -68,9 +68,11 @@ class Monitor:
                 message = f"{table.name} lacks {rows}: they could not be written before step {done} was saved"
                 self.incident("missing_rows", message, done)
         if self.world.is_first and wanted.tensorboard:
-            self._add(lambda: TensorBoard(self.folder, done))
+            with self._failures.counted():  # nowhere to write
+                self.stream.add(TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
-            self._add(lambda: Tracker(wanted.tracker, self.folder, self.config.to_dict()))
+            with self._failures.counted():  # not installed
+                self.stream.add(Tracker(wanted.tracker, self.folder, self.config.to_dict()))
         self.tracer.attach(state.model, state.module)
         layers = [name for name, _ in attention_layers(state.model)]
         if layers and wanted.attention:
@@ -80,10 +82,6 @@ class Monitor:
         """x of all ranks that share this rank's sequences."""
         assert self.world.context is not None
         return self.world.context.stack(x.to(self.world.device))
-
-    def _add(self, make: Callable[[], Sink]) -> None:
-        with self._failures.counted():  # not installed, not logged in, nowhere to write
-            self.stream.add(make())
 
     def observer(self, step: int) -> Observer | None:
         """Sees this step's forward pass, if it is sampled."""
@@ -141,24 +139,19 @@ class Monitor:
     def step_done(self, row: TrainingRow) -> None:
         """A step is done, its validation included."""
         self._steps_done = row.step
-        with (
-            self._failures.counted()
-        ):  # first: here ranks that share sequences exchange numbers, whatever fails below on one
+        with self._failures.counted():  # first: ranks that share sequences exchange numbers, whatever fails below
             if self._observer is not None and self._is_sampled(row.step):
                 self._observer.finish(row.step)
         with self._failures.counted():
-            self._record(row)
+            self.watchdog.step_done(row.step_s)
+            self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
+            self._take_samples(row.step)
         if self.failures and not self._failure_reported:
             self._failure_reported = True
             why = self._failures.last or "a file or a sink could not be written"
             self.incident("telemetry", why, row.step)
         with self._failures.counted():
             self._show(row)
-
-    def _record(self, row: TrainingRow) -> None:
-        self.watchdog.step_done(row.step_s)
-        self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
-        self._take_samples(row.step)
 
     def _show(self, row: TrainingRow) -> None:
         self.console.advance(row.step, row.loss)
@@ -181,17 +174,14 @@ class Monitor:
             new = Counter(dispatch.counters()) - self._fallbacks_before
             counts = sorted((branch, reason, count) for (branch, reason), count in new.items())
             self.stream.emit("fallbacks", step, counts=counts)
-        if self._observer is not None:
-            for sample in self._observer.ready():
-                self._emit_sample(sample)
+        for sample in self._observer.ready() if self._observer else ():
+            self._emit_sample(sample)
 
     def last_samples(self) -> None:
         """At the end of a run: those that have not arrived yet."""
         with self._failures.counted():
-            if self._observer is not None:
-                self._observer.wait()
-                for sample in self._observer.ready():
-                    self._emit_sample(sample)
+            for sample in self._observer.ready(wait=True) if self._observer else ():
+                self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
         if self.world.context is not None and self.world.context.rank > 0:
