@@ -19,15 +19,8 @@ from nsa.errors import LaunchError
 from nsa.ops.spec import NSASpec
 
 # Since torch 2.13 under new names; the old ones warn.
-_NAMES = {
-    "gather": ("all_gather_single", "all_gather_into_tensor"),
-    "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
-}
-
-
-def _collective(what: str) -> Any:
-    new, old = _NAMES[what]
-    return getattr(dist, new, None) or getattr(dist, old)
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class Piece(NamedTuple):
@@ -129,7 +122,7 @@ class Context:
         if self.group is None:
             whole.unflatten(0, (self.size, -1)).copy_(local)
             return Pending(whole, local, None)
-        return Pending(whole, local, _collective("gather")(whole, local, group=self.group, async_op=True))
+        return Pending(whole, local, getattr(dist, _ALL_GATHER)(whole, local, group=self.group, async_op=True))
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
         """Starts to sum over ranks what each has of a gathered tensor, of which each gets its part. In float32."""
@@ -138,7 +131,7 @@ class Context:
         local = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
         if self.group is None:
             return Pending(local.copy_(whole[: local.shape[0]]), whole, None)
-        return Pending(local, whole, _collective("reduce")(local, whole, group=self.group, async_op=True))
+        return Pending(local, whole, getattr(dist, _REDUCE_SCATTER)(local, whole, group=self.group, async_op=True))
 
     def stack(self, x: Tensor) -> Tensor:
         """What every rank has, along a new first dimension."""
