@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,23 +40,11 @@ from nsa.record.failures import Failures
 from nsa.record.numbers import plain
 from nsa.record.schema import OLDER_TRACE, TRACE
 
-P = ParamSpec("P")
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 _LARGEST_FILE = 64 * 2**20  # bytes; then the file becomes the older one and a new one begins
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKSUM_BITS = 2**52 - 1  # what a float64 holds exactly
-
-
-def _counted(method: Callable[Concatenate["Tracer", P], None]) -> Callable[Concatenate["Tracer", P], None]:
-    """Errors in recording are counted and never reach training."""
-
-    @functools.wraps(method)
-    def guarded(self: "Tracer", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        with self.failures.counted():
-            method(self, *args, **kwargs)
-
-    return guarded
 
 
 class Tracer:
@@ -81,30 +69,30 @@ class Tracer:
         self._gpu: torch.device | None = None
         self._sharded = False
 
-    @_counted
     def attach(self, model: nn.Module, module: nn.Module) -> None:
         """Hooks onto `model`, the decoder; `module` is the same, wrapped for its strategy. Call it when blocks are
         compiled, recomputed, wrapped and sharded as they will be."""
         if not self.on:
             return
-        self._parameters = dict(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
-        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-        header = {
-            "rank": self.rank,
-            "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-            "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
-            "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
-        }
-        with self.failures.counted():  # hooks are attached all the same
-            self._file.begin(header)
-        if self.grads:
-            self._attach_grads(model)
-        if self.modules:
-            self._attach_modules(model)
-        if self.buckets and not isinstance(module, DistributedDataParallel):
-            self._emit("note", text="buckets: there are none without DDP")
+        with self.failures.counted():
+            self._parameters = dict(model.named_parameters())
+            self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+            self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
+            self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
+            header = {
+                "rank": self.rank,
+                "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+                "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
+                "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
+            }
+            with self.failures.counted():  # hooks are attached all the same
+                self._file.begin(header)
+            if self.grads:
+                self._attach_grads(model)
+            if self.modules:
+                self._attach_modules(model)
+            if self.buckets and not isinstance(module, DistributedDataParallel):
+                self._emit("note", text="buckets: there are none without DDP")
 
     def traced_hook(self, inner: Hook) -> Hook:
         """A communication hook of DDP that does what `inner` does and records when buckets start and are done."""
@@ -121,45 +109,43 @@ class Tracer:
 
         return traced
 
-    @_counted
     def step_begin(self, step: int) -> None:
         if not self.on:
             return
-        self._step = step
-        self._arrived = {event: [] for event in self._arrived}
-        self._file.rotate(_LARGEST_FILE)
-        if self.grads and not self._has_digest:
-            self._has_digest = True
-            self._digest(before=True)
-        self._emit("step_begin")
+        with self.failures.counted():
+            self._step = step
+            self._arrived = {event: [] for event in self._arrived}
+            self._file.rotate(_LARGEST_FILE)
+            if self.grads and not self._has_digest:
+                self._has_digest = True
+                self._digest(before=True)
+            self._emit("step_begin")
 
-    @_counted
     def step_end(self, step: int, loss: float) -> None:
         """Call before gradients are cleared; those of a skipped step are, which the digest records."""
         if not self.on:
             return
-        try:
+        with self.failures.counted():
             if self.grads:
                 arrived = set(self._arrived["grad"])
                 missing = [n for n, p in self._parameters.items() if p.requires_grad and n not in arrived]
                 if missing:
                     self._emit("missing", names=missing)
                 self._digest()
-        finally:  # whatever failed above, the step is done
-            self._emit("step_end", loss=plain(loss))
-            self._step = None
+        self._emit("step_end", loss=plain(loss))  # whatever failed above, the step is done
+        self._step = None
 
-    @_counted
     def close(self) -> None:
         """Removes every hook. Between steps it also records the end of this rank; inside a step there was none."""
-        if self._file.is_closed:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self.on and self._step is None:
-            self._emit("end", failures=self.failures.count)
-        self._file.close()
+        with self.failures.counted():
+            if self._file.is_closed:
+                return
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            if self.on and self._step is None:
+                self._emit("end", failures=self.failures.count)
+            self._file.close()
 
     def _attach_grads(self, model: nn.Module) -> None:
         if not self._sharded:
@@ -181,11 +167,11 @@ class Tracer:
             hook = functools.partial(self._record, "grad", name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @_counted
     def _watch_gathered(self, prefix: str, module: nn.Module, _: Any) -> None:
-        for name, parameter in module.named_parameters(prefix):
-            if not isinstance(parameter, DTensor):
-                self._watch(name, parameter)
+        with self.failures.counted():
+            for name, parameter in module.named_parameters(prefix):
+                if not isinstance(parameter, DTensor):
+                    self._watch(name, parameter)
 
     def _attach_modules(self, model: nn.Module) -> None:
         """Not torch's full backward hooks: they put a view around every output, which FSDP warns of."""
@@ -198,34 +184,34 @@ class Tracer:
         if compiled:
             self._emit("note", text="modules: blocks are compiled, what is inside them is not seen")
 
-    @_counted
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        tensor = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
-        if tensor is not None and self._step is not None:
-            tensor.register_hook(functools.partial(self._record, "module_bwd", name))
+        with self.failures.counted():
+            outputs = output if isinstance(output, tuple | list) else (output,)
+            tensor = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
+            if tensor is not None and self._step is not None:
+                tensor.register_hook(functools.partial(self._record, "module_bwd", name))
 
-    @_counted
     def _record(self, event: str, name: str, _: Tensor) -> None:
         """A gradient was added up, or backward came to a module."""
-        if self._step is not None:
-            self._wait_for_device()
-            self._emit(event, name=name, order=len(self._arrived[event]))
-            self._arrived[event].append(name)
+        with self.failures.counted():
+            if self._step is not None:
+                self._wait_for_device()
+                self._emit(event, name=name, order=len(self._arrived[event]))
+                self._arrived[event].append(name)
 
-    @_counted
     def _bucket_begins(self, bucket: Any, record: dict[str, Any]) -> None:
-        if self._step is None:
-            return
-        buffer = bucket.buffer()
-        record |= {
-            "step": self._step,
-            "index": bucket.index(),
-            "bytes": buffer.numel() * buffer.element_size(),
-            "parameters": [self._names.get(id(parameter), "?") for parameter in bucket.parameters()],
-            "started": time.time(),
-        }
-        self._emit("bucket", **record, done=None)
+        with self.failures.counted():
+            if self._step is None:
+                return
+            buffer = bucket.buffer()
+            record |= {
+                "step": self._step,
+                "index": bucket.index(),
+                "bytes": buffer.numel() * buffer.element_size(),
+                "parameters": [self._names.get(id(parameter), "?") for parameter in bucket.parameters()],
+                "started": time.time(),
+            }
+            self._emit("bucket", **record, done=None)
 
     def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
         value = future.value()  # raises if the reduction failed: such a bucket is never done
@@ -250,10 +236,10 @@ class Tracer:
             parameters=dict(zip(parameters, values[len(gradients) :], strict=True)),
         )
 
-    @_counted
     def _emit(self, /, event: str, **values: Any) -> None:
         """Never raises: after a line that could not be written the next is tried."""
-        self._file.write(event, **{"step": self._step, **values})
+        with self.failures.counted():
+            self._file.write(event, **{"step": self._step, **values})
 
     def _wait_for_device(self) -> None:
         if self._gpu is not None:
