@@ -103,7 +103,6 @@ def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named
         "owners": _owners(held),
         "largest_tensors": _largest(held),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
     write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
 
@@ -154,7 +153,6 @@ def oom_report(
         reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
         return f"out of memory on rank {rank}: {reason}{remedy}"
     with suppress(Exception):
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(OUT_OF_MEMORY.path(folder, rank), json.dumps(report, indent=1) + "\n")
     requested = report["requested_bytes"]
     more = f" and {format_bytes(requested)} more asked for" if requested else ""

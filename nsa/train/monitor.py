@@ -1,7 +1,7 @@
 """Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
 
-Nothing here waits for the device or for another rank. A file that cannot be opened at the start ends the run, because
-its folder is not usable; nothing that fails later does: it is counted.
+Nothing here waits for the device, and after the first step nothing for another rank. A file that cannot be opened at
+the start ends the run, because its folder is not usable; nothing that fails later does: it is counted.
 """
 
 import math
@@ -19,10 +19,11 @@ from nsa.errors import HangError
 from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
+from nsa.parallel.collectives import gather_objects
 from nsa.parallel.launch import World
 from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
-from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
+from nsa.record.dtypes import optimizer_line, write_dtypes_report, write_optimizer_state
 from nsa.record.events import EventStream, HeartbeatSink
 from nsa.record.guard import hang_reason
 from nsa.record.memory_dump import dump_memory, memory_gib
@@ -117,10 +118,14 @@ class Monitor:
             dump_memory(self.folder, label, self.world.device, self.world.rank, state.tensors)
 
     def audit(self, state: RunState) -> None:
-        """After the first step of this process: gradients and moments exist."""
+        """After the first step of this process: gradients and moments exist. All ranks call it together."""
+        line = ""
         with self._failures.counted():
-            write_optimizer_state(self.folder, state.optimizer, self.world.rank, self.world.size)
+            line = optimizer_line(state.optimizer, self.world.rank)
+        lines = gather_objects(line, self.world)
         if self.world.is_first:
+            with self._failures.counted():
+                write_optimizer_state(self.folder, lines)
             with self._failures.counted():
                 buffers = dict(state.model.named_buffers())
                 write_dtypes_report(self.folder, state.parameters, buffers, state.optimizer)
