@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nsa.ops.spec import NSASpec
-from nsa.parallel.context import chunks_of, halo_pieces, owner, padded_length, slots_of
+from nsa.parallel.context import halo_tokens, owner, padded_length, slots_of
 
 
 @dataclass(frozen=True)
@@ -52,5 +52,4 @@ def bytes_per_layer(
 
 def sent_to(receiver: int, sender: int, length: int, size: int, width: int) -> int:
     """Tokens of the halos of `receiver` that `sender` holds."""
-    pieces = (p for chunk in chunks_of(receiver, size) for p in halo_pieces(chunk, length, width))
-    return sum(p.stop - p.start for p in pieces if owner(p.chunk, size)[0] == sender)
+    return sum(owner(token // length, size)[0] == sender for token in halo_tokens(receiver, size, length, width))

@@ -8,7 +8,8 @@ import errno
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -67,11 +68,24 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes beside the place, flushes, renames: a reader sees the old file or the new one, after a crash too."""
+    with _written_aside(path) as aside:
+        write_flushed(aside, content)
+    flush_folder(path.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The same without waiting for the disk: after a crash of the machine the file may be lost."""
+    with _written_aside(path) as aside, open(aside, "w", encoding="utf-8", opener=regular) as file:
+        file.write(text)
+
+
+@contextmanager
+def _written_aside(path: Path) -> Iterator[Path]:
+    """The place beside `path` to write to; it becomes `path` at the end, and is removed where that fails."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_flushed(aside, content)
+        yield aside
         aside.replace(path)
-        flush_folder(path.parent)
     except OSError:
         with suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -21,10 +21,9 @@ import psutil
 
 from nsa.config import Config
 from nsa.errors import ConfigError, HangError, LaunchError, reworded
-from nsa.files import make_folder, regular
+from nsa.files import make_folder, regular, write_whole
 from nsa.inspect.reading import RunView
 from nsa.plain_yaml import dump_yaml
-from nsa.record.atomic_file import write_whole
 from nsa.record.schema import HEARTBEAT, read_events
 
 POLL_S = 0.25

@@ -92,8 +92,7 @@ def tokenizer(
     documents = (text for unit in source.units() for text in source.documents(unit, skipped))
     size, read = train_bpe(documents, file, vocab_size=vocab_size, max_bytes=max_mb << 20)
     say(f"{file}: {size:,} tokens from {read / 2**20:,.1f} MiB of text")
-    for reason, count in sorted(skipped.items()):
-        say(f"skipped {count:,} ({reason})")
+    _print_skipped(skipped)
     if size < vocab_size:
         say(f"the text has no more than {size:,} tokens to learn; more text gives more")
     say(f"train with data.tokenizer={file}")

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from nsa import load_run
 from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
 from nsa.errors import ConfigError
@@ -32,6 +31,7 @@ def evaluate(
     wanted = _parse_lengths(lengths) if lengths is not None else None
     from rich.console import Console
 
+    from nsa import load_run
     from nsa.evals.report import FIGURE_FILE, JSON_FILE, draw_figure, evaluate, print_tables, write_json
 
     run = load_run(source, overrides=all_overrides(overrides, override))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nsa import generate_tokens, load_run
 from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
 from nsa.errors import ConfigError
@@ -52,6 +51,7 @@ def generate(
 
     from dataclasses import replace
 
+    from nsa import load_run
     from nsa.nn.model import build_model
     from nsa.parallel.numerics import numerics
     from nsa.record.samples import record_samples
@@ -74,6 +74,7 @@ def generate(
 
 def _write(run: "TrainedRun", prompts: list[str], options: dict[str, Any]) -> list[str]:
     """Prints what the model writes, and to the standard error how fast. Returns the text after each prompt."""
+    from nsa import generate_tokens
     from nsa.train.trained import in_compute_type
 
     lengths = [len(run.tokenizer.encode(text)) + 1 for text in prompts]  # a separator comes first

@@ -81,13 +81,8 @@ def shorthands(
     """The overrides that the old arguments stand for."""
     if fsdp and ddp:
         raise ConfigError("--ddp 1: this script shards the model with FSDP; scripts/train_showcase.py runs DDP")
-    overrides = []
-    if dataset is not None:
-        overrides.append(f"data.source={dataset}")
-    if steps is not None:
-        overrides.append(f"train.steps={steps}")
-    if precision is not None:
-        overrides.append(f"runtime.precision={precision}")
+    keys = {"data.source": dataset, "train.steps": steps, "runtime.precision": precision}
+    overrides = [f"{key}={value}" for key, value in keys.items() if value is not None]
     if fsdp:
         overrides.append("parallel.strategy=fsdp")
     elif ddp == 1:

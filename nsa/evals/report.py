@@ -14,7 +14,7 @@ from rich.table import Table
 from nsa.data.recall import Prompts
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
-from nsa.record.atomic_file import write_whole
+from nsa.files import write_whole
 from nsa.train.trained import TrainedRun
 
 DEPTHS = (10, 5, 2)  # parts of a prompt, the most that fit

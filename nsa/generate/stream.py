@@ -47,7 +47,20 @@ def generate_tokens(
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] | Sequence[int] = (),
 ) -> Iterator[Generated]:
-    """See `nsa.generate_tokens`."""
+    """Continues prompts with a cache: yields every token as it comes, of all prompts in turn, with `prompt` (its
+    number), `token`, `text` (the characters that it completes) and `end` (None, "stop" or "length").
+
+    source        what `load_run` returned, for prompts that are texts; or a model, for prompts that are lists of ids
+    prompts       one batch; their lengths may differ, and may exceed the length that the model was trained with
+    max_tokens    the most tokens of each
+    temperature   0 always takes the likeliest token
+    top_k, top_p  draw from the k likeliest, and from the fewest likeliest that make up this share
+    seed          of every prompt, or one for each; what a prompt draws does not depend on the others
+    stop          texts that end a prompt, and are left out; with a model alone, ids. What the tokenizer ends a
+                  text with (its separator, data.end_tokens) always does
+
+    On a GPU a step is the replay of a CUDA graph. Needs the packages of the extra `train`.
+    """
     model, tokenizer = (source, None) if isinstance(source, Decoder) else (source.model, source.tokenizer)
     if isinstance(prompts, str) or not all(isinstance(prompt, str) == (tokenizer is not None) for prompt in prompts):
         wanted = "a list of texts" if tokenizer else "a list of lists of token ids, since a model has no tokenizer"

@@ -1,6 +1,7 @@
 """A curve and bars drawn with characters, for terminals."""
 
 import math
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -65,23 +66,15 @@ def bars(values: list[float], *, plain: bool = False) -> str:
     """One character a value, the largest full."""
     signs = _PLAIN_EIGHTHS if plain else _EIGHTHS
     most = max((v for v in values if math.isfinite(v)), default=0.0)
-    return "".join(signs[_eighth(value, most)] for value in values)
-
-
-def _eighth(value: float, most: float) -> int:
-    if not math.isfinite(value) or most <= 0 or value <= 0:
-        return 0
-    return max(1, round(8 * value / most))
+    heights = [max(1, round(8 * value / most)) if math.isfinite(value) and value > 0 else 0 for value in values]
+    return "".join(signs[height] for height in heights)
 
 
 def split_bar(shares: tuple[float, ...], width: int) -> list[int]:
-    """Columns of each share of a bar, `width` in all: the largest remainders get what rounding leaves."""
-    total = sum(share for share in shares if math.isfinite(share) and share > 0)
+    """Columns of each share of a bar, `width` in all: where each ends is rounded."""
+    shown = [share if math.isfinite(share) and share > 0 else 0.0 for share in shares]
+    total = sum(shown)
     if total <= 0:
         return [0] * len(shares)
-    wanted = [width * (share if math.isfinite(share) and share > 0 else 0.0) / total for share in shares]
-    given = [math.floor(part) for part in wanted]
-    order = sorted(range(len(shares)), key=lambda at: given[at] - wanted[at])
-    for at in order[: width - sum(given)]:
-        given[at] += 1
-    return given
+    ends = [round(width * end / total) for end in accumulate(shown)]
+    return [end - start for start, end in pairwise([0, *ends])]

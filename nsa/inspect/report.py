@@ -15,6 +15,7 @@ import yaml
 
 from nsa import __version__
 from nsa.errors import LaunchError, printable
+from nsa.files import write_whole
 from nsa.inspect.health import is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
@@ -22,7 +23,6 @@ from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
 from nsa.inspect.timeline import BAD
 from nsa.record import schema
-from nsa.record.atomic_file import write_whole
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
 MAX_ENTRIES = 500

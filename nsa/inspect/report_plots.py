@@ -211,14 +211,16 @@ def short_layer(layer: str) -> str:
 
 
 def selection_figures(view: RunView) -> list[str]:
-    titles = {
-        "plot-distance": "Selection: distance",
-        "plot-agreement": "Selection: agreement",
-        "plot-distinct": "Selection: blocks a row",
-    }
+    distance, agreement, distinct = (
+        ("plot-distance", "Selection: distance",
+         "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read."),
+        ("plot-agreement", "Selection: agreement",
+         "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are."),
+        ("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads."),
+    )  # fmt: skip
     samples = {step: found for step in view.selection_samples.steps if (found := view.selection_samples.at(step))}
     if not samples:
-        return [missing(view, identity, title, SELECTION.file) for identity, title in titles.items()]
+        return [missing(view, *figure[:2], SELECTION.file) for figure in (distance, agreement, distinct)]
     shares = np.array([found.distances for found in samples.values()]).T  # [bin, step]
     used = np.flatnonzero((shares > 0).any(1)).tolist() or [0]
     top = float(np.ceil(np.nanmax(shares[used], initial=0.1) * 10) / 10)
@@ -227,22 +229,16 @@ def selection_figures(view: RunView) -> list[str]:
     def curve(name: str, column: str, style: str, times: float = 1.0) -> Curve:
         return Curve(name, steps, np.array([getattr(s, column) for s in samples.values()]) * times, style)
 
-    agreement = [
+    parts = [
         curve("agreement", "agreement", "c1", 100),
         curve("forced", "share_forced", "c2", 100),
         curve("rows at the maximum", "share_at_max", "c3", 100),
     ]
-    distinct = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
-    abouts = (
-        "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read.",
-        "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are.",
-        "Distinct blocks that a token and key/value head reads.",
-    )
-    distance, *others = zip(titles, titles.values(), abouts, strict=True)
-    plots = (Plot(agreement, "%", from_zero=True), Plot(distinct, "blocks", from_zero=True))
+    blocks = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
     return [
         _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "h2"),
-        *(_lines(view, *other, plot, SELECTION.file) for other, plot in zip(others, plots, strict=True)),
+        _lines(view, *agreement, Plot(parts, "%", from_zero=True), SELECTION.file),
+        _lines(view, *distinct, Plot(blocks, "blocks", from_zero=True), SELECTION.file),
     ]
 
 

@@ -277,11 +277,11 @@ class Document:
             self.content, self.problem = {}, "damaged: holds no table of values"
 
 
-def lookup(content: Any, path: str, otherwise: Any = None) -> Any:
-    """`a.b` of nested tables; `otherwise` where it is not there."""
+def lookup(content: Any, path: str) -> Any:
+    """`a.b` of nested tables; None where it is not there."""
     for key in path.split("."):
         if not isinstance(content, dict) or key not in content:
-            return otherwise
+            return None
         content = content[key]
     return content
 

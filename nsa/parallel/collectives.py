@@ -19,6 +19,14 @@ def sum_over_ranks(values: Tensor, world: World) -> Tensor:
     return values
 
 
+def gather_objects(value: T, world: World) -> list[T]:
+    """The value of every rank, by rank."""
+    found = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(found, value, group=world.cpu_group)
+    return found
+
+
 def on_first_rank(world: World, function: Callable[[], T]) -> T:
     """What `function` returns or raises on rank 0, returned or raised on every rank. The others do not call it."""
     if world.size == 1:

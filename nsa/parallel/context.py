@@ -9,7 +9,7 @@ compute from it is in `context_layers`.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,8 @@ from nsa.errors import LaunchError
 from nsa.ops.spec import NSASpec
 
 # Since torch 2.13 under new names; the old ones warn.
-_NAMES = {
-    "gather": ("all_gather_single", "all_gather_into_tensor"),
-    "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
-}
-
-
-def _collective(what: str) -> Any:
-    new, old = _NAMES[what]
-    return getattr(dist, new, None) or getattr(dist, old)
-
-
-class Piece(NamedTuple):
-    """Tokens start .. stop of chunk `chunk`, counted from its first."""
-
-    chunk: int
-    start: int
-    stop: int
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def owner(chunk: int, size: int) -> tuple[int, int]:
@@ -51,14 +36,10 @@ def padded_length(tokens: int, size: int) -> int:
     return -(-tokens // (2 * size)) * 2 * size
 
 
-def halo_pieces(chunk: int, length: int, width: int) -> list[Piece]:
-    """The last `width` tokens before a chunk, or as many as there are, by the chunks of `length` tokens they lie in."""
-    first, stop = max(0, chunk * length - width), chunk * length
-    return [
-        Piece(c, max(first - c * length, 0), min(stop - c * length, length))
-        for c in range(first // length, chunk)
-        if stop > first
-    ]
+def halo_tokens(rank: int, size: int, length: int, width: int) -> list[int]:
+    """The last `width` tokens before each chunk of a rank, or as many as there are, by their number in the sequence."""
+    starts = [chunk * length for chunk in chunks_of(rank, size)]
+    return [token for start in starts for token in range(max(0, start - width), start)]
 
 
 def slots_of(length: int, spec: NSASpec) -> int:
@@ -129,7 +110,7 @@ class Context:
         if self.group is None:
             whole.unflatten(0, (self.size, -1)).copy_(local)
             return Pending(whole, local, None)
-        return Pending(whole, local, _collective("gather")(whole, local, group=self.group, async_op=True))
+        return Pending(whole, local, getattr(dist, _ALL_GATHER)(whole, local, group=self.group, async_op=True))
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
         """Starts to sum over ranks what each has of a gathered tensor, of which each gets its part. In float32."""
@@ -138,7 +119,7 @@ class Context:
         local = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
         if self.group is None:
             return Pending(local.copy_(whole[: local.shape[0]]), whole, None)
-        return Pending(local, whole, _collective("reduce")(local, whole, group=self.group, async_op=True))
+        return Pending(local, whole, getattr(dist, _REDUCE_SCATTER)(local, whole, group=self.group, async_op=True))
 
     def stack(self, x: Tensor) -> Tensor:
         """What every rank has, along a new first dimension."""
@@ -159,31 +140,24 @@ class Context:
         return self._halos[key]
 
     def _plan_halos(self, length: int, width: int, device: torch.device) -> HaloTables:
-        def halos(rank: int) -> list[Piece]:
-            return [piece for chunk in chunks_of(rank, self.size) for piece in halo_pieces(chunk, length, width)]
+        def located(receiver: int) -> list[tuple[int, int]]:
+            """Of every token of a rank's halos: which rank has it, and its place among the tokens of that rank."""
+            tokens = halo_tokens(receiver, self.size, length, width)
+            owners = [owner(token // length, self.size) for token in tokens]
+            return [(rank, late * length + token % length) for token, (rank, late) in zip(tokens, owners, strict=True)]
 
-        def joined(parts: list[Tensor]) -> Tensor:
-            return torch.cat([torch.zeros(0, dtype=torch.int64), *parts]).to(device)
-
-        sent: list[Tensor] = []
-        sends = [0] * self.size
-        for receiver in range(self.size):
-            for chunk, start, stop in halos(receiver):
-                rank, late = owner(chunk, self.size)
-                if rank == self.rank:
-                    sent.append(torch.arange(late * length + start, late * length + stop))
-                    sends[receiver] += stop - start
-        mine = halos(self.rank)
-        receives = [sum(p.stop - p.start for p in mine if owner(p.chunk, self.size)[0] == r) for r in range(self.size)]
-        at = [sum(receives[:rank]) for rank in range(self.size)]
-        places: list[Tensor] = []
-        for chunk, start, stop in mine:
-            rank, _ = owner(chunk, self.size)
-            places.append(torch.arange(at[rank], at[rank] + stop - start))
-            at[rank] += stop - start
+        sent = [[place for rank, place in located(receiver) if rank == self.rank] for receiver in range(self.size)]
+        senders = [rank for rank, _ in located(self.rank)]
+        arrival = sorted(range(len(senders)), key=lambda token: senders[token])  # by sender, and then as they are sent
+        place = sorted(range(len(arrival)), key=lambda token: arrival[token])  # the inverse
         early, late_start = self.starts(length)
-        lengths = (min(width, early), min(width, late_start))
-        return HaloTables(joined(sent), sends, joined(places), receives, lengths)
+        return HaloTables(
+            torch.tensor([token for part in sent for token in part], dtype=torch.int64, device=device),
+            [len(part) for part in sent],
+            torch.tensor(place, dtype=torch.int64, device=device),
+            [senders.count(rank) for rank in range(self.size)],
+            (min(width, early), min(width, late_start)),
+        )
 
     def exchange(self, sent: Tensor, receives: list[int], sends: list[int]) -> Tensor:
         """Sends rows of a tensor to every rank, as many as `sends` says, and receives as many as `receives` says."""

@@ -45,10 +45,5 @@ def wrap_ddp(
 
 def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    summed: torch.futures.Future[torch.Tensor] = future.then(_first)
+    summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
     return summed
-
-
-def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = future.value()[0]
-    return tensor

@@ -89,17 +89,16 @@ class AttentionObserver:
             total[:, lowest] = everywhere[..., lowest].amin(0)
         return list(total) if rows else []
 
-    def wait(self) -> None:
-        """Waits for the copies: for the end of a run."""
-        for _, _, _, arrived in self._waiting:
-            if arrived is not None:
-                arrived.synchronize()
-
-    def ready(self) -> list[Sample]:
-        """Samples that have arrived. Never waits."""
+    def ready(self, *, wait: bool = False) -> list[Sample]:
+        """Samples that have arrived; at the end of a run, `wait` for the others."""
         done: list[Sample] = []
-        while self._waiting and (self._waiting[0][3] is None or self._waiting[0][3].query()):
-            step, gates, selection, _ = self._waiting.pop(0)
+        while self._waiting:
+            step, gates, selection, arrived = self._waiting[0]
+            if wait and arrived is not None:
+                arrived.synchronize()
+            elif arrived is not None and not arrived.query():
+                break
+            self._waiting.pop(0)
             done.append(self._read(step, gates, selection))
         return done
 

@@ -1,15 +1,10 @@
 """`dtypes_report.txt`: the type of everything a run keeps; `opt_state_mb.txt`: how large the optimizer's part of it is.
 
-Neither function raises: False means that the file could not be written, and training goes on.
+Whoever writes them goes on where that fails.
 """
 
-import fcntl
-import os
-import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nsa.files import regular
-from nsa.record.atomic_file import write_whole
+from nsa.files import write_whole
 from nsa.record.memory_dump import local_bytes, local_part, run_tensors
 from nsa.record.schema import DTYPES_FILE, OPTIMIZER_STATE_FILE
 
-LOCK_TIMEOUT_S = 2.0
 STEP_COUNTERS = "step counters"
 
 # Master copies are float32 under every precision and strategy: autocast and FSDP make the smaller types on the way.
@@ -50,40 +43,32 @@ def write_dtypes_report(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
-) -> bool:
+) -> None:
     """Writes `dtypes_report.txt`: unexpected types first, then how many there are of each, then every tensor.
 
     Useful after a step, when gradients and state exist.
     """
-    try:
-        order = list(EXPECTED)
-        rows = sorted(_rows(parameters, buffers, optimizer), key=lambda row: order.index(row.kind))  # stable
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / DTYPES_FILE, "\n".join(_format_report(rows)) + "\n")
-    except Exception:  # a report is no reason to stop
-        return False
-    return True
+    order = list(EXPECTED)
+    rows = sorted(_rows(parameters, buffers, optimizer), key=lambda row: order.index(row.kind))  # stable
+    write_whole(folder / DTYPES_FILE, "\n".join(_format_report(rows)) + "\n")
 
 
-def write_optimizer_state(folder: Path, optimizer: torch.optim.Optimizer, rank: int, size: int) -> bool:
-    """Puts this rank's line into `opt_state_mb.txt`, in MB (10^6 bytes) that this rank holds.
+def optimizer_line(optimizer: torch.optim.Optimizer, rank: int) -> str:
+    """How much of the optimizer's state this rank holds, in MB (10^6 bytes)."""
+    slots: Counter[str] = Counter()
+    tensors = 0
+    for state in optimizer.state.values():
+        for slot, value in state.items():
+            if isinstance(value, Tensor):
+                slots[slot] += local_bytes(value)
+                tensors += 1
+    parts = ", ".join(f"{slot} {size / 1e6:.1f}" for slot, size in sorted(slots.items()))
+    return f"rank {rank}: {slots.total() / 1e6:.1f} MB in {tensors} tensors" + (f" ({parts})" if parts else "")
 
-    All ranks share the file and come in any order, without waiting for each other: each one locks the file, reads
-    it, replaces its own line, drops lines of ranks that a run of `size` does not have, and writes it back sorted.
-    So a rerun never doubles a line, and once every rank was here there is exactly one of each.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / OPTIMIZER_STATE_FILE) as file:
-            lines = _lines_by_rank(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
-            lines[rank] = _state_line(optimizer, rank)
-            content = "".join(f"{lines[r]}\n" for r in sorted(lines) if r < size).encode()
-            if os.pwrite(file, content, 0) != len(content):
-                return False
-            os.ftruncate(file, len(content))  # after the write, so that no reader finds the file empty
-    except Exception:
-        return False
-    return True
+
+def write_optimizer_state(folder: Path, lines: Sequence[str]) -> None:
+    """Writes `opt_state_mb.txt` from the `optimizer_line` of every rank."""
+    write_whole(folder / OPTIMIZER_STATE_FILE, "".join(f"{line}\n" for line in lines))
 
 
 def _rows(
@@ -117,42 +102,3 @@ def _format_shape(tensor: Tensor) -> str:
         return shape
     local = "x".join(map(str, local_part(tensor).shape)) or "scalar"
     return f"{shape} (local {local}, {', '.join(map(repr, tensor.placements))})"
-
-
-def _state_line(optimizer: torch.optim.Optimizer, rank: int) -> str:
-    slots: Counter[str] = Counter()
-    tensors = 0
-    for state in optimizer.state.values():
-        for slot, value in state.items():
-            if isinstance(value, Tensor):
-                slots[slot] += local_bytes(value)
-                tensors += 1
-    parts = ", ".join(f"{slot} {size / 1e6:.1f}" for slot, size in sorted(slots.items()))
-    return f"rank {rank}: {slots.total() / 1e6:.1f} MB in {tensors} tensors" + (f" ({parts})" if parts else "")
-
-
-def _lines_by_rank(text: str) -> dict[int, str]:
-    """The first whole line of each rank; what a full disk or a crash left behind is dropped."""
-    lines: dict[int, str] = {}
-    for match in re.finditer(r"^rank (\d+): [\d.]+ MB in \d+ tensors(?: \(.*\))?$", text, re.MULTILINE):
-        lines.setdefault(int(match[1]), match[0])
-    return lines
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """The open file, for this process alone. Raises BlockingIOError if another one holds it for too long."""
-    file = regular(path, os.O_RDWR | os.O_CREAT)
-    try:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-        yield file
-    finally:
-        os.close(file)  # and with it the lock

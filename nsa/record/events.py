@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.files import regular
+from nsa.record.failures import Failures
 from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event
 
 MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
@@ -49,19 +50,16 @@ Task = Callable[[Sink], None]
 
 
 class EventStream:
-    def __init__(self, rank: int, sinks: Sequence[Sink] = ()):
-        self.rank = rank
-        self.dropped = 0
+    def __init__(self, rank: int, sinks: Sequence[Sink] = (), failures: Failures | None = None):
+        self.rank, self.failures = rank, failures or Failures()
         self.incidents = 0
-        self.last_failure = ""
         self._writers: list[Writer] = []
-        self._lock = threading.Lock()
         self.add(*sinks)
 
     def add(self, *sinks: Sink) -> None:
         """Sinks that share a thread; they get the events from now on."""
         if sinks:
-            self._writers.append(Writer(sinks, self._failed))
+            self._writers.append(Writer(sinks, self.failures))
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
         made = make_event(event, self.rank, step, **values)
@@ -76,30 +74,25 @@ class EventStream:
     def flush(self, timeout_s: float | None = None) -> None:
         """Everything emitted so far to the disk itself, in the files that a checkpoint waits for."""
         for writer in late_writers([w for w in self._writers if w.is_awaited], lambda sink: sink.flush(), timeout_s):
-            self._failed(f"{writer.current} does not answer")
+            self.failures.add(f"{writer.current} does not answer")
 
     def close(self) -> None:
         """Writes what is queued and closes the sinks. Emitting afterwards starts the threads again."""
         late = late_writers(self._writers, lambda sink: sink.close())
         for writer in late:
-            self._failed(f"{writer.current} does not answer", max(1, writer.queued))
+            self.failures.add(f"{writer.current} does not answer", max(1, writer.queued))
         for writer in self._writers:
             writer.end()
         self._writers = [writer for writer in self._writers if writer not in late]
-
-    def _failed(self, why: str, count: int = 1) -> None:
-        with self._lock:
-            self.dropped += count
-            self.last_failure = why
 
 
 class Writer:
     """Sinks and the thread that hands them events, in order. The thread starts with the first event."""
 
-    def __init__(self, sinks: Sequence[Sink], failed: Callable[[str], None], name: str = "telemetry"):
+    def __init__(self, sinks: Sequence[Sink], failures: Failures, name: str = "telemetry"):
         self._name = name
         self.current = sinks[0].name  # the sink that is being written
-        self._sinks, self._failed = list(sinks), failed
+        self._sinks, self._failures = list(sinks), failures
         self._errors: dict[str, int] = {}  # of each sink, in a row
         self._tasks: queue.SimpleQueue[tuple[Task, Event | threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -117,7 +110,7 @@ class Writer:
         for sink in list(self._sinks):
             sink.expect(event)
         if self.queued >= MAX_QUEUED:
-            self._failed(f"{self.current} does not answer: {MAX_QUEUED} events wait for it")
+            self._failures.add(f"{self.current} does not answer: {MAX_QUEUED} events wait for it")
         else:
             self._put((lambda sink: sink.write(event), event))
 
@@ -157,7 +150,7 @@ class Writer:
             task(sink)
             self._errors[sink.name] = 0
         except Exception as error:
-            self._failed(f"{sink.name} cannot be written: {getattr(error, 'strerror', None) or error}")
+            self._failures.add(f"{sink.name} cannot be written: {getattr(error, 'strerror', None) or error}")
             if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
                 return  # a disk that is full now may have room later
             self._errors[sink.name] = self._errors.get(sink.name, 0) + 1

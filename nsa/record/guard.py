@@ -33,8 +33,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nsa.files import LARGEST_LOG, open_regular, read_regular, regular
-from nsa.record.atomic_file import write_whole
+from nsa.files import LARGEST_LOG, open_regular, read_regular, regular, write_whole
 from nsa.record.schema import HEARTBEAT, METRICS_FILE, format_event, make_event, parse_events, read_events, stack_dumps
 
 EXIT_CODE = 6

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.config import Config
-from nsa.record.atomic_file import write_whole
+from nsa.files import write_whole
 from nsa.record.schema import OUT_OF_MEMORY, memory_files
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers")
@@ -89,30 +89,22 @@ def held_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> l
     return found
 
 
-def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> bool:
-    """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`.
-
-    Never raises: False means that a file is missing, or an old one stayed.
-    """
-    try:
-        held = held_tensors(named_tensors(), device)
-        usage = memory_usage(device)
-        snapshot = {
-            "time": time.time(),
-            "rank": rank,
-            "label": label,
-            "device": str(device),
-            **usage,
-            "unaccounted_bytes": max(0, _in_use(usage) - sum(tensor["bytes"] for tensor in held)),
-            "owners": _owners(held),
-            "largest_tensors": _largest(held),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
-        write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
-    except Exception:  # no disk, no folder, a device that does not answer: training goes on
-        return False
-    return True
+def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> None:
+    """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`."""
+    held = held_tensors(named_tensors(), device)
+    usage = memory_usage(device)
+    snapshot = {
+        "time": time.time(),
+        "rank": rank,
+        "label": label,
+        "device": str(device),
+        **usage,
+        "unaccounted_bytes": max(0, _in_use(usage) - sum(tensor["bytes"] for tensor in held)),
+        "owners": _owners(held),
+        "largest_tensors": _largest(held),
+    }
+    write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
+    write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
 
 
 def memory_usage(device: torch.device) -> dict[str, int]:
@@ -161,7 +153,6 @@ def oom_report(
         reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
         return f"out of memory on rank {rank}: {reason}{remedy}"
     with suppress(Exception):
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(OUT_OF_MEMORY.path(folder, rank), json.dumps(report, indent=1) + "\n")
     requested = report["requested_bytes"]
     more = f" and {format_bytes(requested)} more asked for" if requested else ""

@@ -24,16 +24,8 @@ def short(value: float) -> str:
         return DASH if math.isnan(value) else str(value)
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
-            return f"{_three(value / limit)}{letter}"
-    return _three(value)
-
-
-def _three(value: float) -> str:
-    if value == 0 or abs(value) < 1e-4:
-        return f"{value:.3g}" if value else "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
 
 
 def exact(value: float, spec: str = ".4f") -> str:

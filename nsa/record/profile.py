@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.record.atomic_file import write_whole
+from nsa.files import write_whole
 from nsa.record.schema import PROFILE_TABLE, PROFILE_TRACE
 
 
@@ -34,12 +34,9 @@ class StepProfiler:
         recorded.stop()
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=key, row_limit=10)
-        try:
-            write_whole(self._table, table)
-            beside = self._trace.with_name(f".{self._trace.name}")
-            beside.unlink(missing_ok=True)  # torch would follow a link
-            recorded.export_chrome_trace(str(beside))
-            beside.replace(self._trace)
-        except (OSError, RuntimeError):  # nowhere to write: a profile is no reason to stop
-            return None
+        write_whole(self._table, table)
+        beside = self._trace.with_name(f".{self._trace.name}")
+        beside.unlink(missing_ok=True)  # torch would follow a link
+        recorded.export_chrome_trace(str(beside))
+        beside.replace(self._trace)
         return self._trace

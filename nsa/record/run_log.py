@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO, cast
 from nsa.errors import printable
 from nsa.files import regular
 from nsa.record.events import Sink, Writer, late_writers
+from nsa.record.failures import Failures
 from nsa.record.schema import RUN_LOG, Event
 
 FLUSH_S = 2.0  # an explicit flush waits no longer
@@ -29,18 +30,18 @@ class RunLog:
 
     def __init__(self, folder: Path, rank: int):
         self.path = RUN_LOG.path(folder, rank)
-        self.failures, self.last_failure = 0, ""
+        self.failures = Failures()
         self._before = (sys.stdout, sys.stderr)
-        self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self._failed, CONSOLE_THREAD)
+        self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self.failures, CONSOLE_THREAD)
         self._file: Writer | None = None
         self.screen = cast(TextIO, _Screen(sys.stdout, self._console, OUT))
 
     def __enter__(self) -> Self:
         try:
             file = open(self.path, "a", encoding="utf-8", errors="replace", buffering=1, opener=regular)
-            self._file = Writer([_Stream(self.path.name, file, owned=True)], self._failed)
+            self._file = Writer([_Stream(self.path.name, file, owned=True)], self.failures)
         except OSError as error:
-            self._failed(f"{self.path.name} cannot be opened: {error.strerror}")
+            self.failures.add(f"{self.path.name} cannot be opened: {error.strerror}")
         self.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
         sys.stdout, sys.stderr = self.screen, cast(TextIO, _Screen(sys.stderr, self._console, ERR))
         self._copy = self.copied()
@@ -53,7 +54,7 @@ class RunLog:
         if error is not None:  # its traceback is printed after this file is closed
             self.write(printable(f"ended by {type(error).__name__}: {error}\n"))
         for writer in late_writers(self._writers, lambda sink: sink.close()):
-            self._failed(f"{writer.current} does not answer")
+            self.failures.add(f"{writer.current} does not answer")
         for writer in self._writers:
             writer.end()
 
@@ -79,10 +80,6 @@ class RunLog:
     @property
     def _writers(self) -> list[Writer]:
         return [self._console, *([self._file] if self._file else [])]
-
-    def _failed(self, why: str) -> None:
-        self.failures += 1
-        self.last_failure = why
 
 
 class _Stream(Sink):

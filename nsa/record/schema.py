@@ -356,7 +356,7 @@ def _format_cell(value: Any) -> str:
     return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"') else text
 
 
-def read_rows(folder: Path, table: Table, rank: int = 0) -> list[dict[str, str]]:
-    """The rows of a table as they are written. Raises OSError; a row of another length has None as a key or value."""
-    with open(table.files.path(folder, rank), encoding="utf-8", newline="", opener=regular) as file:
+def read_rows(folder: Path, table: Table) -> list[dict[str, str]]:
+    """Rank 0's rows of a table as written. Raises OSError; a row of another length has None as a key or value."""
+    with open(table.files.path(folder, 0), encoding="utf-8", newline="", opener=regular) as file:
         return list(csv.DictReader(file))

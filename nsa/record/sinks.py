@@ -10,8 +10,7 @@ from typing import Any
 
 from nsa import faults
 from nsa.errors import LaunchError
-from nsa.files import make_folder, open_regular, read_regular, regular
-from nsa.record.atomic_file import write_whole
+from nsa.files import make_folder, open_regular, read_regular, regular, write_whole
 from nsa.record.events import Sink
 from nsa.record.schema import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 

@@ -18,11 +18,14 @@ Nothing is attached for what is not traced. No event calls a collective, and non
 """
 
 import functools
+import json
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +34,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from nsa.files import regular
 from nsa.nn.block import DecoderBlock
+from nsa.record.failures import Failures
 from nsa.record.numbers import plain
-from nsa.record.trace_file import TraceFile
+from nsa.record.schema import OLDER_TRACE, TRACE
 
-P = ParamSpec("P")
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 _LARGEST_FILE = 64 * 2**20  # bytes; then the file becomes the older one and a new one begins
@@ -43,31 +47,17 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKSUM_BITS = 2**52 - 1  # what a float64 holds exactly
 
 
-def _counted(method: Callable[Concatenate["Tracer", P], None]) -> Callable[Concatenate["Tracer", P], None]:
-    """Errors in recording are counted and never reach training."""
-
-    @functools.wraps(method)
-    def guarded(self: "Tracer", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:
-            self.failures += 1
-            self.last_failure = f"{type(error).__name__}: {error}"
-
-    return guarded
-
-
 class Tracer:
-    """Writes trace_rank{r}.jsonl. `failures` counts what could not be recorded, `last_failure` has the last reason.
+    """Writes trace_rank{r}.jsonl. What could not be recorded is counted in `failures`.
 
     Order of use: `traced_hook` while the model is wrapped, `attach` when it is, then steps, then `close`.
     """
 
-    def __init__(self, folder: Path, rank: int, *, grads: bool, modules: bool, buckets: bool):
+    def __init__(
+        self, folder: Path, rank: int, *, grads: bool, modules: bool, buckets: bool, failures: Failures | None = None
+    ):
         self.rank, self.grads, self.modules, self.buckets = rank, grads, modules, buckets
-        self.on = grads or modules or buckets
-        self.failures = 0
-        self.last_failure = ""
+        self.on, self.failures = grads or modules or buckets, failures or Failures()
         self._file = TraceFile(folder, rank)
         self._step: int | None = None  # None: not in a step, nothing is recorded
         self._has_digest = False
@@ -79,29 +69,30 @@ class Tracer:
         self._gpu: torch.device | None = None
         self._sharded = False
 
-    @_counted
     def attach(self, model: nn.Module, module: nn.Module) -> None:
         """Hooks onto `model`, the decoder; `module` is the same, wrapped for its strategy. Call it when blocks are
         compiled, recomputed, wrapped and sharded as they will be."""
         if not self.on:
             return
-        self._parameters = dict(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
-        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-        header = {
-            "rank": self.rank,
-            "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-            "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
-            "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
-        }
-        self._begin(header)
-        if self.grads:
-            self._attach_grads(model)
-        if self.modules:
-            self._attach_modules(model)
-        if self.buckets and not isinstance(module, DistributedDataParallel):
-            self._emit("note", text="buckets: there are none without DDP")
+        with self.failures.counted():
+            self._parameters = dict(model.named_parameters())
+            self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+            self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
+            self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
+            header = {
+                "rank": self.rank,
+                "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+                "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
+                "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
+            }
+            with self.failures.counted():  # hooks are attached all the same
+                self._file.begin(header)
+            if self.grads:
+                self._attach_grads(model)
+            if self.modules:
+                self._attach_modules(model)
+            if self.buckets and not isinstance(module, DistributedDataParallel):
+                self._emit("note", text="buckets: there are none without DDP")
 
     def traced_hook(self, inner: Hook) -> Hook:
         """A communication hook of DDP that does what `inner` does and records when buckets start and are done."""
@@ -118,45 +109,43 @@ class Tracer:
 
         return traced
 
-    @_counted
     def step_begin(self, step: int) -> None:
         if not self.on:
             return
-        self._step = step
-        self._arrived = {event: [] for event in self._arrived}
-        self._file.rotate(_LARGEST_FILE)
-        if self.grads and not self._has_digest:
-            self._has_digest = True
-            self._digest(before=True)
-        self._emit("step_begin")
+        with self.failures.counted():
+            self._step = step
+            self._arrived = {event: [] for event in self._arrived}
+            self._file.rotate(_LARGEST_FILE)
+            if self.grads and not self._has_digest:
+                self._has_digest = True
+                self._digest(before=True)
+            self._emit("step_begin")
 
-    @_counted
     def step_end(self, step: int, loss: float) -> None:
         """Call before gradients are cleared; those of a skipped step are, which the digest records."""
         if not self.on:
             return
-        try:
+        with self.failures.counted():
             if self.grads:
                 arrived = set(self._arrived["grad"])
                 missing = [n for n, p in self._parameters.items() if p.requires_grad and n not in arrived]
                 if missing:
                     self._emit("missing", names=missing)
                 self._digest()
-        finally:  # whatever failed above, the step is done
-            self._emit("step_end", loss=plain(loss))
-            self._step = None
+        self._emit("step_end", loss=plain(loss))  # whatever failed above, the step is done
+        self._step = None
 
-    @_counted
     def close(self) -> None:
         """Removes every hook. Between steps it also records the end of this rank; inside a step there was none."""
-        if self._file.is_closed:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self.on and self._step is None:
-            self._emit("end", failures=self.failures)
-        self._file.close()
+        with self.failures.counted():
+            if self._file.is_closed:
+                return
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            if self.on and self._step is None:
+                self._emit("end", failures=self.failures.count)
+            self._file.close()
 
     def _attach_grads(self, model: nn.Module) -> None:
         if not self._sharded:
@@ -178,11 +167,11 @@ class Tracer:
             hook = functools.partial(self._record, "grad", name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @_counted
     def _watch_gathered(self, prefix: str, module: nn.Module, _: Any) -> None:
-        for name, parameter in module.named_parameters(prefix):
-            if not isinstance(parameter, DTensor):
-                self._watch(name, parameter)
+        with self.failures.counted():
+            for name, parameter in module.named_parameters(prefix):
+                if not isinstance(parameter, DTensor):
+                    self._watch(name, parameter)
 
     def _attach_modules(self, model: nn.Module) -> None:
         """Not torch's full backward hooks: they put a view around every output, which FSDP warns of."""
@@ -195,45 +184,42 @@ class Tracer:
         if compiled:
             self._emit("note", text="modules: blocks are compiled, what is inside them is not seen")
 
-    @_counted
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        tensor = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
-        if tensor is not None and self._step is not None:
-            tensor.register_hook(functools.partial(self._record, "module_bwd", name))
+        with self.failures.counted():
+            outputs = output if isinstance(output, tuple | list) else (output,)
+            tensor = next((x for x in outputs if isinstance(x, Tensor) and x.requires_grad), None)
+            if tensor is not None and self._step is not None:
+                tensor.register_hook(functools.partial(self._record, "module_bwd", name))
 
-    @_counted
     def _record(self, event: str, name: str, _: Tensor) -> None:
         """A gradient was added up, or backward came to a module."""
-        if self._step is not None:
-            self._wait_for_device()
-            self._emit(event, name=name, order=len(self._arrived[event]))
-            self._arrived[event].append(name)
+        with self.failures.counted():
+            if self._step is not None:
+                self._wait_for_device()
+                self._emit(event, name=name, order=len(self._arrived[event]))
+                self._arrived[event].append(name)
 
-    @_counted
     def _bucket_begins(self, bucket: Any, record: dict[str, Any]) -> None:
-        if self._step is None:
-            return
-        buffer = bucket.buffer()
-        record |= {
-            "step": self._step,
-            "index": bucket.index(),
-            "bytes": buffer.numel() * buffer.element_size(),
-            "parameters": [self._names.get(id(parameter), "?") for parameter in bucket.parameters()],
-            "started": time.time(),
-        }
-        self._emit("bucket", **record, done=None)
+        with self.failures.counted():
+            if self._step is None:
+                return
+            buffer = bucket.buffer()
+            record |= {
+                "step": self._step,
+                "index": bucket.index(),
+                "bytes": buffer.numel() * buffer.element_size(),
+                "parameters": [self._names.get(id(parameter), "?") for parameter in bucket.parameters()],
+                "started": time.time(),
+            }
+            self._emit("bucket", **record, done=None)
 
     def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
         value = future.value()  # raises if the reduction failed: such a bucket is never done
         if record:
-            self._bucket_ends(record)
+            with self.failures.counted():
+                self._wait_for_device()
+                self._emit("bucket", **record, done=time.time())
         return value
-
-    @_counted
-    def _bucket_ends(self, record: dict[str, Any]) -> None:
-        self._wait_for_device()
-        self._emit("bucket", **record, done=time.time())
 
     def _digest(self, *, before: bool = False) -> None:
         if self._sharded:
@@ -250,14 +236,10 @@ class Tracer:
             parameters=dict(zip(parameters, values[len(gradients) :], strict=True)),
         )
 
-    @_counted
-    def _begin(self, header: dict[str, Any]) -> None:
-        self._file.begin(header)
-
-    @_counted
     def _emit(self, /, event: str, **values: Any) -> None:
         """Never raises: after a line that could not be written the next is tried."""
-        self._file.write(event, **{"step": self._step, **values})
+        with self.failures.counted():
+            self._file.write(event, **{"step": self._step, **values})
 
     def _wait_for_device(self) -> None:
         if self._gpu is not None:
@@ -296,3 +278,68 @@ def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
 def _checksum(x: Tensor) -> Tensor:
     bits = x.view(_INTEGERS[x.element_size()])
     return (bits.sum(dtype=torch.int64) & _CHECKSUM_BITS).double()
+
+
+class TraceFile:
+    """Whole lines, each written at once, into a file that may be full.
+
+    After `begin`, every file that this process opens begins with the event `start` with the values of the header.
+    """
+
+    def __init__(self, folder: Path, rank: int):
+        self.is_closed = False
+        self._header: dict[str, Any] = {}
+        self._path, self._older = TRACE.path(folder, rank), OLDER_TRACE.path(folder, rank)
+        self._descriptor: int | None = None
+        self._is_torn = False  # what is in the file ends in the middle of a line
+        self._lock = threading.Lock()  # buckets are done in a thread of their own
+
+    def begin(self, header: dict[str, Any]) -> None:
+        self._header = header
+        with self._lock:
+            self._open()
+
+    def write(self, event: str, step: int | None, **values: Any) -> None:
+        """Raises OSError, or ValueError for a value that is no JSON."""
+        with self._lock:
+            if self.is_closed:
+                return
+            if self._descriptor is None:
+                self._open()
+            self._write({"time": time.time(), "step": step, "event": event, **values})
+
+    def rotate(self, largest: int) -> None:
+        """Begins a new file if this one is larger. Of the older files one is kept."""
+        with self._lock:
+            if self._descriptor is not None and os.fstat(self._descriptor).st_size > largest:
+                self._path.replace(self._older)
+                self._close()
+                self._header["continued"] = True
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+            self.is_closed = True
+
+    def _open(self) -> None:
+        self._descriptor = regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        size = os.fstat(self._descriptor).st_size  # not 0: an earlier process wrote, and may have been killed at it
+        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        try:
+            self._write({"time": time.time(), "step": None, "event": "start", **self._header})
+        except OSError:
+            self._close()
+            raise
+
+    def _write(self, line: dict[str, Any]) -> None:
+        assert self._descriptor is not None
+        text = b"\n" * self._is_torn + json.dumps(line, allow_nan=False).encode() + b"\n"
+        written = os.write(self._descriptor, text)
+        self._is_torn = written < len(text) if written else self._is_torn
+        if written < len(text):
+            raise OSError(f"{self._path}: only {written} of {len(text)} bytes could be written")
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)

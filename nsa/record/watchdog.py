@@ -9,7 +9,7 @@ SIGUSR2 appends all stacks to the same file and the run goes on; SIGABRT and oth
 the process. The file exists from the start, since C code can only write to an open file, and is removed at the end if
 it is empty. The time in its name is that of its newest stacks; where nothing could rename it after them, of the start.
 
-Nothing that fails here stops a run: it is counted in `failures`. Without a guard, hangs are not found.
+Nothing that fails here stops a run: it is counted. Without a guard, hangs are not found.
 """
 
 import faulthandler
@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from nsa.files import regular
 from nsa.record.exit_switch import arm_exit_switch
+from nsa.record.failures import Failures
 from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s
 from nsa.record.schema import NCCL_TRACE
 
@@ -54,8 +55,9 @@ class Watchdog:
         floor_s: float,
         first_step_s: float,
         on_hang: Callable[[dict[str, Any]], None] = lambda report: None,
+        failures: Failures | None = None,
     ):
-        self.failures = 0
+        self.failures = failures or Failures()
         self._folder, self._rank, self._floor_s, self._on_hang = folder, rank, floor_s, on_hang
         self._steps: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
         self._limit_s = first_step_s
@@ -68,17 +70,17 @@ class Watchdog:
         self._closing, self._has_hung, self._reporting = False, False, threading.Lock()
 
     def __enter__(self) -> Self:
-        with self._counted():
+        with self.failures.counted():
             self._remove_empty_dumps()  # of a process that was killed
             path = self._folder / dump_name(self._rank, time.time())
             self._file = regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._path = path
         self._were_enabled = faulthandler.is_enabled()
-        with self._counted():
+        with self.failures.counted():
             faulthandler.enable(file=self._file, all_threads=True)
-        with self._counted():
+        with self.failures.counted():
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
-        with self._counted():
+        with self.failures.counted():
             self._start_guard()
         return self
 
@@ -89,14 +91,14 @@ class Watchdog:
         self._closing = True
         if is_free:
             self._reporting.release()
-        with self._counted():
+        with self.failures.counted():
             self._end_guard()
-        with self._counted():
+        with self.failures.counted():
             faulthandler.unregister(signal.SIGUSR2)
             faulthandler.disable()
             if self._were_enabled:
                 faulthandler.enable(file=STDERR)  # Python's default; faulthandler cannot say where it was before
-        with self._counted():
+        with self.failures.counted():
             if self._path is not None:
                 os.close(self._file)
                 self._remove_empty_dumps()
@@ -130,14 +132,6 @@ class Watchdog:
 
     def _write_beat(self) -> None:
         BEAT.pack_into(self._memory, 0, time.monotonic_ns(), self.limit_s, self._step, self._phase)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """An error inside is counted and not raised."""
-        try:
-            yield
-        except Exception:
-            self.failures += 1
 
     def _remove_empty_dumps(self) -> None:
         for path in self._folder.glob(dump_name(self._rank)):
@@ -191,7 +185,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         """Does what the guard asks for, until one of the two closes the connection."""
-        with self._counted(), self._link.makefile("rb") as messages:
+        with self.failures.counted(), self._link.makefile("rb") as messages:
             for line in messages:
                 message = json.loads(line)
                 if "end" in message:
@@ -203,7 +197,7 @@ class Watchdog:
                         self._has_hung = True
                         self._report(message["report"], message["standing"])
         if not self._closing:
-            self.failures += 1  # the guard is gone, and nothing is watched any more
+            self.failures.add("the guard of the watchdog is gone, and nothing is watched any more")
 
     def _report(self, report: dict[str, Any], standing: str) -> None:
         """Writes all that is known, the most important first. The guard limits how long it may take."""
@@ -214,15 +208,15 @@ class Watchdog:
         here = f"process {os.getpid()} on {socket.gethostname()}"
         text = f"{headline(self._rank, report)}\n{at}, limit {report['limit_s']:.1f} s, {here}\n"
         self._put(f"{text}\nstacks of all threads:\n")
-        with self._counted():
+        with self.failures.counted():
             self._put_stacks()
         report["file"] = str(self._path) if self._path else None
         self._put(f"\n{standing}")
-        with self._counted():
+        with self.failures.counted():
             self._on_hang({**report, "reported_by": "thread"})
         self._link.sendall(b"recorded ")
         last = threading.Thread(target=self._report_last, args=(report,), daemon=True)
-        with self._counted():
+        with self.failures.counted():
             last.start()
             last.join(report_s(self._floor_s) / 4)
         self._link.sendall(b"done ")
@@ -233,30 +227,30 @@ class Watchdog:
             try:
                 os.write(file, text.encode(errors="replace"))
                 return
-            except OSError:
-                self.failures += 1
+            except OSError as error:
+                self.failures.add(f"a stack dump cannot be written: {error.strerror}")
 
     def _put_stacks(self) -> None:
         before = os.fstat(self._file).st_size
         faulthandler.dump_traceback(file=self._file, all_threads=True)
         if self._path is not None and os.fstat(self._file).st_size == before:  # it does not report a full disk
-            self.failures += 1
+            self.failures.add("a stack dump cannot be written")
             self._file, self._path = STDERR, None
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
 
     def _report_last(self, report: dict[str, Any]) -> None:
         """What may block: a terminal that nobody reads, a hung device. The device itself is not asked, only what
         PyTorch and NCCL keep of it on the host."""
-        with self._counted():
+        with self.failures.counted():
             print(headline(self._rank, report), file=sys.stderr, flush=True)
         torch = sys.modules.get("torch")  # never imported here: whoever hangs may hold the import lock
         if torch is None or not torch.cuda.is_initialized():
             return
-        with self._counted():
+        with self.failures.counted():
             for device in range(torch.cuda.device_count()):
                 if torch.cuda.memory_reserved(device):
                     self._put(f"\n{torch.cuda.memory_summary(device)}\n")
-        with self._counted():
+        with self.failures.counted():
             recorder = getattr(torch._C, "_distributed_c10d", None)
             dump = getattr(recorder, "_dump_nccl_trace_json", None) or getattr(recorder, "_dump_fr_trace_json", None)
             if dump is not None:

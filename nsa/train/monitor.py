@@ -1,13 +1,13 @@
 """Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
 
-Nothing here waits for the device or for another rank. A file that cannot be opened at the start ends the run, because
-its folder is not usable; nothing that fails later does: it is counted.
+Nothing here waits for the device, and after the first step nothing for another rank. A file that cannot be opened at
+the start ends the run, because its folder is not usable; nothing that fails later does: it is counted.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from nsa.errors import HangError
 from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
+from nsa.parallel.collectives import gather_objects
 from nsa.parallel.launch import World
 from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
-from nsa.record.dtypes import write_dtypes_report, write_optimizer_state
-from nsa.record.events import EventStream, HeartbeatSink, Sink
+from nsa.record.dtypes import optimizer_line, write_dtypes_report, write_optimizer_state
+from nsa.record.events import EventStream, HeartbeatSink
 from nsa.record.guard import hang_reason
 from nsa.record.memory_dump import dump_memory, memory_gib
 from nsa.record.profile import StepProfiler
@@ -39,18 +40,18 @@ from nsa.train.state import RunState
 class Monitor:
     def __init__(self, config: Config, folder: Path, world: World, printed: RunLog):
         self.config, self.folder, self.world, self._printed = config, folder, world, printed
-        self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)])
+        self._failures = printed.failures
+        self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)], self._failures)
         self.console = RunConsole(config.train.steps, printed, silent=not world.is_first)
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         wanted = config.telemetry
         times = {"floor_s": wanted.watchdog_floor_s, "first_step_s": wanted.watchdog_first_step_s}
-        self.watchdog = Watchdog(folder, world.rank, **times, on_hang=self._on_hang)
+        self.watchdog = Watchdog(folder, world.rank, **times, on_hang=self._on_hang, failures=self._failures)
         traced = {"grads": wanted.trace_grads, "modules": wanted.trace_modules, "buckets": wanted.trace_buckets}
-        self.tracer = Tracer(folder, world.rank, **traced)
+        self.tracer = Tracer(folder, world.rank, **traced, failures=self._failures)
         self._tables: list[TableSink] = []
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
-        self._sink_failures = 0
         self._failure_reported = False
         self._steps_done = 0
         self._fallbacks_before = Counter(dispatch.counters())  # of whatever the process did before this run
@@ -68,9 +69,11 @@ class Monitor:
                 message = f"{table.name} lacks {rows}: they could not be written before step {done} was saved"
                 self.incident("missing_rows", message, done)
         if self.world.is_first and wanted.tensorboard:
-            self._add(lambda: TensorBoard(self.folder, done))
+            with self._failures.counted():  # nowhere to write
+                self.stream.add(TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
-            self._add(lambda: Tracker(wanted.tracker, self.folder, self.config.to_dict()))
+            with self._failures.counted():  # not installed
+                self.stream.add(Tracker(wanted.tracker, self.folder, self.config.to_dict()))
         self.tracer.attach(state.model, state.module)
         layers = [name for name, _ in attention_layers(state.model)]
         if layers and wanted.attention:
@@ -81,30 +84,17 @@ class Monitor:
         assert self.world.context is not None
         return self.world.context.stack(x.to(self.world.device))
 
-    def _add(self, make: Callable[[], Sink]) -> None:
-        with self._counted():  # not installed, not logged in, nowhere to write
-            self.stream.add(make())
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """An error inside is counted and not raised: nothing that is only recorded ends a run."""
-        try:
-            yield
-        except Exception as error:
-            self._sink_failures += 1
-            self.stream.last_failure = str(error) or type(error).__name__
-
     def observer(self, step: int) -> Observer | None:
         """Sees this step's forward pass, if it is sampled."""
         return self._observer if self._is_sampled(step) else None
 
     def profile(self, step: int) -> None:
         """Before a step: starts the profiler, if it is to record this one."""
-        with self._counted():
+        with self._failures.counted():
             self.profiler.before(step)
 
     def memory_gib(self) -> float | None:
-        with self._counted():
+        with self._failures.counted():
             return memory_gib(self.world.device)
         return None
 
@@ -124,19 +114,24 @@ class Monitor:
         self.stream.flush(3.0)
 
     def dump_memory(self, state: RunState, label: str) -> None:
-        written = dump_memory(self.folder, label, self.world.device, self.world.rank, state.tensors)
-        self._sink_failures += not written
+        with self._failures.counted():
+            dump_memory(self.folder, label, self.world.device, self.world.rank, state.tensors)
 
     def audit(self, state: RunState) -> None:
-        """After the first step of this process: gradients and moments exist."""
-        written = [write_optimizer_state(self.folder, state.optimizer, self.world.rank, self.world.size)]
+        """After the first step of this process: gradients and moments exist. All ranks call it together."""
+        line = ""
+        with self._failures.counted():
+            line = optimizer_line(state.optimizer, self.world.rank)
+        lines = gather_objects(line, self.world)
         if self.world.is_first:
-            buffers = dict(state.model.named_buffers())
-            written.append(write_dtypes_report(self.folder, state.parameters, buffers, state.optimizer))
-        self._sink_failures += written.count(False)
+            with self._failures.counted():
+                write_optimizer_state(self.folder, lines)
+            with self._failures.counted():
+                buffers = dict(state.model.named_buffers())
+                write_dtypes_report(self.folder, state.parameters, buffers, state.optimizer)
 
     def log(self, line: str) -> None:
-        with self._counted():
+        with self._failures.counted():
             self.console.log(line)
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
@@ -149,22 +144,19 @@ class Monitor:
     def step_done(self, row: TrainingRow) -> None:
         """A step is done, its validation included."""
         self._steps_done = row.step
-        with self._counted():  # first: here ranks that share sequences exchange numbers, whatever fails below on one
+        with self._failures.counted():  # first: ranks that share sequences exchange numbers, whatever fails below
             if self._observer is not None and self._is_sampled(row.step):
                 self._observer.finish(row.step)
-        with self._counted():
-            self._record(row)
+        with self._failures.counted():
+            self.watchdog.step_done(row.step_s)
+            self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
+            self._take_samples(row.step)
         if self.failures and not self._failure_reported:
             self._failure_reported = True
-            why = self.stream.last_failure or self._printed.last_failure or "a file or a sink could not be written"
+            why = self._failures.last or "a file or a sink could not be written"
             self.incident("telemetry", why, row.step)
-        with self._counted():
+        with self._failures.counted():
             self._show(row)
-
-    def _record(self, row: TrainingRow) -> None:
-        self.watchdog.step_done(row.step_s)
-        self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
-        self._take_samples(row.step)
 
     def _show(self, row: TrainingRow) -> None:
         self.console.advance(row.step, row.loss)
@@ -187,17 +179,14 @@ class Monitor:
             new = Counter(dispatch.counters()) - self._fallbacks_before
             counts = sorted((branch, reason, count) for (branch, reason), count in new.items())
             self.stream.emit("fallbacks", step, counts=counts)
-        if self._observer is not None:
-            for sample in self._observer.ready():
-                self._emit_sample(sample)
+        for sample in self._observer.ready() if self._observer else ():
+            self._emit_sample(sample)
 
     def last_samples(self) -> None:
         """At the end of a run: those that have not arrived yet."""
-        with self._counted():
-            if self._observer is not None:
-                self._observer.wait()
-                for sample in self._observer.ready():
-                    self._emit_sample(sample)
+        with self._failures.counted():
+            for sample in self._observer.ready(wait=True) if self._observer else ():
+                self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
         if self.world.context is not None and self.world.context.rank > 0:
@@ -214,9 +203,7 @@ class Monitor:
     @property
     def failures(self) -> int:
         """How many records could not be written."""
-        observed = self._observer.failures if self._observer else 0
-        others = self.watchdog.failures + self.tracer.failures + self._printed.failures
-        return self.stream.dropped + self._sink_failures + observed + others
+        return self._failures.count + (self._observer.failures if self._observer else 0)
 
     def describe(self) -> dict[str, Any]:
         """For the summary of the run: what this rank saw. The heartbeats have it for the other ranks."""

@@ -35,7 +35,16 @@ class TrainedRun:
 
 
 def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iterable[str] = ()) -> TrainedRun:
-    """See `nsa.load_run`."""
+    """Loads what a run trained: `model` (in eval mode), `tokenizer`, `config`, and `weights`, where they were read.
+
+    path         a run folder (its model.safetensors, or the newest sound checkpoint of an unfinished run), the folder
+                 of one checkpoint, or a .safetensors file that a run or `nsa ckpt export` wrote
+    checkpoint   a checkpoint of the run folder instead: its name such as step_00000500, "latest" or "best"
+    overrides    `section.key=value`, as on the command line, for example runtime.device=cpu
+
+    Where there is no GPU, a run that was trained on one is loaded onto the CPU, with a warning, unless an override asks
+    for the GPU. Needs the packages of the extra `train`.
+    """
     path, overrides = Path(path), list(overrides)
     weights = find_weights(path) if checkpoint is None else _named_checkpoint(path, checkpoint)
     config = _without_missing_gpu(_saved_config(path, weights, overrides), overrides)
@@ -103,7 +112,7 @@ def _without_missing_gpu(config: Config, overrides: list[str]) -> Config:
         return config
     device, kernels = config.runtime.device, config.runtime.kernels.model_dump()
     if device == "cuda" and not _is_overridden("runtime.device", overrides):
-        warnings.warn("runtime.device: the run used a GPU and PyTorch sees none here; using the CPU", stacklevel=4)
+        warnings.warn("runtime.device: the run used a GPU and PyTorch sees none here; using the CPU", stacklevel=3)
         device = "cpu"
     for name, choice in kernels.items():
         if choice == "triton" and not _is_overridden(f"runtime.kernels.{name}", overrides):

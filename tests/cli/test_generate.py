@@ -23,7 +23,7 @@ def generate(monkeypatch, tmp_path):
     config = parse_config({}, "test", [*SIZES, "runtime.device=cpu"])
     model = build_model(config.model, config.nsa, 256, 0).eval()
     run = TrainedRun(model, ByteTokenizer(), config, tmp_path / "model.safetensors")
-    monkeypatch.setattr(command, "load_run", lambda *_, **__: run)
+    monkeypatch.setattr("nsa.train.trained.load_run", lambda *_, **__: run)
     return lambda *arguments: CliRunner().invoke(app, ["generate", "run", *arguments], catch_exceptions=False)
 
 

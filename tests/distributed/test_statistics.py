@@ -20,6 +20,8 @@ def run(folder, strategy, size):
     )
     for ended in run_ranks(size, "train", config):
         assert ended.code == 0, ended.output
+    sizes = (folder / "run" / "opt_state_mb.txt").read_text().splitlines()
+    assert [line.partition(":")[0] for line in sizes] == [f"rank {rank}" for rank in range(size)]
     return [merged(folder / "run", f"{name}{{}}.csv", size) for name in ("gate_stats", "k_stats")]
 
 

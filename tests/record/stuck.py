@@ -187,7 +187,7 @@ def main(how: str, folder: Path, rank: int = 0) -> None:
     with Watchdog(folder, rank, floor_s=FLOOR_S, first_step_s=FLOOR_S) as second:
         second.beat(13, "step")
     assert (signal.getsignal(signal.SIGUSR2), threading.active_count()) == before
-    print(f"done with {dog.failures} failures")
+    print(f"done with {dog.failures.count} failures")
 
 
 if __name__ == "__main__":

@@ -145,8 +145,7 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     observer.selected(inputs[0], SPEC, inputs[1])
     observer.mixed(inputs[2])
     observer.finish(2)
-    observer.wait()
-    sample = observer.ready()[-1]
+    sample = observer.ready(wait=True)[-1]
     assert sample.step == 2
     assert sample.selection[ALL_LAYERS] == read_selection(selection_numbers(indices, SPEC, borders))
     expected = asdict(read_gates(gate_numbers(gates)))

@@ -70,11 +70,11 @@ def test_a_sink_that_hangs_holds_up_no_other_and_no_checkpoint(hanging, monkeypa
     began = time.monotonic()
     stream.flush(20.0)
     assert time.monotonic() - began < 5, "it is not waited for"
-    assert (kept.steps, kept.flushed, stream.dropped) == (list(range(100)), 1, 0)
+    assert (kept.steps, kept.flushed, stream.failures.count) == (list(range(100)), 1, 0)
     stream.close()
     assert kept.closed == 1
-    assert stream.dropped == 100, "what it has not written is lost, and counted"
-    assert stream.last_failure == "wandb does not answer"
+    assert stream.failures.count == 100, "what it has not written is lost, and counted"
+    assert stream.failures.last == "wandb does not answer"
 
 
 def test_a_file_that_hangs_is_waited_for_until_the_timeout(hanging):
@@ -84,7 +84,7 @@ def test_a_file_that_hangs_is_waited_for_until_the_timeout(hanging):
     began = time.monotonic()
     stream.flush(0.2)
     assert 0.2 <= time.monotonic() - began < 5
-    assert (stream.dropped, stream.last_failure) == (1, "wandb does not answer")
+    assert (stream.failures.count, stream.failures.last) == (1, "wandb does not answer")
 
 
 def test_what_waits_for_a_sink_that_hangs_is_bounded_and_the_rest_is_counted(hanging, monkeypatch):
@@ -94,11 +94,11 @@ def test_what_waits_for_a_sink_that_hangs_is_bounded_and_the_rest_is_counted(han
     wait_until(lambda: not stream._writers[0].queued)  # it is in the first one
     for step in range(1, 31):
         stream.emit("step", step)
-    assert stream.dropped == 20
+    assert stream.failures.count == 20
     hanging.released.set()
     stream.close()
     assert hanging.steps == list(range(11)), "none that was taken is lost, and in order"
-    assert (stream.dropped, hanging.closed) == (20, 1)
+    assert (stream.failures.count, hanging.closed) == (20, 1)
 
 
 def test_a_sink_that_fails_three_times_in_a_row_is_removed_and_its_neighbours_stay():
@@ -116,7 +116,7 @@ def test_a_sink_that_fails_three_times_in_a_row_is_removed_and_its_neighbours_st
     assert failing.steps == [1, 2, 3, 4, 5], "one failure, then three in a row"
     assert failing.closed == 1
     assert kept.steps == [1, 2, 3, 4, 5, 6, 7]
-    assert (stream.dropped, stream.last_failure) == (4, "failing cannot be written: no")
+    assert (stream.failures.count, stream.failures.last) == (4, "failing cannot be written: no")
 
 
 def test_a_last_event_is_written_after_the_stream_was_closed():

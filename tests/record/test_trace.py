@@ -220,8 +220,8 @@ def test_a_full_disk_is_counted_and_does_not_stop_training(tmp_path, no_room):
     no_room("trace_rank0.jsonl")
     model = TwoLayers()
     tracer = record(tmp_path, model, inputs=torch.ones(1, 1))
-    assert tracer.failures >= 5
-    assert "No space left" in tracer.last_failure
+    assert tracer.failures.count >= 5
+    assert "No space left" in tracer.failures.last
     assert model.first.weight.grad.item() == 3.0
 
 
@@ -229,7 +229,7 @@ def test_a_disk_that_has_room_again_gets_a_trace_that_can_be_read(tmp_path):
     path = tmp_path / "later" / "trace_rank0.jsonl"
     model = TwoLayers()
     tracer = record(path.parent, model, inputs=torch.ones(1, 1), close=False)
-    assert tracer.failures > 0
+    assert tracer.failures.count > 0
     path.parent.mkdir()
     tracer.step_begin(2)
     model(torch.ones(1, 1)).sum().backward()

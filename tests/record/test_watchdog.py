@@ -177,15 +177,15 @@ def test_a_beat_costs_less_than_20_microseconds(tmp_path):
     with Watchdog(tmp_path, 0, floor_s=60.0, first_step_s=600.0) as dog:
         rounds = timeit.repeat(lambda: dog.beat(12, "backward"), number=2000, repeat=10)
     assert min(rounds) / 2000 < 20e-6
-    assert dog.failures == 0
+    assert dog.failures.count == 0
 
 
 def test_without_a_guard_training_goes_on_and_the_failure_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     with Watchdog(tmp_path, 0, floor_s=60.0, first_step_s=600.0) as dog:
         dog.beat(1, "step")
-        assert dog.failures == 1
-    assert dog.failures == 1
+        assert dog.failures.count == 1
+    assert dog.failures.count == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -193,9 +193,9 @@ def test_a_guard_that_is_killed_is_counted(tmp_path):
     with Watchdog(tmp_path, 0, floor_s=60.0, first_step_s=600.0) as dog:
         (guard,) = (p for p in psutil.Process().children() if "nsa.record.guard" in " ".join(p.cmdline()))
         guard.kill()
-        wait_until(lambda: dog.failures == 1)
+        wait_until(lambda: dog.failures.count == 1)
         dog.beat(1, "step")
-    assert dog.failures == 1
+    assert dog.failures.count == 1
     assert not list(tmp_path.iterdir())
 
 

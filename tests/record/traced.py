@@ -50,7 +50,7 @@ def train(tracer: Tracer, model: nn.Module, module: nn.Module, rank: int, *, pas
         dist.all_reduce(loss.detach())
         tracer.step_end(step, loss.item())
     tracer.close()
-    assert tracer.failures == 0, tracer.last_failure
+    assert tracer.failures.count == 0, tracer.failures.last
 
 
 def ddp(folder: Path, rank: int, *, spoiled: bool) -> None:

@@ -72,10 +72,11 @@ def test_a_full_disk_under_training_csv_is_an_incident_and_changes_nothing(tmp_p
     assert json.loads((tmp_path / "full" / "metrics.json").read_text())["telemetry_failures"] >= 6
 
 
-def test_a_profile_that_cannot_be_written_does_not_stop_training(tmp_path):
+def test_a_profile_that_cannot_be_written_is_counted_and_does_not_stop_training(tmp_path):
     (tmp_path / "profile_rank0.txt").mkdir()
     train(tiny("train.profile_steps=[2, 3]"), tmp_path)
     assert len(rows_of(tmp_path)) == 6
+    assert json.loads((tmp_path / "metrics.json").read_text())["telemetry_failures"] == 1
 
 
 def test_rows_of_other_columns_are_kept_aside(tmp_path):
@@ -88,7 +89,7 @@ def test_events_that_cannot_be_written_are_counted(tmp_path):
     stream = EventStream(0, [HeartbeatSink(tmp_path / "nowhere", rank=0)])
     stream.incident("save_failed", "no room", step=3)
     stream.close()
-    assert (stream.dropped, stream.incidents) == (1, 1)
+    assert (stream.failures.count, stream.incidents) == (1, 1)
 
 
 def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
