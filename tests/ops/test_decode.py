@@ -44,13 +44,20 @@ def assert_equal_at(positions, got, want):
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("ring", [None, "least", 64])
-@pytest.mark.parametrize("spec", [SMALL, WIDE, ODD], ids=["small", "wide", "odd"])
-@pytest.mark.parametrize(
-    ("heads", "groups", "dk", "dv"), [(1, 1, 16, 32), (4, 1, 16, 16), (12, 2, 32, 16), (16, 1, 16, 16)]
-)
-def test_a_step_at_every_position_is_the_whole_sequence(spec, ring, heads, groups, dk, dv):
-    tokens = 90
+def combinations():
+    """Heads, sizes and rings of the window; every pair of the first two once, the rest in `make test-long`."""
+    layouts = [(1, 1, 16, 32), (4, 1, 16, 16), (12, 2, 32, 16), (16, 1, 16, 16)]
+    specs = {"small": SMALL, "wide": WIDE, "odd": ODD}
+    for i, layout in enumerate(layouts):
+        for j, (name, spec) in enumerate(specs.items()):
+            for k, ring in enumerate((None, "least", 64)):
+                marks = () if k == (i + j) % 3 else pytest.mark.long
+                yield pytest.param(spec, ring, layout, marks=marks, id=f"{layout}-{name}-{ring}")
+
+
+@pytest.mark.parametrize(("spec", "ring", "layout"), combinations())
+def test_a_step_at_every_position_is_the_whole_sequence(spec, ring, layout):
+    tokens, (heads, groups, dk, dv) = 90, layout
     x = make_inputs(tokens, spec=spec, heads=heads, groups=groups, dk=dk, dv=dv)
     want, indices = whole(x, spec)
     every = repeated(x, tokens)
