@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim._muon import _adjust_lr
 
 from nsa.config.schema import TrainConfig
 from nsa.errors import ConfigError
@@ -70,13 +71,13 @@ class BatchedMuon(torch.optim.Muon):
     ) -> None:
         lr, momentum = group["lr"], group["momentum"]
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, momentum))
-        directions = orthogonalize(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        ahead = torch._foreach_lerp(gradients, momenta, momentum) if group["nesterov"] else momenta
+        directions = orthogonalize(torch.stack(ahead), group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         # Contiguous and of the parameters' type, as the kernel for many tensors at once demands.
         directions = directions.to(parameters[0].dtype, memory_format=torch.contiguous_format)
-        scale = 0.2 * max(parameters[0].shape) ** 0.5
-        torch._foreach_add_(parameters, directions.unbind(), alpha=-lr * scale)
+        adjusted_lr = _adjust_lr(lr, group["adjust_lr_fn"], parameters[0].shape)
+        torch._foreach_add_(parameters, directions.unbind(), alpha=-adjusted_lr)
 
 
 def batches(shapes: list[torch.Size]) -> Iterator[list[int]]:

@@ -59,13 +59,14 @@ def test_a_step_is_that_of_the_two_optimizers_by_hand():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_batches_of_matrices_move_as_one_at_a_time(device, monkeypatch):
+@pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False}], ids=["ours", "others"])
+def test_batches_of_matrices_move_as_one_at_a_time(device, options, monkeypatch):
     """Wide, tall and square, a shape that needs several batches, a matrix without a gradient, a changing rate."""
     shapes = [(32, 48), (48, 32), (32, 48), (32, 48), (16, 16), (48, 32), (32, 48), (64, 8)]
     monkeypatch.setattr("nsa.train.optimizer.MOST_ELEMENTS", 3 * 32 * 48)
     starts = [torch.randn(shape, generator=torch.manual_seed(i)).to(device) for i, shape in enumerate(shapes)]
     ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
-    options = {"lr": 3e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    options = {"lr": 3e-2, "weight_decay": 0.1} | options
     optimizers = BatchedMuon(ours, **options), torch.optim.Muon(theirs, **options)
     for step in range(4):
         for i, pair in enumerate(zip(ours, theirs, strict=True)):
