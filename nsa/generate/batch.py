@@ -3,13 +3,13 @@
 Legend: B rows, one for each prompt; C channels, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from nsa.errors import ArgumentError
-from nsa.generate.sampling import Sampling, draw
+from nsa.errors import ArgumentError, NumericsError
+from nsa.generate.sampling import Sampling, draw, uniform
 from nsa.nn.cache import CacheStep, KVCache
 from nsa.nn.model import Decoder
 
@@ -17,8 +17,9 @@ from nsa.nn.model import Decoder
 class TokenBatch:
     """Continues prompts of any lengths, each as if it were alone.
 
-    `next()` gives a new token for every row in `rows`, `end(row)` takes a row out. The model runs when tokens are asked
-    for, so nothing is computed that nobody reads.
+    `next()` gives a new token for every row in `rows`, `end(row)` takes a row out. On a CPU the model runs when tokens
+    are asked for. On a GPU a step and the choice of its tokens are one CUDA graph; the tokens stay there for the next
+    step, which is started before the host has read them. At most that one step is computed and not read.
     """
 
     def __init__(
@@ -31,23 +32,28 @@ class TokenBatch:
     ):
         _check_prompts(model, prompts)
         self.rows = list(range(len(prompts)))
-        self._model, self._sampling = model, sampling
+        self._model, self._sampling, self._max_tokens = model, sampling, max_tokens
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         lengths = [len(prompt) for prompt in prompts]
         total = sum(lengths) + len(prompts) * max_tokens
         self._cache = KVCache(model, sequences=len(prompts), max_length=max(lengths) + max_tokens, tokens=total)
         self._sequences = [self._cache.add() for _ in prompts]
-        self._logits = self._read(prompts, lengths)  # a row for each of `rows`
-        self._drawn: dict[int, int] = {}  # the tokens that the model has not read yet
         is_cuda = self._cache.device.type == "cuda"
-        self._graphs = DecodeGraphs(model, self._cache, self._sequences) if is_cuda else None
+        logits_BV = self._read(prompts, lengths)
+        self._graphs = DecodeGraphs(model, self._cache, self._sequences, sampling) if is_cuda else None
+        tokens_B = draw(logits_BV, sampling, uniform(self._generators))
+        if self._graphs is not None:
+            self._graphs.feed(tokens_B)
+        self._drawn: dict[int, int] = {}  # the tokens that were given last
+        self._count = 1  # how many were drawn for each prompt
+        self._pending: Pending | None = Pending(self.rows, tokens_B)
 
     def next(self) -> dict[int, int]:
         """The next token of every row, by row."""
-        if self._drawn:
-            self._logits = self._step([self._drawn[row] for row in self.rows])
-        drawn = draw(self._logits, self._sampling, [self._generators[row] for row in self.rows])
-        self._drawn = dict(zip(self.rows, drawn.tolist(), strict=True))
+        pending = self._pending or self._draw()
+        is_ahead = self._graphs is not None and self._count < self._max_tokens
+        self._pending = self._draw() if is_ahead else None
+        self._drawn = pending.read(self.rows)
         return self._drawn
 
     def end(self, row: int) -> None:
@@ -68,45 +74,82 @@ class TokenBatch:
         return logits_BV
 
     @torch.inference_mode()
-    def _step(self, tokens: list[int]) -> Tensor:
-        """Logits after one more token of every row in `rows`."""
+    def _draw(self) -> "Pending":
+        """One more token for every row in `rows`."""
+        self._count += 1
+        numbers = uniform([self._generators[row] for row in self.rows])
         if self._graphs is not None:
-            return self._graphs.run(tokens, self.rows)
+            return Pending(range(len(self._sequences)), self._graphs.run(self.rows, numbers))
         step = self._cache.append(1, [self._sequences[row] for row in self.rows])
-        tokens_B1 = torch.tensor(tokens, device=self._cache.device)[:, None]
+        tokens_B1 = torch.tensor([self._drawn[row] for row in self.rows], device=self._cache.device)[:, None]
         logits_BV: Tensor = self._model.head(self._model.hidden(tokens_B1, cache=step)[:, 0])
-        return logits_BV
+        return Pending(self.rows, draw(logits_BV, self._sampling, numbers))
+
+
+class Pending:
+    """Tokens of some rows on their way from the device."""
+
+    def __init__(self, rows: Iterable[int], tokens_B: Tensor):
+        self._rows, self._tokens_B = list(rows), tokens_B.to("cpu", non_blocking=True, copy=True)
+        self._arrived = torch.cuda.Event() if tokens_B.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self, rows: Iterable[int]) -> dict[int, int]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens = dict(zip(self._rows, self._tokens_B.tolist(), strict=True))
+        for row in rows:
+            if tokens[row] < 0:
+                raise NumericsError(f"the model's logits are not finite, in prompt {row}")
+        return {row: tokens[row] for row in rows}
 
 
 class DecodeGraphs:
-    """The step of one token as CUDA graphs over all rows; those that have ended take part as padding.
+    """The step of one token and the choice of the next as CUDA graphs over all rows; those that have ended take part as
+    padding.
 
-    There are two: most steps complete no compressed block, and one graph leaves compression out.
+    There are two: most steps complete no compressed block, and one graph leaves compression out. `logits_BV` are those
+    of the last step.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, sequences: list[int]):
-        self._model, self._cache, self._sequences = model, cache, sequences
+    def __init__(self, model: Decoder, cache: KVCache, sequences: list[int], sampling: Sampling):
+        self._model, self._cache, self._sequences, self._sampling = model, cache, sequences, sampling
         self._slots_B = torch.tensor(sequences, dtype=torch.int32, device=cache.device)
         self._count_B = torch.zeros_like(self._slots_B)
         self._tokens_B1 = torch.zeros(len(sequences), 1, dtype=torch.int64, device=cache.device)
+        self._uniform_B1 = torch.zeros_like(self._tokens_B1, dtype=torch.float64)
+        self._drawn_B = torch.zeros_like(self._tokens_B1[:, 0])
+        # Deterministic sums are those of the CPU, where a graph does not reach.
+        self._draws_inside = not torch.are_deterministic_algorithms_enabled()
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = {completes: self._capture(completes) for completes in (True, False)}
         self._rows: list[int] = []
 
-    def run(self, tokens: list[int], rows: list[int]) -> Tensor:
-        """Logits of the given rows after their tokens. Valid until the next call."""
+    def feed(self, tokens_B: Tensor) -> None:
+        """Tokens that the next step reads, instead of those that the last one drew."""
+        self._tokens_B1.copy_(tokens_B.clamp(min=0)[:, None], non_blocking=True)
+
+    def run(self, rows: list[int], uniform_B1: Tensor) -> Tensor:
+        """Reads one token of the given rows, and draws the next with a number for each: [B], of all rows. Valid until
+        the next call."""
         counts = [1] * len(rows)
         starts = self._cache.reserve(counts, [self._sequences[row] for row in rows])
         at = torch.tensor(rows, device="cpu")
         if rows != self._rows:
             self._rows = list(rows)
             self._count_B.copy_(torch.zeros_like(self._count_B, device="cpu").index_fill_(0, at, 1), non_blocking=True)
-        padded = torch.zeros(len(self._sequences), 1, dtype=torch.int64, device="cpu")
-        padded[at, 0] = torch.tensor(tokens, device="cpu")
-        self._tokens_B1.copy_(padded, non_blocking=True)
-        graph, logits_BV = self._graphs[self._cache.completes(starts, counts)]
+        padded = torch.zeros_like(self._uniform_B1, device="cpu").index_copy_(0, at, uniform_B1)
+        self._uniform_B1.copy_(padded, non_blocking=True)
+        graph, self.logits_BV = self._graphs[self._cache.completes(starts, counts)]
         graph.replay()
-        return logits_BV if len(rows) == len(self._sequences) else logits_BV[rows]
+        if not self._draws_inside:
+            self._draw(self.logits_BV)
+        return self._drawn_B
+
+    def _draw(self, logits_BV: Tensor) -> None:
+        self._drawn_B.copy_(draw(logits_BV, self._sampling, self._uniform_B1))
+        self.feed(self._drawn_B)
 
     def _capture(self, completes: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """All rows are padding here: kernels are compiled and memory is found, and the cache stays as it is."""
@@ -131,6 +174,8 @@ class DecodeGraphs:
         cache = self._cache
         step = CacheStep(cache, self._slots_B, self._count_B, 1, cache.width, is_fresh=False, completes=completes)
         logits_BV: Tensor = self._model.head(self._model.hidden(self._tokens_B1, cache=step)[:, 0])
+        if self._draws_inside:
+            self._draw(logits_BV)
         return logits_BV
 
 

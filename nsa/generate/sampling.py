@@ -39,19 +39,26 @@ class Sampling:
             raise ArgumentError("top_p", f"must be above 0 and at most 1, got {self.top_p}")
 
 
-def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """One token for every row: [B], on the device of the logits."""
-    if sampling.temperature < SMALLEST_TEMPERATURE:
-        return logits_BV.argmax(-1)
+def uniform(generators: Sequence[torch.Generator]) -> Tensor:
+    """A number from 0 to 1 for every row: [B, 1], float64, on the CPU."""
     numbers = [torch.rand(1, generator=generator, dtype=torch.float64, device="cpu") for generator in generators]
+    return torch.stack(numbers)
+
+
+def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
+    """One token for every row: [B], on the device of the logits; -1 where a row of them has no largest number."""
+    if sampling.temperature < SMALLEST_TEMPERATURE:
+        largest_B, token_B = logits_BV.max(-1)
+        return token_B.masked_fill(largest_B.isnan(), -1)
     values, order = torch.sort(logits_BV.float() / sampling.temperature, descending=True, stable=True)
     if torch.are_deterministic_algorithms_enabled():  # the sums of a GPU are not
         values, order = values.cpu(), order.cpu()
     p = values[:, : sampling.top_k].softmax(-1)
     # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
-    p = torch.where(p.cumsum(-1) - p < sampling.top_p, p, 0.0)
+    p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
     # The token whose share of the sum, laid end to end, the uniform number falls into.
     ends = p.cumsum(-1)
-    drawn = torch.searchsorted(ends, torch.stack(numbers).to(ends) * ends[:, -1:], right=True)
-    drawn = drawn.minimum((p > 0.0).sum(-1, keepdim=True) - 1)  # a number that rounding moved to the very end
-    return order.gather(1, drawn).squeeze(1).to(logits_BV.device)
+    drawn = torch.searchsorted(ends, uniform_B1.to(ends) * ends[:, -1:], right=True)
+    kept_B1 = (p > 0.0).sum(-1, keepdim=True)
+    drawn = drawn.minimum(kept_B1 - 1).clamp(min=0)  # a number that rounding moved to the very end
+    return order.gather(1, drawn).masked_fill(kept_B1 == 0, -1).squeeze(1).to(logits_BV.device)

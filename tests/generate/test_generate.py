@@ -7,8 +7,9 @@ import torch
 
 import nsa
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import ArgumentError
-from nsa.generate.sampling import Sampling, draw
+from nsa.errors import ArgumentError, NumericsError
+from nsa.generate import batch
+from nsa.generate.sampling import Sampling, draw, uniform
 from tests.nn.test_cache import VARIANTS, VOCABULARY, small
 
 
@@ -122,7 +123,7 @@ def test_temperature_top_k_and_top_p_cut_the_distribution():
 
     def counts(**options):
         generator = torch.Generator().manual_seed(0)
-        drawn = draw(logits.expand(2000, -1), Sampling(**options), [generator] * 2000)
+        drawn = draw(logits.expand(2000, -1), Sampling(**options), uniform([generator] * 2000))
         return drawn.bincount(minlength=4) / 2000
 
     torch.testing.assert_close(counts(), logits[0].exp(), rtol=0.0, atol=0.03)
@@ -140,3 +141,74 @@ def test_temperature_top_k_and_top_p_cut_the_distribution():
     assert seen(temperature=0.0) == {1}
     for tiny in (0.01, 1e-29, 1e-40, 1e-300):
         assert seen(temperature=tiny) == {1}
+
+
+class Replayed(batch.DecodeGraphs):
+    """Computes on the CPU what a GPU would replay, into the same tensors."""
+
+    def _capture(self, completes):
+        kept = torch.zeros(len(self._sequences), self._model.vocab_size)
+        return SimpleNamespace(replay=lambda: kept.copy_(self._compute(completes))), kept
+
+
+@pytest.fixture
+def replaying(monkeypatch):
+    """From the call on, generation uses such graphs. Returns a list that starts and reads of steps are added to."""
+
+    def start():
+        events, run, read, build = [], Replayed.run, batch.Pending.read, batch.TokenBatch.__init__
+
+        def with_graphs(self, *arguments):
+            build(self, *arguments)
+            self._graphs = Replayed(self._model, self._cache, self._sequences, self._sampling)
+            self._graphs.feed(self._pending._tokens_B)
+
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(batch.TokenBatch, "__init__", with_graphs)
+        monkeypatch.setattr(Replayed, "run", lambda *x: events.append("start") or run(*x))
+        monkeypatch.setattr(batch.Pending, "read", lambda *x: events.append("read") or read(*x))
+        return events
+
+    return start
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_steps_that_are_started_ahead_draw_the_same_tokens(model, replaying, temperature, is_deterministic):
+    """Rows that end early, and pages that others get while a step of theirs is under way."""
+    prompts, options = (
+        [[1, 2, 3], [9], list(range(40))],
+        {"max_tokens": 90, "temperature": temperature, "seed": [1, 2, 3]},
+    )
+    free = list(nsa.generate_tokens(model, prompts, **options))
+    options["stop"] = [tokens_of(free, 0)[5], tokens_of(free, 1)[70]]
+    want = list(nsa.generate_tokens(model, prompts, **options))
+    assert len({len(tokens_of(want, prompt)) for prompt in range(3)}) > 1
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        replaying()
+        assert list(nsa.generate_tokens(model, prompts, **options)) == want
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_step_is_started_before_the_tokens_of_the_last_are_read_and_none_after_the_end(model, replaying):
+    events = replaying()
+    generated = nsa.generate_tokens(model, [[1, 2]], max_tokens=3, temperature=0.0)
+    assert events == []
+    next(generated)
+    assert events == ["start", "read"]
+    assert len(list(generated)) == 2
+    assert events == ["start", "read", "start", "read", "read"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_logits_that_are_not_finite_are_an_error(replaying, temperature, is_ahead):
+    model = small()
+    generated = (replaying() if is_ahead else None, nsa.generate_tokens(model, [[1], [2]], temperature=temperature))[1]
+    next(generated), next(generated)
+    with torch.no_grad():
+        model.head.weight[3] = float("nan")
+    with pytest.raises(NumericsError, match="not finite, in prompt 0"):
+        list(generated)

@@ -9,6 +9,7 @@ from torch import nn
 
 from nsa.config import load_config
 from nsa.generate.batch import DecodeGraphs
+from nsa.generate.sampling import Sampling
 from nsa.nn import KVCache
 from nsa.nn.model import build_model
 from nsa.ops.triton import step as kernels
@@ -31,6 +32,12 @@ def model_of(name, *overrides, dtype=torch.bfloat16):
 
 def relative(got, want):
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def logits_after(graphs, tokens_B):
+    graphs.feed(tokens_B)
+    graphs.run(list(range(len(tokens_B))), torch.rand(len(tokens_B), 1, dtype=torch.float64))
+    return graphs.logits_BV.clone()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32])
@@ -66,9 +73,8 @@ def test_graphs_of_steps_agree_with_the_modules(rows, name, overrides):
     want = model(tokens)[:, prompt:].float()
     cache = KVCache(model, sequences=rows, max_length=prompt + steps)
     model(tokens[:, :prompt], cache=cache)
-    graphs = DecodeGraphs(model, cache, cache.sequences)
-    numbers = list(range(rows))
-    got = torch.stack([graphs.run(t.tolist(), numbers).clone() for t in tokens[:, prompt:].unbind(1)], dim=1).float()
+    graphs = DecodeGraphs(model, cache, cache.sequences, Sampling())
+    got = torch.stack([logits_after(graphs, t) for t in tokens[:, prompt:].unbind(1)], dim=1).float()
     again = KVCache(model, sequences=rows, max_length=prompt + steps)
     model(tokens[:, :prompt], cache=again)
     for block in model.blocks:  # a hook, and the modules are called
@@ -87,10 +93,11 @@ def test_a_step_launches_few_kernels():
         cache = KVCache(model, sequences=1, max_length=4096)
         cache.add()
         cache.append(3_000)
-        graphs = DecodeGraphs(model, cache, [0])
-        graphs.run([1], [0])
+        graphs = DecodeGraphs(model, cache, [0], Sampling(temperature=0.0))
+        number = torch.zeros(1, 1, dtype=torch.float64)
+        graphs.run([0], number)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            graphs.run([1], [0])
+            graphs.run([0], number)
             torch.cuda.synchronize()
         events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         counts.append(len(events))
