@@ -19,6 +19,7 @@ REQUIRED = [
     "m7c_125m_2k_test.yaml",
     "m7c_125m_24g.yaml",
     "m7c_125m_hybrid.yaml",
+    "m7c_125m_muon.yaml",
     "long_64k.yaml",
     "long_256k.yaml",
     "m7c_125m_1m.yaml",
