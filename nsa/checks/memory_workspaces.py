@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops import dispatch, feed_forward
+from nsa.ops import dispatch, feed_forward, joint
 from nsa.ops.spec import NSASpec
 
 # cuBLAS on a Hopper keeps 32 MiB for each of the thread of forward, that of backward, and cuBLASLt. Over all recorded
@@ -45,17 +45,38 @@ def workspace_bytes(func: Any, args: Sequence[Any]) -> float:
         return float(feed_forward.forward_workspace(*args))
     if name == "nsa::norm_mlp_backward":
         return float(feed_forward.backward_workspace(*args))
+    if name == "nsa::mix_attention_backward":
+        return _mix_attention_backward(*args)
     if name not in _NODES:
         return 0.0
     operator, function = _NODES[name]
     *given, backend = args
     offset = 0 if operator == "phi" else given.pop()
-    *given, sizes, cu_seqlens = given
+    return _of_backend(operator, function, backend, *given, offset=offset)
+
+
+def _of_backend(operator: str, function: str, backend: str | None, *args: Any, offset: int = 0) -> float:
+    *given, sizes, cu_seqlens = args
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
     formula = getattr(runs, f"{function}_workspace", None)
     more = {"q_offset": offset} if operator == "select" else {}  # its scores are as wide as the sequence
     return 0.0 if formula is None else float(formula(*given, NSASpec(*sizes), cu_seqlens, **more))
+
+
+def _mix_attention_backward(do: Tensor, q: Tensor, *args: Any) -> float:
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, *rest = args
+    indices, sizes, cu_seqlens, *backends = rest
+    branches = {
+        "cmp": (k_cmp, v_cmp, o_cmp, lse_cmp),
+        "sel": (k_sel, v_sel, indices, o_sel, lse_sel),
+        "win": (k_win, v_win, o_win, lse_win),
+    }
+    workspaces = [
+        (_of_backend(name, "backward", backend, do, q, *tensors, sizes, cu_seqlens), *tensors[:2])
+        for (name, tensors), backend in zip(branches.items(), backends[:3], strict=True)
+    ]
+    return joint.backward_workspace(q, do, workspaces)
 
 
 def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> float:

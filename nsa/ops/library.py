@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, DerivativeError
-from nsa.ops import feed_forward
+from nsa.ops import feed_forward, joint
 from nsa.ops.dispatch import choose
 from nsa.ops.layout import num_blocks, num_slots, slot_layout, token_layout
 from nsa.ops.observe import notify
@@ -249,6 +249,27 @@ mix_branches_backward = _define(
     lambda do, o_cmp, o_sel, o_win, gates, _: _like(o_cmp, o_sel, o_win, gates),
 )
 _differentiate(mix_branches, mix_branches_backward)
+
+
+# The mix of branches that were computed without gradients: its gradients are those of everything.
+
+_ATTENTION = (
+    "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor gates, "
+    "Tensor o_cmp, Tensor lse_cmp, Tensor o_sel, Tensor lse_sel, Tensor o_win, Tensor lse_win, Tensor indices, "
+    "SymInt[] spec, Tensor? cu_seqlens, str? cmp, str? sel, str? win, str? mix"
+)
+mix_attention = _define(
+    f"mix_attention({_ATTENTION}) -> Tensor",
+    lambda *args: _mix(args[8], args[10], args[12], args[7], args[-1]),
+    lambda *args: args[8].new_empty(args[8].shape),
+)
+mix_attention_backward = _define(
+    f"mix_attention_backward(Tensor do, {_ATTENTION}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    joint.backward,
+    lambda do, *args: _like(*args[:8]),
+)
+_differentiate(mix_attention, mix_attention_backward)
 
 
 # The norm and MLP of a decoder block in chunks of tokens, one implementation for every device.

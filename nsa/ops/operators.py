@@ -191,11 +191,14 @@ def nsa_attention(
     _check_gates(gates, q)
     cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
     sizes = spec.as_ints()
-    o_cmp, lse = library.compressed_attention(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
-    indices = _select_blocks(q, k_cmp, lse, spec, cu_seqlens, 0, select)
-    o_sel = library.selected_attention(q, k_sel, v_sel, indices, sizes, cu_seqlens, 0, sel)[0]
-    o_win = library.window_attention(q, k_win, v_win, sizes, cu_seqlens, 0, win)[0]
-    mixed: Tensor = library.mix_branches(o_cmp, o_sel, o_win, gates, mix)
+    with torch.no_grad():  # the mix computes all gradients
+        o_cmp, lse = library.compressed_attention(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
+        indices = _select_blocks(q, k_cmp, lse, spec, cu_seqlens, 0, select)
+        selected = library.selected_attention(q, k_sel, v_sel, indices, sizes, cu_seqlens, 0, sel)
+        windowed = library.window_attention(q, k_win, v_win, sizes, cu_seqlens, 0, win)
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    outputs = (o_cmp, lse, *selected, *windowed, indices)
+    mixed: Tensor = library.mix_attention(*inputs, *outputs, sizes, cu_seqlens, cmp, sel, win, mix)
     return mixed
 
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.checks.memory_trace import LiveBytes
 from nsa.checks.memory_workspaces import workspace_bytes
-from nsa.ops import dispatch
+from nsa.ops import dispatch, joint
 from nsa.ops.dispatch import REFERENCE, kernels_for
 from nsa.ops.layout import num_slots
 from nsa.ops.reference import attention as reference_attention
@@ -107,6 +107,32 @@ def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypa
     monkeypatch.setitem(reference_attention.SCORES_PER_CHUNK, "cpu", reference_attention.SCORES_PER_CHUNK["cuda"])
     allocated, formula = allocated_and_formula("reference", operator, tensors_of(1, 2048, 4, 2, 16, False))
     assert 0.6 * allocated <= formula <= 1.7 * allocated + (2 << 20)
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_formula_of_all_branches_says_what_they_hold_together(shape, concurrent, monkeypatch):
+    def start(run, _):
+        held = torch.empty(
+            int(workspace_bytes(torch.ops.nsa.selected_attention_backward.default, run.args)), dtype=torch.uint8
+        )
+        results = run()
+        return lambda: (results, held)[0]
+
+    monkeypatch.setattr(joint, "is_concurrent", lambda _: concurrent)
+    if concurrent:
+        monkeypatch.setattr(joint, "_start", start)
+    with FakeTensorMode():
+        given = tensors_of(*shape)
+        given["gates"] = torch.zeros(*given["lse"].shape, 3, dtype=torch.bfloat16)
+        names = ("o", "q", "k_cmp", "v_cmp", "k", "v", "k", "v", "gates", *("o", "lse") * 3, "indices")
+        args = (*(given[name] for name in names), SPEC.as_ints(), given["borders"], *["triton"] * 4)
+        live = LiveBytes([tensor for tensor in given.values() if tensor is not None])
+        with live:
+            results = joint.backward(*args)
+        formula = workspace_bytes(torch.ops.nsa.mix_attention_backward.default, args)
+    held = live.phases["start"].total - sum(t.untyped_storage().nbytes() for t in results)
+    assert 0.99 * held <= formula <= 1.01 * held
 
 
 def test_without_triton_the_reference_counts(monkeypatch):

@@ -88,6 +88,18 @@ def test_gradients_of_every_operator_pass_gradcheck(per_group, cu_seqlens):
     )
 
 
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 33]], ids=["one document", "packed"])
+def test_gradients_of_the_whole_are_those_of_its_operators(cu_seqlens):
+    x = make_inputs(33, heads=4, groups=2, cu_seqlens=cu_seqlens, requires_grad=True)
+    whole = nsa_attention(*x.tensors(), SMALL, cu_seqlens=x.cu_seqlens)
+    outputs, _ = branch_outputs(x, SMALL)
+    parts = sum(gate.unsqueeze(-1) * outputs[name] for name, gate in zip(outputs, x.gates.unbind(-1), strict=True))
+    do = torch.randn_like(whole)
+    torch.testing.assert_close(whole, parts)
+    for got, want in zip(*(torch.autograd.grad(o, x.tensors(), do) for o in (whole, parts)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def differentiable_operators():
     x = make_inputs(9, requires_grad=True)
     _, indices = branch_outputs(x, SMALL)
@@ -99,6 +111,7 @@ def differentiable_operators():
     yield "selected_attention", lambda *t: selected_attention(*t, indices, SMALL), (x.q, x.k_sel, x.v_sel)
     yield "window_attention", lambda *t: window_attention(*t, SMALL), (x.q, x.k_win, x.v_win)
     yield "mix_branches", lambda *t: library.mix_branches(*t, None), (*outputs, x.gates)
+    yield "mix_attention", lambda *t: nsa_attention(*t, SMALL), x.tensors()
 
 
 @pytest.mark.filterwarnings("error")

@@ -42,12 +42,13 @@ def draw(heads, groups, dk, dv, dtype, seed=0, tokens=TOKENS):
     return [*raw, gates]
 
 
-def run(tensors, cu_seqlens, backend):
-    """Output, gradients, and the selected blocks."""
+def run(tensors, cu_seqlens, backend, do=None):
+    """Output and gradients."""
     q, k_cmp, v_cmp, *rest, gates = tensors
     compressed = [compress_mean(x, SPEC, cu_seqlens=cu_seqlens, backend=backend) for x in (k_cmp, v_cmp)]
     o = nsa_attention(q, *compressed, *rest, gates, SPEC, cu_seqlens=cu_seqlens, backend=backend)
-    do = torch.randn(o.shape, device="cuda", generator=torch.Generator(device="cuda").manual_seed(9)).to(o.dtype)
+    if do is None:
+        do = torch.randn(o.shape, device="cuda", generator=torch.Generator(device="cuda").manual_seed(9)).to(o.dtype)
     return [o, *torch.autograd.grad(o, tensors, do)]
 
 
@@ -89,6 +90,29 @@ def test_long_sequences_agree_with_float64(tokens, borders, errors):
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda") if borders else None
     found = errors(draw(6, 1, 64, 64, torch.bfloat16, tokens=tokens), cu_seqlens)
     assert max(found) <= LIMIT[torch.bfloat16], found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_branches_side_by_side_give_the_same_gradients(packed, monkeypatch):
+    """Passes follow each other without a pause, so that a pass takes the memory of the one before, which may still be
+    read; then one is captured as a CUDA graph."""
+    cu_seqlens = torch.tensor(PACKED, dtype=torch.int32, device="cuda") if packed else None
+    tensors = draw(12, 2, 64, 64, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("nsa.ops.joint.CONCURRENT_QUERIES", 0)
+            do = torch.randn_like(tensors[0])
+            want = run(tensors, cu_seqlens, "triton", do)
+        passes = [run(tensors, cu_seqlens, "triton", do) for _ in range(8)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            passes.append(run(tensors, cu_seqlens, "triton", do))
+        graph.replay()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for got in passes:
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_tensors_of_more_than_2_to_the_31_elements(monkeypatch):
