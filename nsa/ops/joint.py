@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa.ops.layout import token_layout
 from nsa.ops.spec import NSASpec
 
+Run = Callable[[], Any]
 CONCURRENT_QUERIES = 1 << 26  # elements of q up to which branches run side by side; with more, each fills the card
 
 
@@ -40,21 +41,28 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, keys and values by branch, and gates. `backends` are those of cmp, sel, win and mix."""
     nodes: Any = torch.ops.nsa
-    cmp, sel, win, mix = ((sizes, cu_seqlens, 0, backend) for backend in backends)
-    do_cmp, do_sel, do_win, dgates = nodes.mix_branches_backward(do, o_cmp, o_sel, o_win, gates, mix[-1])
-    selected: Callable[[], Any] = partial(
-        nodes.selected_attention_backward, do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, *sel
+    *by_branch, by_mix = backends
+    cmp_settings, sel_settings, win_settings = ((sizes, cu_seqlens, 0, backend) for backend in by_branch)
+    do_cmp, do_sel, do_win, dgates = nodes.mix_branches_backward(do, o_cmp, o_sel, o_win, gates, by_mix)
+    cmp: Run = partial(nodes.compressed_attention_backward, do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, *cmp_settings)
+    sel: Run = partial(
+        nodes.selected_attention_backward, do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, *sel_settings
     )
-    if cu_seqlens is not None:
-        token_layout(q.shape[1], NSASpec(*sizes), cu_seqlens, q.device)  # found by both streams, computed by neither
-    selected = _start(selected, q)
-    dq, dk_cmp, dv_cmp = nodes.compressed_attention_backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, *cmp)
-    del do_cmp
-    dq_win, dk_win, dv_win = nodes.window_attention_backward(do_win, q, k_win, v_win, o_win, lse_win, *win)
-    dq += dq_win
-    del do_win, dq_win
-    dq_sel, dk_sel, dv_sel = selected()
+    beside = q.is_cuda and is_concurrent(q)
+    if beside:
+        if cu_seqlens is not None:  # both streams find what follows from the borders, and neither computes it
+            token_layout(q.shape[1], NSASpec(*sizes), cu_seqlens, q.device)
+        sel = _launch_beside(sel, q.device)
+    dq, dk_win, dv_win = nodes.window_attention_backward(do_win, q, k_win, v_win, o_win, lse_win, *win_settings)
+    del do_win, do_sel, do_cmp
+    if beside:
+        cmp = partial(lambda grads: grads, cmp())
+    # The branch with the largest workspace comes last. dQ is added up in one order, so that its bits are the same.
+    dq_sel, dk_sel, dv_sel = sel()
     dq += dq_sel
+    del sel, dq_sel
+    dq_cmp, dk_cmp, dv_cmp = cmp()
+    dq += dq_cmp
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
@@ -62,12 +70,12 @@ def backward_workspace(q: Tensor, do: Tensor, branches: Sequence[tuple[float, Te
     """Bytes that `backward` holds on a GPU on top of arguments and results. `branches`: the workspace, keys and values
     of cmp, sel and win."""
     cmp, sel, win = (workspace for workspace, _, _ in branches)
-    _, sel_grads, win_grads = (k.nbytes + v.nbytes for _, k, v in branches)
-    # While cmp, win and sel run, in this order. Some results do not exist yet.
-    during = (3 * do.nbytes + cmp - win_grads - sel_grads, 2 * do.nbytes + q.nbytes + win - sel_grads)
-    if is_concurrent(q):
-        return max(during) + q.nbytes + sel_grads + sel
-    return max(*during, do.nbytes + q.nbytes + sel)
+    cmp_grads, sel_grads, _ = (k.nbytes + v.nbytes for _, k, v in branches)
+    if is_concurrent(q):  # while win runs, while cmp does
+        return sel + q.nbytes + max(3 * do.nbytes + win - cmp_grads, 2 * do.nbytes + q.nbytes + cmp)
+    # While win, sel and cmp run. Some results do not exist yet.
+    first = 3 * do.nbytes + win - sel_grads - cmp_grads
+    return max(first, 2 * do.nbytes + q.nbytes + sel - cmp_grads, do.nbytes + q.nbytes + cmp)
 
 
 def is_concurrent(q: Tensor) -> bool:
@@ -75,19 +83,17 @@ def is_concurrent(q: Tensor) -> bool:
     return q.numel() <= CONCURRENT_QUERIES
 
 
-def _start(run: Callable[[], Any], q: Tensor) -> Callable[[], Any]:
-    """Launches `run` on a second stream; the returned function makes the current one wait for it. Or returns `run`.
+def _launch_beside(run: Run, device: torch.device) -> Run:
+    """Launches `run` on a second stream. The returned function makes the current stream wait for it.
 
-    The caller keeps what `run` reads until then. Memory that `run` allocates is reused on the second stream alone,
-    which first waits for all that was launched before."""
-    if not (q.is_cuda and is_concurrent(q)):
-        return run
-    main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+    What `run` reads is kept until then. Memory that it allocates is reused on the second stream alone, which first
+    waits for all that was launched before."""
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         results = run()
 
-    def wait() -> Any:
+    def wait(_kept: Run = run) -> Any:
         main.wait_stream(side)
         return results
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nsa.checks.memory_trace import LiveBytes
 from nsa.checks.memory_workspaces import workspace_bytes
@@ -13,6 +13,7 @@ from nsa.ops.reference import attention as reference_attention
 from nsa.ops.spec import NSASpec
 
 SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512)
+GPU = torch.device("cuda:0")  # of tensors without storage
 # batch, tokens, heads, groups, head size, packed
 SHAPES = [
     (16, 2048, 12, 2, 64, False),
@@ -112,22 +113,23 @@ def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypa
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_formula_of_all_branches_says_what_they_hold_together(shape, concurrent, monkeypatch):
-    def start(run, _):
-        held = torch.empty(
-            int(workspace_bytes(torch.ops.nsa.selected_attention_backward.default, run.args)), dtype=torch.uint8
-        )
-        results = run()
-        return lambda: (results, held)[0]
+    func = torch.ops.nsa.selected_attention_backward.default
+    launched = []
+
+    def launch(run, _):
+        """What `run` holds, until it is waited for."""
+        launched.append((run(), run, run.args[0].new_empty(int(workspace_bytes(func, run.args)) // 2)))
+        return lambda: launched.pop()[0]
 
     monkeypatch.setattr(joint, "is_concurrent", lambda _: concurrent)
-    if concurrent:
-        monkeypatch.setattr(joint, "_start", start)
-    with FakeTensorMode():
+    monkeypatch.setattr(joint, "_launch_beside", launch)
+    with FakeTensorMode() as mode:
         given = tensors_of(*shape)
         given["gates"] = torch.zeros(*given["lse"].shape, 3, dtype=torch.bfloat16)
+        given = {name: FakeTensor(mode, x.to("meta"), GPU) for name, x in given.items() if x is not None}
         names = ("o", "q", "k_cmp", "v_cmp", "k", "v", "k", "v", "gates", *("o", "lse") * 3, "indices")
-        args = (*(given[name] for name in names), SPEC.as_ints(), given["borders"], *["triton"] * 4)
-        live = LiveBytes([tensor for tensor in given.values() if tensor is not None])
+        args = (*(given[name] for name in names), SPEC.as_ints(), None, *["triton"] * 4)
+        live = LiveBytes(list(given.values()))
         with live:
             results = joint.backward(*args)
         formula = workspace_bytes(torch.ops.nsa.mix_attention_backward.default, args)
