@@ -93,7 +93,7 @@ class Pending:
         self._rows, self._tokens_B = list(rows), tokens_B.to("cpu", non_blocking=True, copy=True)
         self._arrived = torch.cuda.Event() if tokens_B.is_cuda else None
         if self._arrived is not None:
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tokens_B.device))
 
     def read(self, rows: Iterable[int]) -> dict[int, int]:
         if self._arrived is not None:

@@ -49,7 +49,7 @@ def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
     """One token for every row: [B], on the device of the logits; -1 where a row of them has no largest number."""
     if sampling.temperature < SMALLEST_TEMPERATURE:
         largest_B, token_B = logits_BV.max(-1)
-        return token_B.masked_fill(largest_B.isnan(), -1)
+        return token_B.masked_fill(~largest_B.isfinite(), -1)
     values, order = torch.sort(logits_BV, descending=True, stable=True)  # before the division: fewer bits to sort
     values = values.float() / sampling.temperature
     if torch.are_deterministic_algorithms_enabled():  # the sums of a GPU are not

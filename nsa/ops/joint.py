@@ -1,11 +1,10 @@
-"""The gradients of mixed branches in one operator, which decides when each branch runs.
-
-On a GPU the selected branch runs on a stream of its own beside the other two: its lists leave the card partly idle. In
-memory, a second dQ exists at most, or with two streams a third.
+"""The gradients of short sequences: those of all branches in one operator, the selected branch on a stream of its own,
+since its lists leave a GPU partly idle. Of long ones autograd computes branch after branch, and frees what each read.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,8 +13,11 @@ from torch import Tensor
 from nsa.ops.layout import token_layout
 from nsa.ops.spec import NSASpec
 
-Run = Callable[[], Any]
-CONCURRENT_QUERIES = 1 << 26  # elements of q up to which branches run side by side; with more, each fills the card
+LONGEST = 1 << 26  # elements of q up to which a sequence is short; with more, every kernel fills the card
+
+
+def is_short(q: Tensor) -> bool:
+    return q.numel() <= LONGEST
 
 
 def backward(
@@ -42,26 +44,20 @@ def backward(
     """The gradients of q, keys and values by branch, and gates. `backends` are those of cmp, sel, win and mix."""
     nodes: Any = torch.ops.nsa
     *by_branch, by_mix = backends
-    cmp_settings, sel_settings, win_settings = ((sizes, cu_seqlens, 0, backend) for backend in by_branch)
+    cmp, sel, win = ((sizes, cu_seqlens, 0, backend) for backend in by_branch)
     do_cmp, do_sel, do_win, dgates = nodes.mix_branches_backward(do, o_cmp, o_sel, o_win, gates, by_mix)
-    cmp: Run = partial(nodes.compressed_attention_backward, do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, *cmp_settings)
-    sel: Run = partial(
-        nodes.selected_attention_backward, do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, *sel_settings
-    )
-    beside = q.is_cuda and is_concurrent(q)
-    if beside:
-        if cu_seqlens is not None:  # both streams find what follows from the borders, and neither computes it
-            token_layout(q.shape[1], NSASpec(*sizes), cu_seqlens, q.device)
-        sel = _launch_beside(sel, q.device)
-    dq, dk_win, dv_win = nodes.window_attention_backward(do_win, q, k_win, v_win, o_win, lse_win, *win_settings)
-    del do_win, do_sel, do_cmp
-    if beside:
-        cmp = partial(lambda grads: grads, cmp())
-    # The branch with the largest workspace comes last. dQ is added up in one order, so that its bits are the same.
-    dq_sel, dk_sel, dv_sel = sel()
+    if cu_seqlens is not None:  # both streams find what follows from the borders, and neither computes it
+        token_layout(q.shape[1], NSASpec(*sizes), cu_seqlens, q.device)
+    with _second_stream(q) as stream:
+        with stream:
+            of_selected = nodes.selected_attention_backward(do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, *sel)
+        dq, dk_win, dv_win = nodes.window_attention_backward(do_win, q, k_win, v_win, o_win, lse_win, *win)
+        dq_cmp, dk_cmp, dv_cmp = nodes.compressed_attention_backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, *cmp)
+    dq_sel, dk_sel, dv_sel = of_selected
+    if q.is_cuda and not torch.cuda.is_current_stream_capturing():  # a graph has its memory for itself
+        for grad in of_selected:
+            grad.record_stream(torch.cuda.current_stream(q.device))
     dq += dq_sel
-    del sel, dq_sel
-    dq_cmp, dk_cmp, dv_cmp = cmp()
     dq += dq_cmp
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
@@ -70,34 +66,24 @@ def backward_workspace(q: Tensor, do: Tensor, branches: Sequence[tuple[float, Te
     """Bytes that `backward` holds on a GPU on top of arguments and results. `branches`: the workspace, keys and values
     of cmp, sel and win."""
     cmp, sel, win = (workspace for workspace, _, _ in branches)
-    cmp_grads, sel_grads, _ = (k.nbytes + v.nbytes for _, k, v in branches)
-    if is_concurrent(q):  # while win runs, while cmp does
-        return sel + q.nbytes + max(3 * do.nbytes + win - cmp_grads, 2 * do.nbytes + q.nbytes + cmp)
-    # While win, sel and cmp run. Some results do not exist yet.
-    first = 3 * do.nbytes + win - sel_grads - cmp_grads
-    return max(first, 2 * do.nbytes + q.nbytes + sel - cmp_grads, do.nbytes + q.nbytes + cmp)
+    _, k_cmp, v_cmp = branches[0]
+    # While win runs, and while cmp does.
+    return sel + 3 * do.nbytes + q.nbytes + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
 
 
-def is_concurrent(q: Tensor) -> bool:
-    """Whether a GPU computes the gradients of the branches of such queries side by side."""
-    return q.numel() <= CONCURRENT_QUERIES
-
-
-def _launch_beside(run: Run, device: torch.device) -> Run:
-    """Launches `run` on a second stream. The returned function makes the current stream wait for it.
-
-    What `run` reads is kept until then. Memory that it allocates is reused on the second stream alone, which first
-    waits for all that was launched before."""
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
+@contextmanager
+def _second_stream(q: Tensor) -> Iterator[AbstractContextManager[Any]]:
+    """A stream beside the current one, for what is launched inside it. The current one waits for it at the end, so that
+    nothing it reads is freed before."""
+    if not q.is_cuda:
+        yield nullcontext()
+        return
+    main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        results = run()
-
-    def wait(_kept: Run = run) -> Any:
+    try:
+        yield torch.cuda.stream(side)
+    finally:
         main.wait_stream(side)
-        return results
-
-    return wait
 
 
 @cache

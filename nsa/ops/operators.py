@@ -3,12 +3,13 @@ the work is then a torch node of `library`. The checks read no values and cost n
 What shapes, `spec`, `cu_seqlens` and `backend` mean is said once, in `nsa.ops`."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError
-from nsa.ops import library, selection_cache
+from nsa.ops import joint, library, selection_cache
 from nsa.ops.dispatch import OPERATORS
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
@@ -191,14 +192,18 @@ def nsa_attention(
     _check_gates(gates, q)
     cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
     sizes = spec.as_ints()
-    with torch.no_grad():  # the mix computes all gradients
+    together = joint.is_short(q)
+    with torch.no_grad() if together else nullcontext():  # the mix then computes all gradients
         o_cmp, lse = library.compressed_attention(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
         indices = _select_blocks(q, k_cmp, lse, spec, cu_seqlens, 0, select)
-        selected = library.selected_attention(q, k_sel, v_sel, indices, sizes, cu_seqlens, 0, sel)
-        windowed = library.window_attention(q, k_win, v_win, sizes, cu_seqlens, 0, win)
-    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    outputs = (o_cmp, lse, *selected, *windowed, indices)
-    mixed: Tensor = library.mix_attention(*inputs, *outputs, sizes, cu_seqlens, cmp, sel, win, mix)
+        o_sel, lse_sel = library.selected_attention(q, k_sel, v_sel, indices, sizes, cu_seqlens, 0, sel)
+        o_win, lse_win = library.window_attention(q, k_win, v_win, sizes, cu_seqlens, 0, win)
+    if together:
+        outputs = (o_cmp, lse, o_sel, lse_sel, o_win, lse_win, indices)
+        inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *outputs, sizes, cu_seqlens)
+        mixed: Tensor = library.mix_attention(*inputs, cmp, sel, win, mix)
+    else:
+        mixed = library.mix_branches(o_cmp, o_sel, o_win, gates, mix)
     return mixed
 
 

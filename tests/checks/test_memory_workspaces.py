@@ -1,8 +1,10 @@
 """The formulas of the kernels' workspaces against the kernels' own host code, run without launching anything."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.checks.memory_trace import LiveBytes
 from nsa.checks.memory_workspaces import workspace_bytes
@@ -13,7 +15,6 @@ from nsa.ops.reference import attention as reference_attention
 from nsa.ops.spec import NSASpec
 
 SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512)
-GPU = torch.device("cuda:0")  # of tensors without storage
 # batch, tokens, heads, groups, head size, packed
 SHAPES = [
     (16, 2048, 12, 2, 64, False),
@@ -110,26 +111,31 @@ def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypa
     assert 0.6 * allocated <= formula <= 1.7 * allocated + (2 << 20)
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_formula_of_all_branches_says_what_they_hold_together(shape, concurrent, monkeypatch):
-    func = torch.ops.nsa.selected_attention_backward.default
-    launched = []
+def test_the_formula_of_all_branches_says_what_they_hold_together(shape, monkeypatch):
+    @contextmanager
+    def second_stream(q):
+        """Memory of the second stream is not the first one's to use."""
+        kept = []
 
-    def launch(run, _):
-        """What `run` holds, until it is waited for."""
-        launched.append((run(), run, run.args[0].new_empty(int(workspace_bytes(func, run.args)) // 2)))
-        return lambda: launched.pop()[0]
+        @contextmanager
+        def stream():
+            yield
+            kept.append(q.new_empty(int(workspace) // q.element_size()))
 
-    monkeypatch.setattr(joint, "is_concurrent", lambda _: concurrent)
-    monkeypatch.setattr(joint, "_launch_beside", launch)
-    with FakeTensorMode() as mode:
+        yield stream()
+        kept.clear()
+
+    monkeypatch.setattr(joint, "_second_stream", second_stream)
+    with FakeTensorMode():
         given = tensors_of(*shape)
         given["gates"] = torch.zeros(*given["lse"].shape, 3, dtype=torch.bfloat16)
-        given = {name: FakeTensor(mode, x.to("meta"), GPU) for name, x in given.items() if x is not None}
+        settings = (SPEC.as_ints(), given["borders"])
+        selected = [given[name] for name in CALLS["selected_attention_backward"]]
+        workspace = workspace_bytes(torch.ops.nsa.selected_attention_backward.default, (*selected, *settings, 0, None))
         names = ("o", "q", "k_cmp", "v_cmp", "k", "v", "k", "v", "gates", *("o", "lse") * 3, "indices")
-        args = (*(given[name] for name in names), SPEC.as_ints(), None, *["triton"] * 4)
-        live = LiveBytes(list(given.values()))
+        args = (*(given[name] for name in names), *settings, *[None] * 4)
+        live = LiveBytes([tensor for tensor in given.values() if tensor is not None])
         with live:
             results = joint.backward(*args)
         formula = workspace_bytes(torch.ops.nsa.mix_attention_backward.default, args)

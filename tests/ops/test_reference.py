@@ -15,6 +15,7 @@ from nsa.ops import (
     compress_mean,
     compressed_attention,
     dispatch,
+    joint,
     library,
     nsa_attention,
     operators,
@@ -88,13 +89,16 @@ def test_gradients_of_every_operator_pass_gradcheck(per_group, cu_seqlens):
     )
 
 
+@pytest.mark.parametrize("longest", [0, 1 << 26], ids=["long", "short"])
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 33]], ids=["one document", "packed"])
-def test_gradients_of_the_whole_are_those_of_its_operators(cu_seqlens):
+def test_gradients_of_the_whole_are_those_of_its_operators(cu_seqlens, longest, monkeypatch):
+    monkeypatch.setattr(joint, "LONGEST", longest)
     x = make_inputs(33, heads=4, groups=2, cu_seqlens=cu_seqlens, requires_grad=True)
     whole = nsa_attention(*x.tensors(), SMALL, cu_seqlens=x.cu_seqlens)
     outputs, _ = branch_outputs(x, SMALL)
     parts = sum(gate.unsqueeze(-1) * outputs[name] for name, gate in zip(outputs, x.gates.unbind(-1), strict=True))
     do = torch.randn_like(whole)
+    assert ("mix_branches" if longest == 0 else "mix_attention") in whole.grad_fn.name()
     torch.testing.assert_close(whole, parts)
     for got, want in zip(*(torch.autograd.grad(o, x.tensors(), do) for o in (whole, parts)), strict=True):
         torch.testing.assert_close(got, want)
