@@ -50,10 +50,14 @@ def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
     if sampling.temperature < SMALLEST_TEMPERATURE:
         largest_B, token_B = logits_BV.max(-1)
         return token_B.masked_fill(~largest_B.isfinite(), -1)
+    is_exact = torch.are_deterministic_algorithms_enabled()  # the sums of a GPU are not
+    if sampling.top_k is None and sampling.top_p == 1.0:
+        logits = logits_BV.cpu() if is_exact else logits_BV
+        return _draw_from_all((logits.float() / sampling.temperature).softmax(-1), uniform_B1).to(logits_BV.device)
     values, order = torch.sort(logits_BV, descending=True, stable=True)  # before the division: fewer bits to sort
-    values = values.float() / sampling.temperature
-    if torch.are_deterministic_algorithms_enabled():  # the sums of a GPU are not
+    if is_exact:
         values, order = values.cpu(), order.cpu()
+    values = values.float() / sampling.temperature
     p = values[:, : sampling.top_k].softmax(-1)
     # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
     p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
@@ -63,3 +67,13 @@ def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
     kept_B1 = (p > 0.0).sum(-1, keepdim=True)
     drawn = drawn.minimum(kept_B1 - 1).clamp(min=0)  # a number that rounding moved to the very end
     return order.gather(1, drawn).masked_fill(kept_B1 == 0, -1).squeeze(1).to(logits_BV.device)
+
+
+def _draw_from_all(p_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+    """As `draw`, for all tokens in their order: nothing is sorted. A scan in parallel may round so that a sum falls
+    from one token to the next; a token without a share is never drawn."""
+    ends_BV, has_share_BV = p_BV.cumsum(-1), p_BV > 0.0
+    total_B1 = ends_BV.where(has_share_BV, 0.0).amax(-1, keepdim=True)
+    number_B1 = uniform_B1.to(ends_BV).clamp(max=1.0 - 2.0**-24) * total_B1
+    token_B = ((ends_BV > number_B1) & has_share_BV).int().argmax(-1)
+    return token_B.masked_fill(~has_share_BV.any(-1), -1)

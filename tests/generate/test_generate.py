@@ -143,6 +143,16 @@ def test_temperature_top_k_and_top_p_cut_the_distribution():
         assert seen(temperature=tiny) == {1}
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.999}, {"top_k": 3}], ids=str)
+def test_a_token_without_a_share_is_never_drawn(options):
+    nothing = -float("inf")
+    logits = torch.tensor([[nothing, 0.0, nothing, 1.0, nothing]])
+    numbers = torch.tensor([[0.0], [0.2], [0.9], [1.0 - 2.0**-53]], dtype=torch.float64)
+    drawn = draw(logits.expand(4, -1), Sampling(**options), numbers).tolist()
+    assert set(drawn) == {1, 3}
+    assert draw(torch.full_like(logits, nothing), Sampling(**options), numbers[:1]).tolist() == [-1]
+
+
 class Replayed(batch.DecodeGraphs):
     """Computes on the CPU what a GPU would replay, into the same tensors."""
 
