@@ -51,7 +51,12 @@ def run_doctor(tmp_path, *arguments, sabotage="", env=(), **sections) -> Diagnos
     config = write_config(
         tmp_path,
         train={"seq_len": 32, "batch_size": 2, **sections.pop("train", {})},
-        telemetry={"tensorboard": False, "watchdog_first_step_s": 8.0, "watchdog_floor_s": 4.0},
+        telemetry={
+            "tensorboard": False,
+            "watchdog_first_step_s": 8.0,
+            "watchdog_floor_s": 4.0,
+            **sections.pop("telemetry", {}),
+        },
         checkpoint={"every": 0},
         **sections,
     )
@@ -149,6 +154,7 @@ def test_a_kernel_with_a_wrong_gradient_is_named(tmp_path):
         env={"TRITON_INTERPRET": "1"},
         model=ONE_LAYER,
         train={"batch_size": 1},
+        telemetry={"watchdog_first_step_s": 60.0},  # interpreted kernels take seconds
     )
     assert found.code == 1
     assert found.causes == {"kernel sel (triton)"}
