@@ -73,7 +73,7 @@ def _draw_from_all(p_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     """As `draw`, for all tokens in their order: nothing is sorted. A scan in parallel may round so that a sum falls
     from one token to the next; a token without a share is never drawn."""
     ends_BV, has_share_BV = p_BV.cumsum(-1), p_BV > 0.0
-    total_B1 = ends_BV.where(has_share_BV, 0.0).amax(-1, keepdim=True)
+    total_B1 = ends_BV.masked_fill(~has_share_BV, 0.0).amax(-1, keepdim=True)
     number_B1 = uniform_B1.to(ends_BV).clamp(max=1.0 - 2.0**-24) * total_B1
     token_B = ((ends_BV > number_B1) & has_share_BV).int().argmax(-1)
     return token_B.masked_fill(~has_share_BV.any(-1), -1)
