@@ -54,11 +54,12 @@ def backward(
         dq, dk_win, dv_win = nodes.window_attention_backward(do_win, q, k_win, v_win, o_win, lse_win, *win)
         dq_cmp, dk_cmp, dv_cmp = nodes.compressed_attention_backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, *cmp)
     dq_sel, dk_sel, dv_sel = of_selected
-    if q.is_cuda and not torch.cuda.is_current_stream_capturing():  # a graph has its memory for itself
-        for grad in of_selected:
-            grad.record_stream(torch.cuda.current_stream(q.device))
     dq += dq_sel
     dq += dq_cmp
+    if q.is_cuda and not torch.cuda.is_current_stream_capturing():  # a graph has its memory for itself
+        # Whoever launches on the second stream next gets its memory: after the last read of it.
+        dk_sel, dv_sel = dk_sel.clone(), dv_sel.clone()
+        _side_stream(q.device).wait_stream(torch.cuda.current_stream(q.device))
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
