@@ -1,5 +1,6 @@
-"""The gradients of short sequences: those of all branches in one operator, the selected branch on a stream of its own,
-since its lists leave a GPU partly idle. Of long ones autograd computes branch after branch, and frees what each read.
+"""The gradients of short sequences: those of all branches in one operator. In a CUDA graph the selected branch runs on
+a stream of its own, since its lists leave the card partly idle; elsewhere the host would pay for it. Of long sequences
+autograd computes branch after branch, and frees what each read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,16 +57,12 @@ def backward(
     dq_sel, dk_sel, dv_sel = of_selected
     dq += dq_sel
     dq += dq_cmp
-    if q.is_cuda and not torch.cuda.is_current_stream_capturing():  # a graph has its memory for itself
-        # Whoever launches on the second stream next gets its memory: after the last read of it.
-        dk_sel, dv_sel = dk_sel.clone(), dv_sel.clone()
-        _side_stream(q.device).wait_stream(torch.cuda.current_stream(q.device))
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 def backward_workspace(q: Tensor, do: Tensor, branches: Sequence[tuple[float, Tensor, Tensor]]) -> float:
-    """Bytes that `backward` holds on a GPU on top of arguments and results. `branches`: the workspace, keys and values
-    of cmp, sel and win."""
+    """Bytes that `backward` holds in a CUDA graph on top of arguments and results. `branches`: the workspace, keys and
+    values of cmp, sel and win."""
     cmp, sel, win = (workspace for workspace, _, _ in branches)
     _, k_cmp, v_cmp = branches[0]
     # While win runs, and while cmp does.
@@ -74,9 +71,9 @@ def backward_workspace(q: Tensor, do: Tensor, branches: Sequence[tuple[float, Te
 
 @contextmanager
 def _second_stream(q: Tensor) -> Iterator[AbstractContextManager[Any]]:
-    """A stream beside the current one, for what is launched inside it. The current one waits for it at the end, so that
-    nothing it reads is freed before."""
-    if not q.is_cuda:
+    """A stream beside the current one, for what is launched inside it, in the capture of a CUDA graph; the current one
+    waits for it at the end. A graph has its memory for itself, and every use of the second stream is ordered in it."""
+    if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
         yield nullcontext()
         return
     main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
