@@ -33,6 +33,9 @@ CHECK_TOKENS = 4096
 # Of the rows of an output, the median may be off by so much, and so many by more than FAR_OFF. Where queries read all
 # blocks these are few. Where they choose, an implementation that keeps scores in bf16 takes another block in 5 to 8 %.
 MEDIAN_LIMIT, FAR_OFF, FAR_OFF_LIMIT, OTHER_BLOCK_LIMIT = 1e-2, 5e-2, 0.02, 0.15
+# Then every key is off, since many rows add to it. With float64 but for scores of fewer bits, the median of dK is 3.4 %
+# off where 5.5 % of the rows read another block, and 7.5 % where 20 % do (4,096 tokens, 16 heads of 128).
+OTHER_KEY_LIMIT = 6e-2
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def disagreement(run: Attention, spec: NSASpec, leaves: list[Tensor]) -> str | N
     agrees. Rows are compared one by one: where two scores nearly tie, a row may read another block and be far off."""
     reads_all = leaves[0].shape[1] <= spec.num_selected * spec.sel_block
     far_off_limit = FAR_OFF_LIMIT if reads_all else OTHER_BLOCK_LIMIT
+    key_limit = MEDIAN_LIMIT if reads_all else OTHER_KEY_LIMIT
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     o, wanted = run(leaves[0], leaves[1], leaves[2], leaves[3]), reference(*exact, spec, "reference")
@@ -173,8 +177,8 @@ def disagreement(run: Attention, spec: NSASpec, leaves: list[Tensor]) -> str | N
         rows, exact_rows = got.detach().double().flatten(2), want.detach().flatten(2)
         off = (rows - exact_rows).norm(dim=-1) / exact_rows.norm(dim=-1).clamp(min=1e-6)
         median, share = float(off.median()), float((~(off <= FAR_OFF)).double().mean())
-        # A key of a row that read another block is off as well, by little: keys are many rows' sum.
-        if not median <= MEDIAN_LIMIT or (name in ("o", "dq") and share > far_off_limit):
+        of_queries = name in ("o", "dq")
+        if not median <= (MEDIAN_LIMIT if of_queries else key_limit) or (of_queries and share > far_off_limit):
             return f"{name} differs from the reference: by {median:.1%} in the median row, {share:.1%} of rows are off"
     return None
 

@@ -6,6 +6,7 @@ import torch
 from bench import attention, peers
 from bench.shapes import SPEC, Shape
 from nsa.ops import NSASpec
+from nsa.ops.reference import selection
 
 SMALL = NSASpec(cmp_block=8, cmp_stride=4, sel_block=8, num_selected=4, num_init=1, num_local=2, window=16)
 
@@ -43,11 +44,32 @@ def test_some_rows_may_read_another_block_where_blocks_are_chosen(every, agrees)
     assert peers.disagreement(run, SMALL, leaves(read_whole)).startswith("o differs")
 
 
-def test_a_wrong_gradient_is_refused():
-    def run(q, k, v, gates):
-        return ours(SMALL)(q, k.detach() + 0.5 * (k - k.detach()), v, gates)
+@pytest.mark.parametrize(("bits", "agrees"), [(9, True), (5, False)])
+def test_scores_of_fewer_bits_put_every_key_off(bits, agrees, monkeypatch):
+    """An implementation whose scores are in 16 bits is right, one that hardly tells blocks apart is not."""
 
-    assert peers.disagreement(run, SMALL, leaves()).startswith("dk differs")
+    def run(q, k, v, gates):
+        def pick(scores, *args):
+            mantissa, exponent = torch.frexp(scores)
+            return selection_pick(torch.ldexp((mantissa * 2**bits).round(), exponent - bits), *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(selection, "pick_blocks", pick)
+            return ours(SMALL)(q, k, v, gates)
+
+    selection_pick = selection.pick_blocks
+    assert (peers.disagreement(run, SMALL, leaves(400)) is None) == agrees
+
+
+@pytest.mark.parametrize(("wrong", "num_selected"), [(0.1, 4), (0.02, 25)])
+def test_a_wrong_gradient_is_refused(wrong, num_selected):
+    """By 10 % where queries choose blocks, by 2 % where they read all."""
+    spec = NSASpec(**vars(SMALL) | {"num_selected": num_selected})
+
+    def run(q, k, v, gates):
+        return ours(spec)(q, k.detach() + (1 - wrong) * (k - k.detach()), v, gates)
+
+    assert peers.disagreement(run, spec, leaves(200)).startswith("dk differs")
 
 
 def test_a_nan_is_refused():
