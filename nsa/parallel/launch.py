@@ -76,6 +76,7 @@ class Launch:
     size: int = 1
     attempt: int = 0
     local_size: int = 0
+    max_restarts: int = 0
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -85,15 +86,16 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     missing = [name for name in names if name not in environment]
     if missing:
         raise LaunchError(f"{', '.join(missing)}: not set although WORLD_SIZE is; start the run with torchrun")
+    optional = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
+    given = {name: environment[name] for name in names} | {name: environment.get(name) or "0" for name in optional}
     try:
-        rank, local_rank, size = (int(environment[name]) for name in names)
-        local_size = int(environment.get("LOCAL_WORLD_SIZE") or 0)
+        rank, local_rank, size, *others = (int(value) for value in given.values())
     except ValueError:
-        given = ", ".join(f"{name}={environment[name]!r}" for name in names)
-        raise LaunchError(f"{given}: must be whole numbers; start the run with torchrun") from None
+        texts = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise LaunchError(f"{texts}: must be whole numbers; start the run with torchrun") from None
     if not (0 <= rank < size and 0 <= local_rank <= rank):
         raise LaunchError(f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={size}: cannot be; use torchrun")
-    return Launch(rank, local_rank, size, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0") or 0), local_size)
+    return Launch(rank, local_rank, size, *others)
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:

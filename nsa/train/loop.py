@@ -50,7 +50,7 @@ def train(
     the source does not answer. `until_exit`: the process ends with the run, and signals stay caught until then.
     """
     launch = read_launch(os.environ)
-    if fresh and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+    if fresh and launch.max_restarts > 0:
         raise LaunchError("--fresh: would start over at every restart of torchrun; start without --max-restarts")
     faults.arm(os.environ.get("NSA_FAULTS", ""), launch.rank, launch.attempt)
     try:

@@ -62,11 +62,10 @@ def reproduce(dumped: Path) -> StepResult:
     try:
         report: dict[str, Any] = json.loads(read_regular(dumped / "report.json"))
         parts = [read_tensors(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
-    except (OSError, ValueError, KeyError) as error:
+        given = report["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
-    config = parse_config(
-        report["config"], str(dumped / "report.json"), ["parallel.strategy=single", "parallel.context=1"]
-    )
+    config = parse_config(given, str(dumped / "report.json"), ["parallel.strategy=single", "parallel.context=1"])
     with numerics(config.runtime):
         state = build_state(config, tokenizer_for(config.data))
         if not (dumped / "weights.safetensors").exists():

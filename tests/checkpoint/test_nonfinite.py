@@ -93,6 +93,13 @@ def test_a_dump_that_is_not_whole_says_so(missing, message, tmp_path):
         reproduce(place)
 
 
+@pytest.mark.parametrize("report", [[], {"world_size": "two"}, {"world_size": 0}])
+def test_a_report_of_another_form_says_so(report, tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(CheckpointError, match="no whole dump of a step"):
+        reproduce(tmp_path)
+
+
 def test_skipping_leaves_out_exactly_the_step_that_was_not_finite(tmp_path, whole_run):
     with faults_armed("step.loss:nan:hit=3"):
         train(small(*SKIP), tmp_path)

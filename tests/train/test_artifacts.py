@@ -176,7 +176,9 @@ def test_a_tracker_that_is_not_installed_changes_nothing(tmp_path):
 
 
 def test_fresh_under_a_restarting_torchrun_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_MAX_RESTARTS": 2}  # as torchrun does
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(LaunchError, match="--fresh"):
         train(tiny(), tmp_path, fresh=True)
     train(tiny(), tmp_path)
