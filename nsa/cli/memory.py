@@ -51,12 +51,12 @@ def memory(
 ) -> None:
     """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, estimate_cache, find_card, present_card
+    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
 
     asked = find_card(card) if card is not None else present_card()
     cards = [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS]
-    cached = estimate_cache(resolved, cache) if cache is not None else None
     planner = Planner(resolved, nproc)
+    cached = planner.estimate_cache(cache) if cache is not None else None
     found = _report(planner, cards)
     if cached:
         found["cache"] = asdict(cached) | {"most_sequences": {each.name: cached.most_sequences(each) for each in cards}}
