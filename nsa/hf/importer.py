@@ -30,9 +30,8 @@ HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 # selected branch is the dense model up to num_selected * sel_block tokens, and close to it from there on.
 GATE_LOGITS = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OWN = "decoder."  # before every name that `nsa export` writes
-_OWN_LAYER = re.compile(r"decoder\.blocks\.(\d{1,6})\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"(?:model\.layers|decoder\.blocks)\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "norm.weight",
@@ -255,7 +254,7 @@ def _targets(name: str, kinds: list[Any], shared_kv: bool) -> list[str]:
     """Our names of a tensor; several where the branches of a layer get a copy each."""
     if name in _OUTSIDE:
         return [_OUTSIDE[name]]
-    match = _LAYER.fullmatch(name) or _OWN_LAYER.fullmatch(name)
+    match = _LAYER.fullmatch(name)
     if match is None or int(match[1]) >= len(kinds):
         return [name.removeprefix(_OWN)]  # if it has no place, this is reported
     layer, part = int(match[1]), _INSIDE.get(match[2], match[2])
