@@ -153,12 +153,12 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
 
 def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
     """The sections that `nsa export` wrote."""
-    found = {name: described.get(name) for name in ("model", "nsa")}
-    if not all(isinstance(section, dict) for section in found.values()):
+    model, nsa, vocab_size = (described.get(name) for name in ("model", "nsa", "vocab_size"))
+    if not isinstance(model, dict) or not isinstance(nsa, dict):
         raise CheckpointError(f"{origin}: has no sections model and nsa")
-    if type(described.get("vocab_size")) is not int:
+    if type(vocab_size) is not int:
         raise CheckpointError(f"{origin}: has no vocab_size")
-    return {"model": {**found["model"], "vocab_size": described.get("vocab_size")}, "nsa": found["nsa"]}  # type: ignore[dict-item]
+    return {"model": {**model, "vocab_size": vocab_size}, "nsa": nsa}
 
 
 def _slides(described: dict[str, Any]) -> bool:
