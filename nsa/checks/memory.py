@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nsa.checks.kernels import DTYPES
 from nsa.checks.memory_trace import Moment, trace
 from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
@@ -44,7 +45,6 @@ CARDS = {"24gb": 23.5, "a100-40gb": 39.4, "l40s": 44.4, "a100-80gb": 79.1, "h100
 COMMON_CARDS = ("24gb", "a100-40gb", "a100-80gb", "h200")
 GPT2_VOCABULARY = 50_257
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOAT32 = 4  # bytes of each weight, gradient and AdamW moment
 _MOST_SEQUENCES = 1 << 20
 
@@ -147,7 +147,7 @@ class Planner:
         self.share = config.train.batch_size // groups  # sequences of a rank in a step, which others may share
         self._shards = nproc if self.strategy == "fsdp" else 1
         wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
-        self.param_dtype = _DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
+        self.param_dtype = DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
         self._vocab_size = _vocab_size(config)
         with torch.device("meta"):
             self._model = build_model(config.model, config.nsa, self._vocab_size, seed=0)
@@ -178,7 +178,7 @@ class Planner:
         """Nothing is allocated."""
         if tokens < 1:
             raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
-        dtype = _DTYPES[self.precision]
+        dtype = DTYPES[self.precision]
         one, two = (KVCache(self._model, sequences=n, max_length=tokens, dtype=dtype).memory() for n in (1, 2))
         parts = {part: two[part] - one[part] for part in one}
         return CacheEstimate(tokens, self.precision, parts, self._parameters * dtype.itemsize)
@@ -241,7 +241,7 @@ class Planner:
         k, v = ((length, model.n_kv_heads, dim) for dim in (model.head_dim_k, model.head_dim_v))
 
         def stretches(size: int) -> int:
-            tensors = (torch.empty(size, *s, dtype=_DTYPES[self.precision], device="meta") for s in (q, k, v, indices))
+            tensors = (torch.empty(size, *s, dtype=DTYPES[self.precision], device="meta") for s in (q, k, v, indices))
             return int(dispatch.kernels_for("sel").num_stretches(*tensors, spec))
 
         return borders + [1 + bisect_right(range(1, _MOST_SEQUENCES + 1), few, key=stretches) for few in (1, 2, 3)]
@@ -272,7 +272,7 @@ class Planner:
         gradients = created * trained / self._shards
         strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes()}[self.strategy]
         if self.strategy == "fsdp" and accumulates:
-            gradients += _DTYPES[self.config.parallel.fsdp.reduce_dtype].itemsize * self._trainable
+            gradients += DTYPES[self.config.parallel.fsdp.reduce_dtype].itemsize * self._trainable
         elif accumulates:
             gradients = trained
         elif self.strategy == "ddp" and effective(self.config.parallel.ddp).bucket_view:
@@ -296,7 +296,7 @@ class Planner:
         released = 0 if options.sharding == "grad_op" else max(0, layers * largest - 2 * unit)
         gathered = self._parameters - released
         message = unit if self.nproc > 1 else 0
-        return self.param_dtype.itemsize * (gathered + message + unit) + _DTYPES[options.reduce_dtype].itemsize * unit
+        return self.param_dtype.itemsize * (gathered + message + unit) + DTYPES[options.reduce_dtype].itemsize * unit
 
 
 def _peak_gib(parts: dict[str, float], compiled_share: float = 1.0) -> float:
