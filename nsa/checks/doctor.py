@@ -17,23 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nsa.checks.doctor_search import (
-    AS_GIVEN,
-    BRANCH_OF,
-    MIN_TOKENS,
-    OPERATORS,
-    SMALL,
-    SYNTHETIC,
-    Case,
-    Cause,
-    search,
-)
+from rich.text import Text
+
+from nsa.checks.doctor_search import AS_GIVEN, BRANCH_OF, MIN_TOKENS, OPERATORS, SMALL, SYNTHETIC, Case, Cause, search
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus, write_trial_config
+from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus
 from nsa.config import Config, load_config, parse_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.parallel.context import data_ranks
+from nsa.record.numbers import one_line
 from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
 
@@ -175,6 +168,13 @@ class Attempt:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
 
+    def __rich__(self) -> Text:
+        """One line of the terminal."""
+        line = Text(f"{self.name:<32} ")
+        line.append(f"{self.failure or 'ok':<26} ", "red" if self.failure else "green")
+        line.append(f"{self.seconds:6.1f} s")
+        return line.append(f"  {one_line(self.reason, 200)}" if self.failure else "")
+
 
 class Diagnosis:
     """Walks the decision tree and keeps what it finds."""
@@ -220,12 +220,10 @@ class Diagnosis:
             self.causes.append(Cause("kernel", "all", "the check of the kernels"))
 
     def _probe(self, kind: str, name: str) -> tuple[ProbeResult, Attempt]:
-        setup, began, folder = self.setup, time.monotonic(), self.setup.out / "trials"
+        setup, began = self.setup, time.monotonic()
         self.progress.begin(f"{name} (at most {setup.limit_s:.0f} s)")
         config = setup.resolve(replace(setup.given, strategy="ddp", batch=SMALL), setup.limit_s)
-        trial = Trial(kind, config, folder / kind, 1, setup.limit_s)
-        write_trial_config(trial)
-        probed = run_probe(kind, trial.config_file, setup.nproc, folder, setup.limit_s)
+        probed = run_probe(kind, Trial(kind, config, setup.out / "trials" / kind, setup.nproc, setup.limit_s))
         wrong = f"{len(probed.failed)} of {len(probed.findings)} wrong" if probed.failed else ""
         reason = probed.problem or "; ".join(map(describe, probed.failed))
         return probed, self._end(
@@ -331,7 +329,7 @@ class Diagnosis:
 
     def _end(self, attempt: Attempt) -> Attempt:
         self.attempts.append(attempt)
-        self.progress.end(attempt)
+        self.progress.note(attempt)
         return attempt
 
 

@@ -260,12 +260,8 @@ def _wrong_kernels(checks: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _shown(evidence: Mapping[str, Any]) -> Iterator[str]:
-    yield from (
-        "",
-        "## Evidence",
-        "",
-        f"Of '{evidence['name']}', in `{evidence['folder']}`: {evidence['failure'] or 'ok'}.",
-    )
+    outcome = f"Of '{evidence['name']}', in `{evidence['folder']}`: {evidence['failure'] or 'ok'}."
+    yield from ("", "## Evidence", "", outcome)
     if evidence["reason"]:
         yield from ("", one_line(evidence["reason"], 600))
     if evidence["numbers"]:

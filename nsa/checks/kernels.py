@@ -143,8 +143,8 @@ def _against_slopes(inputs: _Inputs, operator: str) -> Iterator[KernelCheck]:
 
 
 def _check_selection(inputs: _Inputs, by: str | None) -> KernelCheck:
-    lse = inputs.lse.float() if inputs.q.dtype != torch.float64 else inputs.lse
-    got = select_blocks(inputs.q, inputs.k_cmp, lse, inputs.spec, cu_seqlens=inputs.borders, backend=by)
+    given = inputs.q, inputs.k_cmp, inputs.lse.float(), inputs.spec
+    got = select_blocks(*given, cu_seqlens=inputs.borders, backend=by)
     differ = float((got != inputs.indices).any(-1).double().mean())
     name = backend_name("select", by, inputs.q, inputs.k_cmp, inputs.spec)
     return KernelCheck("select", "rows with other blocks", name, differ, ROWS_THAT_MAY_DIFFER)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nsa.checks.memory_trace import Moment, Trace, trace
+from nsa.checks.kernels import DTYPES
+from nsa.checks.memory_trace import Moment, trace
 from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
@@ -21,12 +22,13 @@ from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
-from nsa.nn.model import Decoder
+from nsa.nn.model import build_model
 from nsa.ops import dispatch
 from nsa.parallel.context import data_ranks, padded_length
 from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
 from nsa.parallel.recompute import Granularity
+from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import micro_batch_size
 
 GIB = 2**30
@@ -43,7 +45,6 @@ CARDS = {"24gb": 23.5, "a100-40gb": 39.4, "l40s": 44.4, "a100-80gb": 79.1, "h100
 COMMON_CARDS = ("24gb", "a100-40gb", "a100-80gb", "h200")
 GPT2_VOCABULARY = 50_257
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOAT32 = 4  # bytes of each weight, gradient and AdamW moment
 _MOST_SEQUENCES = 1 << 20
 
@@ -82,9 +83,9 @@ class Card:
     gib: float
 
 
-def estimate(config: Config, nproc: int = 1, *, torch_version: str = torch.__version__) -> Estimate:
-    """What each of `nproc` ranks needs on its GPU under this configuration and version of PyTorch."""
-    return Planner(config, nproc, torch_version=torch_version).estimate()
+def estimate(config: Config, nproc: int = 1) -> Estimate:
+    """What each of `nproc` ranks needs on its GPU under this configuration."""
+    return Planner(config, nproc).estimate()
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,6 @@ class CacheEstimate:
         """How many such sequences fit a card beside the weights, without what a prompt needs while it is read."""
         free = (card.gib - CONTEXT_GIB) / (1 + GAPS) * GIB - self.weights
         return max(0, int(free / sum(self.parts.values())))
-
-
-def estimate_cache(config: Config, tokens: int) -> CacheEstimate:
-    """Nothing is allocated."""
-    if tokens < 1:
-        raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
-    name = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
-    with torch.device("meta"):
-        model = Decoder(config.model, config.nsa, _vocab_size(config)).to(_DTYPES[name])
-    one, two = (KVCache(model, sequences=n, max_length=tokens).memory() for n in (1, 2))
-    weights = model.num_parameters() * _DTYPES[name].itemsize
-    return CacheEstimate(tokens, name, {part: two[part] - one[part] for part in one}, weights)
 
 
 def find_card(text: str) -> Card:
@@ -147,10 +136,10 @@ class Planner:
     trace and one of four times the micro-batch, as far as both compute the same in chunks.
     """
 
-    def __init__(self, config: Config, nproc: int = 1, *, torch_version: str = torch.__version__):
+    def __init__(self, config: Config, nproc: int = 1):
         if nproc < 1:
             raise ConfigError(f"--nproc: must be at least 1, got {nproc}")
-        self.config, self.nproc, self.torch_version = config, nproc, torch_version
+        self.config, self.nproc = config, nproc
         self.strategy = choose_strategy(config.parallel.strategy, nproc)
         self.precision = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
         groups = data_ranks(config.parallel.context, nproc)
@@ -158,21 +147,23 @@ class Planner:
         self.share = config.train.batch_size // groups  # sequences of a rank in a step, which others may share
         self._shards = nproc if self.strategy == "fsdp" else 1
         wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
-        self.param_dtype = _DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
+        self.param_dtype = DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
         self._vocab_size = _vocab_size(config)
-        self._traces: dict[tuple[Granularity, int], Trace] = {}
+        with torch.device("meta"):
+            self._model = build_model(config.model, config.nsa, self._vocab_size, seed=0)
+        self._parameters = self._model.num_parameters()
+        self._trainable = self._model.num_parameters(trainable_only=True)
+        self._traces: dict[tuple[Granularity, int], dict[str, Moment]] = {}
 
     def estimate(self, micro_batch: int | None = None, checkpointing: Granularity | None = None) -> Estimate:
         size = micro_batch or self.micro_batch
         granularity = checkpointing or self.config.runtime.gradient_checkpointing
-        traced = self._trace(granularity, self.micro_batch)
-        phases = traced.phases
-        if size != self.micro_batch:
-            near, far = self._traced_sizes(size)
-            phases, larger = (self._trace(granularity, traced_size).phases for traced_size in (near, far))
-            along = (size - near) / max(1, far - near)
+        near, far = self._traced_sizes(size) if size != self.micro_batch else (size, size)
+        phases = self._trace(granularity, near)
+        if near < far:
+            larger, along = self._trace(granularity, far), (size - near) / (far - near)
             phases = {name: here.plus(larger[name].plus(here, -1), along) for name, here in phases.items()}
-        found = {name: self._parts(traced, moment, size < self.share) for name, moment in phases.items()}
+        found = {name: self._parts(moment, size < self.share) for name, moment in phases.items()}
         highest = max(found, key=lambda name: _peak_gib(found[name]))
         planned, compiled = _peak_gib(found[highest]), None
         if granularity in COMPILED_SHARES and self.config.parallel.context == 1:
@@ -180,8 +171,17 @@ class Planner:
                 max(_peak_gib(parts, share) for parts in found.values()) for share in COMPILED_SHARES[granularity]
             )
             compiled, planned = (low, high), high if self.config.runtime.compile else planned
-        gradients = _FLOAT32 * traced.trainable / self._shards
+        gradients = _FLOAT32 * self._trainable / self._shards
         return Estimate(size, granularity, highest, found[highest], gradients, compiled, planned)
+
+    def estimate_cache(self, tokens: int) -> CacheEstimate:
+        """Nothing is allocated."""
+        if tokens < 1:
+            raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
+        dtype = DTYPES[self.precision]
+        one, two = (KVCache(self._model, sequences=n, max_length=tokens, dtype=dtype).memory() for n in (1, 2))
+        parts = {part: two[part] - one[part] for part in one}
+        return CacheEstimate(tokens, self.precision, parts, self._parameters * dtype.itemsize)
 
     def fit(self, card: Card) -> tuple[int, int]:
         """The largest micro-batch that fits a card, and the largest that also divides the sequences of a rank in a
@@ -207,7 +207,7 @@ class Planner:
             options[f"train.micro_batch={usable}"] = self.estimate(usable)
         if self.strategy == "ddp":
             sharded = _replace(self.config, "parallel", strategy="fsdp")
-            options["parallel.strategy=fsdp"] = estimate(sharded, self.nproc, torch_version=self.torch_version)
+            options["parallel.strategy=fsdp"] = estimate(sharded, self.nproc)
         fitting = {setting: found for setting, found in options.items() if found.needed_gib <= card.gib}
         if not fitting:
             setting, smallest = "train.micro_batch=1 runtime.gradient_checkpointing=block", self.estimate(1, "block")
@@ -241,23 +241,21 @@ class Planner:
         k, v = ((length, model.n_kv_heads, dim) for dim in (model.head_dim_k, model.head_dim_v))
 
         def stretches(size: int) -> int:
-            tensors = (torch.empty(size, *s, dtype=_DTYPES[self.precision], device="meta") for s in (q, k, v, indices))
+            tensors = (torch.empty(size, *s, dtype=DTYPES[self.precision], device="meta") for s in (q, k, v, indices))
             return int(dispatch.kernels_for("sel").num_stretches(*tensors, spec))
 
         return borders + [1 + bisect_right(range(1, _MOST_SEQUENCES + 1), few, key=stretches) for few in (1, 2, 3)]
 
-    def _trace(self, granularity: Granularity, micro_batch: int) -> Trace:
+    def _trace(self, granularity: Granularity, micro_batch: int) -> dict[str, Moment]:
         key = granularity, micro_batch
         if key not in self._traces:
             config = _replace(self.config, "model", vocab_size=self._vocab_size)
             config = _replace(config, "train", micro_batch=micro_batch)
             config = _replace(config, "runtime", precision=self.precision, gradient_checkpointing=granularity)
-            major, minor = self.torch_version.split(".")[:2]
-            in_float32 = (int(major), int(minor)) >= (2, 12)  # since then autocast computes norms in float32
-            self._traces[key] = trace(config, self.param_dtype, norms_in_float32=in_float32)
+            self._traces[key] = trace(config, self.param_dtype)
         return self._traces[key]
 
-    def _parts(self, traced: Trace, moment: Moment, accumulates: bool) -> dict[str, float]:
+    def _parts(self, moment: Moment, accumulates: bool) -> dict[str, float]:
         """Bytes of a rank at a moment, of a model with P parameters of which T are trained, over N ranks.
 
         single   weights 4P, AdamW moments 8T (Muon: 4 of each parameter it moves), gradients up to 4T as backward
@@ -269,33 +267,36 @@ class Planner:
 
         With several passes in a step, all gradients exist from the start of the last one, which is the highest.
         """
-        trained = _FLOAT32 * traced.trainable
-        created = moment.gradients / (self.param_dtype.itemsize * traced.trainable)  # share that backward has created
+        trained = _FLOAT32 * self._trainable
+        created = moment.gradients / (self.param_dtype.itemsize * self._trainable)  # share that backward has created
         gradients = created * trained / self._shards
-        strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes(traced)}[self.strategy]
+        strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes()}[self.strategy]
         if self.strategy == "fsdp" and accumulates:
-            gradients += _DTYPES[self.config.parallel.fsdp.reduce_dtype].itemsize * traced.trainable
+            gradients += DTYPES[self.config.parallel.fsdp.reduce_dtype].itemsize * self._trainable
         elif accumulates:
             gradients = trained
         elif self.strategy == "ddp" and effective(self.config.parallel.ddp).bucket_view:
             gradients = 0.0
-        moments = 2 * trained - (_FLOAT32 * traced.hidden if self.config.train.optimizer == "muon" else 0)
-        weights, optimizer = _FLOAT32 * traced.parameters / self._shards, moments / self._shards
+        moments = 2 * trained
+        if self.config.train.optimizer == "muon":
+            moments -= _FLOAT32 * sum(matrix.numel() for matrix in hidden_matrices(self._model))
+        weights, optimizer = _FLOAT32 * self._parameters / self._shards, moments / self._shards
         traced_kinds = {kind: max(0.0, size) for kind, size in vars(moment).items() if kind != "gradients"}
         traced_kinds["workspaces"] += BLAS_BYTES
         state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         return state | traced_kinds | {"strategy": strategy}
 
-    def _fsdp_bytes(self, traced: Trace) -> float:
+    def _fsdp_bytes(self) -> float:
         """Gathered in the parameters' data type: the model outside the blocks and two units, one in use and one being
         prefetched (with `grad_op` all units), and the message of a third. One unit's gradients, and the message that
         reduces them."""
         options, layers = self.config.parallel.fsdp, self.config.model.n_layers
-        unit = traced.block_parameters * min(options.blocks_per_unit, layers)
-        released = 0 if options.sharding == "grad_op" else max(0, layers * traced.block_parameters - 2 * unit)
-        gathered = traced.parameters - released
+        largest = max(sum(p.numel() for p in block.parameters()) for block in self._model.blocks)
+        unit = largest * min(options.blocks_per_unit, layers)
+        released = 0 if options.sharding == "grad_op" else max(0, layers * largest - 2 * unit)
+        gathered = self._parameters - released
         message = unit if self.nproc > 1 else 0
-        return self.param_dtype.itemsize * (gathered + message + unit) + _DTYPES[options.reduce_dtype].itemsize * unit
+        return self.param_dtype.itemsize * (gathered + message + unit) + DTYPES[options.reduce_dtype].itemsize * unit
 
 
 def _peak_gib(parts: dict[str, float], compiled_share: float = 1.0) -> float:

@@ -25,12 +25,12 @@ from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context import Context
 from nsa.parallel.context_layers import apply_context
 from nsa.parallel.recompute import apply_recompute
-from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
 # Names of the traced blocks, by how many the model has: all of up to three, three of more.
 PLACES = (("last",), ("first", "last"), ("first", "middle", "last"))
 ALIGNMENT = 512  # the CUDA caching allocator returns multiples of this
+NORMS_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # since then autocast computes them so
 TOKENS_PER_DOCUMENT = 512  # assumed where documents are isolated; tables grow slightly with the number of documents
 
 
@@ -57,21 +57,6 @@ class Moment:
 
     def plus(self, other: "Moment", times: float = 1.0) -> "Moment":
         return Moment(**{kind: value + times * getattr(other, kind) for kind, value in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The highest moment of every phase of a pass, and the model's parameter counts.
-
-    Phases in order: "start", "first block's forward" and so on, "head", "head's backward", "last block's backward" and
-    so on, "embedding's backward".
-    """
-
-    phases: dict[str, Moment]
-    block_parameters: int
-    parameters: int
-    trainable: int
-    hidden: int  # of the trainable ones, those in matrices that Muon moves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -125,38 +110,36 @@ class LiveBytes(TorchDispatchMode):
         self.now[kind] -= size
 
 
-def trace(config: Config, param_dtype: torch.dtype, *, norms_in_float32: bool) -> Trace:
+def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
     """Runs one forward and backward pass of a micro-batch as on a GPU, of a model shortened to three blocks where all
-    are of one kind.
+    are of one kind. Returns the highest moment of every phase.
 
-    `config` has no "auto": its micro-batch, precision and vocabulary size are set.
+    Phases in order: "start", "first block's forward" and so on, "head", "head's backward", "last block's backward" and
+    so on, "embedding's backward". `config` has no "auto": its micro-batch, precision and vocabulary size are set.
     """
     mixed = len(set(config.model.layer_kinds())) > 1
     traced = config.model.n_layers if mixed else min(len(PLACES), config.model.n_layers)
     shortened = config.model.model_copy(update={"n_layers": traced})
     assert config.model.vocab_size is not None
     with FakeTensorMode():
-        model = build_model(shortened, config.nsa, config.model.vocab_size, 0, chosen_kernels(config))
-        _change_dtype(model, param_dtype)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(param_dtype)  # fake tensors do not support `model.to(dtype)`
+        try:
+            model = build_model(shortened, config.nsa, config.model.vocab_size, 0, chosen_kernels(config))
+        finally:
+            torch.set_default_dtype(default)
         live = LiveBytes([*model.parameters(), *model.buffers()])
         context = Context(None, config.parallel.context)
         if context.size > 1:
             apply_context(model, context)
         apply_recompute(model, config.runtime.gradient_checkpointing)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
-            fused = partial(_fused_norm, weight=norm.weight, in_float32=norms_in_float32)
-            norm.forward = fused  # type: ignore[method-assign]
+            norm.forward = partial(_fused_norm, weight=norm.weight)  # type: ignore[method-assign]
         _register_hooks(model, live)
         with live:
             _run(model, config, live, context)
-    untraced, block = config.model.n_layers - len(model.blocks), model.blocks[0]
-    in_block = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
-    parameters = model.num_parameters() + untraced * in_block
-    trained_in_block = sum(p.numel() for p in block.parameters() if p.requires_grad)
-    trainable = model.num_parameters(trainable_only=True) + untraced * trained_in_block
-    hidden = sum(matrix.numel() for matrix in hidden_matrices(model))
-    hidden += untraced * hidden // len(model.blocks)
-    return Trace(_all_blocks(live, untraced) if untraced else live.phases, in_block, parameters, trainable, hidden)
+    untraced = config.model.n_layers - traced
+    return _all_blocks(live, untraced) if untraced else live.phases
 
 
 def _all_blocks(live: LiveBytes, untraced: int) -> dict[str, Moment]:
@@ -177,16 +160,6 @@ def _all_blocks(live: LiveBytes, untraced: int) -> dict[str, Moment]:
         added = gradients if name in after else kept if "backward" in name else forward
         phases[name] = moment.plus(added, untraced)
     return phases
-
-
-def _change_dtype(model: Decoder, dtype: torch.dtype) -> None:
-    """What `model.to(dtype)` does, which fake tensors do not support."""
-    changed: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in changed:
-                changed[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-            setattr(module, name, changed[parameter])
 
 
 def _register_hooks(model: Decoder, live: LiveBytes) -> None:
@@ -249,6 +222,6 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _fused_norm(x: Tensor, weight: Tensor, in_float32: bool) -> Tensor:
-    y: Tensor = _FusedNorm.apply(x.float() if in_float32 else x, weight)  # type: ignore[no-untyped-call]
+def _fused_norm(x: Tensor, weight: Tensor) -> Tensor:
+    y: Tensor = _FusedNorm.apply(x.float() if NORMS_IN_FLOAT32 else x, weight)  # type: ignore[no-untyped-call]
     return y

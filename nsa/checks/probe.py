@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.checks.trials import environment
+from nsa.checks.trials import Trial, environment, write_trial_config
 from nsa.config import Config, load_config
 from nsa.errors import NSAError
 
@@ -27,16 +27,19 @@ class ProbeResult:
         return [finding for finding in self.findings if not finding["ok"]]
 
 
-def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
+def run_probe(kind: str, trial: Trial) -> ProbeResult:
+    """Inspects what the trial would run with."""
+    write_trial_config(trial)
+    folder = trial.folder.parent
     result = folder / f"{kind}.json"
-    command = [sys.executable, "-m", __name__, kind, str(config_file), str(nproc), str(folder), str(result)]
+    command = [sys.executable, "-m", __name__, kind, str(trial.config_file), str(trial.nproc), str(folder), str(result)]
     result.unlink(missing_ok=True)
     try:
         ended = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, errors="replace", timeout=limit_s, env=environment()
+            command, capture_output=True, text=True, errors="replace", timeout=trial.limit_s, env=environment()
         )
     except subprocess.TimeoutExpired:
-        return ProbeResult([], f"no answer after {limit_s:g} s")
+        return ProbeResult([], f"no answer after {trial.limit_s:g} s")
     if ended.returncode:
         lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
         return ProbeResult([], lines[-1] if lines else f"exit code {ended.returncode} without output")

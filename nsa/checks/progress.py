@@ -1,8 +1,7 @@
 """Progress of `nsa ready` and `nsa doctor`: one live line on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -15,10 +14,8 @@ PLAIN_EVERY_S = 30.0
 
 
 class Progress:
-    """`render` turns what has ended into what stays on the screen."""
-
-    def __init__(self, console: Console, render: Callable[[Any], RenderableType] = str):
-        self._console, self._render = console, render
+    def __init__(self, console: Console):
+        self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._name, self._printed_at = "", time.monotonic()
 
@@ -38,11 +35,8 @@ class Progress:
     def update(self, view: RunView | None, elapsed_s: float) -> None:
         self._show(Text(f"{self._name}: {_state(view)}, {seconds(elapsed_s)}"))
 
-    def end(self, result: Any) -> None:
-        self.note(self._render(result))
-
     def note(self, message: RenderableType) -> None:
-        """A message that stays."""
+        """What stays on the screen: a message, or a trial or phase that has ended."""
         self._console.print(message)
         self._printed_at = time.monotonic()
 

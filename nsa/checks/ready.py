@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from nsa.checks.artifacts import Artifact, check_artifacts
 from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial, write_trial_config
+from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial
 from nsa.config import Config, parse_config
+from nsa.errors import printable
 from nsa.inspect.reading import RunView
 from nsa.parallel.context import data_ranks
 from nsa.record.numbers import seconds
@@ -29,6 +34,7 @@ TITLES = {
     "phase2": "the configured data",
     "phase3": "save, kill, resume, compare",
 }
+STYLES = {"pass": "green", "fail": "bold red", "n/a": "dim"}  # of a verdict
 FATAL = ("stability", "environment", "kernels", "one step", "deep step", "resume")  # nothing runs after these fail
 DEEP_LAYERS, DEEP_TOKENS = 12, 2048  # a size at which an earlier system hung
 
@@ -82,6 +88,19 @@ class Phase:
     def is_fatal(self) -> bool:
         return any(criterion.verdict == "fail" and criterion.name in FATAL for criterion in self.criteria)
 
+    def __rich__(self) -> Group:
+        """Each criterion with its target and the measured value, for the terminal."""
+        word = "not run" if not self.was_run else "passed" if self.passed else "FAILED"
+        style = "green" if self.passed else "bold red"
+        head = Text.assemble((f"{self.key} ", "bold"), f"{self.title}: ", (word, style))
+        if self.was_run:
+            head.append(f" in {seconds(self.seconds)}")
+        table = Table(box=None, padding=(0, 1), show_header=False)
+        for c in self.criteria:
+            measured = f"{c.measured} ({c.remark})" if c.remark and c.verdict == "fail" else c.measured
+            table.add_row(Text(c.verdict, STYLES[c.verdict]), c.name, Text(printable(measured)), Text(c.target, "dim"))
+        return Group(head, table)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -114,7 +133,7 @@ class ReadinessCheck:
                 check(phase)
                 phase.seconds = time.monotonic() - began
             phases.append(phase)
-            self.progress.end(phase)
+            self.progress.note(phase)
         return phases
 
     def _trial(self, name: str, config: Config, faults: str = "") -> Trial:
@@ -130,10 +149,9 @@ class ReadinessCheck:
 
     def _phase0(self, phase: Phase) -> None:
         plan, probed = self.plan, self._trial("phase0-probe", self.plan.config)
-        write_trial_config(probed)
         for kind, judge_findings in (("machine", _judge_machine), ("kernels", _judge_kernels)):
             self.progress.begin(f"{phase.key}: {kind}")
-            found = run_probe(kind, probed.config_file, plan.nproc, plan.folder, probed.limit_s)
+            found = run_probe(kind, probed)
             phase.facts[kind] = found.findings
             phase.criteria.append(judge_findings(found))
             if phase.is_fatal:

@@ -8,19 +8,30 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from nsa import __version__
-from nsa.checks.pages import Section, cell, html_page, write_files
+from nsa.checks.pages import Section, cell, write_files
 from nsa.checks.ready import FULL, Phase, Plan
 from nsa.checks.trials import Outcome, format_command, last_lines
 from nsa.errors import ConfigError
+from nsa.inspect.report import page
 from nsa.record.numbers import clock, one_line, plain, seconds, short
 
 SCHEMA = 1
 NOTICEABLE = 0.02  # smaller relative changes count as the same
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "readiness.json", "readiness.md", "readiness.html"
+
+_MORE_STYLE = """
+.verdict{font-size:17px;margin:18px 0;padding:14px 18px;border-radius:10px;border:1px solid var(--line);
+background:var(--goodbg);color:var(--good)}
+.verdict.no{background:var(--badbg);color:var(--bad)}.verdict ul{margin:6px 0 0;padding-left:22px}
+.verdict li{overflow-wrap:anywhere}.verdict pre{white-space:pre-wrap;overflow-wrap:anywhere}
+td.pass{color:var(--good)}td.fail{color:var(--bad);font-weight:600}td.na{color:var(--soft)}
+td{overflow-wrap:anywhere}
+"""
 
 Result = dict[str, Any]
 
@@ -33,9 +44,7 @@ def launch_commands(plan: Plan, config_file: Path, overrides: tuple[str, ...]) -
     return [format_command(config_file, plan.nproc, overrides), f"nsa watch {folder}", f"nsa report {folder}"]
 
 
-def build_result(
-    plan: Plan, phases: list[Phase], config_file: Path, overrides: tuple[str, ...], elapsed_s: float
-) -> Result:
+def build_result(plan: Plan, phases: list[Phase], config_file: Path, overrides: tuple[str, ...]) -> Result:
     reasons = [reason for phase in phases for reason in _reasons(phase)]
     env: dict[str, Any] = next((phase.facts["env"] for phase in phases if phase.facts.get("env")), {})
     return {
@@ -45,7 +54,7 @@ def build_result(
         "scope": plan.scale.label,
         "reasons": reasons,
         "time": time.time(),
-        "seconds": elapsed_s,
+        "seconds": sum(phase.seconds for phase in phases),
         "config_file": str(config_file),
         "overrides": list(overrides),
         "config": plan.config.to_dict(),
@@ -146,14 +155,19 @@ def markdown(result: Result) -> str:
 
 
 def html(result: Result) -> str:
-    return html_page(
-        f"Readiness of {Path(result['config_file']).stem}",
-        _facts(result),
-        headline(result),
-        good=not result["reasons"],
-        lines=result["reasons"] or result["launch"],
-        sections=list(_sections(result)),
-    )
+    """A page that loads nothing: the verdict with its commands or reasons, then the sections."""
+    name, verdict = f"Readiness of {Path(result['config_file']).stem}", escape(headline(result))
+    facts = "".join(f'<p class="facts">{escape(one_line(fact))}</p>' for fact in _facts(result))
+    header = f'<header><div class="title"><h1>{escape(name)}</h1></div>{facts}</header>'
+    if result["reasons"]:
+        reasons = "".join(f"<li>{escape(one_line(reason))}</li>" for reason in result["reasons"])
+        kind, inner = "verdict no", f"<ul>{reasons}</ul>"
+    else:
+        launch = "\n".join(result["launch"])
+        kind, inner = "verdict", f"<pre>{escape(launch)}</pre>"
+    answer = f'<div class="{kind}" id="verdict"><strong>{verdict}</strong>{inner}</div>'
+    inside = answer + "".join(section.html() for section in _sections(result))
+    return page(verdict, header, inside, f"Written by nsa {__version__}", _MORE_STYLE)
 
 
 def _facts(result: Result) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -154,13 +153,12 @@ def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil
             process.wait()
 
 
-def exit_on_sigterm() -> None:
-    """Makes SIGTERM unwind this process as Ctrl-C does, so that nothing it started is left running."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
+def prepare_to_launch() -> None:
+    """For a command that starts processes itself. It must not be started by torchrun; and SIGTERM unwinds it as Ctrl-C
+    does, so that nothing it started is left running."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise LaunchError("started by torchrun; start it alone, it starts the processes itself: --nproc N")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def environment(faults: str = "") -> dict[str, str]:
@@ -168,12 +166,6 @@ def environment(faults: str = "") -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
     armed = ",".join(filter(None, (os.environ.get("NSA_FAULTS", ""), faults)))
     return {**kept, "PYTHONUNBUFFERED": "1", **({"NSA_FAULTS": armed} if armed else {})}
-
-
-def refuse_launcher() -> None:
-    """A command that starts processes itself must not be started by torchrun."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise LaunchError("started by torchrun; start it alone, it starts the processes itself: --nproc N")
 
 
 def usable_gpus(config: Config) -> int:

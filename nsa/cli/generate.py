@@ -10,7 +10,7 @@ import typer
 
 from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, reworded
 
 if TYPE_CHECKING:
     from nsa.generate.stream import Generated
@@ -93,10 +93,8 @@ def _write(run: "TrainedRun", prompts: list[str], options: dict[str, Any]) -> li
 
 
 def _read_prompts(file: Path) -> list[str]:
-    try:
+    with reworded(ConfigError, f"--prompt-file: {file} cannot be read", caught=(OSError, UnicodeDecodeError)):
         lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file: {file} cannot be read: {error}") from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompt-file: {file} has no line with text; write a prompt in each line")
@@ -106,7 +104,7 @@ def _read_prompts(file: Path) -> list[str]:
 def _print_stream(tokens: Iterator["Generated"], prompts: Sequence[str]) -> tuple[int, list[str]]:
     """Prints every prompt with its text: the first as it comes, each other when those before it have ended. Returns
     the number of tokens, and the texts."""
-    count, shown, ended, waiting, texts = 0, 0, set[int](), [""] * len(prompts), [""] * len(prompts)
+    count, shown, printed, ended, texts = 0, 0, 0, set[int](), [""] * len(prompts)
 
     def show(number: int) -> None:
         title = f"--- prompt {number + 1} ---\n" if len(prompts) > 1 else ""
@@ -115,17 +113,16 @@ def _print_stream(tokens: Iterator["Generated"], prompts: Sequence[str]) -> tupl
     show(0)
     for piece in tokens:
         count += piece.token is not None
-        waiting[piece.prompt] += piece.text
         texts[piece.prompt] += piece.text
         if piece.end is not None:
             ended.add(piece.prompt)
         while shown < len(prompts):
-            say(waiting[shown], end="")
-            waiting[shown] = ""
+            say(texts[shown][printed:], end="")
+            printed = len(texts[shown])
             if shown not in ended:
                 break
             print()
-            shown += 1
+            shown, printed = shown + 1, 0
             if shown < len(prompts):
                 show(shown)
     return count, texts

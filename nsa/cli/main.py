@@ -75,10 +75,6 @@ def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
             say(f"warning: {message}", file=sys.stderr)
 
 
-def _label(error: NSAError) -> str:
-    return "stopped" if isinstance(error, Preempted) else "error"
-
-
 def main(command: typer.Typer = app) -> None:
     """Runs the command; a typed error is printed without a traceback and sets the exit code."""
     warnings.showwarning = _print_warning
@@ -88,7 +84,8 @@ def main(command: typer.Typer = app) -> None:
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     except NSAError as error:
-        _leave(error.exit_code, "".join(f"{_label(error)}: {line}\n" for line in str(error).splitlines()))
+        label = "stopped" if isinstance(error, Preempted) else "error"
+        _leave(error.exit_code, "".join(f"{label}: {line}\n" for line in str(error).splitlines()))
     except KeyboardInterrupt:
         _leave(130, "interrupted\n")
     except Exception as error:

@@ -12,6 +12,7 @@ from nsa.cli.output import say
 from nsa.config import load_config
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from nsa.checks.memory import Card, Planner
@@ -51,12 +52,12 @@ def memory(
 ) -> None:
     """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, estimate_cache, find_card, present_card
+    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
 
     asked = find_card(card) if card is not None else present_card()
     cards = [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS]
-    cached = estimate_cache(resolved, cache) if cache is not None else None
     planner = Planner(resolved, nproc)
+    cached = planner.estimate_cache(cache) if cache is not None else None
     found = _report(planner, cards)
     if cached:
         found["cache"] = asdict(cached) | {"most_sequences": {each.name: cached.most_sequences(each) for each in cards}}
@@ -65,8 +66,6 @@ def memory(
         print(json.dumps(found, indent=1))
     else:
         _show(str(config), planner, found)
-        if cached:
-            _show_cache(found["cache"])
 
 
 def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
@@ -92,8 +91,7 @@ def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
         "reserve": {"context_gib": CONTEXT_GIB, "gaps": GAPS},
         "cards": [
             {
-                "name": card.name,
-                "gib": card.gib,
+                **asdict(card),
                 "fits": found.needed_gib <= card.gib,
                 "largest_micro_batch": largest,
                 "usable_micro_batch": usable,
@@ -149,12 +147,12 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
         console.print(f"\nDOES NOT FIT {card['name']}: {needed:.1f} GiB of {card['gib']:.1f}. Each of these fits:")
         for line in found["advice"]:
             console.print(f"  {line}", soft_wrap=True)
+    if "cache" in found:
+        _show_cache(console, found["cache"])
 
 
-def _show_cache(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console, mib = Console(highlight=False), 2**20
+def _show_cache(console: "Console", found: dict[str, Any]) -> None:
+    mib = 2**20
     held = _table(f"cache of a sequence of {found['tokens']} tokens, {found['dtype']}", "MiB")
     for part, size in found["parts"].items():
         if size:

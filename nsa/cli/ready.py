@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,13 +10,6 @@ from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overri
 from nsa.cli.output import say
 from nsa.config import load_config
 from nsa.errors import printable
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from nsa.checks.ready import Phase
-
-_STYLES = {"pass": "green", "fail": "bold red", "n/a": "dim"}
 
 
 def ready(
@@ -43,18 +36,15 @@ def ready(
     given = all_overrides(overrides, override)
     resolved = load_config(config, given, os.environ)
 
-    import time
-
     from rich.console import Console
 
     from nsa.checks.progress import Progress
     from nsa.checks.ready import FULL, QUICK, QUICK_ON_CPU, Plan, ReadinessCheck
     from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
-    from nsa.checks.trials import exit_on_sigterm, refuse_launcher, usable_gpus
+    from nsa.checks.trials import prepare_to_launch, usable_gpus
     from nsa.train.folder import claim_folder
 
-    refuse_launcher()
-    exit_on_sigterm()
+    prepare_to_launch()
     before = read_baseline(baseline) if baseline else None
     folder = out or Path("runs") / f"{config.stem}-ready"
     gpus = usable_gpus(resolved)
@@ -62,10 +52,10 @@ def ready(
     scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
     plan = Plan(resolved, folder, processes, scale, arguments)
-    console, began = Console(highlight=False), time.monotonic()
-    with claim_folder(folder), Progress(console, render=_summary) as progress:
+    console = Console(highlight=False)
+    with claim_folder(folder), Progress(console) as progress:
         phases = ReadinessCheck(plan, progress).run()
-        result = build_result(plan, phases, config, tuple(given), time.monotonic() - began)
+        result = build_result(plan, phases, config, tuple(given))
         if before is not None:
             result["changes"] = compare(result, before)
         write_pages(result, folder)
@@ -74,22 +64,3 @@ def ready(
         console.print(f"  {printable(line)}", markup=False, soft_wrap=True)
     say(f"evidence in {folder / HTML_FILE}, readiness.md and readiness.json")
     raise typer.Exit(0 if result["outcome"] == "GO" else 1)
-
-
-def _summary(phase: "Phase") -> "RenderableType":
-    """A phase that has ended: each criterion with its target and the measured value."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from nsa.record.numbers import seconds
-
-    word = "not run" if not phase.was_run else "passed" if phase.passed else "FAILED"
-    head = Text.assemble((f"{phase.key} ", "bold"), f"{phase.title}: ", (word, "green" if phase.passed else "bold red"))
-    if phase.was_run:
-        head.append(f" in {seconds(phase.seconds)}")
-    table = Table(box=None, padding=(0, 1), show_header=False)
-    for c in phase.criteria:
-        measured = f"{c.measured} ({c.remark})" if c.remark and c.verdict == "fail" else c.measured
-        table.add_row(Text(c.verdict, _STYLES[c.verdict]), c.name, Text(printable(measured)), Text(c.target, "dim"))
-    return Group(head, table)

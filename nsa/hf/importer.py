@@ -30,9 +30,8 @@ HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 # selected branch is the dense model up to num_selected * sel_block tokens, and close to it from there on.
 GATE_LOGITS = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OWN = "decoder."  # before every name that `nsa export` writes
-_OWN_LAYER = re.compile(r"decoder\.blocks\.(\d{1,6})\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"(?:model\.layers|decoder\.blocks)\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "norm.weight",
@@ -154,12 +153,12 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
 
 def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
     """The sections that `nsa export` wrote."""
-    found = {name: described.get(name) for name in ("model", "nsa")}
-    if not all(isinstance(section, dict) for section in found.values()):
+    model, nsa, vocab_size = (described.get(name) for name in ("model", "nsa", "vocab_size"))
+    if not isinstance(model, dict) or not isinstance(nsa, dict):
         raise CheckpointError(f"{origin}: has no sections model and nsa")
-    if type(described.get("vocab_size")) is not int:
+    if type(vocab_size) is not int:
         raise CheckpointError(f"{origin}: has no vocab_size")
-    return {"model": {**found["model"], "vocab_size": described.get("vocab_size")}, "nsa": found["nsa"]}  # type: ignore[dict-item]
+    return {"model": {**model, "vocab_size": vocab_size}, "nsa": nsa}
 
 
 def _slides(described: dict[str, Any]) -> bool:
@@ -255,7 +254,7 @@ def _targets(name: str, kinds: list[Any], shared_kv: bool) -> list[str]:
     """Our names of a tensor; several where the branches of a layer get a copy each."""
     if name in _OUTSIDE:
         return [_OUTSIDE[name]]
-    match = _LAYER.fullmatch(name) or _OWN_LAYER.fullmatch(name)
+    match = _LAYER.fullmatch(name)
     if match is None or int(match[1]) >= len(kinds):
         return [name.removeprefix(_OWN)]  # if it has no place, this is reported
     layer, part = int(match[1]), _INSIDE.get(match[2], match[2])

@@ -101,9 +101,6 @@ class NSACache(Cache):
         self.kv.crop(0)
         self._tokens = 0
 
-    def activate_past_recording(self) -> None:
-        """Nothing to do: rings have the slack that `crop` needs."""
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise _refused("beam search")
 
@@ -112,10 +109,6 @@ class NSACache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise _refused("selecting rows of a filled cache")
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
 
     @property
     def is_croppable(self) -> bool:

@@ -45,24 +45,17 @@ def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizer
 
 def _byte_level(tokenizer: Tokenizer) -> Any:
     """Byte-level BPE: GPT-2's merges, or none for bytes."""
-    letter = byte_letters()
-    if isinstance(tokenizer, GPT2Tokenizer):
-        ranks = tokenizer.ranks
-        made = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
-        halves = [_halves(token, ranks) for token in made]
-        merges = [(_as_text(left, letter), _as_text(right, letter)) for left, right in halves]
-        vocabulary = {_as_text(token, letter): rank for token, rank in ranks.items()}
-    else:
-        merges, vocabulary = [], {letter[i]: i for i in range(256) if i != tokenizer.separator}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    single = {bytes([i]): i for i in range(256) if i != tokenizer.separator}
+    ranks = tokenizer.ranks if isinstance(tokenizer, GPT2Tokenizer) else single
+    letters = byte_letters()
+    text = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    made = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
+    merges = [(text[left], text[right]) for left, right in (_halves(token, ranks) for token in made)]
+    backend = tokenizers.Tokenizer(models.BPE({text[token]: rank for token, rank in ranks.items()}, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return backend
-
-
-def _as_text(token: bytes, letter: list[str]) -> str:
-    return "".join(letter[byte] for byte in token)
 
 
 def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:

@@ -55,17 +55,18 @@ def ready_here(
     its name; `leave` may damage what a run leaves."""
     config = load_config(config_file, overrides)
     plan = Plan(config, folder / "ready", 1, QUICK_ON_CPU)
+    plan.folder.mkdir(exist_ok=True)
 
     def run_trial(trial: Trial, on_progress: Callable) -> Outcome:
         armed = ",".join(filter(None, (faults(trial.name), trial.faults.replace(":kill:", ":raise:"))))
         return trial_here(trial, on_progress, armed, leave)
 
-    def run_probe(kind: str, config_file: Path, nproc: int, folder: Path, limit_s: float) -> ProbeResult:
-        return ProbeResult(find(kind, load_config(config_file), nproc, folder))
+    def run_probe(kind: str, trial: Trial) -> ProbeResult:
+        return ProbeResult(find(kind, trial.config, trial.nproc, trial.folder.parent))
 
     with patch.multiple("nsa.checks.ready", run_trial=run_trial, run_probe=run_probe):
         phases = ReadinessCheck(plan, Progress(Console(quiet=True))).run()
-    result = build_result(plan, phases, config_file, overrides, 1.0)
+    result = build_result(plan, phases, config_file, overrides)
     write_pages(result, plan.folder)
     return json.loads((plan.folder / "readiness.json").read_text())
 

@@ -19,7 +19,6 @@ from nsa.checks.doctor_search import AS_GIVEN, OPERATORS, Case, search
 from nsa.checks.probe import ProbeResult
 from nsa.checks.progress import Progress
 from nsa.checks.trials import Outcome
-from nsa.cli.doctor import attempt_line
 from nsa.config import load_config
 from nsa.errors import ConfigError
 from nsa.inspect.reading import read_run
@@ -186,7 +185,8 @@ def diagnose(tmp_path, behave, machine=SOUND, kernels=KERNELS, leave=lambda fold
         reason = f"exit code {code}: faked" if code else ""
         return Outcome(trial, code, False, 1.0, reason, read_run(trial.folder))
 
-    def probe(kind, *_):
+    def probe(kind, trial):
+        trial.folder.parent.mkdir(parents=True, exist_ok=True)
         return machine if kind == "machine" else kernels
 
     setup = load_setup(Path(config), [], tmp_path / "doctor", 2, 3, 300.0)
@@ -391,10 +391,10 @@ def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(t
 
 def shown(*, terminal: bool) -> str:
     console = Console(width=100, file=io.StringIO(), force_terminal=terminal, color_system=None, soft_wrap=True)
-    with Progress(console, render=attempt_line) as progress:
+    with Progress(console) as progress:
         progress.begin("ddp x 2 (at most 300 s)")
         progress.update(None, 4.0)
-        progress.end(Attempt("ddp x 2", "hang", "exit code 6: no [progress]", 12.0))
+        progress.note(Attempt("ddp x 2", "hang", "exit code 6: no [progress]", 12.0))
     return console.file.getvalue()
 
 

@@ -62,12 +62,13 @@ def test_a_run_that_left_no_reason_gives_the_last_line_it_printed(tmp_path):
 
 
 def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):
-    probed = run_probe("kernels", write_config(tmp_path), 1, tmp_path, limit_s=0.5)
+    config = load_config(write_config(tmp_path))
+    probed = run_probe("kernels", Trial("probe", config, tmp_path / "probe", nproc=1, limit_s=0.5))
     assert (probed.findings, probed.problem) == ([], "no answer after 0.5 s")
     assert processes_that_name(tmp_path) == []
 
 
 def test_a_probe_that_fails_gives_its_last_line(tmp_path):
-    config = write_config(tmp_path, runtime={"kernels": {"sel": "triton"}})
-    probed = run_probe("kernels", config, 1, tmp_path, limit_s=60.0)
+    config = load_config(write_config(tmp_path, runtime={"kernels": {"sel": "triton"}}))
+    probed = run_probe("kernels", Trial("probe", config, tmp_path / "probe", nproc=1, limit_s=60.0))
     assert "backend 'triton' cannot run operator 'sel' here" in probed.problem
