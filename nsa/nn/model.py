@@ -5,6 +5,7 @@ Legend: B batch, S tokens, C channels, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,12 +57,11 @@ class Decoder(nn.Module):
             assert isinstance(block, DecoderBlock)
             for branch in (block.attention, block.mlp):
                 assert isinstance(branch.out, nn.Linear)
-                for name in ("q", "k", "v", "gate", "up"):
-                    module = getattr(branch, name, None)
-                    for linear in _linears(module) if isinstance(module, nn.Linear | nn.ModuleList) else ():
-                        _init(linear.weight)
-                        if linear.bias is not None:
-                            nn.init.zeros_(linear.bias)
+                for name, module in branch.named_modules():
+                    if isinstance(module, nn.Linear) and re.fullmatch(r"q|[kv](\.\d)?|gate|up", name):
+                        _init(module.weight)
+                        if module.bias is not None:
+                            nn.init.zeros_(module.bias)
                 _init(branch.out.weight, (2 * len(self.blocks)) ** -0.5)
         _init(self.embedding.weight)
         _init(self.head.weight)
@@ -124,7 +124,3 @@ def build_model(model: ModelConfig, nsa: NSAConfig, vocab_size: int, seed: int, 
 
 def _init(weight: Tensor, scale: float = 1.0) -> None:
     nn.init.normal_(weight, std=scale * INIT_GAIN * weight.shape[-1] ** -0.5)
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [m for m in module.modules() if isinstance(m, nn.Linear)]
