@@ -24,9 +24,9 @@ from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import Decoder
 from nsa.ops import dispatch
 from nsa.parallel.context import data_ranks, padded_length
-from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
 from nsa.parallel.recompute import Granularity
+from nsa.parallel.strategy import effective
 from nsa.train.state import micro_batch_size
 
 GIB = 2**30
