@@ -48,6 +48,7 @@ def train_step(
     total = torch.zeros((), device=state.device)
     divisor = torch.full_like(total, targets)  # on the device, where a graph reads it
     graphs = state.graphs if observer is None else None
+    loss: Tensor | None = None
     for number, (batch, following) in enumerate(pairwise(chain(batches, [None]))):
         assert batch is not None
         loss = None
@@ -60,6 +61,7 @@ def train_step(
             graphs = None if number == 0 else graphs  # a replay adds to gradients of replays alone
         observer = None
         total += loss
+    assert loss is not None, "a step needs a batch"
     faults.point("step.backward")
     norm = _unscaled_norm(state)
     # The loss and everything the ranks agree on, in one small message.
