@@ -237,12 +237,9 @@ class Saver:
                 value = function()
             except Exception as error:  # the other ranks must learn of any failure
                 failure = _reason(error)
-        if self.group is None:
-            results = [(value, failure)]
-        else:
-            gathered: list[Any] = [None] * self.size
-            dist.all_gather_object(gathered, (value, failure), group=self.group)
-            results = gathered
+        results = [(value, failure)] * self.size
+        if self.group is not None:
+            dist.all_gather_object(results, (value, failure), group=self.group)
         for rank, (_, failed) in enumerate(results):
             if failed is not None:
                 raise CheckpointError(failed if self.size == 1 else f"rank {rank}: {failed}")

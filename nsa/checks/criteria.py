@@ -82,7 +82,7 @@ def _loss(phase: str, view: RunView) -> Criterion:
 
 
 def _memory(phase: str, view: RunView, limit: float) -> Criterion:
-    peak = max(float(np.nanmax(view.training.column("mem_gib"))), view.mem_gib)
+    peak = float(np.fmax.reduce(view.training.column("mem_gib"), initial=view.mem_gib))  # some steps say nothing
     name = f"memory per {'GPU' if view.on_gpu else 'process'}"
     remark = "`nsa memory` shows what uses it and what would fit"
     return Criterion(name, phase, f"< {limit:g} GiB", f"{peak:.2f} GiB", peak < limit, remark, peak, "GiB", "lower")

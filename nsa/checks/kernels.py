@@ -23,10 +23,9 @@ from nsa.ops import (
 from nsa.ops.dispatch import backend_name
 from nsa.ops.library import mix_branches
 from nsa.ops.operators import Backend, backend_of
-from nsa.parallel.numerics import compute_precision
+from nsa.parallel.numerics import DTYPES, compute_precision
 from nsa.train.state import chosen_kernels
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}  # relative, as in the kernels' own tests
 ROWS_THAT_MAY_DIFFER = 1e-3  # of selection, where two blocks score the same to rounding
 SLOPE_LIMIT, SLOPE_STEPS = 1e-5, (1e-4, -1e-4)  # of finite differences in float64

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from nsa.checks.kernels import DTYPES
 from nsa.checks.memory_trace import Moment, trace
 from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
@@ -25,9 +24,10 @@ from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import build_model
 from nsa.ops import dispatch
 from nsa.parallel.context import data_ranks, padded_length
-from nsa.parallel.ddp import effective
 from nsa.parallel.launch import choose_strategy
+from nsa.parallel.numerics import DTYPES
 from nsa.parallel.recompute import Granularity
+from nsa.parallel.strategy import effective
 from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import micro_batch_size
 

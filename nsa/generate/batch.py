@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nsa.errors import ArgumentError, NumericsError
 from nsa.generate.sampling import Sampling, draw, uniform
@@ -63,9 +64,7 @@ class TokenBatch:
     @torch.no_grad()
     def _read(self, prompts: Sequence[Sequence[int]], lengths: list[int]) -> Tensor:
         """Fills the cache; logits [B, V] after every prompt."""
-        tokens_BS = torch.zeros(len(prompts), max(lengths), dtype=torch.int64, device="cpu")
-        for row, prompt in enumerate(prompts):
-            tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device="cpu")
+        tokens_BS = pad_sequence([torch.tensor(prompt, device="cpu") for prompt in prompts], batch_first=True)
         step = self._cache.append(lengths, self._sequences)
         hidden_BSC = self._model.hidden(tokens_BS.to(self._cache.device), cache=step)
         logits_BV: Tensor = self._model.head(

@@ -14,7 +14,7 @@ from nsa.errors import ArgumentError
 from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
-from nsa.nn.layer_cache import NSALayerCache, decode_backend
+from nsa.nn.layer_cache import NSALayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.nn.step import attend_new
@@ -162,7 +162,7 @@ class NSAAttention(nn.Module):
 
         if step is not None:
             kept: NSALayerCache = step.layer(self)
-            kept.write(step, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+            write(step, kept.writes((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win)))
             kept.write_compressed(step, k_cmp_BNGK, v_cmp_BNGV)
         arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
         if self.force_branch is None:
@@ -193,7 +193,8 @@ class NSAAttention(nn.Module):
         gates_BSH3 = self._forced_gates(q_BSHK) if self.force_branch else self.gate(x_BSC)
         outputs = []
         for rows, piece in step.pieces():
-            kept.write(piece, *(x[:, rows] for x in (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)))
+            keys, values = ([x[:, rows] for x in three] for three in ((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win)))
+            write(piece, kept.writes(keys, values))
             kept.compress(piece, self.phi_k, self.phi_v, None if is_turned else rotary)
             attended = (q_BSHK[:, rows], gates_BSH3[:, rows], *kept.views(piece), piece.positions, self.spec)
             outputs.append(nsa_decode(*attended, backend=decode_backend(self.backend)))

@@ -30,10 +30,6 @@ class SwiGLU(nn.Module):
         y: Tensor = self.out(nn.functional.silu(gate) * up)
         return y
 
-    def is_plain(self) -> bool:
-        """Whether the layers do nothing but multiply by their weights."""
-        return all(map(is_plain, (self.gate, self.up, self.out)))
-
 
 class DecoderBlock(nn.Module):
     """`saves_memory`, set where the block is recomputed in backward: a long pass then runs the MLP in chunks."""
@@ -72,10 +68,10 @@ class DecoderBlock(nn.Module):
 
     def _attend_new(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
         """x + attention(norm(x)) for a few new tokens in few launches, where calling the modules computes the same."""
-        attention, fused = self.attention, None
+        attention = self.attention
         if isinstance(cache, CacheStep) and (is_bare(attention, NSAAttention) or is_bare(attention, DenseAttention)):
-            fused = attention.fused(x_BSC, cache, self.attention_norm)
-        return fused
+            return attention.fused(x_BSC, cache, self.attention_norm)
+        return None
 
     def _feed_forward_new(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
         """The same of the MLP."""
@@ -86,9 +82,9 @@ class DecoderBlock(nn.Module):
     def _chunked_mlp(self, x_BSC: Tensor) -> Tensor:
         """The norm and the MLP on some tokens at a time, where calling the modules would do nothing else."""
         norm, mlp = self.mlp_norm, self.mlp
-        weights: list[Tensor] = []
-        is_ours = type(mlp) is SwiGLU and type(norm) is nn.RMSNorm and norm.eps is not None
-        if is_ours and isinstance(mlp, SwiGLU) and mlp.is_plain() and not has_hooks(mlp) and not has_hooks(norm):
-            weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in (mlp.gate, mlp.up, mlp.out)]
-        y_BSC: Tensor = norm_mlp(x_BSC, norm.weight, *weights, norm.eps) if weights else mlp(norm(x_BSC))
-        return y_BSC
+        layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
+        is_ours = layers and type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
+        if not is_ours or has_hooks(mlp) or has_hooks(norm):
+            return mlp(norm(x_BSC))  # type: ignore[no-any-return]
+        weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
+        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps)  # type: ignore[no-any-return]

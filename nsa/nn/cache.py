@@ -71,17 +71,19 @@ class KVCache:
         slack: int = 64,
         dtype: torch.dtype | None = None,
     ):
-        for name, value in (("sequences", sequences), ("max_length", max_length), ("slack", slack)):
-            if value < 1:
+        given = {"sequences": sequences, "max_length": max_length, "slack": slack, "tokens": tokens}
+        for name, value in given.items():
+            if value is not None and value < 1:
                 raise ArgumentError(name, f"must be at least 1, got {value}")
-        if tokens is not None and tokens < 1:
-            raise ArgumentError("tokens", f"must be at least 1, got {tokens}")
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         layers: list[Any] = [m for m in self.model.modules() if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
         self.max_length, self.slack = max_length, slack
-        self.page_size = page_size([layer.spec for layer in layers if hasattr(layer, "spec")])
+        self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
+        # Whole selection blocks of every layer, and enough of them to be read in one go.
+        block = math.lcm(*(spec.sel_block for spec in self.specs))
+        self.page_size = block * -(-LEAST_PAGE // block)
         self.width = -(-max_length // self.page_size)  # pages of the longest sequence
         pages = sequences * self.width
         if tokens is not None:  # every sequence may leave a page unfinished
@@ -95,7 +97,6 @@ class KVCache:
         )
         self.dtype, self.device, self.max_sequences = sizes.dtype, sizes.device, sequences
         self.layers = {layer: layer.build_cache(sizes) for layer in layers}
-        self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
         self.shortest_ring = min((c.shortest_ring for c in self.layers.values() if c.shortest_ring), default=None)
 
         self._free_pages = list(range(pages, 0, -1))
@@ -412,12 +413,6 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
         for sequence in added:
             cache.free(sequence)
         raise
-
-
-def page_size(specs: Sequence[NSASpec]) -> int:
-    """Tokens of a page: whole selection blocks of every layer, and enough of them to be read in one go."""
-    block = math.lcm(*(spec.sel_block for spec in specs))
-    return block * -(-LEAST_PAGE // block)
 
 
 def _other_model(cache: KVCache, module: nn.Module) -> ArgumentError:

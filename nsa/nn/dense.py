@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
-from nsa.nn.layer_cache import DenseLayerCache, decode_backend
+from nsa.nn.layer_cache import DenseLayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.nn.step import attend_new
@@ -98,11 +98,10 @@ class DenseAttention(nn.Module):
         else:
             tables = step.rotary(self.head_dim_k, self.rope_base, self.rope_scaling)
         q_BSHK, k_BSGK, v_BSGV = self.projections(x_BSC, tables)
-        kept: DenseLayerCache | None = None if step is None else step.layer(self)
-        if step is not None and kept is not None and step.is_fresh:
-            kept.write(step, k_BSGK, v_BSGV)
-        if step is not None and kept is not None and not step.is_fresh:
-            o_BSHV = self._continued(q_BSHK, k_BSGK, v_BSGV, step, kept)
+        if step is not None and step.is_fresh:
+            write(step, step.layer(self).writes([k_BSGK], [v_BSGV]))
+        if step is not None and not step.is_fresh:
+            o_BSHV = self._continued(q_BSHK, k_BSGK, v_BSGV, step)
         elif self.window is None and cu_seqlens is None:
             o_BSHV = _fused(q_BSHK, k_BSGK, v_BSGV)
         elif self.window is None and cu_seqlens is not None and _runs_varlen(q_BSHK, v_BSGV):
@@ -127,22 +126,21 @@ class DenseAttention(nn.Module):
         """As for NSAAttention."""
         if type(self) is not DenseAttention:
             return None
-        kept: DenseLayerCache = step.layer(self)
+        return attend_new(self, x_BSC, step, norm, step.layer(self).writes, lambda q, _: self._cached(q, step))
 
-        def attend(q_BSHK: Tensor, _: Tensor | None) -> Tensor:
-            settings: dict[str, Any] = {"window": self.window, "backend": decode_backend(self.backend)}
-            return paged_attention(q_BSHK, kept.view(step), step.positions, **settings)
-
-        return attend_new(self, x_BSC, step, norm, kept.writes, attend)
-
-    def _continued(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStep, kept: DenseLayerCache) -> Tensor:
+    def _continued(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:
         """New tokens of sequences that the cache holds already. Pages take any number of them, a ring its slack."""
+        kept: DenseLayerCache = step.layer(self)
         outputs = []
         for rows, piece in step.pieces() if kept.is_ring else [(slice(None), step)]:
-            kept.write(piece, k[:, rows], v[:, rows])
-            settings: dict[str, Any] = {"window": self.window, "backend": decode_backend(self.backend)}
-            outputs.append(paged_attention(q[:, rows], kept.view(piece), piece.positions, **settings))
+            write(piece, kept.writes([k[:, rows]], [v[:, rows]]))
+            outputs.append(self._cached(q[:, rows], piece))
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+    def _cached(self, q: Tensor, step: CacheStep) -> Tensor:
+        """Queries over what the cache holds."""
+        view, backend = step.layer(self).view(step), decode_backend(self.backend)
+        return paged_attention(q, view, step.positions, window=self.window, backend=backend)
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -169,17 +167,11 @@ def _runs_varlen(q: Tensor, v: Tensor) -> bool:
 def _varlen(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    o = varlen_attn(
-        q_BSHK[0], k_BSGK[0], v_BSGV[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **_varlen_options()
-    )
-    assert isinstance(o, Tensor)
-    return o[None]
-
-
-def _varlen_options() -> dict[str, Any]:
-    """Causal, with fewer key/value heads than query heads: how to say so changed between torch 2.11 and 2.12."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    # Causal, with fewer key/value heads than query heads: how to say so changed between torch 2.11 and 2.12.
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return options | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    o = varlen_attn(q_BSHK[0], k_BSGK[0], v_BSGV[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    assert isinstance(o, Tensor)
+    return o[None]

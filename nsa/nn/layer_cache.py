@@ -19,7 +19,7 @@ from nsa.nn.rope import rotate
 from nsa.ops.decode import PagedKV, RingKV
 from nsa.ops.operators import Backend
 from nsa.ops.spec import NSASpec
-from nsa.ops.step import Source, Write
+from nsa.ops.step import Write
 
 
 class NSALayerCache:
@@ -45,20 +45,9 @@ class NSALayerCache:
         }
         return {name: [x for x in tensors if x is not None] for name, tensors in parts.items()}
 
-    def write(
-        self, step: CacheStep, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor
-    ) -> None:
-        """Keys and values [B, n, G, .] of the pass; `raw` is what the compressed branch projects."""
-        put(self.k_sel, step.token_index(), k_sel)
-        put(self.v_sel, step.token_index(), v_sel)
-        put(self.k_tail, step.ring_index(self.k_tail.shape[1]), k_raw)
-        if self.v_tail is not None and self.k_win is not None and self.v_win is not None:
-            put(self.v_tail, step.ring_index(self.v_tail.shape[1]), v_raw)
-            put(self.k_win, step.ring_index(self.k_win.shape[1]), k_win)
-            put(self.v_win, step.ring_index(self.v_win.shape[1]), v_win)
-
-    def writes(self, keys: Sequence[Source], values: Sequence[Source], *, is_turned: bool) -> list[Write]:
-        """As `write`, of keys that are not rotated yet; those that are compressed are, where `is_turned`."""
+    def writes(self, keys: Sequence[Any], values: Sequence[Any], *, is_turned: bool = False) -> list[Write]:
+        """Where keys and values of cmp, sel and win are kept, which are tensors or `Source`s of them. Keys of sel and
+        win are rotated, those of cmp where `is_turned`."""
         (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = (x if len(x) == 3 else [*x] * 3 for x in (keys, values))
         writes = [Write(k_sel, self.k_sel, False, True), Write(v_sel, self.v_sel, False, False)]
         writes.append(Write(k_raw, self.k_tail, True, is_turned))
@@ -81,11 +70,7 @@ class NSALayerCache:
         new = step.compressed(self.spec)
         places = new.tail_index(self.k_tail.shape[1])
         k = take(self.k_tail, places)
-        v = (
-            take(self.v_sel, new.page_index())
-            if self.v_tail is None
-            else take(self.v_tail, new.tail_index(self.v_tail.shape[1]))
-        )
+        v = take(self.v_sel, new.page_index()) if self.v_tail is None else take(self.v_tail, places)
         rows = new.first.shape
         k_cmp, v_cmp = (phi(x.flatten(0, 1)).view(*rows, *x.shape[3:]) for phi, x in ((phi_k, k), (phi_v, v)))
         self.write_compressed(step, rotate(k_cmp, new.rotary(*rotary)) if rotary else k_cmp, v_cmp)
@@ -113,16 +98,18 @@ class DenseLayerCache:
     def parts(self) -> dict[str, list[Tensor]]:
         return {"window" if self.is_ring else "dense": [self.k, self.v]}
 
-    def write(self, step: CacheStep, k: Tensor, v: Tensor) -> None:
-        index = step.ring_index(self.k.shape[1]) if self.is_ring else step.token_index()
-        put(self.k, index, k)
-        put(self.v, index, v)
-
-    def writes(self, keys: Sequence[Source], values: Sequence[Source]) -> list[Write]:
+    def writes(self, keys: Sequence[Any], values: Sequence[Any]) -> list[Write]:
         return [Write(keys[0], self.k, self.is_ring, True), Write(values[0], self.v, self.is_ring, False)]
 
     def view(self, step: CacheStep) -> PagedKV | RingKV:
         return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)
+
+
+def write(step: CacheStep, writes: Sequence[Write]) -> None:
+    """Does the writes of a layer whose sources are keys and values [B, n, G, .] themselves, rotated already."""
+    for source, pool, is_ring, _ in writes:
+        x: Any = source
+        put(pool, step.ring_index(pool.shape[1]) if is_ring else step.token_index(), x)
 
 
 def put(pool: Tensor, index: Tensor, x: Tensor) -> None:

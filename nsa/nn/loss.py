@@ -24,11 +24,6 @@ LOGITS_AT_ONCE = 1 << 26
 HeadLoss = Callable[[Tensor, nn.Linear], Tensor]  # of what the head reads, [B, S, C], and the head
 
 
-def loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Cross-entropy in nats summed over all targets; divide by their global count for the loss."""
-    return cross_entropy(logits_BSV.flatten(0, 1).to(torch.float32), targets_BS.flatten(), reduction="sum")
-
-
 def divergence_sum(logits_BSV: Tensor, teacher_BSV: Tensor, counted_BS: Tensor) -> Tensor:
     """KL divergence in nats of the model's next-token distribution from a teacher's, summed where `counted_BS`."""
     student, teacher = (x.to(torch.float32).log_softmax(-1) for x in (logits_BSV, teacher_BSV))
@@ -37,10 +32,11 @@ def divergence_sum(logits_BSV: Tensor, teacher_BSV: Tensor, counted_BS: Tensor) 
 
 
 def next_token_loss(hidden_BSC: Tensor, head: nn.Linear, targets_BS: Tensor) -> Tensor:
-    """`loss_sum` of the head's logits."""
-    if not _in_chunks(hidden_BSC, head):
-        return loss_sum(head(hidden_BSC), targets_BS)
-    return _chunked(hidden_BSC, head, _CrossEntropy(targets_BS.flatten()))
+    """Cross-entropy in nats summed over all targets; divide by their global count for the loss."""
+    kind = _CrossEntropy(targets_BS.flatten())
+    if _in_chunks(hidden_BSC, head):
+        return _chunked(hidden_BSC, head, kind)
+    return kind.value(head(hidden_BSC).flatten(0, 1).to(torch.float32), slice(None))
 
 
 def divergence_loss(

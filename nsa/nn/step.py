@@ -10,6 +10,7 @@ Legend: B rows of a forward pass, n tokens of a row, C channels, H query heads, 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,9 +63,7 @@ def attend_new(
         activation="" if gate is None else "silu",
         **_norm_settings(norm),
     )
-    columns = [0]
-    for linear in linears:
-        columns.append(columns[-1] + linear.weight.shape[0])
+    columns = list(accumulate((linear.weight.shape[0] for linear in linears), initial=0))
     groups, dims = layer.num_kv_heads, (layer.head_dim_k, layer.head_dim_v)
     weights = [getattr(head_norm, "weight", None) for head_norm in head_norms]
     query = Source(0, layer.num_heads, dims[0], weights[0])

@@ -121,10 +121,6 @@ class Context:
             return Pending(local.copy_(whole[: local.shape[0]]), whole, None)
         return Pending(local, whole, getattr(dist, _REDUCE_SCATTER)(local, whole, group=self.group, async_op=True))
 
-    def stack(self, x: Tensor) -> Tensor:
-        """What every rank has, along a new first dimension."""
-        return self.gather(x[None]).wait()
-
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each chunk of the sequence lies among the chunks as they are gathered; and the inverse."""
         if device not in self._orders:

@@ -219,13 +219,6 @@ def _set_head(dk: Tensor, dv: Tensor, head: int, summed: Pending) -> None:
     dk[:, :, head], dv[:, :, head] = local.split([dk.shape[3], dv.shape[3]], dim=-1)
 
 
-def _attend_by_head(
-    heads: Heads, call: _Call, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None = None
-) -> Tensor:
-    o: Tensor = _ByHead.apply(heads, call, q, k, v, indices)  # type: ignore[no-untyped-call]
-    return o
-
-
 class _Compressed(torch.autograd.Function):
     """Attention over all compressed tokens, from those of this rank, and where `selects` the blocks it selects, by the
     backend `select`. `slots` is their gather, under way."""
@@ -345,7 +338,9 @@ def _nsa_forward(
         given = (slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
         o_cmp, indices = _Compressed.apply(*given)  # type: ignore[no-untyped-call]
     o_win = _window(q, near, win) if near else None
-    o_sel = None if heads is None else _attend_by_head(heads, sel, q, k_sel, v_sel, indices)
+    o_sel: Tensor | None = None
+    if heads is not None:
+        o_sel = _ByHead.apply(heads, sel, q, k_sel, v_sel, indices)  # type: ignore[no-untyped-call]
     if forced is None:
         o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
     else:
@@ -373,7 +368,8 @@ def _dense_forward(
     if layer.window is not None:
         o_BSHV = _window(q_BSHK, _with_halos(k_BSGK, v_BSGV, spec.window - 1, context), call)
     else:
-        o_BSHV = _attend_by_head(Heads(k_BSGK, v_BSGV, context), call, q_BSHK, k_BSGK, v_BSGV)
+        given = (Heads(k_BSGK, v_BSGV, context), call, q_BSHK, k_BSGK, v_BSGV, None)
+        o_BSHV = _ByHead.apply(*given)  # type: ignore[no-untyped-call]
     out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
     return out_BSC
 

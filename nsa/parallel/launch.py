@@ -24,15 +24,13 @@ from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
 from nsa.parallel.context import Context, data_ranks
 
-Strategy = str  # "single", "ddp" or "fsdp"
-
 
 @dataclass(frozen=True)
 class World:
     """This process among all ranks. `cpu_group` carries small host messages; None where there is one process."""
 
     device: torch.device
-    strategy: Strategy = "single"
+    strategy: str = "single"  # or "ddp", "fsdp"
     rank: int = 0
     local_rank: int = 0
     size: int = 1
@@ -128,7 +126,7 @@ def guard(launch: Launch, device: torch.device, parallel: ParallelConfig, enviro
     raise LaunchError(f"{message}; use\n{command}\nor set parallel.allow_single_rank=true to use one GPU on purpose")
 
 
-def choose_strategy(wanted: str, size: int) -> Strategy:
+def choose_strategy(wanted: str, size: int) -> str:
     if wanted == "auto":
         return "single" if size == 1 else "ddp"
     if wanted == "single" and size > 1:
@@ -192,8 +190,7 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         joined = rendezvous(launch, environment, timeout)
         store = {"store": joined, "rank": launch.rank, "world_size": launch.size}
-    on_device: dict[str, Any] = {"device_id": chosen} if backend == "nccl" else {}
-    dist.init_process_group(both, timeout=timeout, **store, **on_device)
+    dist.init_process_group(both, timeout=timeout, device_id=chosen if backend == "nccl" else None, **store)
     group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
     context = None
     if parallel.context > 1:  # neighbouring ranks, which have the fastest connections

@@ -17,6 +17,8 @@ import torch
 
 from nsa.config.schema import RuntimeConfig
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 Switch = tuple[Callable[[], Any], Callable[[Any], Any], Any]  # getter, setter, the value a run needs
 
 

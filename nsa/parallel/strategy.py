@@ -3,24 +3,33 @@
 Gradients are summed over ranks, never averaged: the loss is already divided by the global number of targets.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.config.schema import ParallelConfig
-from nsa.parallel.ddp import HookWrapper, wrap_ddp
-from nsa.parallel.fsdp import shard
+from nsa.config.schema import DDPConfig, FSDPConfig, ParallelConfig
+from nsa.nn.block import DecoderBlock
 from nsa.parallel.launch import World
+from nsa.parallel.numerics import DTYPES, compute_precision
+
+SAFE = DDPConfig(find_unused=True, broadcast_buffers=False, bucket_view=False, bucket_mb=2, safe_mode=True)
+
+# Wraps a communication hook in one that also observes it.
+HookWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def apply_strategy(
-    model: nn.Module, parallel: ParallelConfig, world: World, precision: str, wrap_hook: HookWrapper = lambda hook: hook
+    model: nn.Module, parallel: ParallelConfig, world: World, precision: str, wrap_hook: HookWrapper
 ) -> nn.Module:
     """The module to call in place of `model`. Weights must lie on the world's device already.
 
@@ -30,6 +39,68 @@ def apply_strategy(
         return wrap_ddp(model, parallel.ddp, world, wrap_hook)
     if world.strategy == "fsdp":
         return shard(model, parallel.fsdp, world, precision)
+    return model
+
+
+def effective(options: DDPConfig) -> DDPConfig:
+    """What is used: `safe_mode` replaces all the others."""
+    return SAFE if options.safe_mode else options
+
+
+def wrap_ddp(model: nn.Module, options: DDPConfig, world: World, wrap_hook: HookWrapper) -> DistributedDataParallel:
+    """Data parallel: every rank holds the model, gradients are summed in buckets."""
+    used = effective(options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for broadcast_buffers
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            static_graph=used.static_graph,
+            find_unused_parameters=used.find_unused,
+            bucket_cap_mb=used.bucket_mb,
+            gradient_as_bucket_view=used.bucket_view,
+            broadcast_buffers=used.broadcast_buffers,
+        )
+    wrapped.register_comm_hook(None, wrap_hook(_sum))
+    return wrapped
+
+
+def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+    return summed
+
+
+def shard(model: nn.Module, options: FSDPConfig, world: World, precision: str) -> nn.Module:
+    """Fully sharded: every rank holds a slice of each parameter, gathered for its block just in time.
+
+    Shards in place, `blocks_per_unit` decoder blocks at a time and the rest as one unit. Only
+    parameters change type on their way: buffers such as rotary tables stay float32.
+    """
+    if options.param_dtype != "auto":
+        precision = compute_precision(options.param_dtype, world.device)
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(world.device.type, (world.size,)),
+        "reshard_after_forward": options.sharding == "full",
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[precision], reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False
+        ),
+    }
+    blocks = [module for module in model.modules() if isinstance(module, DecoderBlock)]
+    units = [blocks[i : i + options.blocks_per_unit] for i in range(0, len(blocks), options.blocks_per_unit)]
+    for unit in units:
+        fully_shard(unit if len(unit) > 1 else unit[0], **settings)  # type: ignore[arg-type]
+    fully_shard(model, **settings)
+    if options.forward_prefetch:
+        for unit, following in pairwise(units):
+            first, then = unit[0], following[0]
+            assert isinstance(first, FSDPModule)
+            assert isinstance(then, FSDPModule)
+            first.set_modules_to_forward_prefetch([then])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
     return model
 
 

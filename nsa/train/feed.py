@@ -43,7 +43,14 @@ class Feed:
     def open(self, *, synthetic_on_fail: bool, accept_changes: bool) -> None:
         """Opens the source and gets the first batch, or falls back; all ranks do the same."""
         began = time.perf_counter()
-        failure = self._try()
+        failure: DataUnavailableError | WaitStopped | None = None
+        self._interruptible = True
+        try:
+            self._start(self.config.data)
+        except (DataUnavailableError, WaitStopped) as error:
+            failure = error
+        finally:
+            self._interruptible = False
         # Ranks agree on how it went, so that none trains on synthetic text, or stops, while another does not.
         left = isinstance(failure, WaitStopped)
         votes = (failure is not None, left and self.stop.terminate, left and self.stop.interrupt)
@@ -63,16 +70,6 @@ class Feed:
         self._interruptible = self.state.world.size == 1
         self.first_batch_s = time.perf_counter() - began
         self.monitor.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self.data.summary)
-
-    def _try(self) -> DataUnavailableError | WaitStopped | None:
-        self._interruptible = True
-        try:
-            self._start(self.config.data)
-        except (DataUnavailableError, WaitStopped) as error:
-            return error
-        finally:
-            self._interruptible = False
-        return None
 
     def _stopped(self, kind: type[Preempted]) -> Preempted:
         step = self.state.progress.step
@@ -99,7 +96,7 @@ class Feed:
             waiter=self._waiter,
             first_batch_s=data.first_batch_s,
             timeout_s=data.timeout_s,
-            borders=state.graphs.borders if state.graphs else None,
+            borders=state.graphs.borders,
         )
         if state.progress.step < train.steps:
             self._first = self._batches.next()

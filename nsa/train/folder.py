@@ -51,7 +51,7 @@ def _refuse_links(folder: Path) -> None:
 def is_finished(folder: Path, config: Config, accept_changes: bool) -> bool:
     """Whether the folder holds this run, done, with nothing left to do. One of another configuration is refused, or
     resumed with `accept_changes`."""
-    metrics = read_metrics(folder) or {}
+    metrics = read_metrics(folder)
     if metrics.get("status") != "done":
         return False
     changed = differences(load_config(folder / CONFIG_FILE, in_run=True).to_dict(), config)
@@ -71,23 +71,19 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
-def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """The summary of the run; `status` is one of schema.RunStatus."""
-    write_json(folder / METRICS_FILE, metrics)
-
-
-def read_metrics(folder: Path) -> dict[str, Any] | None:
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """The summary of the run, empty where there is none; `status` is one of schema.RunStatus."""
     try:
         return read_json(folder / METRICS_FILE)
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / METRICS_FILE}: cannot be read: {error}") from None
 
 
 def start_over(folder: Path) -> None:
     """Removes what an earlier run left: first its claim to be finished, then its results."""
-    write_metrics(folder, {"status": "running", "steps": 0})
+    write_json(folder / METRICS_FILE, {"status": "running", "steps": 0})
     for path in [path for pattern in REMOVED_BY_FRESH for path in folder.glob(pattern)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -101,14 +97,14 @@ def record_end(folder: Path, error: BaseException, step: int | None, telemetry: 
     Without a `step` the run never began: the summary of a finished run stays, and so do the steps of an unfinished one.
     """
     try:
-        now = read_metrics(folder) or {}
+        now = read_metrics(folder)
         if isinstance(error, RankLostError) and now.get("status") not in ("running", None):
             return
         if step is None and now.get("status") == "done":
             return
         status: RunStatus = "preempted" if isinstance(error, Preempted) else "failed"
-        write_metrics(
-            folder,
+        write_json(
+            folder / METRICS_FILE,
             {
                 "status": status,
                 "exit_code": error.exit_code if isinstance(error, NSAError) else 1,

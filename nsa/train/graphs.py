@@ -75,6 +75,11 @@ class StepGraphs:
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []  # of the first pass and of others; their losses
         self._gradients: list[Tensor | None] = []
 
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"off: {self.reason}"
+        return f"on, but not for {self.overflows} passes of too many documents" if self.overflows else "on"
+
     def run(
         self,
         work: Pass,

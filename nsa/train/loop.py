@@ -120,7 +120,7 @@ def step(session: Session, save_wait_s: float) -> float:
     lr = learning_rate(progress.step, config.train)
     targets = feed.num_targets()
     monitor.tracer.step_begin(progress.step + 1)
-    graphs_off = state.graphs.reason if state.graphs else None
+    graphs_off = state.graphs.reason
     try:
         result = train_step(
             state,
@@ -133,7 +133,7 @@ def step(session: Session, save_wait_s: float) -> float:
     except WaitStopped:  # its batch does not come: the step counts as not begun
         _save_and_stop(session, Preempted if session.stop.terminate else Interrupted)
     monitor.tracer.step_end(progress.step + 1, result.loss)
-    if state.graphs and state.graphs.reason != graphs_off:
+    if state.graphs.reason != graphs_off:
         monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
     if not result.moved:
         _handle_non_finite(session, result)

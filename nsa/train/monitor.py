@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from nsa.config import Config
 from nsa.errors import HangError
 from nsa.nn.attention import attention_layers
@@ -77,12 +75,9 @@ class Monitor:
         self.tracer.attach(state.model, state.module)
         layers = [name for name, _ in attention_layers(state.model)]
         if layers and wanted.attention:
-            self._observer = AttentionObserver(layers, self._stack if self.world.context else None)
-
-    def _stack(self, x: Tensor) -> Tensor:
-        """x of all ranks that share this rank's sequences."""
-        assert self.world.context is not None
-        return self.world.context.stack(x.to(self.world.device))
+            context, device = self.world.context, self.world.device
+            stack = None if context is None else lambda x: context.gather(x.to(device)[None]).wait()
+            self._observer = AttentionObserver(layers, stack)
 
     def observer(self, step: int) -> Observer | None:
         """Sees this step's forward pass, if it is sampled."""

@@ -21,13 +21,12 @@ from nsa.config import Config
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer
 from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import on_first_rank
-from nsa.parallel.ddp import effective
-from nsa.parallel.strategy import gather_weights
+from nsa.parallel.strategy import effective, gather_weights
 from nsa.record.environment import describe_environment
-from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, WEIGHTS_FILE
+from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
 from nsa.train.feed import Feed
-from nsa.train.folder import start_over, write_config, write_json, write_metrics
+from nsa.train.folder import start_over, write_config, write_json
 from nsa.train.monitor import Monitor
 from nsa.train.signals import StopRequest
 from nsa.train.state import RunState
@@ -91,13 +90,6 @@ class Session:
         """Steps that are done."""
         return self.state.progress.step
 
-    @property
-    def _graphs(self) -> str:
-        graphs = self.state.graphs
-        if graphs is None or graphs.reason is not None:
-            return f"off: {graphs.reason if graphs else 'not planned'}"
-        return f"on, but not for {graphs.overflows} passes of too many documents" if graphs.overflows else "on"
-
     def finish(self, started: float) -> None:
         """The last checkpoint, the weights in one file, the summary. No rank returns before all of them are there."""
         self.monitor.beat(self.step, "end")
@@ -112,7 +104,8 @@ class Session:
         on_first_rank(self.state.world, lambda: self._write_results(weights, time.perf_counter() - started))
 
     def _write_start(self, resumed: str | None) -> None:
-        write_metrics(self.folder, {"status": "running", "steps": self.step})  # first: what lies here is not done
+        # First: what lies here is not done.
+        write_json(self.folder / METRICS_FILE, {"status": "running", "steps": self.step})
         faults.point("start.running")
         write_config(self.folder, self.config)
         if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder can be used where the original is not
@@ -120,7 +113,8 @@ class Session:
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
         config = self.config
         flops = flops_per_token(self.state.model, config.model, config.nsa, config.train.seq_len)
-        known = {"precision": self.state.precision, "flops_per_token": flops.sparse, "cuda_graphs": self._graphs}
+        graphs = str(self.state.graphs)
+        known = {"precision": self.state.precision, "flops_per_token": flops.sparse, "cuda_graphs": graphs}
         write_json(self.folder / ENVIRONMENT_FILE, environment | known)
         for line in self._describe(resumed, flops):
             self.monitor.log(line)
@@ -131,8 +125,8 @@ class Session:
         metadata = weights_metadata(progress.step, self.config.to_dict())
         write_atomically(self.folder / WEIGHTS_FILE, serialize_weights(weights, **metadata))
         faults.point("end.metrics")
-        write_metrics(
-            self.folder,
+        write_json(
+            self.folder / METRICS_FILE,
             {
                 "status": "done",
                 "exit_code": 0,
@@ -144,7 +138,7 @@ class Session:
                 "best_val_loss": progress.best_val_loss,
                 "skipped_steps": progress.skipped,
                 "data": self.feed.describe(),
-                "cuda_graphs": self._graphs,
+                "cuda_graphs": str(self.state.graphs),
                 **self.monitor.describe(),
                 "strategy": self.state.world.strategy,
                 "world_size": self.state.world.size,
@@ -161,7 +155,7 @@ class Session:
             f"{_describe_layers(config.model.layer_kinds())} attention, {state.precision} on {state.device}"
         )
         if state.device.type == "cuda":
-            yield f"graphs  {self._graphs}"
+            yield f"graphs  {state.graphs}"
         if config.runtime.precision not in ("auto", state.precision):
             yield f"note    this CPU has no bf16 instructions: bf16 is computed in {state.precision}"
         sparse = set(config.model.layer_kinds()) != {"dense"}

@@ -17,11 +17,10 @@ from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
 from nsa.parallel.context_layers import apply_context
-from nsa.parallel.ddp import HookWrapper
 from nsa.parallel.launch import World, pick_device
 from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
-from nsa.parallel.strategy import apply_strategy
+from nsa.parallel.strategy import HookWrapper, apply_strategy
 from nsa.record.memory_dump import run_tensors
 from nsa.train.graphs import StepGraphs
 from nsa.train.optimizer import build_optimizer
@@ -81,7 +80,7 @@ class RunState:
     data: str | None = None  # fingerprint of what the run reads
     # Of the checkpoint that was restored: files, and the first and last step whose rows they lacked when it was saved.
     unwritten_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
-    graphs: StepGraphs | None = None  # None: every pass is started by Python
+    graphs: StepGraphs = field(default_factory=lambda: StepGraphs(0, False, "not planned"))
 
     def __post_init__(self) -> None:
         # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.

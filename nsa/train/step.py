@@ -1,9 +1,10 @@
 """One optimizer step, and one validation. All ranks call them together."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -47,17 +48,20 @@ def train_step(
     total = torch.zeros((), device=state.device)
     divisor = torch.full_like(total, targets)  # on the device, where a graph reads it
     graphs = state.graphs if observer is None else None
-    for number, (batch, is_last) in enumerate(_mark_last(batches)):
+    loss: Tensor | None = None
+    for number, (batch, following) in enumerate(pairwise(chain(batches, [None]))):
+        assert batch is not None
         loss = None
         if graphs is not None:
             work = partial(_forward_backward, state)
             loss = graphs.run(work, state.trainable, batch, divisor, state.scale.value, is_first=number == 0)
         if loss is None:
-            with gradient_sync(state.module, wanted=is_last):
+            with gradient_sync(state.module, wanted=following is None):
                 loss = _forward_backward(state, batch, divisor, state.scale.value, observer)
             graphs = None if number == 0 else graphs  # a replay adds to gradients of replays alone
         observer = None
         total += loss
+    assert loss is not None, "a step needs a batch"
     faults.point("step.backward")
     norm = _unscaled_norm(state)
     # The loss and everything the ranks agree on, in one small message.
@@ -107,16 +111,6 @@ def _unscaled_norm(state: RunState) -> Tensor:
         gradients = [p.grad for p in state.trainable if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / state.scale.value)
     return gradient_norm(state.trainable)
-
-
-def _mark_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    waiting: Batch | None = None
-    for batch in batches:
-        if waiting is not None:
-            yield waiting, False
-        waiting = batch
-    assert waiting is not None, "a step needs a batch"
-    yield waiting, True
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _hang_in_backward(module, inputs, output):
 SABOTAGES = {
     "recompute_raises": ("nsa.parallel.recompute", recompute_raises),
     "win_raises": ("nsa.ops.library", win_raises),
-    "fsdp_hangs": ("nsa.parallel.fsdp", fsdp_hangs),
+    "fsdp_hangs": ("nsa.parallel.strategy", fsdp_hangs),
     "sel_gradient_wrong": ("nsa.ops.triton.selected", sel_gradient_wrong),
     "reference_gradient_wrong": ("nsa.ops.reference.attention", reference_gradient_wrong),
 }
