@@ -193,7 +193,7 @@ def _range_text(curve: Curve, start: float, end: float) -> str:
 
 
 def heat_map(
-    steps: Numbers, names: Sequence[str], values: Numbers, scale: tuple[float, float], width: int, style: str = "h1"
+    steps: Numbers, names: Sequence[str], values: Numbers, scale: tuple[float, float], width: int, style: str
 ) -> str:
     """Rows of cells, `values` [row, step] over the range `scale` as depth of colour. The height is
     `heat_height(rows)`."""
@@ -211,7 +211,7 @@ def heat_map(
                 corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
                 levels.setdefault(level, []).append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
     parts = [
-        f'<path class="{style}" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
+        f'<path class="{style} heat" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
         for level, cells in sorted(levels.items())
     ]
     room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'

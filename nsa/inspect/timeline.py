@@ -18,7 +18,6 @@ class Entry:
     kind: str
     message: str
     weight: str  # BAD or NOTE
-    attempt: int
     ranks: tuple[int, ...]
 
 
@@ -35,7 +34,7 @@ def timeline(heartbeats: Mapping[int, HeartbeatFile]) -> list[Entry]:
             same = found.get(key)
             ranks = tuple(dict.fromkeys([*(same.ranks if same else ()), rank]))
             first = min(event["time"], same.time) if same else event["time"]
-            found[key] = Entry(first, event["step"], kind, message, weight, event["attempt"], ranks)
+            found[key] = Entry(first, event["step"], kind, message, weight, ranks)
     return sorted(found.values(), key=lambda entry: entry.time, reverse=True)
 
 
