@@ -173,7 +173,7 @@ class GateStats:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
-        """As if one layer or rank had seen all rows."""
+        """As if one rank had seen all rows."""
         rows = [part.rows for part in parts]
         mean = _means(parts, rows)
         lowest, largest = min(part.min_entropy for part in parts), max(part.largest_share for part in parts)
@@ -201,9 +201,9 @@ class SelectionStats:
         return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
 
     @classmethod
-    def merge(cls, parts: Sequence[Self], compared: Sequence[float] | None = None) -> Self:
-        """As if one layer or rank had seen all rows. `compared` are the blocks that each agreement is a share of;
-        the files do not hold them, and all blocks stand in for them."""
+    def merge(cls, parts: Sequence[Self]) -> Self:
+        """As if one rank had seen all rows. The files do not hold the blocks that an agreement is a share of: all
+        blocks stand in for them."""
         rows, blocks = [part.rows for part in parts], [part.rows * part.mean_distinct for part in parts]
         by_row, by_block = _means(parts, rows), _means(parts, blocks)
         bins = zip(*(part.distances for part in parts), strict=True)
@@ -213,7 +213,7 @@ class SelectionStats:
             max(part.max_distinct for part in parts),
             by_row("share_at_max"),
             by_block("share_forced"),
-            _means(parts, compared or blocks)("agreement"),
+            by_block("agreement"),
             tuple(_mean(shares, blocks) for shares in bins),
         )
 
