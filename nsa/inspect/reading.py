@@ -244,12 +244,10 @@ class RunView:
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        if ended in ("done", "failed", "preempted") and booted_at > written_at:
-            # Started again, and the summary is still that of the last end; a run that is done stays done.
-            return Status(FINISHED, age, limit, 0) if ended == "done" and live.kind == SILENT else live
-        if ended == "done":
+        is_restarted = booted_at > written_at  # and the summary is that of the last end; a run that is done stays done
+        if ended == "done" and (live.kind == SILENT or not is_restarted):
             return Status(FINISHED, age, limit, 0)
-        if ended in ("failed", "preempted"):
+        if ended in ("failed", "preempted") and not is_restarted:
             code, reason = whole(metrics.get("exit_code"), 1), str(metrics.get("reason", "not recorded"))
             return Status(FAILED if ended == "failed" else PREEMPTED, age, limit, code, reason)
         return _by_last_event(newest, live)

@@ -8,28 +8,14 @@ the function is `_exit` and the value is the exit code, so one byte in the pipe 
 import ctypes
 import functools
 import os
+import struct
 import sys
 
 _SIGEV_THREAD = 2  # notify by calling a function in a new thread
 _in_use: list[object] = []  # memory that the C library reads and writes
-
-
-class _ReadRequest(ctypes.Structure):
-    """`struct aiocb` with `struct sigevent` inside it, and space for the private fields that follow."""
-
-    _fields_ = (
-        ("aio_fildes", ctypes.c_int),
-        ("aio_lio_opcode", ctypes.c_int),
-        ("aio_reqprio", ctypes.c_int),
-        ("aio_buf", ctypes.c_void_p),
-        ("aio_nbytes", ctypes.c_size_t),
-        ("sigev_value", ctypes.c_void_p),
-        ("sigev_signo", ctypes.c_int),
-        ("sigev_notify", ctypes.c_int),
-        ("sigev_notify_function", ctypes.c_void_p),
-        ("sigev_notify_attributes", ctypes.c_void_p),
-        ("reserved", ctypes.c_char * 256),
-    )
+# `struct aiocb`: file, opcode, priority, buffer, bytes; in it `struct sigevent`: value, signal, how to notify,
+# function, attributes; then private fields.
+_READ_REQUEST = struct.Struct("@iiiPNPiiPP256x")
 
 
 @functools.cache  # once a process: it keeps a thread of the C library and both ends of the pipe until the end
@@ -40,13 +26,8 @@ def arm_exit_switch(exit_code: int) -> int | None:
         return None
     reader, writer = os.pipe()
     buffer = ctypes.create_string_buffer(1)
-    request = _ReadRequest(
-        aio_fildes=reader,
-        aio_buf=ctypes.addressof(buffer),
-        aio_nbytes=1,
-        sigev_value=exit_code,
-        sigev_notify=_SIGEV_THREAD,
-        sigev_notify_function=ctypes.cast(libc._exit, ctypes.c_void_p),
-    )
+    end = ctypes.cast(libc._exit, ctypes.c_void_p).value
+    values = (reader, 0, 0, ctypes.addressof(buffer), 1, exit_code, 0, _SIGEV_THREAD, end, 0)
+    request = ctypes.create_string_buffer(_READ_REQUEST.pack(*values))
     _in_use.extend((buffer, request))
     return writer if libc.aio_read(ctypes.byref(request)) == 0 else None

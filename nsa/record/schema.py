@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -318,13 +317,11 @@ class Table:
 
     def format(self, event: Event) -> str:
         """The lines that an event adds."""
-        rows = ([*map(row.__getitem__, self._own_columns), *row.get("distances", ())] for row in self._rows(event))
-        return "".join(format_row([event["step"], *row]) for row in rows)
-
-    @cached_property
-    def _own_columns(self) -> list[str]:
-        """Those that a row has under their name: without the step and the distances, which come last."""
-        return [name for name in self.columns[1:] if name not in DISTANCE_COLUMNS]
+        lines = []
+        for row in self._rows(event):
+            cells = {**row, **dict(zip(DISTANCE_COLUMNS, row.get("distances", ()), strict=False))}
+            lines.append(format_row([event["step"], *(cells[name] for name in self.columns[1:])]))
+        return "".join(lines)
 
     def _rows(self, event: Event) -> list[dict[str, Any]]:
         if self.event == "fallbacks":
