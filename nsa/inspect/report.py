@@ -108,16 +108,13 @@ def _health(view: RunView) -> str:
 
 
 def _tiles(view: RunView) -> str:
-    validation = view.validation
+    step, loss, bits = view.validation or (0, math.nan, math.nan)
+    validated = f"at step {step:,}, {exact(bits, '.3f')} bits per byte" if view.validation else "none was run"
     best = number(view.metrics.get("best_val_loss"))
     bad = sum(entry.weight == BAD for entry in view.timeline)
     tiles = [
         ("Loss", exact(view.loss), "nats per token, mean of the last steps"),
-        (
-            "Validation",
-            exact(validation[1]) if validation else "-",
-            f"at step {validation[0]:,}, {exact(validation[2], '.3f')} bits per byte" if validation else "none was run",
-        ),
+        ("Validation", exact(loss), validated),
         ("Best validation", exact(best), "nats per token") if math.isfinite(best) else None,
         ("Tokens", short(view.now_of("tokens")), "trained on"),
         ("Throughput", short(view.recent("toks_per_s")), "tokens/s, median of the last steps"),
