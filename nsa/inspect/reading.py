@@ -250,7 +250,12 @@ class RunView:
         if ended in ("failed", "preempted") and not is_restarted:
             code, reason = whole(metrics.get("exit_code"), 1), str(metrics.get("reason", "not recorded"))
             return Status(FAILED if ended == "failed" else PREEMPTED, age, limit, code, reason)
-        return _by_last_event(newest, live)
+        last = newest.get("event")  # of a run that has no summary of its end
+        if last == "hang":
+            return Status(FAILED, age, limit, HangError.exit_code, describe_hang(newest))
+        if last == "preempted":
+            return Status(PREEMPTED, age, limit, None, "asked to stop")
+        return Status(FINISHED, age, limit) if last == "end" and live.kind == SILENT else live
 
     def _limit(self) -> float:
         """How much silence is normal: as much as the run's own watchdog allows."""
@@ -280,15 +285,3 @@ def smoothing(rows: int) -> int:
 def read_run(folder: Path, now: float | None = None) -> RunView:
     """Everything the folder shows."""
     return RunView(folder).refresh(now)
-
-
-def _by_last_event(newest: schema.Event, live: Status) -> Status:
-    """The status of a run that has no summary of its end."""
-    kind = newest.get("event")
-    if kind == "hang":
-        return Status(FAILED, live.age_s, live.limit_s, HangError.exit_code, describe_hang(newest))
-    if kind == "preempted":
-        return Status(PREEMPTED, live.age_s, live.limit_s, None, "asked to stop")
-    if kind == "end" and live.kind == SILENT:
-        return Status(FINISHED, live.age_s, live.limit_s)
-    return live

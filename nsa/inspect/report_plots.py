@@ -9,7 +9,7 @@ import numpy as np
 
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
-from nsa.inspect.svg import Curve, Plot, draw, heat_height, heat_map
+from nsa.inspect.svg import Curve, Plot, draw, heat_map
 from nsa.inspect.timeline import BAD
 from nsa.record.numbers import short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
@@ -198,10 +198,10 @@ def _heat(
     how: Callable[..., Numbers] = np.nanmean,
 ) -> str:
     at, squeezed = _squeeze(np.array(steps, dtype=float), values, how)
-    inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
+    height, inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
     low, high = map(short, scale)
     key = f'<span class="scale" aria-hidden="true">{low}<i class="ramp {style}"></i>{high}</span>'
-    return figure(identity, title, about, [("", WIDTH, heat_height(len(rows)), inside)], key)
+    return figure(identity, title, about, [("", WIDTH, height, inside)], key)
 
 
 def short_layer(layer: str) -> str:
