@@ -77,13 +77,14 @@ def _behind(view: RunView) -> str:
     """A rank that is silent while others are not: with a collective in every step none can be far ahead."""
     if view.status.kind != RUNNING or len(view.ranks) < 2:
         return ""
-    latest = max(rank.seen_at for rank in view.ranks)
-    late = [rank for rank in view.ranks if latest - rank.seen_at > view.status.limit_s]
+    seen_at = {rank: file.newest["time"] for rank, file in view.ranks.items()}
+    latest, worst = max(seen_at.values()), min(seen_at, key=lambda rank: seen_at[rank])
+    late = sum(latest - at > view.status.limit_s for at in seen_at.values())
     if not late:
         return ""
-    worst = min(late, key=lambda rank: rank.seen_at)
-    more = f" (and {len(late) - 1} more ranks)" if len(late) > 1 else ""
-    return f"rank {worst.rank} is silent at step {worst.step} since {seconds(latest - worst.seen_at)}{more}"
+    more = f" (and {late - 1} more ranks)" if late > 1 else ""
+    step, silent_s = view.ranks[worst].newest["step"], latest - seen_at[worst]
+    return f"rank {worst} is silent at step {step} since {seconds(silent_s)}{more}"
 
 
 def _gates(view: RunView) -> list[str]:

@@ -14,22 +14,22 @@ from typing import Any, Self
 
 import numpy as np
 
-from nsa.errors import ConfigError, HangError
+from nsa.errors import ConfigError, HangError, reworded
 from nsa.inspect.run_files import (
     Document,
     GrowingFile,
     HeartbeatFile,
     Numbers,
-    Row,
     SamplesFile,
     StepTable,
     lookup,
     number,
     whole,
 )
-from nsa.inspect.run_samples import Samples, merge_layer_gates, merge_layer_selection, merge_selection, total_fallbacks
+from nsa.inspect.run_samples import RankTables, Samples, total_fallbacks
 from nsa.inspect.timeline import describe_hang, timeline
 from nsa.record import schema
+from nsa.record.schema import GateStats, SelectionStats
 
 RECENT = 50  # steps that "now" means for numbers that jump from step to step
 DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # of silence, where the configuration cannot be read
@@ -48,27 +48,17 @@ class Status:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class RankView:
-    """The last reported state of a rank."""
-
-    rank: int
-    step: int
-    seen_at: float
-    mem_gib: float
-    telemetry_failures: int
-
-
 class RunView:
     """A run at the time of its last `refresh`. Numbers that nobody has written are NaN."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.training = StepTable(folder / schema.TRAINING.file, schema.TRAINING)  # of rank 0
-        self.gate_samples = Samples(schema.GATES, merge_layer_gates)
-        self.selection_samples = Samples(schema.SELECTION, merge_selection)
-        self.layer_selection_samples = Samples(schema.LAYER_SELECTION, merge_layer_selection)
-        self._fallbacks = Samples(schema.FALLBACKS, list[Row])
+        self.gate_samples = Samples(schema.GATES, GateStats)
+        self.selection_samples = Samples(schema.SELECTION, SelectionStats)
+        self.layer_selection_samples = Samples(schema.LAYER_SELECTION, SelectionStats)
+        self._fallbacks = RankTables(schema.FALLBACKS)
+        self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, self._fallbacks)
         self.samples = SamplesFile(folder / schema.SAMPLES_FILE)
         self._heartbeats = {0: HeartbeatFile(schema.HEARTBEAT.path(folder, 0))}
         names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
@@ -83,24 +73,23 @@ class RunView:
         for file in [*files, *self._documents]:
             file.refresh()
         self.metrics, self.config, self.env = (document.content for document in self._documents)
-        for samples in self._samples:
-            samples.refresh(self.folder, self.world_size)
-        self.gates = self.gate_samples.newest() or {}  # by layer; the last is ALL_LAYERS
-        self.selection = self.selection_samples.newest()
-        self.layer_selection = self.layer_selection_samples.newest() or {}
+        for tables in self._tables:
+            tables.refresh(self.folder, self.world_size)
+        newest = self.selection_samples.at(self.selection_samples.last_step)
+        self.selection = newest.get(schema.ALL_LAYERS)
+        self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last is ALL_LAYERS
+        self.layer_selection = self.layer_selection_samples.at(self.layer_selection_samples.last_step)
         self.fallbacks = total_fallbacks(self._fallbacks)  # by branch and reason
         own = self._own_heartbeats()
-        self.ranks = [_rank_view(rank, file) for rank, file in own.items() if file.newest and rank < self.world_size]
+        self.ranks = {rank: file for rank, file in own.items() if file.newest and rank < self.world_size}
         self.timeline = timeline(own)  # the newest first
         self.status = self._status()
         return self
 
     def _find_heartbeats(self) -> dict[int, Path]:
         """Refuses a folder that is no run."""
-        try:
+        with reworded(ConfigError, f"{self.folder}: cannot be read", "give the out_dir of a run"):
             found = schema.HEARTBEAT.find(self.folder)
-        except OSError as error:
-            raise ConfigError(f"{self.folder}: cannot be read: {error.strerror}; give the out_dir of a run") from None
         names = (schema.TRAINING.file, schema.METRICS_FILE, schema.ENVIRONMENT_FILE)
         if not found and not any((self.folder / name).exists() for name in names):
             raise ConfigError(
@@ -108,10 +97,6 @@ class RunView:
                 "give the out_dir of a run"
             )
         return found
-
-    @property
-    def _samples(self) -> tuple[Samples[Any], ...]:
-        return self.gate_samples, self.selection_samples, self.layer_selection_samples, self._fallbacks
 
     def _own_heartbeats(self) -> dict[int, HeartbeatFile]:
         """Without ranks that only an earlier run, with more of them, had."""
@@ -130,7 +115,7 @@ class RunView:
     def problems(self) -> dict[str, str]:
         """What is wrong with each file that has something wrong with it."""
         files: list[GrowingFile | Document] = [*self._documents, self.training, self.samples]
-        files += [file for samples in self._samples for file in samples.files.values()]
+        files += [file for tables in self._tables for file in tables.files.values()]
         files += [file for _, file in sorted(self._heartbeats.items())]
         return {file.path.name: file.problem for file in files if file.problem}
 
@@ -160,14 +145,18 @@ class RunView:
         return whole(self._start.get("steps"), whole(lookup(self.config, "train.steps"), self.step))
 
     @property
+    def done(self) -> float:
+        """The part of all steps."""
+        return min(1.0, self.step / self.steps) if self.steps > 0 else 0.0
+
+    @property
     def attempts(self) -> int:
         """How often the process was started."""
         return len(self._heartbeats[0].attempts)
 
     @property
     def started_at(self) -> float:
-        attempts = self._heartbeats[0].attempts
-        return attempts[0][0] if attempts else math.nan
+        return next(iter(self._heartbeats[0].attempts), math.nan)
 
     @property
     def elapsed_s(self) -> float:
@@ -218,8 +207,13 @@ class RunView:
     @property
     def mem_gib(self) -> float:
         """Of the rank that needs most."""
-        known = [*(rank.mem_gib for rank in self.ranks), self.now_of("mem_gib")]
+        known = [*(number(file.last_step.get("mem_gib")) for file in self.ranks.values()), self.now_of("mem_gib")]
         return max((value for value in known if math.isfinite(value)), default=math.nan)
+
+    @property
+    def save_wait_s(self) -> float:
+        """In all."""
+        return float(np.nansum(self.training.column("save_wait_s")))
 
     @property
     def validation(self) -> tuple[int, float, float] | None:
@@ -233,7 +227,7 @@ class RunView:
     @property
     def telemetry_failures(self) -> dict[int, int]:
         """Of every rank that has some: as of its last step, and of the rank that wrote the summary."""
-        found = {rank.rank: rank.telemetry_failures for rank in self.ranks}
+        found = {rank: whole(file.last_step.get("telemetry_failures"), 0) for rank, file in self.ranks.items()}
         writer = whole(self.metrics.get("rank"), 0)
         found[writer] = max(found.get(writer, 0), whole(self.metrics.get("telemetry_failures"), 0))
         return {rank: count for rank, count in sorted(found.items()) if count > 0}
@@ -245,20 +239,23 @@ class RunView:
     def _status(self) -> Status:
         files, metrics, written_at = self._heartbeats.values(), self.metrics, self._documents[0].written_at
         newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
-        booted_at = max((file.attempts[-1][0] for file in files if file.attempts), default=0.0)
+        booted_at = max((file.attempts[-1] for file in files if file.attempts), default=0.0)
         age = max(0.0, self.now - number(newest.get("time"), written_at))
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        if ended in ("done", "failed", "preempted") and booted_at > written_at:
-            # Started again, and the summary is still that of the last end; a run that is done stays done.
-            return Status(FINISHED, age, limit, 0) if ended == "done" and live.kind == SILENT else live
-        if ended == "done":
+        is_restarted = booted_at > written_at  # and the summary is that of the last end; a run that is done stays done
+        if ended == "done" and (live.kind == SILENT or not is_restarted):
             return Status(FINISHED, age, limit, 0)
-        if ended in ("failed", "preempted"):
+        if ended in ("failed", "preempted") and not is_restarted:
             code, reason = whole(metrics.get("exit_code"), 1), str(metrics.get("reason", "not recorded"))
             return Status(FAILED if ended == "failed" else PREEMPTED, age, limit, code, reason)
-        return _by_last_event(newest, live)
+        last = newest.get("event")  # of a run that has no summary of its end
+        if last == "hang":
+            return Status(FAILED, age, limit, HangError.exit_code, describe_hang(newest))
+        if last == "preempted":
+            return Status(PREEMPTED, age, limit, None, "asked to stop")
+        return Status(FINISHED, age, limit) if last == "end" and live.kind == SILENT else live
 
     def _limit(self) -> float:
         """How much silence is normal: as much as the run's own watchdog allows."""
@@ -288,21 +285,3 @@ def smoothing(rows: int) -> int:
 def read_run(folder: Path, now: float | None = None) -> RunView:
     """Everything the folder shows."""
     return RunView(folder).refresh(now)
-
-
-def _by_last_event(newest: schema.Event, live: Status) -> Status:
-    """The status of a run that has no summary of its end."""
-    kind = newest.get("event")
-    if kind == "hang":
-        return Status(FAILED, live.age_s, live.limit_s, HangError.exit_code, describe_hang(newest))
-    if kind == "preempted":
-        return Status(PREEMPTED, live.age_s, live.limit_s, None, "asked to stop")
-    if kind == "end" and live.kind == SILENT:
-        return Status(FINISHED, live.age_s, live.limit_s)
-    return live
-
-
-def _rank_view(rank: int, heartbeat: HeartbeatFile) -> RankView:
-    newest, last = heartbeat.newest, heartbeat.last_step
-    failures = whole(last.get("telemetry_failures"), 0)
-    return RankView(rank, newest["step"], newest["time"], number(last.get("mem_gib")), failures)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from nsa import __version__
-from nsa.errors import LaunchError, printable
+from nsa.errors import LaunchError, printable, reworded
 from nsa.files import write_whole
 from nsa.inspect.health import is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
@@ -36,10 +36,8 @@ def write_report(view: RunView, target: Path) -> None:
 
 def write_page(text: str, target: Path) -> None:
     """Whole or not at all."""
-    try:
+    with reworded(LaunchError, f"{target}: cannot be written", "choose another place with --out"):
         write_whole(target, text)
-    except OSError as error:
-        raise LaunchError(f"{target}: cannot be written: {error.strerror}; choose another place with --out") from None
 
 
 def render(view: RunView) -> str:
@@ -87,7 +85,6 @@ def _header(view: RunView, name: str, links: str) -> str:
     }.get(status.kind, status.kind)
     gpus = view.env.get("gpu")
     where = str(gpus[0]) if isinstance(gpus, list) and gpus else "CPU"
-    done = min(1.0, view.step / view.steps) if view.steps > 0 else 0.0
     facts = [f"{view.strategy} x {view.world_size}", where]
     facts += [f"{view.attempts} starts"] if view.attempts > 1 else []
     facts += [f"began {clock(view.started_at, '%Y-%m-%d %H:%M')}"] if math.isfinite(view.started_at) else []
@@ -95,8 +92,8 @@ def _header(view: RunView, name: str, links: str) -> str:
         f'<header><div class="title"><h1>{name}</h1><span class="status {status.kind}">{escape(text)}</span></div>'
         f'<p class="facts">{escape(" · ".join(one_line(fact, 80) for fact in facts))}</p>'
         f'<div class="progress" role="img" aria-label="step {view.step} of {view.steps}">'
-        f'<i style="width:{done:.2%}"></i></div>'
-        f'<p class="facts">step {view.step:,} of {view.steps:,} ({done:.0%})</p><nav>{links}</nav></header>'
+        f'<i style="width:{view.done:.2%}"></i></div>'
+        f'<p class="facts">step {view.step:,} of {view.steps:,} ({view.done:.0%})</p><nav>{links}</nav></header>'
     )
 
 
@@ -111,23 +108,19 @@ def _health(view: RunView) -> str:
 
 
 def _tiles(view: RunView) -> str:
-    validation = view.validation
+    step, loss, bits = view.validation or (0, math.nan, math.nan)
+    validated = f"at step {step:,}, {exact(bits, '.3f')} bits per byte" if view.validation else "none was run"
     best = number(view.metrics.get("best_val_loss"))
-    waited = view.training.column("save_wait_s")
     bad = sum(entry.weight == BAD for entry in view.timeline)
     tiles = [
         ("Loss", exact(view.loss), "nats per token, mean of the last steps"),
-        (
-            "Validation",
-            exact(validation[1]) if validation else "-",
-            f"at step {validation[0]:,}, {exact(validation[2], '.3f')} bits per byte" if validation else "none was run",
-        ),
+        ("Validation", exact(loss), validated),
         ("Best validation", exact(best), "nats per token") if math.isfinite(best) else None,
         ("Tokens", short(view.now_of("tokens")), "trained on"),
         ("Throughput", short(view.recent("toks_per_s")), "tokens/s, median of the last steps"),
         ("Step", seconds(view.recent("step_s")), "median of the last steps"),
         ("Waiting for data", percent(view.data_share), "of the last steps"),
-        ("Waiting for saves", seconds(float(waited[waited == waited].sum())), "in all"),
+        ("Waiting for saves", seconds(view.save_wait_s), "in all"),
         ("Memory", f"{exact(view.mem_gib, '.2f')} GiB", "the rank that needs most"),
         ("Elapsed", seconds(view.elapsed_s), f"in {view.attempts} starts" if view.attempts > 1 else "since the start"),
         ("Left", seconds(view.left_s), "at the pace of the last steps") if view.left_s is not None else None,
@@ -145,7 +138,7 @@ def _gate_table(view: RunView) -> str:
         return ""
     head = "<tr><th>layer</th><th>cmp / sel / win</th><th>entropy</th><th>lowest</th><th>collapsed</th></tr>"
     rows = "".join(_gate_row(layer, gates) for layer, gates in view.gates.items())
-    keys = "".join(f'<li><i class="key b{at}"></i>{branch}</li>' for at, branch in enumerate(schema.BRANCHES))
+    keys = "".join(f'<li><i class="key c{at}"></i>{branch}</li>' for at, branch in enumerate(schema.BRANCHES, 1))
     step = view.gate_samples.last_step
     return (
         f'<div class="card" id="gates-now"><h3>At step {step:,}</h3><ul class="legend">{keys}</ul>'
@@ -155,8 +148,8 @@ def _gate_table(view: RunView) -> str:
 
 def _gate_row(layer: str, gates: schema.GateStats) -> str:
     parts = "".join(
-        f'<i class="b{at}" style="width:{max(0.0, share):.2%}"></i>'
-        for at, share in enumerate(gates.shares)
+        f'<i class="c{at}" style="width:{max(0.0, share):.2%}"></i>'
+        for at, share in enumerate(gates.shares, 1)
         if math.isfinite(share)
     )
     shares = " / ".join(percent(share) for share in gates.shares)

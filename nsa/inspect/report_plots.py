@@ -9,7 +9,7 @@ import numpy as np
 
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
-from nsa.inspect.svg import Curve, Plot, draw, heat_height, heat_map
+from nsa.inspect.svg import Curve, Plot, draw, heat_map
 from nsa.inspect.timeline import BAD
 from nsa.record.numbers import short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
@@ -140,20 +140,20 @@ def _loss_text(view: RunView) -> str:
 _SHARES = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
 # The end of the id, the title, the column, the description, the style, and what a squeezed column keeps.
 _GATE_FIGURES: tuple[tuple[str, str, str, str, str, Callable[..., Numbers]], ...] = (
-    *((f"gates-{b}", f"share of {b}", f"share_{b}", _SHARES, f"h{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
+    *((f"gates-{b}", f"share of {b}", f"share_{b}", _SHARES, f"c{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
     ("entropy", "entropy", "mean_entropy",
      "Mean over rows, in nats; three equal shares have 1.10, one branch alone has 0. Faint: the lowest here.",
-     "h4", np.nanmin),
+     "c4", np.nanmin),
     ("lowest-entropy", "lowest entropy", "min_entropy",
      "Of the row that mixes least, in nats; 0 is a row that reads one branch alone. Faint: the lowest here.",
-     "h4", np.nanmin),
+     "c4", np.nanmin),
     ("collapsed", "collapsed rows", "collapsed",
-     "Part of the rows in which one branch has more than 95 % of the weight.", "h5", np.nanmax),
+     "Part of the rows in which one branch has more than 95 % of the weight.", "c5", np.nanmax),
 )  # fmt: skip
 
 
 def gate_figures(view: RunView) -> list[str]:
-    samples = {step: found for step in view.gate_samples.steps if (found := view.gate_samples.at(step))}
+    samples = view.gate_samples.by_step()
     if not samples:
         return [missing(view, f"plot-{end}", f"Gates: {title}", GATES.file) for end, title, *_ in _GATE_FIGURES]
     newest = list(samples.values())[-1]
@@ -198,10 +198,10 @@ def _heat(
     how: Callable[..., Numbers] = np.nanmean,
 ) -> str:
     at, squeezed = _squeeze(np.array(steps, dtype=float), values, how)
-    inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
+    height, inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
     low, high = map(short, scale)
     key = f'<span class="scale" aria-hidden="true">{low}<i class="ramp {style}"></i>{high}</span>'
-    return figure(identity, title, about, [("", WIDTH, heat_height(len(rows)), inside)], key)
+    return figure(identity, title, about, [("", WIDTH, height, inside)], key)
 
 
 def short_layer(layer: str) -> str:
@@ -218,7 +218,7 @@ def selection_figures(view: RunView) -> list[str]:
          "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are."),
         ("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads."),
     )  # fmt: skip
-    samples = {step: found for step in view.selection_samples.steps if (found := view.selection_samples.at(step))}
+    samples = {step: found[ALL_LAYERS] for step, found in view.selection_samples.by_step().items()}
     if not samples:
         return [missing(view, *figure[:2], SELECTION.file) for figure in (distance, agreement, distinct)]
     shares = np.array([found.distances for found in samples.values()]).T  # [bin, step]
@@ -236,7 +236,7 @@ def selection_figures(view: RunView) -> list[str]:
     ]
     blocks = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
     return [
-        _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "h2"),
+        _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "c2"),
         _lines(view, *agreement, Plot(parts, "%", from_zero=True), SELECTION.file),
         _lines(view, *distinct, Plot(blocks, "blocks", from_zero=True), SELECTION.file),
     ]

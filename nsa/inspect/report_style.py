@@ -51,28 +51,21 @@ svg.wide{display:block}svg.narrow{display:none}
 .missing{color:var(--soft);border:1px dashed var(--line);border-radius:8px;padding:26px 14px;text-align:center;
 margin:10px 0 0;overflow-wrap:anywhere}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:0;padding:0;font-size:13px;color:var(--soft)}
+.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--bad)}
+.key,.split i{background:currentColor}.dot,.heat{fill:currentColor}
 .key{display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;vertical-align:middle}
 .scale{display:inline-flex;gap:6px;align-items:center;font-size:12px;color:var(--soft)}
-.ramp{width:70px;height:10px;border-radius:3px;border:1px solid var(--line);display:inline-block}
+.ramp{width:70px;height:10px;border-radius:3px;border:1px solid var(--line);display:inline-block;
+background:linear-gradient(90deg,transparent,currentColor)}
 .tick{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .unit{font-size:12px;fill:var(--soft)}
 .plate{fill:none;stroke:var(--line)}.grid{stroke:var(--grid)}.axis{stroke:var(--soft);stroke-opacity:.6}
-.line{fill:none;stroke-width:1.6;stroke-linejoin:round}
+.line{fill:none;stroke:currentColor;stroke-width:1.6;stroke-linejoin:round}
 .faint.line{stroke-width:1;stroke-opacity:.35}.key.faint{opacity:.4}
 .dash.line{stroke-dasharray:6 4}.key.dash{opacity:.5}
-.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}.c4{stroke:var(--c4)}
-.key.c1{background:var(--c1)}.key.c2{background:var(--c2)}.key.c3{background:var(--c3)}.key.c4{background:var(--c4)}
-.dot{stroke:none}.c1.dot{fill:var(--c1)}.c2.dot{fill:var(--c2)}.c3.dot{fill:var(--c3)}.c4.dot{fill:var(--c4)}
 path.bad{fill:none;stroke:var(--bad);stroke-width:1.6}
 .mark{fill:var(--bad)}
 .band{fill:transparent;stroke:none}.band:hover{fill:var(--text);fill-opacity:.07}
-.h1{fill:var(--c1)}.h2{fill:var(--c2)}.h3{fill:var(--c3)}.h4{fill:var(--c4)}.h5{fill:var(--bad)}
-.ramp.h1{background:linear-gradient(90deg,transparent,var(--c1))}
-.ramp.h2{background:linear-gradient(90deg,transparent,var(--c2))}
-.ramp.h3{background:linear-gradient(90deg,transparent,var(--c3))}
-.ramp.h4{background:linear-gradient(90deg,transparent,var(--c4))}
-.ramp.h5{background:linear-gradient(90deg,transparent,var(--bad))}
-.b0{background:var(--c1)}.b1{background:var(--c2)}.b2{background:var(--c3)}
 .split{display:inline-flex;width:min(300px,40vw);height:12px;border-radius:3px;overflow:hidden;margin-right:10px;
 vertical-align:middle;background:var(--line)}
 .split i{display:block;height:100%}

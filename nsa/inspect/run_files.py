@@ -210,7 +210,7 @@ class HeartbeatFile(GrowingFile):
         self.newest: Event = {}
         self.first_step: Event = {}  # of the newest start of the process
         self._last_step = b""
-        self.attempts: list[list[float]] = []  # time of the first and the last event of each start of the process
+        self.attempts: list[float] = []  # when the process was started
         self.seconds: list[float] = []  # that passed in each
 
     @property
@@ -229,11 +229,10 @@ class HeartbeatFile(GrowingFile):
         else:
             event = parse_event(line)
         if event["event"] == "boot" or not self.attempts:
-            self.attempts.append([event["time"], event["time"]])
+            self.attempts.append(event["time"])
             self.seconds.append(0.0)
             self._began = event
             self.first_step = event if event["event"] == "step" else {}
-        self.attempts[-1][1] = event["time"]
         by_clock, by_time = (number(event.get(key)) - number(self._began.get(key)) for key in ("clock", "time"))
         passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; an old file has nothing else
         self.seconds[-1] = max(self.seconds[-1], passed)
@@ -268,7 +267,7 @@ class Document:
             else:
                 self.content = parse_yaml(read_regular(self.path).decode(), LARGEST_SAVED)
         except FileNotFoundError:
-            self.problem = "missing"
+            self.problem = MISSING
         except OSError as error:
             self.problem = f"cannot be read: {error.strerror}"
         except (ValueError, yaml.YAMLError, RecursionError):

@@ -1,21 +1,20 @@
 """Samples of sparse attention from the tables of one or several ranks, merged as if one rank had seen all rows."""
 
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from nsa.inspect.run_files import Row, SampleTable
-from nsa.record.schema import GateStats, SelectionStats, Table
+from nsa.inspect.run_files import SampleTable
+from nsa.record.schema import ALL_LAYERS, GateStats, SelectionStats, Table
 
-T = TypeVar("T")
+Stats = TypeVar("Stats", GateStats, SelectionStats)
 
 
-class Samples(Generic[T]):
-    """One table of all ranks. A step is merged on request."""
+class RankTables:
+    """One table of all ranks; `files` is by rank."""
 
-    def __init__(self, table: Table, merge: Callable[[list[Row]], T]):
+    def __init__(self, table: Table):
         self.table, self.files = table, dict[int, SampleTable]()
-        self._merge = merge
 
     def refresh(self, folder: Path, world_size: int) -> None:
         """Files of ranks that the run no longer has may be of an earlier run: they are ignored."""
@@ -25,51 +24,38 @@ class Samples(Generic[T]):
         for file in self.files.values():
             file.refresh()
 
-    @property
-    def steps(self) -> list[int]:
-        return sorted(set().union(*(file.rows for file in self.files.values())))
+
+class Samples(RankTables, Generic[Stats]):
+    """Statistics of one kind. A step is merged on request."""
+
+    def __init__(self, table: Table, kind: type[Stats]):
+        super().__init__(table)
+        self._kind: type[Stats] = kind
 
     @property
     def last_step(self) -> int:
         return max((max(file.rows) for file in self.files.values() if file.rows), default=0)
 
-    def at(self, step: int) -> T | None:
-        """The merged sample of a step; None where its columns are not those of this table."""
-        rows = [row for _, file in sorted(self.files.items()) for row in file.rows.get(step, ())]
+    def by_step(self) -> dict[int, dict[str, Stats]]:
+        steps = sorted(set().union(*(file.rows for file in self.files.values())))
+        return {step: found for step in steps if (found := self.at(step))}
+
+    def at(self, step: int) -> dict[str, Stats]:
+        """By layer, or ALL_LAYERS in a table without layers. Empty where the columns are not those of this table."""
+        parts: dict[str, list[Stats]] = {}
         try:
-            return self._merge(rows) if rows else None
-        except (KeyError, ValueError, ZeroDivisionError):
-            return None
-
-    def newest(self) -> T | None:
-        return self.at(self.last_step)
-
-
-def _by_layer(rows: list[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["layer"], []).append(row)
-    return found
+            for row in (row for file in self.files.values() for row in file.rows.get(step, ())):
+                parts.setdefault(row.get("layer", ALL_LAYERS), []).append(self._kind.of(row))
+            return {layer: self._kind.merge(part) for layer, part in parts.items()}
+        except (KeyError, ValueError, OverflowError, ZeroDivisionError):
+            return {}
 
 
-def merge_layer_gates(rows: list[Row]) -> dict[str, GateStats]:
-    return {layer: GateStats.merge([GateStats.of(row) for row in part]) for layer, part in _by_layer(rows).items()}
-
-
-def merge_selection(rows: list[Row]) -> SelectionStats:
-    return SelectionStats.merge([SelectionStats.of(row) for row in rows])
-
-
-def merge_layer_selection(rows: list[Row]) -> dict[str, SelectionStats]:
-    return {layer: merge_selection(part) for layer, part in _by_layer(rows).items()}
-
-
-def total_fallbacks(samples: Samples[list[Row]]) -> dict[tuple[str, str], float]:
+def total_fallbacks(tables: RankTables) -> dict[tuple[str, str], float]:
     """How often a fast kernel was wanted and not used, by branch and reason, over all ranks: the newest counts of
     each."""
-    counts: dict[tuple[str, str], float] = {}
-    for file in samples.files.values():
-        for row in file.rows[max(file.rows)] if file.rows else []:
-            key = (row["branch"], row["reason"])
-            counts[key] = counts.get(key, 0.0) + row["count"]
+    counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for file in tables.files.values():
+        for row in file.rows[max(file.rows)] if file.rows else ():
+            counts[row["branch"], row["reason"]] += row["count"]
     return dict(sorted(counts.items()))

@@ -193,13 +193,13 @@ def _range_text(curve: Curve, start: float, end: float) -> str:
 
 
 def heat_map(
-    steps: Numbers, names: Sequence[str], values: Numbers, scale: tuple[float, float], width: int, style: str = "h1"
-) -> str:
-    """Rows of cells, `values` [row, step] over the range `scale` as depth of colour. The height is
-    `heat_height(rows)`."""
+    steps: Numbers, names: Sequence[str], values: Numbers, scale: tuple[float, float], width: int, style: str
+) -> tuple[int, str]:
+    """Its height, and rows of cells: `values` [row, step] over the range `scale` as depth of colour."""
     rows, columns = values.shape
     low, high = scale
-    frame = Frame(width, heat_height(rows), (0.0, float(columns)), (0.0, 1.0))
+    height = TOP + BOTTOM + max(110, min(420, rows * 17))
+    frame = Frame(width, height, (0.0, float(columns)), (0.0, 1.0))
     tall = (frame.height - TOP - BOTTOM) / rows
     levels: dict[int, list[str]] = {}
     wide = (width - LEFT - RIGHT) / columns
@@ -211,7 +211,7 @@ def heat_map(
                 corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
                 levels.setdefault(level, []).append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
     parts = [
-        f'<path class="{style}" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
+        f'<path class="{style} heat" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
         for level, cells in sorted(levels.items())
     ]
     room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'
@@ -219,11 +219,7 @@ def heat_map(
     # Samples lie side by side at equal widths; the ticks show their steps, evenly from the newest back.
     ticked = range(len(steps) - 1, -1, -max(1, math.ceil((len(steps) - 1) / 4)))
     axis = _step_axis(frame, ((frame.across(at + 0.5), steps[at]) for at in ticked))
-    return plate + "".join(parts) + _row_labels(frame, names, values, tall) + axis
-
-
-def heat_height(rows: int) -> int:
-    return TOP + BOTTOM + max(110, min(420, rows * 17))
+    return height, plate + "".join(parts) + _row_labels(frame, names, values, tall) + axis
 
 
 def _row_labels(frame: Frame, names: Sequence[str], values: Numbers, tall: float) -> str:

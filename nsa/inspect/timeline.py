@@ -1,5 +1,6 @@
 """What happened to a run, from the heartbeats of all ranks: starts, stalls, incidents, hangs, ends."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,25 +19,21 @@ class Entry:
     kind: str
     message: str
     weight: str  # BAD or NOTE
-    attempt: int
     ranks: tuple[int, ...]
 
 
 def timeline(heartbeats: Mapping[int, HeartbeatFile]) -> list[Entry]:
     """The newest first."""
-    found: dict[tuple[int, int, str, str], Entry] = {}
+    found: defaultdict[tuple[int, int, str, str, str], list[tuple[float, int]]] = defaultdict(list)
     for rank, heartbeat in heartbeats.items():
         for event in heartbeat.events:
-            described = _describe(event)
-            if described is None:
-                continue
-            kind, message, weight = described
-            key = (event["attempt"], event["step"], kind, message)
-            same = found.get(key)
-            ranks = tuple(dict.fromkeys([*(same.ranks if same else ()), rank]))
-            first = min(event["time"], same.time) if same else event["time"]
-            found[key] = Entry(first, event["step"], kind, message, weight, event["attempt"], ranks)
-    return sorted(found.values(), key=lambda entry: entry.time, reverse=True)
+            if described := _describe(event):
+                found[event["attempt"], event["step"], *described].append((event["time"], rank))
+    entries = []
+    for (_, step, kind, message, weight), reports in found.items():
+        first, ranks = min(reports)[0], sorted({rank for _, rank in reports})
+        entries.append(Entry(first, step, kind, message, weight, tuple(ranks)))
+    return sorted(entries, key=lambda entry: entry.time, reverse=True)
 
 
 def _describe(event: Event) -> tuple[str, str, str] | None:

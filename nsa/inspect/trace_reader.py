@@ -9,7 +9,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, reworded
 from nsa.files import open_regular
 from nsa.record.schema import OLDER_TRACE, TRACE
 
@@ -136,12 +136,10 @@ def _hash_of_digest(event: dict[str, Any]) -> int:
 def read_traces(folder: Path) -> tuple[list[RankTrace], int]:
     """A trace for every rank that left one, by rank, and how many lines were damaged. Raises ConfigError if there are
     none."""
-    try:
+    with reworded(ConfigError, f"{folder}: cannot be read", "give the out_dir of a run"):
         if ranks := list(TRACE.find(folder)):
             traces, damaged = zip(*(_read(folder, rank) for rank in ranks), strict=True)
             return list(traces), sum(damaged)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be read: {error.strerror}; give the out_dir of a run") from None
     raise ConfigError(
         f"{folder}: holds no trace_rank*.jsonl: tracing is off by default. Start the run with "
         "telemetry.trace_grads=true, telemetry.trace_modules=true or telemetry.trace_buckets=true "

@@ -70,7 +70,7 @@ def _where(traces: list[RankTrace], now: float) -> Lines:
             return (math.inf if trace.ended else done.number if done and done.number else 0, math.inf)
         return (step.number, len(step.arrived), len(step.reached), step.buckets, -len(step.waiting))
 
-    groups = sorted(_grouped_by(traces, lambda trace: (place(trace), trace.last)).items())
+    groups = sorted(_grouped_by(traces, lambda trace: (place(trace), trace.last)))
     for (at, last), members in groups[:_MOST]:
         trace = members[0]
         done, step = trace.complete, trace.current
@@ -118,7 +118,7 @@ def _missing(traces: list[RankTrace]) -> Lines:
     done = {trace.rank: sum(step.done for step in trace.steps.values()) for trace in traces}
     if not where and any(done.values()):
         yield "missing", "none: every trainable parameter got a gradient in every complete step"
-    for at, names in list(_grouped_by(where, lambda name: tuple(where[name].items())).items())[:_MOST]:
+    for at, names in _grouped_by(where, lambda name: tuple(where[name].items()))[:_MOST]:
         when = "in any step" if all(n >= done[rank] for rank, n in at) else f"in {max(n for _, n in at)} steps"
         on = "" if len(traces) == 1 else " on any rank" if len(at) == len(traces) else f" on {_ranks(r for r, _ in at)}"
         yield "missing", f"no gradient {when}{on}:"
@@ -136,7 +136,7 @@ def _order(traces: list[RankTrace]) -> Lines:
             if len(set(names)) > 1:
                 number = next(iter(steps.values())).number
                 yield "order", f"of gradients DIFFERS first in step {number}, gradient {place + 1}:"
-                for name, found in list(_grouped_by(zip(steps, names, strict=True), lambda m: m[1]).items())[:_MOST]:
+                for name, found in _grouped_by(zip(steps, names, strict=True), lambda m: m[1])[:_MOST]:
                     yield "", f"  {_ranks(rank for rank, _ in found)}: {name}"
                 return
     if shared:
@@ -150,9 +150,8 @@ def _buckets(traces: list[RankTrace]) -> Lines:
         if trace.current
         for index, bucket in trace.current.waiting.items()
     ]
-    for (which, names, size), members in list(
-        _grouped_by(stuck, lambda s: (s[1], tuple(s[2]["names"]), s[2]["bytes"])).items()
-    )[:_MOST]:
+    same = _grouped_by(stuck, lambda s: (s[1], tuple(s[2]["names"]), s[2]["bytes"]))
+    for (which, names, size), members in same[:_MOST]:
         yield "bucket", f"{which} started and was never done on {_ranks(rank for rank, *_ in members)}"
         yield "", f"  {size / 2**20:.2f} MiB, {len(names)} parameters: {names[0]} to {names[-1]}"
     last = next((trace.complete for trace in traces if trace.complete), None)
@@ -195,7 +194,7 @@ def _difference(steps: dict[int, Step]) -> Lines:
     at = "before the first step" if number is None else f"in step {number}"
     yield "values", f"DIFFER across ranks first {at}: {different[0]}"
     shown = formatted(different[0])
-    for value, ranks in list(_grouped_by(shown, lambda rank: shown[rank]).items())[:_MOST]:
+    for value, ranks in _grouped_by(shown, lambda rank: shown[rank])[:_MOST]:
         yield "", f"  {_ranks(ranks)}: {value}"
     if len(different) > 1:
         yield "", f"  and {len(different) - 1} others there"
@@ -225,7 +224,7 @@ def _merged(names: Iterable[str]) -> list[str]:
         members[0]
         if len(members) == 1
         else f"{shape} ({len(members)}: {_numbers(int(_LAYER.findall(m)[0]) for m in members)})"
-        for shape, members in shapes.items()
+        for shape, members in shapes
     ]
 
 
@@ -245,8 +244,8 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+def _grouped_by(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
-    return groups
+    return list(groups.items())

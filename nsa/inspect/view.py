@@ -73,12 +73,11 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
         f"  {one_line(view.strategy, 20)} x {view.world_size}",
         f", attempt {view.attempts}" if view.attempts > 1 else "",
     )
-    done = min(1.0, view.step / view.steps) if view.steps > 0 else 0.0
     left = "" if view.left_s is None else f", {seconds(view.left_s)} left"
-    progress = f"{view.step} of {view.steps} ({done:.0%})" if view.steps > 0 else f"{DASH} of {DASH}"
+    progress = f"{view.step} of {view.steps} ({view.done:.0%})" if view.steps > 0 else f"{DASH} of {DASH}"
     tail = f" step {progress}  elapsed {seconds(view.elapsed_s)}{left}"
     bar = max(0, min(40, width - len(tail) - 2))
-    full = round(done * bar)
+    full = round(view.done * bar)
     on, off = ("#", "-") if plain else ("━", "─")
     second = Text.assemble((on * full, "green"), (off * (bar - full), "dim"), tail if bar else tail.lstrip())
     return [first, second]
@@ -102,13 +101,11 @@ def _numbers(view: RunView) -> list[Text]:
     validation = view.validation
     val = "-" if validation is None else f"{exact(validation[1])} at step {validation[0]}"
     bits = [] if validation is None else [("bits/byte", exact(validation[2], ".3f"))]
-    waited = view.training.column("save_wait_s")
-    saves = float(waited[waited == waited].sum())
     pairs = [
         [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", exact(view.now_of("lr"), ".2e")),
          ("grad", exact(view.now_of("grad_norm"), ".3g"))],
         [("tokens/s", short(view.recent("toks_per_s"))), ("step", seconds(view.recent("step_s"))),
-         ("data wait", percent(view.data_share)), ("save waits", seconds(saves)),
+         ("data wait", percent(view.data_share)), ("save waits", seconds(view.save_wait_s)),
          ("memory", f"{exact(view.mem_gib, '.2f')} GiB")],
     ]  # fmt: skip
     return [_pairs(line) for line in pairs]

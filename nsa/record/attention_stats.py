@@ -13,7 +13,7 @@ row's blocks that the row of the token before it in its document reads too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionSta
 COLLAPSED = 0.95
 MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
 GATE_NUMBERS, SELECTION_NUMBERS = 8, 7 + len(DISTANCE_BINS)  # of a row
-_COMPARED = 6  # where `selection_numbers` has the blocks that agreement is a share of
+GATE_MAXIMA, SELECTION_MAXIMA = slice(2, 4), slice(2, 3)  # which of them are maxima; all others are sums
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class AttentionObserver:
         gates, selection = self._gates, self._selection
         self._gates, self._selection = [], []
         if self._gather is not None:
-            gates = self._joined(gates, 1, GATE_NUMBERS, lowest=2, largest=3)
-            selection = self._joined(selection, 2, SELECTION_NUMBERS, lowest=None, largest=2)
+            gates = self._joined(gates, 1, GATE_NUMBERS, GATE_MAXIMA)
+            selection = self._joined(selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
         if gates or selection:
             on_host = [_to_host(torch.stack(part)) if part else None for part in (gates, selection)]
             arrived = None
@@ -74,7 +76,7 @@ class AttentionObserver:
                 arrived.record()
             self._waiting.append((step, on_host[0], on_host[1], arrived))
 
-    def _joined(self, rows: list[Tensor], parts: int, width: int, lowest: int | None, largest: int) -> list[Tensor]:
+    def _joined(self, rows: list[Tensor], parts: int, width: int, maxima: slice) -> list[Tensor]:
         """The parts of every layer over all ranks as one row; none where a rank did not see all layers."""
         assert self._gather is not None
         layers = len(self.layers)
@@ -83,11 +85,7 @@ class AttentionObserver:
         else:  # all ranks gather the same shape, whatever happened on one of them
             own = torch.full((parts, layers, width), torch.nan, dtype=torch.float64)
         everywhere = self._gather(own.contiguous()).flatten(0, 1)
-        total = everywhere.sum(0)
-        total[:, largest] = everywhere[..., largest].amax(0)
-        if lowest is not None:
-            total[:, lowest] = everywhere[..., lowest].amin(0)
-        return list(total) if rows else []
+        return list(_total(everywhere, maxima)) if rows else []
 
     def ready(self, *, wait: bool = False) -> list[Sample]:
         """Samples that have arrived; at the end of a run, `wait` for the others."""
@@ -99,23 +97,22 @@ class AttentionObserver:
             elif arrived is not None and not arrived.query():
                 break
             self._waiting.pop(0)
-            done.append(self._read(step, gates, selection))
+            by_layer = self._by_layer(gates, read_gates, GATE_MAXIMA)
+            done.append(Sample(step, by_layer, self._by_layer(selection, read_selection, SELECTION_MAXIMA)))
         return done
 
-    def _read(self, step: int, gates: Tensor | None, selection: Tensor | None) -> Sample:
-        sample = Sample(step, {}, {})
-        if gates is not None and gates.isfinite().all():  # NaN: a rank that shares the sequence has no numbers
-            mixed = [read_gates(row) for row in gates]
-            sample.gates.update(zip(self._names(len(mixed)), [*mixed, GateStats.merge(mixed)], strict=True))
-        if selection is not None and selection.isfinite().all():
-            selected = [read_selection(row) for row in selection]
-            whole = SelectionStats.merge(selected, selection[:, _COMPARED].tolist())
-            sample.selection.update(zip(self._names(len(selected)), [*selected, whole], strict=True))
-        return sample
+    def _by_layer(self, rows: Tensor | None, read: Callable[[Tensor], T], maxima: slice) -> dict[str, T]:
+        if rows is None or not rows.isfinite().all():  # NaN: a rank that shares the sequence has no numbers
+            return {}
+        names = self.layers if len(rows) == len(self.layers) else [str(number) for number in range(len(rows))]
+        return dict(zip([*names, ALL_LAYERS], map(read, [*rows, _total(rows, maxima)]), strict=True))
 
-    def _names(self, count: int) -> list[str]:
-        layers = self.layers if count == len(self.layers) else [str(number) for number in range(count)]
-        return [*layers, ALL_LAYERS]
+
+def _total(rows: Tensor, maxima: slice) -> Tensor:
+    """As if one layer or rank had seen all rows: [N, ..., numbers] -> [..., numbers]."""
+    total = rows.sum(0)
+    total[..., maxima] = rows[..., maxima].amax(0)
+    return total
 
 
 def _to_host(numbers: Tensor) -> Tensor:
@@ -126,7 +123,7 @@ def _to_host(numbers: Tensor) -> Tensor:
 
 
 def gate_numbers(gates: Tensor) -> Tensor:
-    """[B, S, H, 3] -> rows, sum and minimum of entropy, largest share, rows collapsed, sum of each branch's share."""
+    """[B, S, H, 3] -> rows, sum and negative minimum of entropy, largest share, rows collapsed, sum of each share."""
     share = gates.detach().flatten(0, -2).to(torch.float32)
     share = share / share.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     entropy = -(share * share.clamp(min=1e-30).log()).sum(-1)
@@ -136,7 +133,7 @@ def gate_numbers(gates: Tensor) -> Tensor:
         [
             torch.full((), share.shape[0], dtype=wide, device=share.device),
             entropy.sum(dtype=wide),
-            entropy.amin().to(wide),
+            -entropy.amin().to(wide),
             largest.amax().to(wide),
             (largest > COLLAPSED).sum(dtype=wide),
             *share.sum(0, dtype=wide),
@@ -146,7 +143,7 @@ def gate_numbers(gates: Tensor) -> Tensor:
 
 def read_gates(row: Tensor) -> GateStats:
     rows, entropy, lowest, largest, collapsed, *shares = row.tolist()
-    return GateStats(int(rows), entropy / rows, lowest, largest, collapsed / rows, *(share / rows for share in shares))
+    return GateStats(int(rows), entropy / rows, -lowest, largest, collapsed / rows, *(share / rows for share in shares))
 
 
 def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:

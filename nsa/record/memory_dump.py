@@ -91,18 +91,9 @@ def held_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> l
 
 def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> None:
     """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`."""
-    held = held_tensors(named_tensors(), device)
-    usage = memory_usage(device)
-    snapshot = {
-        "time": time.time(),
-        "rank": rank,
-        "label": label,
-        "device": str(device),
-        **usage,
-        "unaccounted_bytes": max(0, _in_use(usage) - sum(tensor["bytes"] for tensor in held)),
-        "owners": _owners(held),
-        "largest_tensors": _largest(held),
-    }
+    snapshot = {"label": label, **_snapshot(rank, device, named_tensors)}
+    accounted = sum(entry["bytes"] for entry in snapshot["owners"].values())
+    snapshot["unaccounted_bytes"] = max(0, _in_use(snapshot) - accounted)
     write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
     write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
 
@@ -184,12 +175,21 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[power]}" if power else f"{count:.0f} bytes"
 
 
-def _in_use(usage: Mapping[str, int]) -> int:
-    return usage["allocated_bytes"] if "allocated_bytes" in usage else usage["resident_bytes"]
+def _snapshot(rank: int, device: torch.device, named_tensors: NamedTensors) -> dict[str, Any]:
+    held = held_tensors(named_tensors(), device)
+    largest = sorted(held, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))
+    return {
+        "time": time.time(),
+        "rank": rank,
+        "device": str(device),
+        **memory_usage(device),
+        "owners": _owners(held),
+        "largest_tensors": largest[:LARGEST_TENSORS],
+    }
 
 
-def _largest(held: list[Held]) -> list[Held]:
-    return sorted(held, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))[:LARGEST_TENSORS]
+def _in_use(usage: Mapping[str, Any]) -> int:
+    return int(usage["allocated_bytes"] if "allocated_bytes" in usage else usage["resident_bytes"])
 
 
 def _owners(held: list[Held]) -> dict[str, dict[str, Any]]:
@@ -237,31 +237,27 @@ def _memory_error(error: BaseException | None) -> BaseException | None:
 
 
 def _oom_state(rank: int, device: torch.device, error: BaseException, named_tensors: NamedTensors) -> dict[str, Any]:
-    held = held_tensors(named_tensors(), device)
-    usage = memory_usage(device)
+    snapshot = _snapshot(rank, device, named_tensors)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         in_use = total - free  # with what other processes and CUDA itself hold
     else:
-        in_use, total = usage["resident_bytes"], psutil.virtual_memory().total
-    owners = _owners(held)
+        in_use, total = snapshot["resident_bytes"], psutil.virtual_memory().total
+    owners = snapshot["owners"]
     kinds = {kind: entry["bytes"] for kind, entry in owners.items()}
     # Some of it is free again by now; PyTorch's message has the amount at the time of the error.
-    kinds[UNACCOUNTED] = max(0, max(_in_use(usage), _bytes_in(error, "Of the allocated memory")) - sum(kinds.values()))
+    at_most = max(_in_use(snapshot), _bytes_in(error, "Of the allocated memory"))
+    kinds[UNACCOUNTED] = max(0, at_most - sum(kinds.values()))
     modules = [(size, kind, module) for kind, entry in owners.items() for module, size in entry["modules"].items()]
     largest = sorted([*modules, (kinds[UNACCOUNTED], UNACCOUNTED, None)], key=lambda owner: -owner[0])[:LARGEST_OWNERS]
     return {
-        "time": time.time(),
-        "rank": rank,
-        "device": str(device),
+        **snapshot,
         "error": str(error)[:2000] or type(error).__name__,
         "requested_bytes": _bytes_in(error, "ried to allocate"),
         "in_use_bytes": in_use,
         "total_bytes": total,
-        **usage,
         "kinds": kinds,
         "largest_owners": [{"kind": kind, "module": module, "bytes": size} for size, kind, module in largest if size],
-        "largest_tensors": _largest(held),
         "allocator": torch.cuda.memory_stats(device) if device.type == "cuda" else None,
     }
 

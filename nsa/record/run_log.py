@@ -6,7 +6,7 @@ ends the run nor holds it up. What cannot be written is counted.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
@@ -34,7 +34,7 @@ class RunLog:
         self._before = (sys.stdout, sys.stderr)
         self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self.failures, CONSOLE_THREAD)
         self._file: Writer | None = None
-        self.screen = cast(TextIO, _Screen(sys.stdout, self._console, OUT))
+        self.screen = self._shown(OUT, sys.stdout)
 
     def __enter__(self) -> Self:
         try:
@@ -43,7 +43,7 @@ class RunLog:
         except OSError as error:
             self.failures.add(f"{self.path.name} cannot be opened: {error.strerror}")
         self.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
-        sys.stdout, sys.stderr = self.screen, cast(TextIO, _Screen(sys.stderr, self._console, ERR))
+        sys.stdout, sys.stderr = self.screen, self._shown(ERR, sys.stderr)
         self._copy = self.copied()
         self._copy.__enter__()
         return self
@@ -62,11 +62,16 @@ class RunLog:
     def copied(self) -> Iterator[None]:
         """Inside, what is printed to the present stdout and stderr goes into the file too."""
         before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (cast(TextIO, _Both(stream, self)) for stream in before)
+        both = (_Redirected(s, [self.write, s.write], [s.flush, self.flush]) for s in before)
+        sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in both)
         try:
             yield
         finally:
             sys.stdout, sys.stderr = before
+
+    def _shown(self, name: str, stream: TextIO) -> TextIO:
+        """A stream of the console that another thread writes and flushes."""
+        return cast(TextIO, _Redirected(stream, [lambda text: self._console.write({"stream": name, "text": text})], []))
 
     def write(self, text: str) -> None:
         """Into the file alone."""
@@ -100,37 +105,20 @@ class _Stream(Sink):
             self._stream.close()
 
 
-class _Screen:
-    """A stream of the console that another thread writes; in everything else it is the stream."""
+class _Redirected:
+    """A stream whose text goes elsewhere; in everything else it is the stream."""
 
-    def __init__(self, stream: TextIO, writer: Writer, name: str):
-        self._stream, self._writer, self._name = stream, writer, name
+    def __init__(self, stream: TextIO, writes: Sequence[Callable[[str], Any]], flushes: Sequence[Callable[[], None]]):
+        self._stream, self._writes, self._flushes = stream, writes, flushes
 
     def write(self, text: str) -> int:
-        self._writer.write({"stream": self._name, "text": text})
+        for write in self._writes:
+            write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing to do: the other thread flushes."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _Both:
-    """A stream whose text the log gets as well; in everything else it is the stream."""
-
-    def __init__(self, stream: TextIO, log: RunLog):
-        self._stream, self._log = stream, log
-
-    def write(self, text: str) -> int:
-        self._log.write(text)
-        self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        self._log.flush()
+        for flush in self._flushes:
+            flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -173,7 +172,7 @@ class GateStats:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
-        """As if one layer or rank had seen all rows."""
+        """As if one rank had seen all rows."""
         rows = [part.rows for part in parts]
         mean = _means(parts, rows)
         lowest, largest = min(part.min_entropy for part in parts), max(part.largest_share for part in parts)
@@ -201,9 +200,9 @@ class SelectionStats:
         return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
 
     @classmethod
-    def merge(cls, parts: Sequence[Self], compared: Sequence[float] | None = None) -> Self:
-        """As if one layer or rank had seen all rows. `compared` are the blocks that each agreement is a share of;
-        the files do not hold them, and all blocks stand in for them."""
+    def merge(cls, parts: Sequence[Self]) -> Self:
+        """As if one rank had seen all rows. The files do not hold the blocks that an agreement is a share of: all
+        blocks stand in for them."""
         rows, blocks = [part.rows for part in parts], [part.rows * part.mean_distinct for part in parts]
         by_row, by_block = _means(parts, rows), _means(parts, blocks)
         bins = zip(*(part.distances for part in parts), strict=True)
@@ -213,7 +212,7 @@ class SelectionStats:
             max(part.max_distinct for part in parts),
             by_row("share_at_max"),
             by_block("share_forced"),
-            _means(parts, compared or blocks)("agreement"),
+            by_block("agreement"),
             tuple(_mean(shares, blocks) for shares in bins),
         )
 
@@ -318,13 +317,11 @@ class Table:
 
     def format(self, event: Event) -> str:
         """The lines that an event adds."""
-        rows = ([*map(row.__getitem__, self._own_columns), *row.get("distances", ())] for row in self._rows(event))
-        return "".join(format_row([event["step"], *row]) for row in rows)
-
-    @cached_property
-    def _own_columns(self) -> list[str]:
-        """Those that a row has under their name: without the step and the distances, which come last."""
-        return [name for name in self.columns[1:] if name not in DISTANCE_COLUMNS]
+        lines = []
+        for row in self._rows(event):
+            cells = {**row, **dict(zip(DISTANCE_COLUMNS, row.get("distances", ()), strict=False))}
+            lines.append(format_row([event["step"], *(cells[name] for name in self.columns[1:])]))
+        return "".join(lines)
 
     def _rows(self, event: Event) -> list[dict[str, Any]]:
         if self.event == "fallbacks":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import faults
-from nsa.errors import LaunchError
+from nsa.errors import LaunchError, reworded
 from nsa.files import make_folder, open_regular, read_regular, regular, write_whole
 from nsa.record.events import Sink
 from nsa.record.schema import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
@@ -32,10 +32,10 @@ class TableSink(Sink):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
         self._pending = bytearray()
-        self._steps: tuple[int, int] | None = None  # the first and the last that wait, here or in the queue
+        self.unwritten: tuple[int, int] | None = None  # first and last step whose rows wait, here or in the queue
         self._newest = 0  # the last that came here
         self._lock = threading.RLock()  # a signal handler may emit an event
-        try:
+        with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
             kept, self.last_step = _kept(path, table.header.encode(), done_steps)
             if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
                 path.rename(path.with_suffix(".old.csv"))
@@ -45,19 +45,12 @@ class TableSink(Sink):
                 self._file.seek(kept)
             else:
                 self._pending += table.header.encode()
-        except OSError as error:
-            raise LaunchError(f"train.out_dir: {path} cannot be written: {error.strerror}") from None
-
-    @property
-    def unwritten(self) -> tuple[int, int] | None:
-        """The first and the last step whose rows are in memory only."""
-        return self._steps
 
     def expect(self, event: Event) -> None:
         if self.wants(event):
             with self._lock:
-                first, last = self._steps or (event["step"], 0)
-                self._steps = first, max(last, event["step"])
+                first, last = self.unwritten or (event["step"], 0)
+                self.unwritten = first, max(last, event["step"])
 
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)
@@ -84,9 +77,9 @@ class TableSink(Sink):
         while self._pending:  # a disk with little room left takes a part of a row, and the rest later
             del self._pending[: self._file.write(self._pending) or 0]
         with self._lock:
-            if self._steps:
-                first, last = self._steps
-                self._steps = (max(first, self._newest + 1), last) if self._newest < last else None
+            if self.unwritten:
+                first, last = self.unwritten
+                self.unwritten = (max(first, self._newest + 1), last) if self._newest < last else None
 
 
 def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from typing import Any, Self
 from nsa.files import regular
 from nsa.record.exit_switch import arm_exit_switch
 from nsa.record.failures import Failures
-from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s
+from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s, time_limited
 from nsa.record.schema import NCCL_TRACE
 
 STEPS_OF_MEDIAN = 101
@@ -215,10 +215,8 @@ class Watchdog:
         with self.failures.counted():
             self._on_hang({**report, "reported_by": "thread"})
         self._link.sendall(b"recorded ")
-        last = threading.Thread(target=self._report_last, args=(report,), daemon=True)
         with self.failures.counted():
-            last.start()
-            last.join(report_s(self._floor_s) / 4)
+            time_limited(report_s(self._floor_s) / 4, self._report_last, report)
         self._link.sendall(b"done ")
 
     def _put(self, text: str) -> None:

@@ -407,6 +407,14 @@ def test_one_wild_row_costs_only_itself(tmp_path):
     assert view.problems == {"training.csv": "2 damaged rows left out"}
 
 
+@pytest.mark.parametrize("rows", ["", "inf", "-inf", "0"])
+def test_a_sample_without_a_sound_count_of_rows_is_not_shown_or_weighs_nothing(tmp_path, rows):
+    now = live_run(tmp_path / "run")
+    with (tmp_path / "run" / "gate_stats.csv").open("a") as file:
+        file.write(f"10000,all,{rows},1,1,1,0,0.3,0.3,0.4\n")
+    assert "step 40" in text_of(read_run(tmp_path / "run", now))
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="give the out_dir of a run"):

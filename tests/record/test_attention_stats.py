@@ -22,7 +22,7 @@ from nsa.record.attention_stats import (
     read_selection,
     selection_numbers,
 )
-from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
+from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats
 from nsa.train import train
 from tests.train.test_feed import TINY
 
@@ -152,20 +152,22 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     assert asdict(sample.gates[ALL_LAYERS]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_layers_merge_to_what_all_rows_together_give():
+def test_layers_and_ranks_merge_to_what_all_rows_together_give():
     generator = torch.Generator().manual_seed(1)
     gates = torch.rand(2, 8, 4, 3, generator=generator)
-    parts = GateStats.merge([read_gates(gate_numbers(part[None])) for part in gates])
-    whole = read_gates(gate_numbers(gates))
-    for name in whole.__dataclass_fields__:
-        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     indices = torch.sort(torch.randint(0, 8, (2, 32, 1, 4), generator=generator, dtype=torch.int32)).values
-    rows = [selection_numbers(part[None], SPEC, None) for part in indices]
-    parts = SelectionStats.merge([read_selection(row) for row in rows], [float(row[6]) for row in rows])
-    whole = read_selection(selection_numbers(indices, SPEC, None))
-    assert parts.mean_distinct == pytest.approx(whole.mean_distinct)
-    assert parts.agreement == pytest.approx(whole.agreement)
-    assert parts.distances == pytest.approx(whole.distances)
+    observer = AttentionObserver(["a", "b"])
+    for part in gates:
+        observer.mixed(part[None])
+    for part in indices:
+        observer.selected(part[None], SPEC, None)
+    observer.finish(1)
+    [sample] = observer.ready()
+    mixed, selected = read_gates(gate_numbers(gates)), read_selection(selection_numbers(indices, SPEC, None))
+    by_rank = GateStats.merge([sample.gates["a"], sample.gates["b"]])
+    for parts, whole in ((sample.gates["all"], mixed), (by_rank, mixed), (sample.selection["all"], selected)):
+        for name in whole.__dataclass_fields__:
+            assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-6), name
 
 
 def test_a_layer_is_watched_only_while_somebody_watches_and_computes_the_same():
