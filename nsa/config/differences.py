@@ -26,12 +26,8 @@ def differences(stored: Any, config: Config) -> list[str]:
         then["data.mixture"] = [
             MixturePart().model_dump() | part if isinstance(part, dict) else part for part in mixture
         ]
-    lines = []
-    for name, value in flat(config.to_dict()).items():
-        if name == "train.out_dir":
-            continue
-        if name not in then:
-            lines.append(f"{name}: not known then, {value!r} now")
-        elif then[name] != value:
-            lines.append(f"{name}: {then[name]!r} then, {value!r} now")
-    return lines
+    return [
+        f"{name}: {repr(then[name]) if name in then else 'not known'} then, {value!r} now"
+        for name, value in flat(config.to_dict()).items()
+        if name != "train.out_dir" and (name not in then or then[name] != value)
+    ]

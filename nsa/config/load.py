@@ -10,7 +10,7 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -91,7 +91,7 @@ def parse_config(
     applied: list[tuple[tuple[str, ...], str]] = []
     for override in overrides:
         keys, value = _parse_override(override)
-        _assign(tree, keys, value, override)
+        _section_of(tree, keys, f"override '{override}'")[keys[-1]] = value
         applied.append((keys, override))
     for variable, key, value, message in environment_settings(environment or {}):
         if key is not None:
@@ -101,7 +101,7 @@ def parse_config(
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(error, origin, applied))) from None
+        raise ConfigError("\n".join(dict.fromkeys(_describe(error, origin, applied)))) from None
 
 
 def warn_if_unlikely(config: Config, origin: str) -> None:
@@ -150,46 +150,38 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     return keys, _parse_yaml(value, f"override '{override}'")
 
 
-def _assign(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
+def _section_of(tree: dict[str, Any], keys: tuple[str, ...], origin: str) -> dict[str, Any]:
+    """What holds the last of the keys; made where there is none."""
     for depth, key in enumerate(keys[:-1], start=1):
-        inner = tree.setdefault(key, {})
-        if not isinstance(inner, dict):
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
             name = ".".join(keys[:depth])
-            raise ConfigError(f"override '{override}': '{name}' holds no keys; set it as a whole with {name}=VALUE")
-        tree = inner
-    tree[keys[-1]] = value
+            raise ConfigError(f"{origin}: '{name}' holds no keys; set it as a whole with {name}=VALUE")
+    return tree
 
 
 def _fill(tree: dict[str, Any], keys: tuple[str, ...], value: Any, variable: str) -> str:
     """Sets the key unless it is set; returns a warning if it is set to another value."""
-    for key in keys[:-1]:
-        inner = tree.setdefault(key, {})
-        if not isinstance(inner, dict):
-            return ""  # validation will name it
-        tree = inner
-    present = tree.setdefault(keys[-1], value)
+    try:
+        present = _section_of(tree, keys, variable).setdefault(keys[-1], value)
+    except ConfigError:
+        return ""  # validation will name it
     return "" if present == value else f"{variable}: {'.'.join(keys)} is set to {present!r} explicitly, which wins"
 
 
 def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str, ...], str]]) -> Iterable[str]:
-    seen: set[str] = set()
     for problem in error.errors():
-        location = tuple(str(part) for part in problem["loc"])
-        keys = _known_prefix(location)
-        context = problem.get("ctx", {})
+        keys, section = _locate(problem["loc"])
         if problem["type"] == "rule":
-            keys = (*keys, str(context["field"]))
+            keys = (*keys, str(problem["ctx"]["field"]))
         if problem["type"] == "extra_forbidden":
-            text = f"unknown key{_similar_key(location)}"
+            text = f"unknown key{_similar_key(keys, section)}"
         else:
             text = "must hold keys" if problem["type"] == "model_type" else _plain(problem["msg"])
             if problem["type"] != "rule":
                 missing = "nothing; leave the key out to take its default"
                 text += f", got {missing if problem['input'] is None else _repr.repr(problem['input'])}"
-        line = f"{_source(keys, text, applied) or origin}: {'.'.join(keys)}: {text}"
-        if line not in seen:
-            seen.add(line)
-            yield line
+        yield f"{_source(keys, text, applied) or origin}: {'.'.join(keys)}: {text}"
 
 
 def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...], str]]) -> str | None:
@@ -204,49 +196,51 @@ def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...
     return None
 
 
-def _known_prefix(location: tuple[str, ...]) -> tuple[str, ...]:
-    """The location without the parts that pydantic adds for members of a union."""
-    section: Any = Config
-    for depth, part in enumerate(location):
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            return location[:depth] if not part.isdigit() else location[: depth + 1]
-        field = section.model_fields.get(part)
-        if field is None:
-            return location[: depth + 1]
-        section = field.annotation
-    return location
+def _locate(path: tuple[str | int, ...]) -> tuple[tuple[str, ...], type[BaseModel]]:
+    """The keys of a path without the parts that pydantic adds for members of a union, and the section of the last."""
+    section: type[BaseModel] = Config
+    inner: type[BaseModel] | None = Config
+    keys: list[str] = []
+    for part in path:
+        if isinstance(part, str):  # a number is a place in a list
+            if inner is None:
+                break
+            section = inner
+            inner = _section_in(section.model_fields[part].annotation) if part in section.model_fields else None
+        keys.append(str(part))
+    return tuple(keys), section
 
 
-def _similar_key(location: tuple[str, ...]) -> str:
-    section: Any = Config
-    for part in location[:-1]:
-        section = section.model_fields[part].annotation
-    wrong = location[-1].lower()
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, if any: by itself, in a list, or unless it is None."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _similar_key(keys: tuple[str, ...], section: type[BaseModel]) -> str:
+    wrong = keys[-1].lower()
     close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
     elsewhere = next((path for path in _all_keys(Config) if path[-1] == wrong), None)
     if elsewhere and wrong not in section.model_fields:  # the same name in another section beats a similar one here
         return f"; did you mean '{'.'.join(elsewhere)}'?"
     if close:
-        return f"; did you mean '{'.'.join((*location[:-1], close[0]))}'?"
+        return f"; did you mean '{'.'.join((*keys[:-1], close[0]))}'?"
     return f"; valid here: {', '.join(section.model_fields)}"
 
 
 def _all_keys(section: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         yield (*prefix, name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _all_keys(field.annotation, (*prefix, name))
+        if inner := _section_in(field.annotation):
+            yield from _all_keys(inner, (*prefix, name))
 
 
 def _similar_file(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path("configs")
     names = [p.name for p in folder.glob("*.yaml")] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    if close:
-        return f"; did you mean {folder / close[0]}?"
-    close = difflib.get_close_matches(path.stem, shipped_names(), n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
+    files = [folder / name for name in difflib.get_close_matches(path.name, names, n=1)]
+    if similar := files or difflib.get_close_matches(path.stem, shipped_names(), n=1):
+        return f"; did you mean {similar[0]}?"
     return "; give the path of a YAML file or a name that `nsa config list` prints, for example quickstart"
 
 

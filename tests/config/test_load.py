@@ -206,6 +206,8 @@ def test_an_unclosed_bracket_or_quote_is_refused(joined):
         ("telemetry.eval_every=3", "train.eval_every"),
         ("seed=3", "train.seed"),
         ("fsdp.sharding=full", "parallel.fsdp"),
+        ("model.rope_scaling={facto: 2.0}", "model.rope_scaling.factor"),
+        ("data.mixture=[{sourc: text}]", "data.mixture.0.source"),
     ],
 )
 def test_an_unknown_key_gets_the_closest_valid_one(mistakes, override, suggestion):
@@ -237,10 +239,11 @@ def test_an_error_names_the_file_it_comes_from(mistakes, tmp_path):
         (["train.steps=5", "train.steps=ten"], "train.steps=ten", "train.steps"),
         (["train={steps: ten}"], "train={steps: ten}", "train.steps"),
         (["data.paths=[3]"], "data.paths=[3]", "data.paths.0"),
+        (["data.mixture=[{weight: x}]"], "data.mixture=[{weight: x}]", "data.mixture.0.weight"),
         (["trian.steps=3"], "trian.steps=3", "trian"),
         (["train.lr.high=3"], "train.lr.high=3", "train.lr"),
     ],
-    ids=["last-one", "whole-section", "list-entry", "unknown-section", "below-a-number"],
+    ids=["last-one", "whole-section", "list-entry", "inside-a-list-entry", "unknown-section", "below-a-number"],
 )
 def test_an_error_names_the_override_it_comes_from(mistakes, overrides, culprit, key):
     [line] = mistakes("model: {dim: 32}", *overrides)
