@@ -14,13 +14,19 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def _filled(defaults: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """`stored` with the defaults of what it lacks."""
+    sections = [key for key, value in defaults.items() if isinstance(value, dict) and isinstance(stored.get(key), dict)]
+    return defaults | stored | {key: _filled(defaults[key], stored[key]) for key in sections}
+
+
 def differences(stored: Any, config: Config) -> list[str]:
     """One line for every key whose value differs from `stored`, a configuration as plain data.
 
     train.out_dir is ignored: the folder of a run may be moved. A key that an earlier version did not know had the
     effect of its default.
     """
-    then = flat(Config().to_dict()) | flat(stored) if isinstance(stored, dict) else {}
+    then = flat(_filled(Config().to_dict(), stored)) if isinstance(stored, dict) else {}
     mixture = then.get("data.mixture")
     if isinstance(mixture, list):
         then["data.mixture"] = [

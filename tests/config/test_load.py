@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from nsa.cli.arguments import all_overrides
-from nsa.config import Config, load_config, parse_config, shipped_names
+from nsa.config import Config, differences, load_config, parse_config, shipped_names
 from nsa.config.load import split_overrides
 from nsa.errors import ConfigError
 from nsa.plain_yaml import LARGEST, dump_yaml, parse_yaml
@@ -376,6 +376,13 @@ def test_a_value_that_does_not_fit_its_tag_is_a_mistake(mistakes, value):
     [line] = mistakes(f"train: {{steps: {value}}}")
     assert "run.yaml" in line
     assert "not valid YAML" in line
+
+
+def test_a_section_that_is_set_or_unset_differs_from_what_a_run_was_started_with():
+    scaled = parse_config({"model": {"rope_scaling": {"factor": 4.0}}}, "test")
+    assert differences(scaled.to_dict(), scaled) == []
+    assert differences(scaled.to_dict(), Config()) == ["model.rope_scaling: not known then, None now"]
+    assert "model.rope_scaling.factor: not known then, 4.0 now" in differences(Config().to_dict(), scaled)
 
 
 def test_what_earlier_versions_saved_still_loads(load):
