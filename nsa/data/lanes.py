@@ -45,7 +45,7 @@ class LengthIndex:
     """
 
     def __init__(self, folder: Path | None, rank: int, fingerprint: str):
-        self._lengths: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
         self._path = folder / f"{INDEX_PREFIX}{rank}.txt" if folder else None
         self._head = f"lengths {fingerprint}\n"
         self._lock = threading.Lock()
@@ -64,17 +64,14 @@ class LengthIndex:
             fields = line.split() if len(line) < LONGEST_LINE else []
             if len(fields) == 3 and line.endswith("\n") and fields[2] == _check(fields[0], fields[1]):
                 with suppress(ValueError):
-                    self._lengths[int(fields[0])] = int(fields[1])
+                    self.lengths[int(fields[0])] = int(fields[1])
         return True
-
-    def get(self, unit: int) -> int | None:
-        return self._lengths.get(unit)
 
     def put(self, unit: int, length: int) -> None:
         with self._lock:
-            if unit in self._lengths:
+            if unit in self.lengths:
                 return
-            self._lengths[unit] = length
+            self.lengths[unit] = length
             if self._path is None:
                 return
             try:
@@ -137,7 +134,7 @@ class UnitReader:
             self.tokenised.done += 1
             self.skipped.update(found.skipped)
         length = int(found.lengths[~in_validation(found.keys, self.fraction)].sum())
-        known = self.index.get(unit)
+        known = self.index.lengths.get(unit)
         if known is not None and known != length:
             raise DataError(
                 f"{self.units[unit].path}, part {self.units[unit].part}: had {known} tokens when this run first read "
@@ -178,7 +175,7 @@ class _Lane:
         """Follows the lane as far as lengths are known; whether that is beyond a token."""
         while self.starts[-1] <= position:
             visit = len(self.starts) - 1
-            length = self.reader.index.get(self.unit(visit)[1])
+            length = self.reader.index.lengths.get(self.unit(visit)[1])
             if length is None:
                 return False
             if visit >= self.per_epoch and self.starts[self.per_epoch] == 0:

@@ -47,9 +47,6 @@ class Plan:
     shards: Sequence[Sequence[Unit]]
     name: str
 
-    def size(self, shard: int) -> int:
-        return sum(unit.size for unit in self.shards[shard])
-
 
 def make_plan(source: Source, tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> Plan:
     shards = list(groups(source.units(), _size, shard_bytes))
@@ -85,9 +82,10 @@ def prepare(
         found = (read_entry(folder, number, plan.name, tokenizer.dtype.itemsize) for number in range(len(plan.shards)))
         done = {entry.number: entry for entry in found if entry is not None}
 
+        sizes = [sum(unit.size for unit in shard) for shard in plan.shards]
+
         def report() -> None:
-            total = sum(map(plan.size, range(len(plan.shards))))
-            progress(sum(map(plan.size, done)), total, sum(entry.text_bytes for entry in done.values()))
+            progress(sum(sizes[n] for n in done), sum(sizes), sum(entry.text_bytes for entry in done.values()))
 
         report()
         missing = {number: units for number, units in enumerate(plan.shards) if number not in done}

@@ -154,10 +154,10 @@ def test_the_index_of_a_streamed_run_is_still_read(folder):
     index.put(5, 1234)
     path = folder / "data_index_rank3.txt"
     assert path.read_text() == "lengths fingerprint\n5 1234 9e132706\n"
-    assert LengthIndex(folder, 0, "fingerprint").get(5) == 1234
+    assert LengthIndex(folder, 0, "fingerprint").lengths[5] == 1234
     path.unlink()  # by somebody, while the run goes on
     index.put(6, 99)
-    assert LengthIndex(folder, 0, "fingerprint").get(6) == 99
+    assert LengthIndex(folder, 0, "fingerprint").lengths[6] == 99
 
 
 def test_prepared_shards_have_the_format_that_earlier_versions_wrote(folder):

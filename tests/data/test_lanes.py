@@ -195,7 +195,7 @@ def test_lengths_that_somebody_else_prepared_are_ignored(tmp_path):
         for unit, length in (("2", "9" * 5000), ("x", "1"), ("3", "30")):
             file.write(f"{unit} {length} {lanes._check(unit, length)}\n")
     found = LengthIndex(tmp_path, 0, "print")
-    assert [found.get(unit) for unit in (1, 2, 3)] == [10, None, 30]
+    assert [found.lengths.get(unit) for unit in (1, 2, 3)] == [10, None, 30]
 
 
 def test_the_lanes_divide_the_batch():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nsa.data.sources import readers
 from nsa.data.sources.base import Skipped, Unit
-from nsa.data.sources.readers import parquet_documents, parquet_texts, parquet_units
+from nsa.data.sources.readers import parquet_documents, parquet_units
 from nsa.data.sources.text import PythonSource, TextSource, expand_paths
 from nsa.errors import DataError, DataUnavailableError
 
@@ -256,7 +256,7 @@ def test_units_come_from_the_footer_and_documents_from_the_text_column_alone():
     table = pa.table({"image": [os.urandom(5000) for _ in texts], "text": texts})
     pq.write_table(table, buffer, row_group_size=100, compression="none", use_dictionary=False)
     file = CountingFile(buffer.getvalue())
-    units = parquet_units("remote.parquet", file)
+    units = parquet_units("remote.parquet", file, "text")
     assert len(units) == 4
     assert {u.path for u in units} == {"remote.parquet"}
     # Arrow looks at the last 64 KiB to find the footer.
@@ -265,7 +265,7 @@ def test_units_come_from_the_footer_and_documents_from_the_text_column_alone():
     assert list(parquet_documents("remote.parquet", file, 2, "text", Skipped())) == texts[200:300]
     assert file.bytes_read < 130_000
     assert not file.closed
-    assert pa.concat_arrays(parquet_texts("remote.parquet", file, 3)).to_pylist() == texts[300:]
+    assert list(parquet_documents("remote.parquet", file, 3, "text", Skipped())) == texts[300:]
 
 
 def test_a_hub_that_does_not_answer_is_not_taken_for_a_broken_file():
@@ -274,7 +274,7 @@ def test_a_hub_that_does_not_answer_is_not_taken_for_a_broken_file():
             raise DataUnavailableError("the hub does not answer")
 
     with pytest.raises(DataUnavailableError):
-        parquet_units("remote.parquet", Silent(b"x" * 1000))
+        parquet_units("remote.parquet", Silent(b"x" * 1000), "text")
 
 
 # What holds for every source.

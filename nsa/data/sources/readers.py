@@ -35,6 +35,7 @@ BATCH_ROWS = (64, 1024)
 FOLDED_ROWS = 1 << 20
 
 GET_AGAIN = "get the file again or take it out of data.paths"
+NAME_FIELD = "set data.text_field to the one that holds the text"
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG = "empty", "no text", "not UTF-8", f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
@@ -171,13 +172,13 @@ def jsonl_documents(
             yield text
 
 
-def parquet_units(name: str, file: Any, text_field: str = "text") -> list[Unit]:
-    """A unit per row group, from the footer alone. `file` is a path or an open, seekable binary file.
+def parquet_units(name: str, file: BinaryIO, text_field: str) -> list[Unit]:
+    """A unit per row group, from the footer alone.
 
     `part` is the row group, `start` and `stop` count rows, `size` is what its columns unpack to, nearly all of which is
     text. An `NSAError` that reading from `file` raises passes through, here and below.
     """
-    with _parquet_errors(name), _open_parquet(file) as parquet:
+    with _open_parquet(name, file) as parquet:
         _check_column(name, parquet, text_field)
         units, first = [], 0
         for row_group in range(parquet.num_row_groups):
@@ -187,9 +188,9 @@ def parquet_units(name: str, file: Any, text_field: str = "text") -> list[Unit]:
     return units
 
 
-def parquet_texts(name: str, file: Any, row_group: int, text_field: str = "text") -> Iterator[Any]:
-    """The text column of a row group, and nothing else of the file, as arrow arrays of strings in bounded batches."""
-    with _parquet_errors(name, row_group), _open_parquet(file) as parquet:
+def parquet_documents(name: str, file: BinaryIO, row_group: int, text_field: str, skipped: Skipped) -> Iterator[str]:
+    """The documents of a row group, in order. Of the file only the text column is read, in bounded batches."""
+    with _open_parquet(name, file, row_group) as parquet:
         # Arrow's own dictionaries stay folded until they are decoded, but come whole with every batch.
         folded = pa.types.is_dictionary(_check_column(name, parquet, text_field))
         if not 0 <= row_group < parquet.num_row_groups:
@@ -206,17 +207,9 @@ def parquet_texts(name: str, file: Any, row_group: int, text_field: str = "text"
                 bytes_read += part.nbytes
                 if bytes_read > MAX_CHUNK_BYTES:  # whatever the footer says
                     raise _chunk_too_long(name, row_group, bytes_read)
-                yield part
+                yield from (text for text in _to_strings(part, skipped) if _is_text(text, skipped))
         if rows_read != rows:
             raise pa.ArrowInvalid(f"{rows_read} rows instead of {rows}")
-
-
-def parquet_documents(name: str, file: Any, row_group: int, text_field: str, skipped: Skipped) -> Iterator[str]:
-    """The documents of a row group, in order. `file` is a path or an open, seekable binary file."""
-    for texts in parquet_texts(name, file, row_group, text_field):
-        for text in _to_strings(texts, skipped):
-            if _is_text(text, skipped):
-                yield text
 
 
 def text_too_long(name: str) -> DataError:
@@ -232,14 +225,13 @@ def _text_of(record: str, text_field: str) -> str | None:
         values: Any = json.loads(record)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ValueError(f"not valid JSON: {error}; fix the line or take the file out of data.paths") from None
-    remedy = "set data.text_field to the one that holds the text"
     if not isinstance(values, dict) or text_field not in values:
-        raise ValueError(f"no field {text_field!r}; {remedy}")
+        raise ValueError(f"no field {text_field!r}; {NAME_FIELD}")
     text = values[text_field]
     if text is None:
         return None
     if not isinstance(text, str):
-        raise ValueError(f"field {text_field!r} must be a text, got {type(text).__name__}; {remedy}")
+        raise ValueError(f"field {text_field!r} must be a text, got {type(text).__name__}; {NAME_FIELD}")
     # A lone surrogate survives JSON, as an escape, but is no text.
     if text.isascii() or "\\u" not in record:
         return text
@@ -261,9 +253,11 @@ def _not_utf8(name: str, byte: int, line: str = "") -> DataError:
 
 
 @contextmanager
-def _parquet_errors(name: str, row_group: int | None = None) -> Iterator[None]:
+def _open_parquet(name: str, file: BinaryIO, row_group: int | None = None) -> Iterator[Any]:
     try:
-        yield
+        # Reading ahead would fetch the other columns of a remote file too. Checksums are compared where there are any.
+        with pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True) as parquet:
+            yield parquet
     # What arrow raises at damage: its own errors, which are ValueErrors and the like, an OSError at a cut file, a
     # MemoryError at a size no machine has, a UnicodeDecodeError at a column's name.
     except (pa.ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
@@ -272,15 +266,10 @@ def _parquet_errors(name: str, row_group: int | None = None) -> Iterator[None]:
         raise DataError(f"{name}{place}: cannot be read as parquet: {reason}; {GET_AGAIN}") from None
 
 
-def _open_parquet(file: Any) -> Any:
-    # Reading ahead would fetch the other columns of a remote file too. Checksums are compared where there are any.
-    return pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True)
-
-
 def _check_column(name: str, parquet: Any, text_field: str) -> Any:
     """The text column's type, when there is one such column and it holds text."""
     schema = parquet.schema_arrow
-    remedy = "set data.text_field to the one that holds the text"
+    remedy = NAME_FIELD
     if text_field not in schema.names:
         if (outer := text_field.split(".")[0]) in schema.names:
             remedy = f"a field inside {outer!r} cannot be read, only a column of text can"
