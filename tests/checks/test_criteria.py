@@ -31,7 +31,7 @@ from nsa.inspect.reading import read_run
 from nsa.train import train
 from tests.docs.pages import ROOT
 from tests.inspect.test_report import browse
-from tests.record.runs import HEADER, TINY, training_row
+from tests.record.runs import HEADER, TINY, event, training_row
 
 CONFIG = parse_config(
     {**TINY, "train": {**TINY["train"], "lr": 3e-3}, "telemetry": {"every": 5}, "checkpoint": {"every": 10}}, "test"
@@ -206,6 +206,12 @@ def test_a_threshold_that_is_not_set_decides_nothing(measured):
 def test_memory_must_stay_below_its_limit(measured):
     assert judged(measured, 100, max_mem_gib=12.6)["memory per process"].verdict == "pass"
     assert judged(measured, 100, max_mem_gib=12.5)["memory per process"].verdict == "fail"
+
+
+def test_memory_that_no_row_holds_is_that_of_the_heartbeat(measured):
+    (measured / "training.csv").write_text((measured / "training.csv").read_text().replace("12.5", ""))
+    (measured / "heartbeat_rank0.jsonl").write_text(event("step", 100, mem_gib=12.5))
+    assert judged(measured, 100, max_mem_gib=12.6)["memory per process"].value == 12.5
 
 
 def test_the_loss_is_compared_by_medians_of_tenths(measured):
