@@ -54,9 +54,9 @@ def backward(
             of_selected = nodes.selected_attention_backward(do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, *sel)
         dq, dk_win, dv_win = nodes.window_attention_backward(do_win, q, k_win, v_win, o_win, lse_win, *win)
         dq_cmp, dk_cmp, dv_cmp = nodes.compressed_attention_backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, *cmp)
-        dq += dq_cmp  # here, since the selected branch takes longest
     dq_sel, dk_sel, dv_sel = of_selected
     dq += dq_sel
+    dq += dq_cmp
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
