@@ -15,7 +15,7 @@ RUN    := runs/quickstart
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
-	@$(BIN)/nsa generate $(RUN) --prompt "def main(" --max-tokens 240 --beside-untrained
+	@$(BIN)/nsa generate $(RUN) --prompt "def main(" --max-tokens 240 --seed 1 --beside-untrained
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
