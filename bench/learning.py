@@ -2,7 +2,7 @@
 
     python -m bench.learning prepare WORK                    # text, vocabulary and shards, from this machine's packages
     python -m bench.learning run WORK --rows dense,nsa       # trains what is not in the results yet
-    python -m bench.learning recall WORK                     # NSA and a window alone on text and recall documents
+    python -m bench.learning recall WORK                     # a pattern and a window alone on text and recall documents
     python -m bench.learning show                            # the results as a table
     python -m bench.learning plot                            # and as a figure
 
@@ -68,7 +68,7 @@ ROWS: dict[str, str] = {
     "pattern-1-3-norm": "model.layer_pattern=[dense,nsa,nsa,nsa] model.qk_norm=true",
     "pattern-1-1-norm": "model.layer_pattern=[nsa,dense] model.qk_norm=true",
 }
-# Small enough for 64 million tokens in a few minutes, deep enough to look a key up and copy what follows it. Steps are
+# Small enough for 144 million tokens in five minutes, deep enough to look a key up and copy what follows it. Steps are
 # small, since it takes many to learn to match keys. The rotary base keeps 8,192 places apart.
 RECALL = (
     "model.dim=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=2 model.mlp_dim=1408 model.rope_base=500000 "
@@ -318,10 +318,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.learning", description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("prepare", "run", "recall", "show", "plot"))
     parser.add_argument("work", nargs="?", type=Path, default=Path("runs/learning"), help="folder of text and runs")
-    parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: nsa-shared,window")
+    parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: pattern-1-1,window")
     parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 64 million")
+    parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 144 million")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, help="default: 8; recall: 2, since it takes steps more than tokens")
     parser.add_argument("--eval-tokens", type=int, default=1 << 20)
@@ -333,8 +333,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("override", nargs="*", help="further overrides of every row")
     options = parser.parse_intermixed_args(arguments)
     is_recall = options.action == "recall"
-    options.rows = options.rows or ("nsa-shared,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
-    options.tokens = options.tokens or (64_000_000 if is_recall else 60_000_000)
+    options.rows = options.rows or ("pattern-1-1,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
+    options.tokens = options.tokens or (144_000_000 if is_recall else 60_000_000)
     options.batch_size = options.batch_size or (2 if is_recall else 8)
     options.results = options.results or (RECALL_RESULTS if is_recall else RESULTS)
     return options

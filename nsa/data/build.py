@@ -120,7 +120,7 @@ class _Builder:
             held_out = self._recall(longest, _VALIDATION_SEED, validation=True) if fraction else None
             summary = f"recall: generated documents of up to {longest:,} tokens, without end"
             training = self._recall(longest, self.train.seed, validation=False)
-            return Data(training, held_out, summary, f"recall 4 {longest}")
+            return Data(training, held_out, summary, f"recall 5 {longest}")
         if source.source == "prepared":
             shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
             progress = self.activity.add("prepared", Progress("shards checked"))

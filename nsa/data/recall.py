@@ -6,9 +6,10 @@ follows at once: of several forms this one is learned first. Any tokenizer serve
 are encoded one by one. Documents are a pure function of (seed, number).
 
 A training document has some keys and names all of them in every round, each time in another order. Half of the
-documents are full of rounds, with few keys as likely as many. The others have two, four or eight rounds with filler
-between, and rather many keys: these ask across long distances. Prompts of an evaluation name their keys once and ask at
-their end, either for the one key or for some of many.
+documents are full of rounds, with few keys as likely as many. The others have filler between, and rather many keys:
+these ask across long distances. Half of them have two, four or eight rounds; the rest name their keys once and ask for
+all of them at the end, since rounds alone hardly ever ask across a whole document. Prompts of an evaluation name their
+keys once and ask at their end, either for the one key or for some of many.
 """
 
 from collections.abc import Sequence
@@ -102,12 +103,15 @@ class Parts:
         most = min(NUM_KEYS, max(1, length // (2 * self.longest_pair)))
         keys = int((1 + most) ** (draw[0] if is_full else draw[0] ** 0.5))
         full = 1 + length // (self.shortest_pair * keys)
-        some = max(2, min(2 << int(3 * draw[2]), length // (self.longest_pair * keys)))
+        asks_last = not is_full and draw[2] < 0.5
+        some = max(2, min(2 << max(0, int(6 * draw[2]) - 3), length // (self.longest_pair * keys)))
         rounds = full if is_full else some
         words, values, orders, rest = np.split(draw[3:], np.cumsum([NUM_KEYS, keys, rounds * keys]))
         pairs = self.pairs(words, values, keys)[np.argsort(orders.reshape(rounds, keys)).ravel()]
         filler = self.filler(rest, length - self.size(pairs))
-        is_pair = np.argsort(rest[-len(pairs) - len(filler) :]) < len(pairs)
+        spread = len(pairs) - (keys if asks_last else 0)
+        is_pair = np.ones(len(pairs) + len(filler), dtype=bool)
+        is_pair[: spread + len(filler)] = np.argsort(rest[-spread - len(filler) :]) < spread
         return self.join(pairs, filler, is_pair)[:length]
 
 

@@ -1,6 +1,7 @@
 """`data.source: recall`: documents that ask for what they said, for any tokenizer, the same ones after every stop."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def pairs_of(text):
 
 
 def test_every_question_has_the_answer_its_document_gave_at_any_distance(tokenizers):
-    parts, distances, num_keys, has_filler = Parts(tokenizers["bytes"]), [], [], []
+    parts, distances, far, num_keys, has_filler = Parts(tokenizers["bytes"]), [], [], [], []
     for number in range(80):
         text = bytes(parts.document(4096, random_bits(num_drawn(4096), 0, number) / 2**64).tolist()).decode()
         assert len(text) == 4096
@@ -41,10 +42,12 @@ def test_every_question_has_the_answer_its_document_gave_at_any_distance(tokeniz
         assert set(places) <= set(WORDS)
         num_keys.append(len(places))
         has_filler.append("." in text)
+        far += [(b - a) / len(text) for each in places.values() for a, b in pairwise(each) if has_filler[-1]]
         assert has_filler[-1] or len(pairs_of(text)) > 4096 / 7 - 8
         assert not has_filler[-1] or times[-1] <= 8
     shares = np.histogram(distances, bins=4, range=(0, 1))[0] / len(distances)
     assert shares.min() > 0.05  # from right before to the whole document
+    assert np.mean(np.array(far) > 0.9) > 0.01  # the last naming of the key, almost a document away
     assert min(num_keys) == 1
     assert 4 < np.median(num_keys) < 40
     assert max(num_keys) > 100
