@@ -70,23 +70,36 @@ TUNE_SHAPES = [
 
 
 class Step:
-    """The arguments of one step at the end of sequences of `shape.tokens` tokens, in shuffled pages."""
+    """The arguments of one step at the end of sequences of `shape.tokens` tokens, in shuffled pages.
 
-    def __init__(self, shape: Shape, seed: int = 0):
+    Steps `like` another one are those of other layers: keys and values are their own, the page table and the positions
+    are the same. So are queries and gates, as for dense attention: in a model the kernel before has just written them.
+    """
+
+    def __init__(self, shape: Shape, seed: int = 0, like: "Step | None" = None):
         generator = torch.Generator(device="cuda").manual_seed(seed)
         draw = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
         pages = shape.tokens // PAGE
         total = shape.batch * pages + 1
-        order = torch.randperm(total - 1, generator=generator, device="cuda") + 1
-        self.table = order.view(shape.batch, pages).to(torch.int32)
         heads = (shape.groups, shape.dim)
-        self.q = draw(shape.batch, 1, shape.heads, shape.dim)
-        self.gates = torch.rand(shape.batch, 1, shape.heads, 3, generator=generator, device="cuda").bfloat16()
+        if like is None:
+            order = torch.randperm(total - 1, generator=generator, device="cuda") + 1
+            self.table = order.view(shape.batch, pages).to(torch.int32)
+            self.q = draw(shape.batch, 1, shape.heads, shape.dim)
+            self.gates = torch.rand(shape.batch, 1, shape.heads, 3, generator=generator, device="cuda").bfloat16()
+            self.positions = torch.full((shape.batch, 1), shape.tokens - 1, device="cuda", dtype=torch.int32)
+        else:
+            self.table, self.q, self.gates, self.positions = like.table, like.q, like.gates, like.positions
         self.cmp = PagedKV(*(draw(total, PAGE // SPEC.cmp_stride, *heads) for _ in range(2)), self.table)
         self.sel = PagedKV(*(draw(total, PAGE, *heads) for _ in range(2)), self.table)
         slots = torch.arange(shape.batch, device="cuda", dtype=torch.int32)
         self.win = RingKV(*(draw(shape.batch, RING, *heads) for _ in range(2)), slots)
-        self.positions = torch.full((shape.batch, 1), shape.tokens - 1, device="cuda", dtype=torch.int32)
+
+    @classmethod
+    def layers(cls, shape: Shape) -> "list[Step]":
+        """As many as together exceed the GPU's cache."""
+        first = cls(shape)
+        return [first, *(cls(shape, seed, first) for seed in range(1, copies(bytes_of_step(shape))))]
 
     def arguments(self) -> tuple[Any, ...]:
         return self.q, self.gates, self.cmp, self.sel, self.win, self.positions, SPEC
@@ -263,7 +276,7 @@ def twice(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
 
 def measure(shape: Shape, repeats: int) -> dict[str, Any]:
     read = bytes_of_step(shape)
-    steps = [Step(shape, seed) for seed in range(copies(read))]
+    steps = Step.layers(shape)
     result: dict[str, Any] = {"shape": shape.name, "errors": check_step(steps[0])}
     if wrong(result["errors"]):
         return result | {"wrong": wrong(result["errors"])}
@@ -318,7 +331,7 @@ class Tuned:
     """The times of one shape's candidates, each checked before it is timed."""
 
     def __init__(self, shape: Shape, repeats: int):
-        self.steps = [Step(shape, seed) for seed in range(copies(bytes_of_step(shape)))]
+        self.steps = Step.layers(shape)
         self.repeats = repeats
         self.default = launches_for(self.steps[0])
         self.want, self.blocks = decode_with_blocks(*self.steps[0].rows(1), backend="reference")
