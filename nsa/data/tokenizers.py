@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.config.schema import DataConfig
-from nsa.data.sources.base import groups
+from nsa.data.sources.base import groups, is_offline
 from nsa.data.waiting import run_in_thread
 from nsa.errors import ConfigError, DataError, DataUnavailableError, reworded
 
@@ -397,8 +397,8 @@ def _download() -> bytes:
     if folder is None:
         folder = str(Path(tempfile.gettempdir(), "data-gym-cache"))
     entry = Path(folder, hashlib.sha1(GPT2_URL.encode(), usedforsecurity=False).hexdigest())
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not (folder and entry.is_file()):
-        raise _no_download(f"HF_HUB_OFFLINE is set and {folder or 'the cache'} does not have it")
+    if is_offline() and not (folder and entry.is_file()):
+        raise _no_download(f"HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set and {folder or 'the cache'} lacks it")
     download = run_in_thread(lambda: read_file_cached(GPT2_URL, GPT2_SHA256), "data-download")
     if not wait([download], DOWNLOAD_TIMEOUT_S).done:
         raise _no_download(f"not finished after {DOWNLOAD_TIMEOUT_S:g} s")

@@ -19,7 +19,7 @@ from nsa.nn.rope import rotate
 from nsa.ops.decode import PagedKV, RingKV
 from nsa.ops.operators import Backend
 from nsa.ops.spec import NSASpec
-from nsa.ops.step import Write
+from nsa.ops.step import Heads, Write
 
 
 class NSALayerCache:
@@ -45,10 +45,11 @@ class NSALayerCache:
         }
         return {name: [x for x in tensors if x is not None] for name, tensors in parts.items()}
 
-    def writes(self, keys: Sequence[Any], values: Sequence[Any], *, is_turned: bool = False) -> list[Write]:
-        """Where keys and values of cmp, sel and win are kept, which are tensors or `Source`s of them. Keys of sel and
-        win are rotated, those of cmp where `is_turned`."""
-        (k_raw, k_sel, k_win), (v_raw, v_sel, v_win) = (x if len(x) == 3 else [*x] * 3 for x in (keys, values))
+    def writes(self, keys: Sequence[Heads], values: Sequence[Heads], *, is_turned: bool = False) -> list[Write[Heads]]:
+        """Where keys and values of cmp, sel and win are kept. Keys of sel and win are rotated, those of cmp where
+        `is_turned`."""
+        k_raw, k_sel, k_win = keys if len(keys) == 3 else [*keys] * 3
+        v_raw, v_sel, v_win = values if len(values) == 3 else [*values] * 3
         writes = [Write(k_sel, self.k_sel, False, True), Write(v_sel, self.v_sel, False, False)]
         writes.append(Write(k_raw, self.k_tail, True, is_turned))
         if self.v_tail is not None and self.k_win is not None and self.v_win is not None:
@@ -98,17 +99,16 @@ class DenseLayerCache:
     def parts(self) -> dict[str, list[Tensor]]:
         return {"window" if self.is_ring else "dense": [self.k, self.v]}
 
-    def writes(self, keys: Sequence[Any], values: Sequence[Any]) -> list[Write]:
+    def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
         return [Write(keys[0], self.k, self.is_ring, True), Write(values[0], self.v, self.is_ring, False)]
 
     def view(self, step: CacheStep) -> PagedKV | RingKV:
         return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)
 
 
-def write(step: CacheStep, writes: Sequence[Write]) -> None:
+def write(step: CacheStep, writes: Sequence[Write[Tensor]]) -> None:
     """Does the writes of a layer whose sources are keys and values [B, n, G, .] themselves, rotated already."""
-    for source, pool, is_ring, _ in writes:
-        x: Any = source
+    for x, pool, is_ring, _ in writes:
         put(pool, step.ring_index(pool.shape[1]) if is_ring else step.token_index(), x)
 
 

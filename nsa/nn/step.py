@@ -29,7 +29,7 @@ def attend_new(
     x_BnC: Tensor,
     step: CacheStep,
     norm: nn.Module | None,
-    writes: Callable[[Sequence[Source], Sequence[Source]], Sequence[Write]],
+    writes: Callable[[Sequence[Source], Sequence[Source]], Sequence[Write[Source]]],
     attend: Callable[[Tensor, Tensor | None], Tensor],
     gate: nn.Module | None = None,
 ) -> Tensor | None:

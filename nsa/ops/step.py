@@ -5,7 +5,7 @@ There is no reference of it: where the kernels cannot run, the modules of `nsa.n
 Legend: P pages, H heads, D head size.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -25,10 +25,13 @@ class Source(NamedTuple):
     norm: Tensor | None
 
 
-class Write(NamedTuple):
-    """Heads that a cache keeps: in pages [P, page, H, D], or in a ring [slots, ring, H, D]."""
+Heads = TypeVar("Heads")
 
-    source: Source
+
+class Write(NamedTuple, Generic[Heads]):
+    """Heads that a cache keeps, a `Source` or a tensor: in pages [P, page, H, D], or in a ring [slots, ring, H, D]."""
+
+    source: Heads
     pool: Tensor
     is_ring: bool
     is_rotated: bool

@@ -386,7 +386,7 @@ class FileHandler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(gpt2_files, monkeypatch, tmp_path):
-    for variable in ("HF_HUB_OFFLINE", "DATA_GYM_CACHE_DIR"):
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "DATA_GYM_CACHE_DIR"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
@@ -486,10 +486,10 @@ def test_a_download_with_another_hash_is_refused_and_not_kept(server, tmp_path, 
         load_tokenizer("gpt2")
 
 
-@pytest.mark.parametrize("value", ["1", "true"])
-def test_offline_mode_tries_no_download(server, monkeypatch, value):
-    monkeypatch.setenv("HF_HUB_OFFLINE", value)
-    assert "HF_HUB_OFFLINE is set" in refused_download()
+@pytest.mark.parametrize(("variable", "value"), [("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "true")])
+def test_offline_mode_tries_no_download(server, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set" in refused_download()
     assert server.requests == []
 
 

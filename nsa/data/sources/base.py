@@ -5,6 +5,7 @@ documents come in a fixed order. What cannot be read raises a `DataError` with f
 skipped are counted by reason, never dropped silently.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,16 @@ class Unit:
     start: int = 0
     stop: int = 0
     size: int = 0
+
+
+def is_set(variable: str) -> bool:
+    """Whether an environment variable says yes, as huggingface_hub understands it."""
+    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def is_offline() -> bool:
+    """Whether the user wants no network."""
+    return is_set("HF_HUB_OFFLINE") or is_set("TRANSFORMERS_OFFLINE")
 
 
 def groups(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from nsa.data.sources.base import Entry, Progress, Skipped, Unit
+from nsa.data.sources.base import Entry, Progress, Skipped, Unit, is_offline
 from nsa.data.sources.layout import HubLayout, is_parquet
 from nsa.data.sources.readers import file_errors, parquet_documents, parquet_units
 from nsa.data.sources.repository import HubRepository, LocalRepository, Repository
@@ -128,7 +128,7 @@ class HubDataset:
             return self._files
 
     def _from_hub(self) -> dict[str, tuple[Repository, Entry]]:
-        from nsa.data.sources.hub import Hub, is_offline
+        from nsa.data.sources.hub import Hub
 
         if is_offline():
             return self._cached()

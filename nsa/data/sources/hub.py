@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import huggingface_hub
 
-from nsa.data.sources.base import Entry
+from nsa.data.sources.base import Entry, is_set
 from nsa.errors import DataError, DataUnavailableError, reworded
 
 try:
@@ -303,11 +303,6 @@ class Hub:
         return DataError(f"{reason}, which is not expected; check HF_ENDPOINT, or set data.paths to a local mirror")
 
 
-def is_offline() -> bool:
-    """Whether the user wants no network, as huggingface_hub understands it."""
-    return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
-
-
 def cached_snapshot(repo: str, revision: str, include: Sequence[str]) -> Path | None:
     """Where a download into the hub's local cache left a revision; None without one, or when files that a pattern of
     `include` names are missing.
@@ -399,13 +394,9 @@ def _describe(error: Exception, what: str) -> str:
 
 def _token() -> str | None:
     """As huggingface_hub finds it: HF_TOKEN, or the file of a login. Looked up for every request: tokens expire."""
-    if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+    if is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
     return huggingface_hub.get_token()
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _new_client() -> httpx.Client:

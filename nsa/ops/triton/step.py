@@ -75,7 +75,7 @@ def product(
 def place(
     read_TN: Tensor,
     query: Source,
-    writes: Sequence[Write],
+    writes: Sequence[Write[Source]],
     gate: Gate | None,
     eps: float,
     positions: Tensor,
