@@ -14,7 +14,6 @@ Legend: B batch, n new tokens of each sequence, H query heads, G key/value heads
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError
@@ -127,7 +126,7 @@ def _tensors(kv: PagedKV | RingKV) -> tuple[Tensor, Tensor, Tensor]:
 def _check_queries(q: Tensor, positions: Tensor) -> None:
     operators._check_float("q", q)
     operators._check_head_size("q", q)
-    _check_ints("positions", positions, "[B, n]", list(q.shape[:2]), q)
+    operators._check_ints("positions", positions, "[B, n]", list(q.shape[:2]), q)
 
 
 def _check_cache(name: str, kv: PagedKV | RingKV, q: Tensor, window: int | None) -> None:
@@ -135,9 +134,9 @@ def _check_cache(name: str, kv: PagedKV | RingKV, q: Tensor, window: int | None)
     operators._check_pair(f"{name}.k", kv.k, f"{name}.v", kv.v, q, None)
     if isinstance(kv, PagedKV):
         pages = kv.table.shape[1] if kv.table.dim() == 2 else 1
-        _check_ints(f"{name}.table", kv.table, "[B, pages]", [q.shape[0], max(1, pages)], q)
+        operators._check_ints(f"{name}.table", kv.table, "[B, pages]", [q.shape[0], max(1, pages)], q)
         return
-    _check_ints(f"{name}.slots", kv.slots, "[B]", [q.shape[0]], q)
+    operators._check_ints(f"{name}.slots", kv.slots, "[B]", [q.shape[0]], q)
     if window is None:
         raise ArgumentError("window", "must be given for a ring, which does not keep all tokens")
     least = window + q.shape[1] - 1
@@ -147,11 +146,3 @@ def _check_cache(name: str, kv: PagedKV | RingKV, q: Tensor, window: int | None)
             f"a ring of {kv.k.shape[1]} tokens is too short for {q.shape[1]} new tokens with a window of {window}: it "
             f"must hold {least}",
         )
-
-
-def _check_ints(name: str, x: Tensor, form: str, wanted: list[int], q: Tensor) -> None:
-    if list(x.shape) != wanted:
-        raise ArgumentError(name, f"must be {form} = {wanted}, got {list(x.shape)}")
-    if x.dtype != torch.int32:
-        raise ArgumentError(name, f"must be int32, got {x.dtype}")
-    operators._check_device(name, x, q)

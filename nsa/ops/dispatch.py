@@ -57,12 +57,9 @@ def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASp
         raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "reference":
         return REFERENCE[operator]
-    reason = triton_missing() or _device_refusal(q)
+    reason = triton_missing() or _device_refusal(q) or kernels_for(operator).refusal(q, v, spec)
     if reason is None:
-        kernels = kernels_for(operator)
-        reason = kernels.refusal(q, v, spec)
-        if reason is None:
-            return kernels
+        return kernels_for(operator)
     if backend == "triton":
         raise BackendError(f"backend 'triton' cannot run operator {operator!r} here: {reason}")
     if count:

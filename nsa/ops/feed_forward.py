@@ -40,24 +40,17 @@ def backward(
     sums = [w.new_zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
     passes = _passes(x, out, count=False)
     for rows in _rows(x_TC):
-        _backward_rows(passes, dx[rows], sums, dy_TC[rows].to(out.dtype), x_TC[rows], *weights, eps)
+        _backward_rows(passes, dx[rows], sums, dy_TC[rows].to(out.dtype), x_TC[rows], weights, eps)
     dnorm, djoined, dout = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
     dgate, dup = djoined.split(gate.shape[0])
     return dx.view(x.shape), dnorm, dgate.clone(), dup.clone(), dout
 
 
 def _backward_rows(
-    passes: Any,
-    dx: Tensor,
-    sums: list[Tensor],
-    dy: Tensor,
-    x: Tensor,
-    norm: Tensor,
-    joined: Tensor,
-    out: Tensor,
-    eps: float,
+    passes: Any, dx: Tensor, sums: list[Tensor], dy: Tensor, x: Tensor, weights: tuple[Tensor, ...], eps: float
 ) -> None:
     """Writes dx and adds to the sums of norm, gate and up, and out."""
+    norm, joined, out = weights
     dnorm, djoined, dout = sums
     read = passes.normalize(x, norm, eps, out.dtype)
     mixed, dhidden = passes.activate_backward(dy @ out, read @ joined.T)

@@ -29,9 +29,10 @@ _capture_cache: Any = None  # the same, of the CUDA graph that is being captured
 _cache_lock = threading.Lock()
 
 
-def num_compressed(length: int, spec: NSASpec) -> int:
+def num_compressed(length: IntLike, spec: NSASpec) -> IntLike:
     """Compressed tokens of one document of `length` tokens."""
-    return max(0, (length - spec.cmp_block) // spec.cmp_stride + 1)
+    count = (length - spec.cmp_block) // spec.cmp_stride + 1
+    return count.clamp(min=0) if isinstance(count, Tensor) else max(0, count)
 
 
 def num_slots(tokens: int, spec: NSASpec, *, packed: bool) -> int:
@@ -41,8 +42,7 @@ def num_slots(tokens: int, spec: NSASpec, *, packed: bool) -> int:
 
 def visible_compressed(position: IntLike, spec: NSASpec) -> IntLike:
     """How many compressed tokens a query at `position` sees: block i when i*stride + cmp_block - 1 <= position."""
-    count = (position + 1 - spec.cmp_block) // spec.cmp_stride + 1
-    return count.clamp(min=0) if isinstance(count, Tensor) else max(0, count)
+    return num_compressed(position + 1, spec)
 
 
 def num_blocks(length: int, spec: NSASpec) -> int:
@@ -171,9 +171,7 @@ def _safe_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def _compressed_bounds(bounds: Tensor, spec: NSASpec) -> Tensor:
-    lengths = bounds.diff()
-    counts = ((lengths - spec.cmp_block) // spec.cmp_stride + 1).clamp(min=0)
-    return pad(counts.cumsum(0), (1, 0), value=0)
+    return pad(num_compressed(bounds.diff(), spec).cumsum(0), (1, 0), value=0)
 
 
 def _segment_of(index: Tensor, bounds: Tensor) -> Tensor:

@@ -233,12 +233,12 @@ selected_attention, selected_attention_backward = _define_attention(
 
 def _mix(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None) -> Tensor:
     notify("mixed", gates)
-    return choose("mix", backend, o_cmp, o_cmp, NSASpec(), count=True).forward(o_cmp, o_sel, o_win, gates)
+    return choose("mix", backend, o_cmp, o_cmp, _spec(), count=True).forward(o_cmp, o_sel, o_win, gates)
 
 
 def _mix_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *tensors, backend = args
-    return choose("mix", backend, tensors[0], tensors[0], NSASpec(), count=False).backward(do, *tensors)
+    return choose("mix", backend, tensors[0], tensors[0], _spec(), count=False).backward(do, *tensors)
 
 
 _BRANCHES = "Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates, str? backend"
@@ -335,7 +335,7 @@ def _attend_pages(
     if positions.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
     _check_cache_values(positions, ("kv", k, places, 1))
-    return choose("decode", backend, q, v, NSASpec(), count=True).paged(q, k, v, places, positions, window)
+    return choose("decode", backend, q, v, _spec(), count=True).paged(q, k, v, places, positions, window)
 
 
 nsa_decode = _define(

@@ -113,7 +113,7 @@ def _select_blocks(
         return indices
 
     # A compiler sees the operator itself: selective checkpointing keeps its output.
-    cache = None if torch.compiler.is_compiling() else selection_cache.active()
+    cache = None if torch.compiler.is_compiling() else selection_cache.active.get()
     return compute() if cache is None else cache.select(compute)
 
 
@@ -136,11 +136,7 @@ def selected_attention(
     _check_sequence("q", q, cu_seqlens)
     _check_pair("k", k, "v", v, q, _length(q, q_offset))
     wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]
-    if list(indices.shape) != wanted:
-        raise ArgumentError("indices", f"must be [B, S, G, num_selected] = {wanted}, got {list(indices.shape)}")
-    if indices.dtype != torch.int32:
-        raise ArgumentError("indices", f"must be int32, got {indices.dtype}")
-    _check_device("indices", indices, q)
+    _check_ints("indices", indices, "[B, S, G, num_selected]", wanted, q)
     o: Tensor = library.selected_attention(q, k, v, indices, spec.as_ints(), cu_seqlens, q_offset, backend)[0]
     return o
 
@@ -289,6 +285,14 @@ def _check_gates(gates: Tensor, q: Tensor) -> None:
     _check_device("gates", gates, q)
 
 
+def _check_ints(name: str, x: Tensor, form: str, wanted: list[int], q: Tensor) -> None:
+    if list(x.shape) != wanted:
+        raise ArgumentError(name, f"must be {form} = {wanted}, got {list(x.shape)}")
+    if x.dtype != torch.int32:
+        raise ArgumentError(name, f"must be int32, got {x.dtype}")
+    _check_device(name, x, q)
+
+
 def _check_float(name: str, x: Tensor) -> None:
     if x.dim() != 4:
         raise ArgumentError(name, f"must be [B, S, heads, D], got {x.dim()} dimensions: {list(x.shape)}")
@@ -304,7 +308,7 @@ def _check_like(name: str, x: Tensor, other: Tensor, other_name: str) -> None:
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise ArgumentError(name, f"must be on q's device {q.device}, got {x.device}")
+        raise ArgumentError(name, f"must be on the device of the other tensors, {q.device}, got {x.device}")
 
 
 def _check_head_size(name: str, x: Tensor) -> None:

@@ -18,7 +18,6 @@ class SelectionCache:
         self._next: int | None = None  # place of the next replayed selection; None while recording
 
     def record(self) -> AbstractContextManager[None]:
-        self._kept.clear()
         return _Activation(self, None)
 
     def replay(self) -> AbstractContextManager[None]:
@@ -39,15 +38,11 @@ class _Activation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._cache._next = self._first
-        self._token = _active.set(self._cache)
+        self._token = active.set(self._cache)
 
     def __exit__(self, *_: object) -> None:
-        _active.reset(self._token)
+        active.reset(self._token)
 
 
-_active: ContextVar[SelectionCache | None] = ContextVar("selection_cache", default=None)
-
-
-def active() -> SelectionCache | None:
-    """The cache of the pass that this thread runs."""
-    return _active.get()
+# The cache of the pass that this thread runs.
+active: ContextVar[SelectionCache | None] = ContextVar("selection_cache", default=None)

@@ -150,3 +150,15 @@ def test_without_triton_the_reference_counts(monkeypatch):
     kernels = workspace_bytes(func, (*args, None))
     monkeypatch.setattr(dispatch, "triton_missing", lambda: "Triton cannot be imported")
     assert workspace_bytes(func, (*args, None)) == workspace_bytes(func, (*args, "reference")) > kernels
+
+
+@pytest.mark.parametrize("window", [8, 64, 512])
+@pytest.mark.parametrize("budget", [1 << 10, 1 << 14, 1 << 30])
+def test_the_reference_holds_no_more_scores_than_it_says(monkeypatch, window, budget):
+    monkeypatch.setitem(reference_attention.SCORES_PER_CHUNK, "cuda", budget)
+    spec, heads, tokens = NSASpec(32, 16, 64, 16, 1, 2, window), 4, 600
+    q, k = torch.empty(1, tokens, heads, 8, device="meta"), torch.empty(1, tokens, 2, 8, device="meta")
+    for branch in (reference_attention.window, reference_attention.compressed):
+        chunks = branch.chunks(q, tokens, spec, None, 0)
+        held = max((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in chunks)
+        assert 2 * 4 * heads * held <= branch.forward_workspace(q, k, spec, None)

@@ -19,6 +19,7 @@ from nsa.ops.spec import NSASpec
 
 # Scores held at once, over batch and heads. Small enough to stay in a CPU's cache, large enough for a GPU.
 SCORES_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
+FEWEST_ROWS = 16  # of a chunk, however many scores they have
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def row_slices(q: Tensor, num_keys: int, most: int | None = None) -> Iterator[sl
     """Cuts the queries so that one chunk against `num_keys` keys stays within the budget, `most` rows at most."""
     batch, tokens, heads, _ = q.shape
     budget = SCORES_PER_CHUNK.get(q.device.type, SCORES_PER_CHUNK["cuda"])
-    size = max(16, budget // max(1, batch * heads * num_keys))
+    size = max(FEWEST_ROWS, budget // max(1, batch * heads * num_keys))
     size = min(size, most or size)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
@@ -179,7 +180,8 @@ def window_chunks(
 ) -> Iterator[Chunk]:
     layout = token_layout(num_keys, spec, cu_seqlens, q.device)
     # A chunk reads rows + window keys: as many rows as the window keeps half of them in use.
-    for rows in row_slices(q, min(2 * spec.window, num_keys), most=max(64, spec.window)):
+    most = max(64, spec.window)
+    for rows in row_slices(q, min(most + spec.window, num_keys), most):
         at = shifted(rows, q_offset)
         keys = slice(max(0, at.start - spec.window + 1), at.stop)
         key = torch.arange(keys.start, keys.stop, device=q.device)
@@ -206,8 +208,10 @@ class Branch:
     def _scores(self, q: Tensor, k: Tensor, spec: NSASpec) -> int:
         rows, keys = q.shape[1], k.shape[1]
         if self.chunks is window_chunks:
-            rows, keys = min(rows, spec.window), min(keys, 2 * spec.window)
-        return min(SCORES_PER_CHUNK["cuda"], q.shape[0] * q.shape[2] * rows * keys)
+            most = max(64, spec.window)
+            rows, keys = min(rows, most), min(keys, most + spec.window)
+        by_row = q.shape[0] * q.shape[2] * keys
+        return min(max(SCORES_PER_CHUNK["cuda"], FEWEST_ROWS * by_row), rows * by_row)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0) -> tuple[Tensor, Tensor]:
         """`rest` is the indices, for the selected branch, spec and cu_seqlens."""

@@ -23,8 +23,6 @@ def _block_tokens(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device:
 def _gather(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """x [B,S,G,D] -> the tokens of every block [B,N,cmp_block,G,D], 0 in unused slots."""
     token, used = _block_tokens(x.shape[1], spec, cu_seqlens, x.device)
-    if token.numel() == 0:
-        return x.new_zeros(x.shape[0], 0, spec.cmp_block, *x.shape[2:])
     blocks: Tensor = x[:, token]
     return blocks if cu_seqlens is None else blocks.masked_fill(~used[:, None, None, None], 0.0)
 

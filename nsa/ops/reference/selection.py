@@ -44,8 +44,6 @@ forward_workspace = compressed.forward_workspace  # the scores of compressed att
 
 def _count_from_document(p: Tensor, shift: Tensor, position: Tensor, spec: NSASpec) -> Tensor:
     """Moves each row so that its document's first compressed token comes first, and drops all that is not seen."""
-    if p.shape[-1] == 0:
-        return p
     place = torch.arange(p.shape[-1], device=p.device)
     source = (place + shift[:, None]).clamp(0, p.shape[-1] - 1)
     seen = place < visible_compressed(position, spec)[:, None]
