@@ -133,10 +133,7 @@ def _contract_dx(
     chunk_spec = replace(spec, cmp_block=spec.cmp_stride)
     chunks = num_slots(tokens, chunk_spec, packed=packed)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if packed:
-        dx.zero_()
-    else:
-        dx[:, chunks * spec.cmp_stride :] = 0
+    dx[:, 0 if packed else chunks * spec.cmp_stride :].zero_()
     chunks_table = _slot_table(tokens, chunk_spec, cu_seqlens, dx)
     tables = (*_slot_table(tokens, spec, cu_seqlens, dx), *_token_table(tokens, spec, cu_seqlens, dx))
     columns, depth = divisor(dim, params.columns), _tile(width, params.depth)

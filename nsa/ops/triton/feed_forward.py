@@ -59,9 +59,7 @@ def activate(hidden_TM: Tensor) -> Tensor:
     mixed = hidden_TM.new_empty(tokens, width)
     block = min(ACTIVATE.rows, power_of_2(width))
     with launch_on(mixed):
-        _activate_kernel[(tokens, cdiv(width, block))](
-            hidden_TM, mixed, width, M=block, num_warps=ACTIVATE.num_warps
-        )  # fmt: skip
+        _activate_kernel[(tokens, cdiv(width, block))](hidden_TM, mixed, width, M=block, num_warps=ACTIVATE.num_warps)
     return mixed
 
 

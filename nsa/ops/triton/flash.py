@@ -211,10 +211,7 @@ class Branch:
         lse2 = q.new_empty(batch, groups, tokens, heads // groups, dtype=torch.float32)
         delta = torch.empty_like(lse2)
         shared = {"k_ptr": k, "v_ptr": v, "lse2_ptr": lse2, "delta_ptr": delta}
-        rows: tuple[Tensor, Tensor] | None = None
-        copies: tuple[Tensor | None, Tensor | None] = (None, None)
-        if dkv_params.tma and q.numel():
-            rows, copies = _rows_of(q, do, groups)
+        rows, copies = _rows_of(q, do, groups) if dkv_params.tma and q.numel() else (None, (None, None))
         lanes, tiles = _query_programs(q, k, dq_params)
         splits = num_splits(q, k, key_range, dkv_params, card_of(q))
         first, behind = key_range.queries_of(num_keys)

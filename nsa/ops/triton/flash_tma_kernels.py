@@ -8,18 +8,7 @@ rows of one b and g, with 0 behind their end. Legend as in `flash_kernels.py`.
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.flash_kernels import (
-    ALWAYS,
-    EDGES,
-    INF,
-    LOG2E,
-    NEVER,
-    inside,
-    load_tile,
-    part_of,
-    seen_by,
-    store_rows,
-)
+from nsa.ops.triton.flash_kernels import EDGES, INF, LOG2E, load_tile, seen_by, store_rows
 
 
 @triton.jit
@@ -41,11 +30,11 @@ def _push(
         # Products that start from -lse and -delta: these then take no registers beside the result.
         s = tl.dot(k, tl.trans(q), tl.broadcast_to((lse / -scale)[None, :], [BLOCK_N, BLOCK_M]))
         p = tl.exp2(s * scale)
-        if MASK == ALWAYS:
-            p = tl.where((r[None, :] >= first[:, None]) & (r[None, :] < behind[:, None]), p, 0.0)
-        elif MASK == EDGES:
+        if MASK == EDGES:
             if (r0 < full_lo) | (r0 + BLOCK_M > full_hi):
                 p = tl.where((r[None, :] >= first[:, None]) & (r[None, :] < behind[:, None]), p, 0.0)
+        else:
+            p = tl.where((r[None, :] >= first[:, None]) & (r[None, :] < behind[:, None]), p, 0.0)
         dv_acc = tl.dot(p.to(do.dtype), do, dv_acc)
         dp = tl.dot(v, tl.trans(do), tl.broadcast_to(-delta[None, :], [BLOCK_N, BLOCK_M]))
         dk_acc = tl.dot((p * dp).to(q.dtype), q, dk_acc)
@@ -85,7 +74,6 @@ def dkv_tma_kernel(
     start = tl.maximum(start, begin + split * share)
     stop = tl.minimum(stop, begin + split * share + share)
     full_lo, full_hi = first_max * PER_GROUP, behind_min * PER_GROUP
-    a, z = inside(start, stop, full_lo, full_hi, BLOCK_M)
 
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_rows = k_ptr + b * k_sb + g.to(tl.int64) * k_sg + n.to(tl.int64) * k_sn
@@ -97,14 +85,10 @@ def dkv_tma_kernel(
     base = lane * S * PER_GROUP
     lse2_ptr += base
     delta_ptr += base
-    for part in tl.static_range(3):
-        if MASK == NEVER or part == 1:
-            r_start, r_stop = part_of(part, start, a, z, stop, MASK)
-            dk_acc, dv_acc = _push(
-                dk_acc, dv_acc, k, v, q_rows, do_rows, lse2_ptr, delta_ptr, lane, r_start, r_stop,
-                first * PER_GROUP, behind * PER_GROUP, full_lo, full_hi, scale * LOG2E,
-                MASK if MASK != NEVER or part == 1 else ALWAYS, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
-            )  # fmt: skip
+    dk_acc, dv_acc = _push(
+        dk_acc, dv_acc, k, v, q_rows, do_rows, lse2_ptr, delta_ptr, lane, start, stop, first * PER_GROUP,
+        behind * PER_GROUP, full_lo, full_hi, scale * LOG2E, MASK, BLOCK_M, BLOCK_N, BLOCK_DK, BLOCK_DV,
+    )  # fmt: skip
 
     row = ((split * (lanes // G) + b) * part_keys + (n - first_key)) * G + g  # of [splits, B, part_keys, G]
     store_rows(dk_ptr, row, dk_acc * scale, real, DK, BLOCK_DK)

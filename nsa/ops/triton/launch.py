@@ -15,6 +15,7 @@ from torch import Tensor
 
 _HERE: AbstractContextManager[None] = nullcontext()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_BATCH = 65_535  # programs of a grid's second and third dimension
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Launch:
     num_stages     depth of the software pipeline over tiles
     depth          terms of a sum that one step of a product adds, where that is a choice
     mask           "split": separate loops for the masked edges and the unmasked inside; "branch": one loop, the
-                   mask computed only in tiles that need it; "always": one loop, always masked. Of flash.py.
+                   mask computed only in tiles that need it; "always": one loop, always masked, as is dK and dV by
+                   the TMA with "split". Of flash.py.
     tma            tiles are loaded by the tensor memory accelerator (sm_90 and later), where memory is laid out for it.
                    Of flash.py.
     maxnreg        registers of a thread, where fewer than the compiler would take let another program run beside. Of
@@ -137,6 +139,8 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
         return f"head sizes must be multiples of 16 up to 256, got {q.shape[3]} and {v.shape[3]}"
     if q.shape[1] * q.shape[2] >= 2**31:
         return "more than 2^31 query rows in one sequence"
+    if q.shape[0] > MAX_BATCH:
+        return f"more than {MAX_BATCH:,} sequences in one batch"
     return None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch, selected_backward, selected_parts
-from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.flash_kernels import load_tile, store_rows
 from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
 from nsa.ops.triton.selected_lists import count_blocks, number_blocks
 from nsa.ops.triton.selected_tiles import (
@@ -72,10 +72,8 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | 
     """The checked-in launch parameters for such tensors."""
     plan = choose_tiles(q, k, v, spec, LAUNCHES, card)
     head, kind = head_class(q.shape[3], v.shape[3]), (card or card_of(q)).kind
-    few = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP
-    if plan.method != "adaptive" or not few or head not in PARTS_RATIO or kind != "sm90" or q.element_size() != 2:
-        return plan
-    if spec.sel_block > selected_parts.MAX_BLOCK:
+    is_small = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP and spec.sel_block <= selected_parts.MAX_BLOCK
+    if plan.method != "adaptive" or not is_small or head not in PARTS_RATIO or kind != "sm90" or q.element_size() != 2:
         return plan
     return replace(plan, method="parts", ratio=PARTS_RATIO[head])
 
@@ -143,14 +141,12 @@ def _attend_kernel(
     BLOCK_DV: tl.constexpr, WANTED: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
-    elsewhere = False
     if WANTED >= 0:
-        elsewhere = tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED
-    if elsewhere:
-        return
+        if tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED:
+            return
     batch, group = pair // groups, pair % groups
     heads_all = groups * PER_GROUP
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    dk = tl.arange(0, BLOCK_DK)
     query_head = group * PER_GROUP + head  # [ROWS]
     q_rows = q_ptr + batch * stride_qb + t.to(tl.int64) * stride_qs + query_head * stride_qh
     q = load_tile(q_rows[:, None] + dk[None, :], row_ok, dk, DK, BLOCK_DK, True)
@@ -176,8 +172,7 @@ def _attend_kernel(
     o = acc / safe[:, None]
     lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, -float("inf"))
     out = (batch * tokens + t) * heads_all + query_head  # int64 [ROWS]
-    out_ok = row_ok[:, None] & (dv < DV)[None, :]
-    tl.store(o_ptr + out[:, None] * DV + dv[None, :], o.to(o_ptr.dtype.element_ty), mask=out_ok)
+    store_rows(o_ptr, out, o, row_ok, DV, BLOCK_DV)
     tl.store(lse_ptr + out, lse, mask=row_ok)
 
 

@@ -18,17 +18,11 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected_lists, selected_tiles
-from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.flash_kernels import load_tile, store_rows
 from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
-from nsa.ops.triton.selected_lists import (
-    BlockLists,
-    Blocks,
-    block_place,
-    count_blocks,
-    number_blocks,
-)
+from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_place, count_blocks, number_blocks
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
-from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, keys_at_once, load_block
+from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, extent, keys_at_once, load_block
 
 ITEMS_WANTED = 1536  # work items that keep every card busy to the end
 FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
@@ -117,9 +111,9 @@ def backward(
     q_offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v."""
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if q.numel() == 0:
-        return q.new_empty(q.shape), dk, dv
+        return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
     # The gathers count on the heads of a token lying back to back.
     q, do = (x if x.stride(2) == x.shape[3] else x.contiguous() for x in (q, do))
@@ -189,11 +183,6 @@ def _launch_delta(do: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, delta: Tenso
     )  # fmt: skip
 
 
-def _extent(x: Tensor) -> int:
-    """How far apart elements of one sequence can lie."""
-    return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
-
-
 def _launch_block(
     lists: BlockLists, blocks: Blocks, params: BackwardPlan, spec: NSASpec, tensors: tuple[Tensor, ...]
 ) -> None:
@@ -213,7 +202,7 @@ def _launch_block(
         q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, blocks.q_offset, q.shape[3] ** -0.5,
         STRIDE_Q=q.stride(1), STRIDE_DO=do.stride(1), HEADS=q.shape[2], PER_GROUP=q.shape[2] // k.shape[2],
         ROWS=params.block.rows, KEYS=keys, FUSED=params.dq == "fused",
-        WIDE=max(_extent(q), _extent(do), q[0].numel()) >= 1 << 31,
+        WIDE=max(extent(q), extent(do), q[0].numel()) >= 1 << 31,
         **shape, num_warps=params.block.num_warps, num_stages=params.block.num_stages,
     )  # fmt: skip
     _sum_parts_kernel[(lists.pairs * lists.count * cdiv(spec.sel_block, 16),)](
@@ -304,17 +293,14 @@ def _block_grads_kernel(
             WIDE, DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, masked,
         )  # fmt: skip
     acc_dk *= scale
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    dk_ok = key_ok[:, None] & (dk < DK)[None, :]
-    dv_ok = key_ok[:, None] & (dv < DV)[None, :]
     if slot_first < 0:
         out = (batch * tokens + key) * groups + group
-        tl.store(dk_ptr + out[:, None] * DK + dk[None, :], acc_dk.to(dk_ptr.dtype.element_ty), mask=dk_ok)
-        tl.store(dv_ptr + out[:, None] * DV + dv[None, :], acc_dv.to(dv_ptr.dtype.element_ty), mask=dv_ok)
+        store_rows(dk_ptr, out, acc_dk, key_ok, DK, BLOCK_DK)
+        store_rows(dv_ptr, out, acc_dv, key_ok, DV, BLOCK_DV)
     else:
         out = (slot_first + part).to(tl.int64) * SEL + col
-        tl.store(dk_parts_ptr + out[:, None] * DK + dk[None, :], acc_dk, mask=dk_ok)
-        tl.store(dv_parts_ptr + out[:, None] * DV + dv[None, :], acc_dv, mask=dv_ok)
+        store_rows(dk_parts_ptr, out, acc_dk, key_ok, DK, BLOCK_DK)
+        store_rows(dv_parts_ptr, out, acc_dv, key_ok, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -407,15 +393,13 @@ def _sum_parts_kernel(
     col = (tl.program_id(0) % PIECES) * KEYS + tl.arange(0, KEYS)
     key_ok = (col < SEL) & (start + col < end)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    dk_ok = key_ok[:, None] & (dk < DK)[None, :]
-    dv_ok = key_ok[:, None] & (dv < DV)[None, :]
     sum_dk = tl.zeros([KEYS, BLOCK_DK], tl.float32)
     sum_dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
     parts = tl.cdiv(tl.load(counts_ptr + cell), chunk)
     for part in range(parts):
         at = (slot_first + part).to(tl.int64) * SEL + col
-        sum_dk += tl.load(dk_parts_ptr + at[:, None] * DK + dk[None, :], mask=dk_ok, other=0.0)
-        sum_dv += tl.load(dv_parts_ptr + at[:, None] * DV + dv[None, :], mask=dv_ok, other=0.0)
+        sum_dk += load_tile(dk_parts_ptr + at[:, None] * DK + dk[None, :], key_ok, dk, DK, BLOCK_DK, True)
+        sum_dv += load_tile(dv_parts_ptr + at[:, None] * DV + dv[None, :], key_ok, dv, DV, BLOCK_DV, True)
     out = ((pair // groups) * tokens + start + col) * groups + pair % groups
-    tl.store(dk_ptr + out[:, None] * DK + dk[None, :], sum_dk.to(dk_ptr.dtype.element_ty), mask=dk_ok)
-    tl.store(dv_ptr + out[:, None] * DV + dv[None, :], sum_dv.to(dv_ptr.dtype.element_ty), mask=dv_ok)
+    store_rows(dk_ptr, out, sum_dk, key_ok, DK, BLOCK_DK)
+    store_rows(dv_ptr, out, sum_dv, key_ok, DV, BLOCK_DV)

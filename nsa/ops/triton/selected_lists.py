@@ -23,6 +23,7 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton.launch import cdiv, power_of_2
 
 MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g), or parts of one, are done in turns
+_SIZES = ["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
 SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
 
 
@@ -235,9 +236,7 @@ def block_start(index, t, there, doc_start_ptr, SEL: tl.constexpr, PACKED: tl.co
 
 
 @triton.jit
-def block_place(
-    cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
+def block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL: tl.constexpr, PACKED: tl.constexpr):
     """(pair int64, first token, token after the last) of a block; an unused number is an empty block."""
     pair = (first_pair + cell // blocks).to(tl.int64)
     number = first_block + cell % blocks
@@ -303,9 +302,7 @@ def _chosen_numbers(
     return local, t, tl.where(number < blocks, number, -1)
 
 
-@triton.jit(
-    do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
-)
+@triton.jit(do_not_specialize=_SIZES)
 def _mark_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr,
     bits_ptr,  # [pairs, spans, J, SPAN / 32]
@@ -391,9 +388,7 @@ def _fill_kernel(counts_ptr, item_first_ptr, item_block_ptr, cells, chunk, WIDTH
         tl.store(item_block_ptr + first + i, cell, mask=i < parts)
 
 
-@triton.jit(
-    do_not_specialize=["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
-)
+@triton.jit(do_not_specialize=_SIZES)
 def _scatter_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr,
     bits_ptr, before_ptr, offsets_ptr,  # [pairs, spans, J, SPAN / 32]; [pairs, spans, J]; [pairs, J]
@@ -422,14 +417,8 @@ def _scatter_kernel(
         place = tl.arange(0, PADDED)[None, :]
         repeated = number < -2
         for i in range(CHOSEN - 1):
-            other = _number_at(number, place, i)
+            other = tl.max(tl.where(place == i, number, -(1 << 31)), axis=1)[:, None]  # column i of number
             repeated = repeated | ((number == other) & (place > i))
         at = (local.to(tl.int64) * tokens + t) * CHOSEN + place
         value = tl.where(ok & (repeated == 0), (offset + rank).to(tl.int32), -1)
         tl.store(positions_ptr + at, value, mask=(t < tokens) & (place < CHOSEN))
-
-
-@triton.jit
-def _number_at(number, place, i):
-    """Column i of number [TOKENS, PADDED], as [TOKENS, 1]."""
-    return tl.max(tl.where(place == i, number, -(1 << 31)), axis=1)[:, None]

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.flash_kernels import load_tile, store_rows
 from nsa.ops.triton.launch import Launch, cdiv, power_of_2
 from nsa.ops.triton.selected_lists import (
     SPAN,
@@ -33,7 +33,7 @@ from nsa.ops.triton.selected_lists import (
     rows_of_step,
     table_bytes,
 )
-from nsa.ops.triton.selected_tiles import load_block
+from nsa.ops.triton.selected_tiles import extent, load_block
 
 MAX_BLOCK = 128  # tokens of a block, whose scores lie in registers
 # Parts take as many bytes as the tensors of the call, within these limits; more queries than that are done in turns.
@@ -105,14 +105,13 @@ def _launch_block(
     tensors: tuple[Tensor, ...], lists: BlockLists, blocks: Blocks, spec: NSASpec, params: Launch, scale: float
 ) -> None:
     q, k, v, *_ = tensors
-    extent = sum((size - 1) * stride for size, stride in zip(q.shape[1:], q.stride()[1:], strict=True)) + 1
     _attend_block_kernel[(lists.max_items,)](
         *tensors,
         lists.queries, lists.offsets, lists.item_block, lists.totals, lists.counts, lists.item_first, blocks.starts,
         q.stride(0), *k.stride()[:3], *v.stride()[:3], lists.chunk, k.shape[1], k.shape[2], lists.count,
         blocks.q_offset, scale,
         STRIDE_QS=q.stride(1), STRIDE_QH=q.stride(2), PER_GROUP=q.shape[2] // k.shape[2], ROWS=params.rows,
-        KEYS=max(16, power_of_2(spec.sel_block)), WIDE=extent >= 1 << 31, SEL=spec.sel_block, DK=q.shape[3],
+        KEYS=max(16, power_of_2(spec.sel_block)), WIDE=extent(q) >= 1 << 31, SEL=spec.sel_block, DK=q.shape[3],
         DV=v.shape[3], BLOCK_DK=power_of_2(q.shape[3]), BLOCK_DV=power_of_2(v.shape[3]), PACKED=blocks.packed,
         num_warps=params.num_warps, num_stages=params.num_stages,
     )  # fmt: skip
@@ -240,6 +239,5 @@ def _merge_kernel(
         x = load_tile(parts_ptr + part_i[:, None] * DV + dv[None, :], there, dv, DV, BLOCK_DV, True)
         acc += weight[:, None] * x.to(tl.float32)
     out = ((pair // groups) * tokens + first + t) * (groups * PER_GROUP) + (pair % groups) * PER_GROUP + head
-    out_ok = todo[:, None] & (dv < DV)[None, :]
-    tl.store(o_ptr + out[:, None] * DV + dv[None, :], acc.to(o_ptr.dtype.element_ty), mask=out_ok)
+    store_rows(o_ptr, out, acc, todo, DV, BLOCK_DV)
     tl.store(lse_ptr + out, tl.where(total > 0, lse_all, -float("inf")) * 0.6931471805599453, mask=todo)

@@ -6,7 +6,7 @@ Also leaves delta = rowsum(do * o), which it needs first and the block-major ker
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.flash_kernels import load_tile
+from nsa.ops.triton.flash_kernels import load_tile, store_rows
 from nsa.ops.triton.selected_tiles import KEY_MASK, decode_tile, loop_bounds, mask_scores
 
 
@@ -24,11 +24,9 @@ def query_grads_kernel(
 ):  # fmt: skip
     """dQ over the same tiles and lists as the forward kernel, and delta and lse in base 2 on the way."""
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
-    elsewhere = False
     if WANTED >= 0:
-        elsewhere = tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED
-    if elsewhere:
-        return
+        if tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED:
+            return
     batch, group = pair // groups, pair % groups
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     query_head = group * PER_GROUP + head
@@ -58,8 +56,7 @@ def query_grads_kernel(
             dq, q, do, lse, delta, q_offset + t, slot, entries, begin, end, k_base, v_base, keys, scale, STRIDE_KS,
             STRIDE_VS, DK, DV, BLOCK_DK, BLOCK_DV, SEL, KEYS, mode,
         )  # fmt: skip
-    dq_ok = row_ok[:, None] & (dk < DK)[None, :]
-    tl.store(dq_ptr + out[:, None] * DK + dk[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=dq_ok)
+    store_rows(dq_ptr, out, dq * scale, row_ok, DK, BLOCK_DK)
 
 
 @triton.jit

@@ -101,6 +101,11 @@ def keys_at_once(params: Launch, spec: NSASpec) -> int:
     return min(params.columns, max(16, power_of_2(spec.sel_block)))
 
 
+def extent(x: Tensor) -> int:
+    """How far apart elements of one sequence can lie."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
+
+
 def choose_tiles(
     q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, card: Card | None, prefix: str = ""
 ) -> TilePlan:

@@ -88,7 +88,7 @@ def forward(
         for b0, b1, first, stop in chunks:
             score_first = max(first, scored_from)
             width = block_width(q_offset + stop, spec)
-            if size and stop > score_first:
+            if stop > score_first:
                 tiles = cdiv(stop - score_first, query_tile)
                 programs = tiles * (b1 - b0) * groups
                 splits, span = split_blocks(programs, width, constants["BJ"])
@@ -204,7 +204,9 @@ def plan_chunks(
     each chunk fit `limit` bytes, as far as single tiles of queries allow. `planes` of a query: those of all groups."""
     # Without documents the first queries see too few blocks to need scores; packed, any query may be such a one.
     scored_from = 0 if packed else spec.num_selected * spec.sel_block
-    if scored_from >= tokens or _all_forced(spec):
+    if spec.num_selected == spec.num_init + spec.num_local:
+        scored_from = tokens  # all blocks are forced
+    if scored_from >= tokens:
         return scored_from, [(0, batch, 0, tokens)]
 
     def row_bytes(stop: int) -> int:
@@ -233,13 +235,7 @@ def score_elements(
     chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: NSASpec, q_offset: int = 0
 ) -> int:
     """Scores of the largest chunk, [B, S, G, planes, width] of that chunk; 0 where none are needed."""
-    if _all_forced(spec):
-        return 0
     return max(
         (b1 - b0) * max(0, stop - max(first, scored_from)) * planes * block_width(q_offset + stop, spec)
         for b0, b1, first, stop in chunks
     )
-
-
-def _all_forced(spec: NSASpec) -> bool:
-    return spec.num_selected == spec.num_init + spec.num_local

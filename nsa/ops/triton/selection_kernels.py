@@ -50,7 +50,6 @@ def _score_tiles(
             slot = tl.minimum(base + token, slots - 1)
             k_row = k_base + (slot.to(tl.int64) if WIDE else slot) * stride_kn
             k0 = tl.load(k_row[:, None] + d0[None, :])
-            k1 = k0
             if D1 > 0:
                 d1 = D0 + tl.arange(0, D1)
                 k1 = tl.load(k_row[:, None] + d1[None, :], mask=(d1 < D)[None, :], other=0.0)

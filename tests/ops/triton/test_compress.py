@@ -147,3 +147,5 @@ def test_float64_is_refused_with_a_reason():
     v = torch.zeros(1, 4, 2, 16, dtype=torch.float64)
     assert "float64" in (compress.refusal(v, v, SMALL) or "")
     assert compress.refusal(v.float(), v.float(), SMALL) is None
+    many = torch.empty(1 << 16, 1, 1, 16)
+    assert "65,535 sequences" in (compress.refusal(many, many, SMALL) or "")

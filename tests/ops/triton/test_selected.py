@@ -363,9 +363,20 @@ def test_long_sequences_in_turns_and_with_wide_offsets(monkeypatch: pytest.Monke
     offsets in the gathers."""
     monkeypatch.setattr(selected_lists, "MAX_TABLE_BYTES", selected_lists.table_bytes(40, at_once))
     assert len(selected_lists.plan_turns(40, 10, 4)) == 4 * -(-10 // at_once)
-    monkeypatch.setattr(selected_backward, "_extent", lambda x: 1 << 31)
+    monkeypatch.setattr(selected_backward, "extent", lambda x: 1 << 31)
     tensors = inputs(2, 40, 4, 2, 16, 16, torch.float32)
     check(*tensors, rows_of_blocks(2, 40, 2, SPEC), SPEC, dq="fused", chunk=16)
+
+
+def test_keys_that_no_query_reads_have_no_gradient(monkeypatch) -> None:
+    q, k, v, do = inputs(1, 20, 4, 2, 16, 16, torch.float32)
+    q, do, indices = q[:, :0], do[:, :0], torch.zeros(1, 0, 2, SPEC.num_selected, dtype=torch.int32, device=DEVICE)
+    o, lse = selected.forward(q, k, v, indices, SPEC, None, q_offset=20)
+    monkeypatch.setattr(Tensor, "new_empty", lambda x, *sizes, **options: x.new_full(*sizes, float("nan"), **options))
+    _, dk, dv = selected.backward(do, q, k, v, indices, o, lse, SPEC, None, q_offset=20)
+    assert dk.shape == k.shape
+    assert not dk.any()
+    assert not dv.any()
 
 
 def test_an_empty_batch_gives_empty_results() -> None:
