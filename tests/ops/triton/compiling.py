@@ -261,7 +261,7 @@ def measured(arch: int, key: tuple[str, str], compiled: Any) -> Taken:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", tool("cuobjdump", "-res-usage", binary))
         assert usage is not None
         report = ""
-        if arch == 90:  # what only the assembler says
+        if arch == 90 and "wgmma" in compiled.asm["ptx"]:  # what only the assembler says, of such products
             source.write_text(compiled.asm["ptx"])
             report = tool("ptxas", "-v", "--gpu-name=sm_90a", source, "-o", binary)
     memory, narrow = compiled.metadata, narrow_strides(compiled.asm["ttir"])
