@@ -320,6 +320,8 @@ def candidates(default: decode.Launches) -> Iterator[tuple[str, str, decode.Laun
     yield "checked in", str(default), default
     yield "overlap", str(not default.overlap), replace(default, overlap=not default.overlap)
     yield "overlap", "chained", replace(default, overlap=True, chained=True)
+    for values in {0, 2, 4, 8} - {default.values}:
+        yield "values", str(values), replace(default, values=values)
     for name, (_, sizes) in TUNED.items():
         for rows, columns, warps, stages, *depth in sizes:
             launch = Launch(rows, columns, warps, stages, depth=depth[0] if depth else Launch.depth)
@@ -366,7 +368,7 @@ class Tuned:
                 self.time("together", f"{text} {other} chained={overlap.chained}", together)
 
     def show(self) -> None:
-        for kernel in ("checked in", "overlap", "cmp", "blocks", "together"):
+        for kernel in ("checked in", "overlap", "values", "cmp", "blocks", "together"):
             for ms, _, text, _ in self.best(kernel, 4):
                 print(f"  {ms * 1e3:8.1f}  {kernel} {text}", flush=True)
         for _, kernel, text, _ in self.found:

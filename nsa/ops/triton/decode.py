@@ -2,9 +2,10 @@
 `decode_choice.py`, `decode_merging.py`).
 
 `nsa` makes three: compressed attention split over the keys; the choice of blocks, selected and window attention in
-parts; and the mix of all parts. `paged` makes two. In a launch, `columns` are the keys that a program reads at a time,
-`rows` the programs wanted for every multiprocessor: sequences are split into as many parts. `depth` are the shares of
-blocks that a thread reads at a time for the choice.
+parts; and the mix of all parts. With one sequence, the second adds up the compressed values. `paged` makes
+two. In a launch, `columns` are the keys that a program reads at a time, `rows` the programs wanted for every
+multiprocessor: sequences are split into as many parts. `depth` are the shares of blocks that a thread reads at a time
+for the choice.
 
 Legend: B batch, n new tokens, G key/value heads, H query heads, h = H/G.
 """
@@ -43,6 +44,7 @@ SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
 MOST_KEPT = 8192  # block scores that a program keeps in registers
 MOST_TILES = 32  # of a sequence, where a program reads one: more are more to merge
 FEW_SHARES = 16384  # keys x heads of a group, for which four warps choose blocks faster than eight
+VALUES = 4  # tiles of compressed values for a program of the second kernel
 MOST_TILE_BYTES = 256  # of keys and values that a thread holds, where a program reads one tile
 UNLIMITED = 2**31 - 1
 
@@ -71,13 +73,15 @@ LAUNCHES = LaunchTable(
 class Launches:
     """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
     has ended. `chained`: the first of them too, whatever was launched before it. `single`: programs with one tile have
-    no loop."""
+    no loop. `values`: with one query and one tile a program, the first kernel reads keys alone, and programs of the
+    second the values of as many tiles each; 0: the first reads both."""
 
     cmp: Launch
     blocks: Launch
     overlap: bool = False
     chained: bool = False
     single: bool = True
+    values: int = 0
 
     def first(self) -> dict[str, bool]:
         """Options of the first launch."""
@@ -105,7 +109,8 @@ def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) ->
             cmp = Launch(1, columns, 8 if columns > 64 else 4, 2)
         if programs >= 16:
             blocks = replace(blocks, rows=1, num_warps=8 if keys * heads > FEW_SHARES else 4)
-    return Launches(cmp, blocks, overlap=card.kind == "sm90")
+    hopper = card.kind == "sm90"
+    return Launches(cmp, blocks, overlap=hopper, values=VALUES if hopper else 0)
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -181,7 +186,6 @@ def _nsa_piece(
     choice = choice_plan(spec, tiles, plan["BJ"], splits, plan["HP"], params.blocks)
     lines, width = batch * new * groups, cdiv(tiles * plan["BJ"], 16) * 16
     f32 = {"dtype": torch.float32}
-    o_cmp, stats_cmp = q.new_empty(rows, splits, dv, **f32), q.new_empty(2, rows, splits, **f32)
     shares = q.new_empty(lines, tiles * plan["BJ"], plan["HP"], **f32)
     edges, peaks = q.new_empty(2, lines, tiles, plan["HP"], **f32)
     scores = q.new_empty(lines, width, **f32) if choice["TILED"] else shares  # not used without TILED
@@ -191,40 +195,50 @@ def _nsa_piece(
     parts_sel, parts_win = branch_parts(lines, spec, window, params.blocks, card_of(q))
     parts = parts_sel + parts_win
     one = parts_sel == spec.num_selected * block["PER_BLOCK"] and not choice["TILED"]
-    single = splits == tiles and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"] * plan["BC"], params.cmp)
-    single_blocks = one and parts_win > cdiv(window, block["BN"])
+    single = params.single and splits == tiles
+    single = single and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"] * plan["BC"], params.cmp)
+    single_blocks = params.single and one and parts_win > cdiv(window, block["BN"])
     single_blocks = single_blocks and in_registers(q, dv, block["HP"], block["BN"], params.blocks)
+    values = params.values if single and new == 1 and plan["R"] == plan["BC"] else 0
+    parts_cmp = cdiv(tiles, values) if values else 0
+    if lines * (parts_cmp + parts) > card_of(q).multiprocessors:  # they would wait for each other
+        values, parts_cmp = 0, 0
+    o_cmp, stats_cmp = q.new_empty(rows, parts_cmp or splits, dv, **f32), q.new_empty(2, rows, splits, **f32)
+    stats_values = q.new_empty(2, rows, parts_cmp, **f32) if values else stats_cmp
+    probs = q.new_empty(lines, tiles, plan["HP"], plan["BJ"] * plan["BC"]) if values else q  # not used without values
     o_blocks, stats_blocks = q.new_empty(rows, parts, dv, **f32), q.new_empty(2, rows, parts, **f32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
-    merge = merge_plan(rows, splits, parts, dv, card_of(q))
+    merge = merge_plan(rows, parts_cmp or splits, parts, dv, card_of(q))
     with launch_on(q):
         interval_kernel[(lanes, splits)](
-            q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, edges, peaks,
+            q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, edges, peaks, probs,
             *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3], cmp_table.stride(0),
             new, splits, cmp_table.shape[1], k_cmp.shape[0], capacity, tiles, scale, G=groups,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
             **plan, **sizes, CHUNKS=spec.cmp_block // spec.cmp_stride, PLANES=planes,
-            SAME=same_rows(k_cmp, v_cmp), SINGLE=single and params.single, INTERPRETED=q.is_cpu, ALONE=new == 1,
+            SAME=same_rows(k_cmp, v_cmp), SINGLE=single, KEYS=values > 0, INTERPRETED=q.is_cpu, ALONE=new == 1,
             **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
-        blocks_kernel[(lines, parts)](
+        blocks_kernel[(lines, parts_cmp + parts)](
             q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions,
             stats_cmp, shares, edges, peaks, scores, indices, o_blocks, stats_blocks,
+            v_cmp, cmp_table, probs, o_cmp, stats_values,
             *q.stride()[:3], *k_sel.stride()[:3], *v_sel.stride()[:3], sel_table.stride(0),
-            *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0),
-            new, groups, parts_sel, parts_win, splits, tiles, width, k_sel.shape[0], k_win.shape[0], capacity, scale,
+            *k_win.stride()[:3], *v_win.stride()[:3], win_places.stride(0), *v_cmp.stride()[:3], cmp_table.stride(0),
+            new, groups, parts_cmp, parts_sel, parts_win, splits, tiles, width,
+            k_sel.shape[0], k_win.shape[0], k_cmp.shape[0], capacity, scale,
             WINDOW=reach, PAGE=k_sel.shape[1], **ring_or_pages(k_win, win_places, "PAGE_WIN"),
             **choice, ONE=one, QT=plan["QT"], R=plan["R"], BJ=plan["BJ"], PLANES=planes, HP_CMP=plan["HP"],
             **block, **sizes, SAME=same_rows(k_sel, v_sel) and same_rows(k_win, v_win),
-            SINGLE=single_blocks and params.single, INTERPRETED=q.is_cpu,
-            **params.overlapping(), **options(params.blocks, block["HP"]),
+            SINGLE=single_blocks, VALUES=values, PAGE_CMP=k_cmp.shape[1], INTERPRETED=q.is_cpu,
+            **params.overlapping(), **options(params.blocks, block["HP"], LEAST_REGISTERS if values else 255),
         )  # fmt: skip
         mix_parts_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
-            positions, gates, o_cmp, stats_cmp, o_blocks, stats_blocks, o,
-            *gates.stride(), new, heads, splits, parts_sel, parts_win, capacity,
-            SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"],
+            positions, gates, o_cmp, stats_values, o_blocks, stats_blocks, o,
+            *gates.stride(), new, heads, parts_cmp or splits, parts_sel, parts_win, capacity,
+            SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"] * (values or 1),
             WINDOW=reach, SEL_BLOCK=spec.sel_block, NUM_SELECTED=spec.num_selected,
-            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"], DV=dv,
+            PER_BLOCK=block["PER_BLOCK"], BN=block["BN"], DV=dv, AFTER=values > 0, INTERPRETED=q.is_cpu,
             **merge, **params.overlapping(),
         )  # fmt: skip
 
@@ -261,11 +275,12 @@ def paged(
     seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
     with launch_on(q):
         interval_kernel[(lanes, splits)](
-            q, k, v, places, positions, o_parts, stats, o_parts, stats, stats,
+            q, k, v, places, positions, o_parts, stats, o_parts, stats, stats, q,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
             new, splits, places.shape[-1], k.shape[0], capacity, 0, dk**-0.5, G=groups,
             **seen, **ring_or_pages(k, places, "PAGE"), **plan, **sizes, CHUNKS=0, PLANES=0,
-            SAME=same_rows(k, v), SINGLE=single and params.single, INTERPRETED=q.is_cpu, ALONE=new == 1,
+            SAME=same_rows(k, v), SINGLE=single and params.single, KEYS=False, INTERPRETED=q.is_cpu,
+            ALONE=new == 1,
             **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
         merge_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
@@ -342,10 +357,10 @@ def head_sizes(dk: int, dv: int, exact: bool) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def options(params: Launch, rows: int) -> dict[str, int]:
-    """With few rows, no more registers than let `params.rows` programs share a multiprocessor."""
+def options(params: Launch, rows: int, most: int = 255) -> dict[str, int]:
+    """With few rows, no more registers than let `params.rows` programs share a multiprocessor, nor than `most`."""
     registers = 65536 // (32 * params.num_warps * params.rows) // 8 * 8
-    registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), 255)
+    registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), most)
     registers = params.maxnreg or registers
     return {"num_warps": params.num_warps, "num_stages": params.num_stages, "maxnreg": registers}
 

@@ -23,9 +23,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax in base 2 over scores s [ROWS, BN]. EXACT: maxima are whole numbers and p is a
-    power of two times a number that depends on s alone."""
+def _weigh(peak, total, s, EXACT: tl.constexpr):
+    """One step of the online softmax in base 2 over scores s [ROWS, BN]: the new maximum and sum, the factor of what
+    came before, and p. EXACT: maxima are whole numbers and p is a power of two times a number that depends on s alone.
+    """
     top = tl.max(s, 1)
     if EXACT:
         top = tl.ceil(top)
@@ -39,9 +40,15 @@ def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     else:
         p = tl.exp2(s - reference[:, None])
         alpha = tl.exp2(peak - reference)
-    total = total * alpha + tl.sum(p, 1)
+    return peak_new, total * alpha + tl.sum(p, 1), alpha, p
+
+
+@triton.jit
+def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """`_weigh`, and the values v [BN, DV] added to the output so far."""
+    peak, total, alpha, p = _weigh(peak, total, s, EXACT)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, peak_new, total, p
+    return acc, peak, total, p
 
 
 @triton.jit
@@ -76,18 +83,13 @@ def _page_of(table, tile, c, entries, INTERPRETED: tl.constexpr,
 
 
 @triton.jit
-def _load_queries(q_ptr, row, live, d, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
-    return load_tile(q_ptr + row[:, None] + d[None, :], live, d, DK, BLOCK_DK, True)
-
-
-@triton.jit
 def _attend_interval(
     acc, peak, total, q, lo, hi, lowest, highest, first, step, stop, page, k_ptr, v_ptr, places, entries, pool,
-    k_sp, k_st, v_sp, v_st, shares, edges, peaks, live, scale,
+    k_sp, k_st, v_sp, v_st, shares, edges, peaks, probs, live, scale,
     RING: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     CHUNKS: tl.constexpr, PLANES: tl.constexpr, HP: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    KEYS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Every `step`-th tile of first .. stop of a sequence's keys, of which rows see lo .. hi and somebody
     lowest .. highest.
@@ -95,7 +97,8 @@ def _attend_interval(
     A tile has BJ blocks of R keys, each padded to BC. `places` points to the page table, whose entry for the first tile
     is `page`; or to the ring's number, `page`. PLANES > 0 stores the shares of blocks, shares [row's] + [J, HP], what a
     tile gives to the next, edges [row's] + [tiles, HP], and the maximum both are relative to, peaks as edges. SINGLE:
-    there is one tile, and no loop.
+    there is one tile, and no loop. KEYS: values are not read, and the probabilities stored, probs [row's] +
+    [tiles, HP, BN].
     """
     BN: tl.constexpr = BJ * BC
     c = tl.arange(0, BN)
@@ -114,20 +117,25 @@ def _attend_interval(
         v_row = k_row if SAME else this * v_sp + place * v_st
         exists = (key >= lowest) & (key < highest)
         k = load_tile(k_ptr + k_row[:, None] + dk[None, :], exists, dk, DK, BLOCK_DK, True)
-        v = load_tile(v_ptr + v_row[:, None] + dv[None, :], exists, dv, DV, BLOCK_DV, True)
+        if not KEYS:
+            v = load_tile(v_ptr + v_row[:, None] + dv[None, :], exists, dv, DV, BLOCK_DV, True)
         if SINGLE:
             tl.debug_barrier()  # both are on their way before anything waits for one
             k = held(k, INTERPRETED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SINGLE:
+        if SINGLE and not KEYS:
             v = held(v, INTERPRETED)
         seen = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
         if R != BC:
             seen = seen & (c % BC < R)[None, :]
         s = tl.where(seen, s, NOTHING)
-        acc, peak, total, p = _step(acc, peak, total, s, v, PLANES > 0, PRECISION)
-        if (PLANES > 0) and (p.shape[0] >= 64) and not INTERPRETED:
-            acc = _finished(acc)
+        if KEYS:
+            peak, total, _, p = _weigh(peak, total, s, True)
+            tl.store(probs + tile * (HP * BN) + c[None, :], p.to(probs.dtype.element_ty), mask=live[:, None])
+        else:
+            acc, peak, total, p = _step(acc, peak, total, s, v, PLANES > 0, PRECISION)
+            if (PLANES > 0) and (p.shape[0] >= 64) and not INTERPRETED:
+                acc = _finished(acc)
         if PLANES > 0:
             left = R - tl.arange(0, BC)  # chunks from a compressed token's start to its block's end
             by_block = tl.reshape(p, [p.shape[0], BJ, BC])
@@ -146,26 +154,28 @@ def _attend_interval(
 
 @triton.jit
 def _store_part(
-    o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+    o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OUTPUT: tl.constexpr = True,
 ):  # fmt: skip
-    """o_parts [rows, parts, DV], stats [2, rows, parts]: a row is (b, query, head)."""
+    """o_parts [rows, parts, DV], if OUTPUT, and stats [2, rows, parts]: a row is (b, query, head)."""
     d = tl.arange(0, BLOCK_DV)
     at = row * parts + part
-    tl.store(o_parts + at[:, None] * DV + d[None, :], acc, mask=live[:, None] & (d < DV)[None, :])
+    if OUTPUT:
+        tl.store(o_parts + at[:, None] * DV + d[None, :], acc, mask=live[:, None] & (d < DV)[None, :])
     tl.store(stats + at, peak, mask=live)
     tl.store(stats + num_rows * parts + at, total, mask=live)
 
 
 @triton.jit(do_not_specialize=["n", "splits", "entries", "pool", "capacity", "tiles"])
 def interval_kernel(
-    q_ptr, k_ptr, v_ptr, places, positions, o_parts, stats, shares, edges, peaks,
+    q_ptr, k_ptr, v_ptr, places, positions, o_parts, stats, shares, edges, peaks, probs,
     q_sb, q_sn, q_sh, k_sp, k_st, k_sg, v_sp, v_st, v_sg, places_sb,
     n, splits, entries, pool, capacity, tiles, scale, G: tl.constexpr,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr, INTERPRETED: tl.constexpr,
-    ALONE: tl.constexpr, OVERLAP: tl.constexpr, CHAINED: tl.constexpr,
+    CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr, KEYS: tl.constexpr,
+    INTERPRETED: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. The first of its call,
     it lets others start when everything before it is done. ALONE: n is 1, which saves divisions before the first
@@ -188,7 +198,8 @@ def interval_kernel(
     # Loads that do not need each other's results come first.
     at = tl.load(positions + b * n + i, mask=i < n, other=-1)
     q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
-    q = _load_queries(q_ptr, q_row, live, tl.arange(0, BLOCK_DK), DK, BLOCK_DK)
+    dk = tl.arange(0, BLOCK_DK)
+    q = load_tile(q_ptr + q_row[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, True)
     places += b64 * places_sb
     c = tl.arange(0, BJ * BC)
     first = split
@@ -212,21 +223,72 @@ def interval_kernel(
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         peak = tl.full([ROWS], NOTHING, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        share_rows, edge_rows, peak_rows = shares, edges, peaks
+        share_rows, edge_rows, peak_rows, prob_rows = shares, edges, peaks, probs
         if PLANES > 0:
             line = (b64 * n + i) * G + g
             share_rows = (shares + line * tiles * (BJ * HP) + head)[:, None]
             edge_rows = (edges + line * tiles * HP + head)[:, None]
             peak_rows = peaks + line * tiles * HP + head
+            prob_rows = (probs + (line * tiles * HP + head) * (BJ * BC))[:, None]
         acc, peak, total = _attend_interval(
             acc, peak, total, q, lo, hi, lowest, highest, first, splits, tile_first + count, page,
             k_ptr + g64 * k_sg, v_ptr + g64 * v_sg, places, entries, pool,
-            k_sp, k_st, v_sp, v_st, share_rows, edge_rows, peak_rows, live, scale * LOG2E,
+            k_sp, k_st, v_sp, v_st, share_rows, edge_rows, peak_rows, prob_rows, live, scale * LOG2E,
             RING, PAGE, R, BC, BJ, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION, CHUNKS, PLANES, HP,
-            SAME, SINGLE, INTERPRETED,
+            SAME, SINGLE, KEYS, INTERPRETED,
         )  # fmt: skip
         num_rows = (tl.num_programs(0).to(tl.int64) // G // query_tiles) * n * (G * HEADS)
-        _store_part(o_parts, stats, num_rows, row, live, split, splits, acc, peak, total, DV, BLOCK_DV)
+        _store_part(o_parts, stats, num_rows, row, live, split, splits, acc, peak, total, DV, BLOCK_DV, not KEYS)
+
+
+@triton.jit
+def _attend_values(
+    lane, part, positions, sums, peaks, v_ptr, table, probs, o_parts, stats, v_sp, v_st, v_sg, table_sb,
+    G, parts, splits, tiles, pool, capacity, SPAN: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr,
+    HP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    VALUES: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The values of VALUES tiles of compressed tokens for one query and group, whose probabilities [tiles, HP, BN],
+    maxima and sums `interval_kernel` left. A sequence has one query."""
+    b64, g64, lane64 = (lane // G).to(tl.int64), (lane % G).to(tl.int64), lane.to(tl.int64)
+    head, c, d = tl.arange(0, HP), tl.arange(0, BN), tl.arange(0, BLOCK_DV)
+    live = head < HEADS
+    t = tl.minimum(tl.load(positions + b64), capacity - 1)
+    _, seen = keys_seen(t, None, None, SPAN, STRIDE, 0)
+    pages = ()
+    for number in tl.static_range(VALUES):
+        page = ((part * VALUES + number) * BN + c) // PAGE
+        page = tl.load(table + b64 * table_sb + tl.minimum(page, (capacity - 1) // (STRIDE * PAGE)))
+        pages += (page,)  # type: ignore[assignment]
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    if part * (VALUES * BN) < seen:
+        values = ()
+        for number in tl.static_range(VALUES):
+            key = (part * VALUES + number) * BN + c
+            this = tl.minimum(tl.maximum(pages[number], 0), pool - 1).to(tl.int64)
+            v_row = g64 * v_sg + this * v_sp + (key % PAGE).to(tl.int64) * v_st
+            v = load_tile(v_ptr + v_row[:, None] + d[None, :], key < seen, d, DV, BLOCK_DV, True)
+            values += (v,)  # type: ignore[assignment]
+        row = lane64 * HEADS + head
+        acc = tl.zeros([HP, BLOCK_DV], tl.float32)
+        peak = tl.full([HP], NOTHING, tl.float32)
+        total = tl.zeros([HP], tl.float32)
+        for number in tl.static_range(VALUES):
+            tile = part * VALUES + number
+            there = (live & (tile * BN < seen))[:, None]  # of two axes: rows alone would be loaded several times
+            at = ((lane64 * tiles + tile) * HP + head)[:, None]
+            p = tl.load(probs + at * BN + c[None, :], mask=there, other=0.0, cache_modifier=".cg")
+            top = tl.load(peaks + at, mask=there, other=NOTHING, cache_modifier=".cg")
+            added = tl.load(sums + row[:, None] * splits + tile, mask=there, other=0.0, cache_modifier=".cg")
+            highest = tl.maximum(peak, tl.max(top, 1))
+            before, after = power_of_2(peak - highest), power_of_2(top - highest[:, None])
+            p = (p.to(tl.float32) * after).to(p.dtype)
+            acc = tl.dot(p, held(values[number], INTERPRETED), acc * before[:, None], input_precision=PRECISION)
+            peak, total = highest, total * before + tl.sum(added * after, 1)
+        num_rows = tl.num_programs(0).to(tl.int64) * HEADS
+        _store_part(o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -251,15 +313,16 @@ def _next_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "n", "G", "parts_sel", "parts_win", "splits", "tiles", "width", "pool_sel", "pool_win", "capacity",
+        "n", "G", "parts_cmp", "parts_sel", "parts_win", "splits", "tiles", "width", "pool_sel", "pool_win", "pool_cmp",
+        "capacity",
     ]
 )  # fmt: skip
 def blocks_kernel(
     q_ptr, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions,
-    stats_cmp, shares, edges, peaks, scores, indices, o_parts, stats,
+    stats_cmp, shares, edges, peaks, scores, indices, o_parts, stats, v_cmp, cmp_table, probs, o_cmp, stats_values,
     q_sb, q_sn, q_sh, ks_sp, ks_st, ks_sg, vs_sp, vs_st, vs_sg, sel_sb,
-    kw_sp, kw_st, kw_sg, vw_sp, vw_st, vw_sg, win_sb,
-    n, G, parts_sel, parts_win, splits, tiles, width, pool_sel, pool_win, capacity, scale,
+    kw_sp, kw_st, kw_sg, vw_sp, vw_st, vw_sg, win_sb, vc_sp, vc_st, vc_sg, cmp_sb,
+    n, G, parts_cmp, parts_sel, parts_win, splits, tiles, width, pool_sel, pool_win, pool_cmp, capacity, scale,
     WINDOW: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, PAGE_WIN: tl.constexpr,
     CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
@@ -267,27 +330,39 @@ def blocks_kernel(
     SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
     PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    SAME: tl.constexpr, SINGLE: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    SAME: tl.constexpr, SINGLE: tl.constexpr, VALUES: tl.constexpr, PAGE_CMP: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of the window, or of the selected blocks, of one query and group. Grid (B * n * G, parts), the window's
-    first. A block is read in PER_BLOCK tiles of BN keys; ONE: of the selected blocks, a program has one tile; SINGLE:
-    of the window too, and there is no loop. One loop serves both branches, as two would not share their buffers.
-    shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
+    """One part of the values of compressed tokens (VALUES > 0), of the window, or of the selected blocks, of one query
+    and group. Grid (B * n * G, parts), in this order. A block is read in PER_BLOCK tiles of BN keys; ONE: of the
+    selected blocks, a program has one tile; SINGLE: of the window too, and there is no loop. One loop serves both
+    branches, as two would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks
+    [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
     lane, part = tl.program_id(0), tl.program_id(1)
+    if VALUES > 0:
+        if part < parts_cmp:
+            _attend_values(
+                lane, part, positions, stats_cmp + tl.num_programs(0).to(tl.int64) * HEADS * splits, peaks, v_cmp,
+                cmp_table, probs, o_cmp, stats_values, vc_sp, vc_st, vc_sg, cmp_sb, G, parts_cmp, splits, tiles,
+                pool_cmp, capacity, CMP_BLOCK, CMP_STRIDE, BJ * R, HP_CMP, HEADS, DV, BLOCK_DV, PRECISION, VALUES,
+                PAGE_CMP, INTERPRETED, OVERLAP,
+            )  # fmt: skip
+            return
+        part -= parts_cmp
     selected = part >= parts_win
     if OVERLAP:
         if not selected:
+            if VALUES > 0:  # the keys of the compressed tokens come first
+                gdc_wait()
             gdc_launch_dependents()
-    g = lane % G
-    i = lane // G % n
-    b = lane // G // n
+    g, i, b = lane % G, lane // G % n, lane // G // n
     b64, g64, lane64 = b.to(tl.int64), g.to(tl.int64), lane.to(tl.int64)
     t = tl.minimum(tl.load(positions + b * n + i), capacity - 1)
     head = tl.arange(0, HP)
     live = head < HEADS
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
-    q = _load_queries(q_ptr, q_row, live, dk, DK, BLOCK_DK)
+    q = load_tile(q_ptr + q_row[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, True)
     row = (b64 * n + i) * (G * HEADS) + g64 * HEADS
     num_rows = tl.num_programs(0).to(tl.int64) * HEADS
     out = indices + lane64 * NUM_SELECTED
@@ -309,7 +384,8 @@ def blocks_kernel(
         used = splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
         if OVERLAP:
             gdc_wait()
-            gdc_launch_dependents()  # not before: what it starts reads the compressed tokens' parts without waiting
+            if VALUES == 0:  # not before: what it starts reads the compressed tokens' parts without waiting
+                gdc_launch_dependents()
         block, page = choose_blocks(
             out, t, used, row, splits, num_rows, stats_cmp, shares + lane64 * tiles * (BJ * HP_CMP),
             edges + lane64 * tiles * HP_CMP, peaks + lane64 * tiles * HP_CMP, scores + lane64 * width, width,
@@ -317,6 +393,8 @@ def blocks_kernel(
             CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, PAGE, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
             HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED, ONE, INTERPRETED,
         )  # fmt: skip
+        if OVERLAP and VALUES > 0:  # not before: now the window's programs have left, and there is room
+            gdc_launch_dependents()
         if ONE:
             start = block * SEL_BLOCK + first % PER_BLOCK * BN
         else:

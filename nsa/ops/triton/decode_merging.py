@@ -3,29 +3,28 @@
 With few rows what counts is the time from the end of the kernel before to the end of this one: what does not depend on
 that kernel is read before waiting for it, and all parts are read at once: all but one load before a barrier, as the
 assembler would move them behind what waits for that one. `mix_parts_kernel` starts when `interval_kernel` has ended
-(`blocks_kernel` sees to that), and merges its parts while the blocks are chosen.
+(`blocks_kernel` sees to that), and merges its parts while the blocks are chosen; unless `blocks_kernel` makes them.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.triton.decode_choice import NOTHING, splits_used, tiles_seen
+from nsa.ops.triton.decode_choice import NOTHING, pinned, splits_used, tiles_seen
 
 
 @triton.jit
-def _load_parts(o_parts, row, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr):
-    """Outputs [PARTS, d] of those parts of a row that are `there`."""
+def _load_parts(o_parts, stats, row, num_rows, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr):
+    """Outputs [PARTS, d], sums and maxima [PARTS] of those parts of a row that are `there`."""
     at = row * parts + tl.arange(0, PARTS)
     # Not from the first cache, which may have been filled before another kernel wrote them.
-    at = at[:, None] * DV + d[None, :]
-    return tl.load(o_parts + at, mask=there[:, None] & (d < DV)[None, :], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _load_stats(stats, row, parts, there, other: tl.constexpr, PARTS: tl.constexpr):
-    """Maxima or sums [PARTS] of those parts of a row that are `there`."""
-    return tl.load(stats + row * parts + tl.arange(0, PARTS), mask=there, other=other, cache_modifier=".cg")
+    o_part = tl.load(
+        o_parts + at[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+    sums = tl.load(stats + num_rows * parts + at, mask=there, other=0.0, cache_modifier=".cg")
+    tl.debug_barrier()
+    return o_part, sums, tl.load(stats + at, mask=there, other=NOTHING, cache_modifier=".cg")
 
 
 @triton.jit
@@ -54,11 +53,8 @@ def merge_kernel(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    parts = _load_parts(o_parts, row64, splits, there, d, DV, SPLITS)
-    sums = _load_stats(stats + num_rows * splits, row64, splits, there, 0.0, SPLITS)
-    tl.debug_barrier()
-    tops = _load_stats(stats, row64, splits, there, NOTHING, SPLITS)
-    merged = tl.sum(parts * _weights(tops, sums, there)[:, None], 0)
+    o_part, sums, tops = _load_parts(o_parts, stats, row64, num_rows, splits, there, d, DV, SPLITS)
+    merged = tl.sum(o_part * _weights(tops, sums, there)[:, None], 0)
     tl.store(o + row64 * DV + d, merged.to(o.dtype.element_ty), mask=d < DV)
 
 
@@ -69,10 +65,10 @@ def mix_parts_kernel(
     SPAN: tl.constexpr, STRIDE: tl.constexpr, QT: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SEL_BLOCK: tl.constexpr, NUM_SELECTED: tl.constexpr, PER_BLOCK: tl.constexpr,
     BN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AFTER: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The parts of all three branches put together and mixed. Grid (B * n * H, pieces of DV): one row each of o
-    [B, n, H, DV]."""
+    [B, n, H, DV]. AFTER: those of the compressed tokens are from `blocks_kernel` too."""
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     b, i, head = row // H // n, row // H % n, row % H
@@ -88,19 +84,20 @@ def mix_parts_kernel(
     tiles = tl.where(t >= 0, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, 0)
     in_sel = (part >= parts_win) & (part < parts_win + tl.minimum(tiles, parts_sel))
     there = in_win | in_sel
-    o_part_cmp = _load_parts(o_cmp, row64, splits, there_cmp, d, DV, SPLITS)
-    sums_cmp = _load_stats(stats_cmp + num_rows * splits, row64, splits, there_cmp, 0.0, SPLITS)
-    tl.debug_barrier()
-    tops_cmp = _load_stats(stats_cmp, row64, splits, there_cmp, NOTHING, SPLITS)
-    mixed = tl.sum(o_part_cmp * _weights(tops_cmp, sums_cmp, there_cmp)[:, None], 0) * gate_cmp.to(tl.float32)
-    if OVERLAP:
+    parts = parts_sel + parts_win
+    if OVERLAP and AFTER:
         gdc_launch_dependents()
         gdc_wait()
-    parts = parts_sel + parts_win
-    o_part = _load_parts(o_blocks, row64, parts, there, d, DV, PARTS)
-    sums = _load_stats(stats_blocks + num_rows * parts, row64, parts, there, 0.0, PARTS)
-    tl.debug_barrier()
-    tops = _load_stats(stats_blocks, row64, parts, there, NOTHING, PARTS)
+    o_part_cmp, sums_cmp, tops_cmp = _load_parts(o_cmp, stats_cmp, row64, num_rows, splits, there_cmp, d, DV, SPLITS)
+    if AFTER:
+        o_part, sums, tops = _load_parts(o_blocks, stats_blocks, row64, num_rows, parts, there, d, DV, PARTS)
+    tops_cmp = pinned(tops_cmp, INTERPRETED)  # else it would be loaded again for another arrangement over the threads
+    mixed = tl.sum(o_part_cmp * _weights(tops_cmp, sums_cmp, there_cmp)[:, None], 0) * gate_cmp.to(tl.float32)
+    if not AFTER:
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
+        o_part, sums, tops = _load_parts(o_blocks, stats_blocks, row64, num_rows, parts, there, d, DV, PARTS)
     weight = _weights(tops, sums, in_sel) * gate_sel.to(tl.float32)
     weight += _weights(tops, sums, in_win) * gate_win.to(tl.float32)
     mixed += tl.sum(o_part * weight[:, None], 0)

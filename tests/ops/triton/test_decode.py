@@ -3,6 +3,7 @@
 Runs in the interpreter on a machine without a GPU, on the GPU otherwise. Fresh memory and unused pages hold NaN.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -138,6 +139,27 @@ def test_one_sequence_on_a_large_card(monkeypatch, heads, groups, dv):
     x = inputs(400, spec=spec, heads=heads, groups=groups, dv=dv, dtype=torch.float16)
     check(x, [[399]], spec, ring=80)
     check(repeated(x, 2), [[40], [-1]], spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "multiprocessors", "apart", "dtype", "ring"),
+    [(WIDE, 2, 1000, True, torch.float16, 33), (NSASpec(8, 8, 8, 5, 2, 2, 7), 1, 1000, True, torch.float32, None),
+     (WIDE, 2, 40, False, torch.float16, None),  # more programs than multiprocessors
+     (NSASpec(4, 4, 12, 5, 2, 0, 20), 2, 1000, False, torch.float16, None)],  # blocks of three keys are padded
+)  # fmt: skip
+def test_values_of_compressed_tokens_apart(monkeypatch, spec, values, multiprocessors, apart, dtype, ring):
+    """Programs of the second kernel add up the values, of sequences from none to all of their tiles."""
+    monkeypatch.setattr(decode, "card_of", lambda x: Card("sm80", multiprocessors))
+    merged = mock.Mock(wraps=decode.merge_plan)
+    monkeypatch.setattr(decode, "merge_plan", merged)
+    positions = [[-1], [6], [7], [70], [149]]
+    x = repeated(inputs(150, spec=spec, heads=3, dv=24, dtype=dtype), len(positions))
+    together, _ = check(x, positions, spec, launches(), ring)
+    tiles = merged.call_args.args[1]
+    got, _ = check(x, positions, spec, replace(launches(), values=values), ring)
+    assert tiles >= 2
+    assert merged.call_args.args[1] == (-(-tiles // values) if apart else tiles)
+    assert float((got - together).norm() / together.norm()) <= LIMIT[dtype]
 
 
 def test_launches_for_one_sequence():
