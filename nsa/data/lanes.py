@@ -82,6 +82,11 @@ class LengthIndex:
             except OSError:
                 self._path = None  # a cache that cannot be written is not needed
 
+    def close(self) -> None:
+        """Nothing is written from here on, whoever still reads."""
+        with self._lock:
+            self._path = None
+
 
 def _check(unit: str, length: str) -> str:
     return format(zlib.crc32(f"{unit} {length}".encode()), "08x")
@@ -146,6 +151,7 @@ class UnitReader:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+        self.index.close()
 
 
 class _Lane:

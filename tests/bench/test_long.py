@@ -33,6 +33,7 @@ def _attention_in_float32(monkeypatch):
     monkeypatch.setattr(long, "check_attention", lambda shape, device: original(shape, device, dtype=torch.float32))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_attention_in_float32")
 def test_it_checks_measures_and_writes_what_it_found(tmp_path, capsys):
     assert run(tmp_path / "long.json", "--ranks", "0", "--checkpointing", "none,block") == 0

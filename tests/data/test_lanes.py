@@ -259,3 +259,25 @@ def test_how_many_units_are_tokenised_can_be_seen_from_outside():
     assert str(sequences.reader.tokenised) == "5 of 8 row groups tokenised"
     source.let.release(100)
     sequences.reader.close()
+
+
+def test_a_unit_that_is_read_while_the_reader_is_closed_is_not_recorded(tmp_path):
+    """Its thread goes on to the end of the unit; by then the folder may be another run's."""
+    arrived, released = threading.Event(), threading.Event()
+
+    class Slow(Pages):
+        def documents(self, unit, skipped):
+            arrived.set()
+            assert released.wait(30)
+            yield from super().documents(unit, skipped)
+
+    index = LengthIndex(tmp_path, 0, "print")
+    reader = UnitReader(Slow(), TOKENIZER, 0.0, 1, index)
+    reader.prefetch(3)
+    pending = reader._pending[3]
+    assert arrived.wait(30)
+    reader.close()
+    released.set()
+    pending.result(30)
+    assert 3 in index.lengths
+    assert list(tmp_path.iterdir()) == []

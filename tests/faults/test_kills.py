@@ -50,7 +50,11 @@ def test_twenty_kills_of_one_process_change_no_bit(tmp_path, unbroken):
 @pytest.mark.parametrize(
     ("strategy", "kills"),
     [
-        ("ddp", ["step.backward:kill:hit=4:rank=1", "save.rename:kill:rank=0", "validate:kill:rank=1"]),
+        pytest.param(
+            "ddp",
+            ["step.backward:kill:hit=4:rank=1", "save.rename:kill:rank=0", "validate:kill:rank=1"],
+            marks=pytest.mark.long,
+        ),
         ("fsdp", ["save.shard_written:kill:hit=2:rank=1", "step.forward:kill:hit=2:rank=0", "validate:kill"]),
     ],
 )

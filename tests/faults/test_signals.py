@@ -27,7 +27,8 @@ def wait_for_rows(run: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "action", "rank"), [("single", "terminate", 0), ("ddp", "usr1", 1), ("fsdp", "terminate", 0)]
+    ("strategy", "action", "rank"),
+    [pytest.param("single", "terminate", 0, marks=pytest.mark.long), ("ddp", "usr1", 1), ("fsdp", "terminate", 0)],
 )
 def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_resumes(tmp_path, unbroken, strategy, action, rank):
     runs, whole = make_runs(tmp_path, strategy, recompute="block"), unbroken(strategy, "block")

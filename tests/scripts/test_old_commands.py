@@ -190,6 +190,7 @@ def test_the_script_for_two_a100_starts_two_ranks_of_the_production_file(tmp_pat
     assert outcome.run.name.startswith("m7c_125m_2xa100_production,")
 
 
+@pytest.mark.long
 def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_path):
     command = "scripts/run_m7c_1xa100_production.sh --dataset synthetic"
     outcome = run_to_its_end(command, tmp_path, run=run_in_a_shell, PYTHON=sys.executable)
