@@ -320,8 +320,9 @@ def candidates(default: decode.Launches) -> Iterator[tuple[str, str, decode.Laun
     yield "checked in", str(default), default
     yield "overlap", str(not default.overlap), replace(default, overlap=not default.overlap)
     yield "overlap", "chained", replace(default, overlap=True, chained=True)
-    for values in {0, 2, 4, 8} - {default.values}:
-        yield "values", str(values), replace(default, values=values)
+    for values in (0, 2, 4, 8):
+        if values != default.values:
+            yield "values", str(values), replace(default, values=values)
     for name, (_, sizes) in TUNED.items():
         for rows, columns, warps, stages, *depth in sizes:
             launch = Launch(rows, columns, warps, stages, depth=depth[0] if depth else Launch.depth)

@@ -14,7 +14,8 @@ def test_long_passes_train_the_same_model_under_every_strategy(tmp_path):
     )
     jobs = {
         "ddp": tree(SHORT, strategy("ddp", find_unused=True), recompute("selective")),
-        "fsdp-taught": tree(SHORT, strategy("fsdp"), recompute("block"), taught, {"train": {"micro_batch": 1}}),
+        "fsdp": tree(SHORT, strategy("fsdp"), recompute("block"), {"train": {"micro_batch": 1}}),
+        "fsdp-taught": tree(SHORT, strategy("fsdp"), recompute("branch"), taught),
     }
     train_all(tmp_path, 2, [{"name": name, "config": config, "long": True} for name, config in jobs.items()])
     for name in jobs:

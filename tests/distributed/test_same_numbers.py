@@ -1,6 +1,6 @@
 """One process, DDP and FSDP are the same run: losses, gradient norms, validation, with and without checkpointing.
 
-12 layers, 4 steps, and 20 in `make test-long`; two real processes over gloo (F1, F2, F3, F7 of the requirements; row 6
+12 layers, 6 steps, and 20 in `make test-long`; two real processes over gloo (F1, F2, F3, F7 of the requirements; row 6
 of reliability.md).
 """
 
@@ -29,7 +29,7 @@ DEEP = {
     "train": {"steps": 20, "eval_every": 10, "schedule": "constant", "lr": 2e-3},
     "checkpoint": {"every": 0},
 }
-FOUR = {"train": {"steps": 4, "eval_every": 2}}
+SIX = {"train": {"steps": 6, "eval_every": 3}}
 FEW = {"train": {"steps": 2}}  # the first steps of DEEP: the second shows the gradients of the first
 PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
 SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
@@ -61,7 +61,7 @@ def strategy(name, **options):
 
 STRATEGIES = ("ddp", "fsdp")
 ONE_RANK = {
-    "single": tree(DEEP, FOUR),
+    "single": tree(DEEP, SIX),
     "single-block": tree(DEEP, FEW, recompute("block")),
     "short": tree(SHORT),
     "short-accumulated": tree(SHORT, {"train": {"micro_batch": 1}}),
@@ -72,7 +72,7 @@ ONE_RANK = {
     "constant": tree({"train": {"steps": 8, "schedule": "constant"}}),
 }
 TWO_RANKS = {
-    **{f"{s}-none": tree(DEEP, FOUR, strategy(s)) for s in STRATEGIES},
+    **{f"{s}-none": tree(DEEP, SIX, strategy(s)) for s in STRATEGIES},
     **{f"{s}-block": tree(DEEP, FEW, strategy(s), recompute("block")) for s in STRATEGIES},
     **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in STRATEGIES},
     **{f"{s}-bf16": tree(SHORT, strategy(s), {"runtime": {"precision": "bf16"}}) for s in STRATEGIES},

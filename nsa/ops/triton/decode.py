@@ -73,8 +73,8 @@ LAUNCHES = LaunchTable(
 class Launches:
     """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
     has ended. `chained`: the first of them too, whatever was launched before it. `single`: programs with one tile have
-    no loop. `values`: with one query and one tile a program, the first kernel reads keys alone, and programs of the
-    second the values of as many tiles each; 0: the first reads both."""
+    no loop. `values`: with one query of 16 bits and one tile a program, the first kernel reads keys alone, and programs
+    of the second the values of as many tiles each; 0: the first reads both."""
 
     cmp: Launch
     blocks: Launch

@@ -245,11 +245,11 @@ def interval_kernel(
 def _attend_values(
     lane, part, positions, sums, peaks, v_ptr, table, probs, o_parts, stats, v_sp, v_st, v_sg, table_sb,
     G, parts, splits, tiles, pool, capacity, SPAN: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr,
-    HP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    VALUES: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    HP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, VALUES: tl.constexpr,
+    PAGE: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The values of VALUES tiles of compressed tokens for one query and group, whose probabilities [tiles, HP, BN],
-    maxima and sums `interval_kernel` left. A sequence has one query."""
+    maxima and sums `interval_kernel` left. A sequence has one query, in 16 bits."""
     b64, g64, lane64 = (lane // G).to(tl.int64), (lane % G).to(tl.int64), lane.to(tl.int64)
     head, c, d = tl.arange(0, HP), tl.arange(0, BN), tl.arange(0, BLOCK_DV)
     live = head < HEADS
@@ -285,7 +285,7 @@ def _attend_values(
             highest = tl.maximum(peak, tl.max(top, 1))
             before, after = power_of_2(peak - highest), power_of_2(top - highest[:, None])
             p = (p.to(tl.float32) * after).to(p.dtype)
-            acc = tl.dot(p, held(values[number], INTERPRETED), acc * before[:, None], input_precision=PRECISION)
+            acc = tl.dot(p, held(values[number], INTERPRETED), acc * before[:, None])
             peak, total = highest, total * before + tl.sum(added * after, 1)
         num_rows = tl.num_programs(0).to(tl.int64) * HEADS
         _store_part(o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV, BLOCK_DV)
@@ -344,7 +344,7 @@ def blocks_kernel(
             _attend_values(
                 lane, part, positions, stats_cmp + tl.num_programs(0).to(tl.int64) * HEADS * splits, peaks, v_cmp,
                 cmp_table, probs, o_cmp, stats_values, vc_sp, vc_st, vc_sg, cmp_sb, G, parts_cmp, splits, tiles,
-                pool_cmp, capacity, CMP_BLOCK, CMP_STRIDE, BJ * R, HP_CMP, HEADS, DV, BLOCK_DV, PRECISION, VALUES,
+                pool_cmp, capacity, CMP_BLOCK, CMP_STRIDE, BJ * R, HP_CMP, HEADS, DV, BLOCK_DV, VALUES,
                 PAGE_CMP, INTERPRETED, OVERLAP,
             )  # fmt: skip
             return

@@ -143,7 +143,8 @@ def test_one_sequence_on_a_large_card(monkeypatch, heads, groups, dv):
 
 @pytest.mark.parametrize(
     ("spec", "values", "multiprocessors", "apart", "dtype", "ring"),
-    [(WIDE, 2, 1000, True, torch.float16, 33), (NSASpec(8, 8, 8, 5, 2, 2, 7), 1, 1000, True, torch.float32, None),
+    [(WIDE, 2, 1000, True, torch.float16, 33), (NSASpec(8, 8, 8, 5, 2, 2, 7), 2, 1000, True, torch.float16, None),
+     (WIDE, 2, 1000, False, torch.float32, None),  # of which registers would hold too little
      (WIDE, 2, 40, False, torch.float16, None),  # more programs than multiprocessors
      (NSASpec(4, 4, 12, 5, 2, 0, 20), 2, 1000, False, torch.float16, None)],  # blocks of three keys are padded
 )  # fmt: skip
