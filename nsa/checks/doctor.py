@@ -223,7 +223,7 @@ class Diagnosis:
         setup, began = self.setup, time.monotonic()
         self.progress.begin(f"{name} (at most {setup.limit_s:.0f} s)")
         config = setup.resolve(replace(setup.given, strategy="ddp", batch=SMALL), setup.limit_s)
-        probed = run_probe(kind, Trial(kind, config, setup.out / "trials" / kind, setup.nproc, setup.limit_s))
+        probed = run_probe(kind, Trial(config, setup.out / "trials" / kind, setup.nproc, setup.limit_s))
         wrong = f"{len(probed.failed)} of {len(probed.findings)} wrong" if probed.failed else ""
         reason = probed.problem or "; ".join(map(describe, probed.failed))
         return probed, self._end(
@@ -308,7 +308,7 @@ class Diagnosis:
         folder = setup.out / "trials" / f"{len(self.attempts) - 1:02d}-{slug}"
         folder.mkdir(parents=True, exist_ok=True)  # evidence is read from it even if the run writes nothing
         config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
-        outcome = run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
+        outcome = run_trial(Trial(config, folder, nproc, limit_s), self.progress.update)
         _remove_weights(folder, keep_nonfinite=traced)
         losses, norms = list[float](), list[float]()
         if view := outcome.view:

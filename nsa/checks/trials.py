@@ -38,7 +38,6 @@ OnProgress = Callable[[RunView | None, float], None]  # the state of the run, an
 class Trial:
     """Trains `config` into `folder` with `nproc` processes. `faults` are armed in them (nsa.faults)."""
 
-    name: str
     config: Config
     folder: Path
     nproc: int
