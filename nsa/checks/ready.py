@@ -20,8 +20,8 @@ from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial
-from nsa.config import Config, parse_config
+from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, run_trial
+from nsa.config import Config
 from nsa.errors import printable
 from nsa.inspect.reading import RunView
 from nsa.parallel.context import data_ranks
@@ -148,7 +148,7 @@ class ReadinessCheck:
             phase.criteria.append(judge_findings(found))
             if phase.is_fatal:
                 return
-        one = short_run(synthetic(self.config), 1)
+        one = short_run(changed(self.config, SYNTHETIC_DATA), 1)
         cases = {"one step": one}
         if self.scale is FULL and not is_deep(self.config):
             cases["deep step"] = deep(one, self.nproc)
@@ -163,7 +163,7 @@ class ReadinessCheck:
                 self.progress.note(f"at most {left} to go, if every step is as slow as this one")
 
     def _phase1(self, phase: Phase) -> None:
-        self._train(phase, short_run(synthetic(self.config), self.scale.synthetic))
+        self._train(phase, short_run(changed(self.config, SYNTHETIC_DATA), self.scale.synthetic))
 
     def _phase2(self, phase: Phase) -> None:
         self._train(phase, short_run(self.config, self.scale.data))
@@ -247,24 +247,16 @@ def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterio
     return Criterion("resume", "bit-equal after kill -9", measured, not problem, problem)
 
 
-def changed(config: Config, *overrides: str) -> Config:
-    return parse_config(config.to_dict(), "readiness", overrides)
-
-
 def short_run(config: Config, steps: int) -> Config:
     """Few steps, with intervals short enough that saving and telemetry still happen."""
-    return changed(
-        config,
-        f"train.steps={steps}",
-        f"train.log_every={min(config.train.log_every, max(1, steps // 10))}",
-        "train.profile_steps=null",
-        f"checkpoint.every={min(config.checkpoint.every or steps, max(1, steps // 2))}",
-        f"telemetry.every={min(config.telemetry.every, max(1, steps // 4))}",
-    )
-
-
-def synthetic(config: Config) -> Config:
-    return changed(config, "data.source=synthetic", "data.paths=[]", "data.mixture=[]")
+    changes = {
+        "train.steps": steps,
+        "train.log_every": min(config.train.log_every, max(1, steps // 10)),
+        "train.profile_steps": None,
+        "checkpoint.every": min(config.checkpoint.every or steps, max(1, steps // 2)),
+        "telemetry.every": min(config.telemetry.every, max(1, steps // 4)),
+    }
+    return changed(config, changes)
 
 
 def is_deep(config: Config) -> bool:
@@ -276,23 +268,23 @@ def is_deep(config: Config) -> bool:
 def deep(config: Config, nproc: int) -> Config:
     """Twelve layers, 2048 tokens, gradient checkpointing, one sequence per rank or group of ranks that share it."""
     recompute = config.runtime.gradient_checkpointing
-    return changed(
-        config,
-        f"model.n_layers={max(DEEP_LAYERS, config.model.n_layers)}",
-        f"train.seq_len={max(DEEP_TOKENS, config.train.seq_len)}",
-        f"train.batch_size={data_ranks(config.parallel.context, nproc)}",
-        "train.micro_batch=auto",
-        "train.init_from=null",  # those weights have another depth
-        "data.validation_fraction=0.0",
-        f"runtime.gradient_checkpointing={'block' if recompute == 'none' else recompute}",
-    )
+    changes = {
+        "model.n_layers": max(DEEP_LAYERS, config.model.n_layers),
+        "train.seq_len": max(DEEP_TOKENS, config.train.seq_len),
+        "train.batch_size": data_ranks(config.parallel.context, nproc),
+        "train.micro_batch": "auto",
+        "train.init_from": None,  # those weights have another depth
+        "data.validation_fraction": 0.0,
+        "runtime.gradient_checkpointing": "block" if recompute == "none" else recompute,
+    }
+    return changed(config, changes)
 
 
 def resumable(config: Config, scale: Scale) -> Config:
     """Deterministic, so that the resumed run can be compared bit by bit. Saves block training, so that a checkpoint
     exists when the kill comes, however fast the steps are."""
-    saves = (f"checkpoint.every={scale.save_every}", "checkpoint.background=false")
-    return changed(short_run(config, scale.resume), "runtime.deterministic=true", *saves)
+    saves = {"checkpoint.every": scale.save_every, "checkpoint.background": False}
+    return changed(short_run(config, scale.resume), {"runtime.deterministic": True, **saves})
 
 
 def resumed_from(folder: Path) -> str | None:

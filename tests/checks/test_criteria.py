@@ -17,7 +17,6 @@ from nsa.checks.ready import (
     QUICK,
     QUICK_ON_CPU,
     ReadinessCheck,
-    changed,
     deep,
     first_difference,
     is_deep,
@@ -25,7 +24,7 @@ from nsa.checks.ready import (
     short_run,
 )
 from nsa.checks.ready_report import compare, headline, html, launch_commands, markdown
-from nsa.checks.trials import Outcome, Trial, outcome_of
+from nsa.checks.trials import Outcome, Trial, changed, outcome_of
 from nsa.config import parse_config
 from nsa.config.schema import ReadinessConfig
 from nsa.inspect.reading import read_run
@@ -256,7 +255,7 @@ def test_phases_change_only_what_they_must():
     made = deep(long, 2)
     assert is_deep(made)
     assert made.train.batch_size == 2
-    assert deep(changed(long, "parallel.context=4"), 8).train.batch_size == 2, "one for each group of ranks"
+    assert deep(changed(long, {"parallel.context": 4}), 8).train.batch_size == 2, "one for each group of ranks"
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK, QUICK_ON_CPU])
