@@ -17,7 +17,7 @@ from nsa.checks.memory_trace import Moment, trace
 from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
-from nsa.data.tokenizers import load_tokenizer
+from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
@@ -304,12 +304,10 @@ def _peak_gib(parts: dict[str, float], compiled_share: float = 1.0) -> float:
 
 
 def _vocab_size(config: Config) -> int:
-    data = config.data
     if config.model.vocab_size is not None:
         return config.model.vocab_size
-    if data.tokenizer == "gpt2":  # known without a download
-        return GPT2_VOCABULARY
-    return load_tokenizer(data.tokenizer, path=data.tokenizer_path, separator=data.separator).vocab_size
+    # That of GPT-2 is known without a download.
+    return GPT2_VOCABULARY if config.data.tokenizer == "gpt2" else tokenizer_for(config.data).vocab_size
 
 
 def _replace(config: Config, section: str, **values: Any) -> Config:

@@ -27,8 +27,7 @@ from nsa.parallel.context_layers import apply_context
 from nsa.parallel.recompute import apply_recompute
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
-# Names of the traced blocks, by how many the model has: all of up to three, three of more.
-PLACES = (("last",), ("first", "last"), ("first", "middle", "last"))
+TRACED_BLOCKS = 3  # of a model that has more, all of one kind
 ALIGNMENT = 512  # the CUDA caching allocator returns multiples of this
 NORMS_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # since then autocast computes them so
 TOKENS_PER_DOCUMENT = 512  # assumed where documents are isolated; tables grow slightly with the number of documents
@@ -118,7 +117,7 @@ def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
     so on, "embedding's backward". `config` has no "auto": its micro-batch, precision and vocabulary size are set.
     """
     mixed = len(set(config.model.layer_kinds())) > 1
-    traced = config.model.n_layers if mixed else min(len(PLACES), config.model.n_layers)
+    traced = config.model.n_layers if mixed else min(TRACED_BLOCKS, config.model.n_layers)
     shortened = config.model.model_copy(update={"n_layers": traced})
     assert config.model.vocab_size is not None
     with FakeTensorMode():
@@ -176,8 +175,8 @@ def _register_hooks(model: Decoder, live: LiveBytes) -> None:
 
     model.embedding.register_forward_hook(backward_of("embedding's backward"))
     count = len(model.blocks)
-    numbered = ("first", *(f"no. {number}" for number in range(2, count)), "last")
-    for place, block in zip(PLACES[count - 1] if count <= len(PLACES) else numbered, model.blocks, strict=True):
+    between = ["middle"] if count == 3 else [f"no. {number}" for number in range(2, count)]
+    for place, block in zip(["first", *between, "last"][-count:], model.blocks, strict=True):
         block.register_forward_pre_hook(forward_of(f"{place} block's forward"))
         block.register_forward_hook(backward_of(f"{place} block's backward"))
     model.norm.register_forward_pre_hook(forward_of("head", "logits"))

@@ -57,7 +57,7 @@ def _each_pass_is_traced_once(monkeypatch, traces):
             train=TrainConfig(seq_len=config.train.seq_len, micro_batch=size, batch_size=size),
             runtime=config.runtime.model_copy(update={"compile": False}),
         )
-        key = reduced.model_dump_json(), memory_trace.PLACES, param_dtype, memory_trace.NORMS_IN_FLOAT32
+        key = reduced.model_dump_json(), memory_trace.TRACED_BLOCKS, param_dtype, memory_trace.NORMS_IN_FLOAT32
         if key not in traces:
             traces[key] = trace(reduced, param_dtype)
         return traces[key]
@@ -250,8 +250,7 @@ def test_three_traced_blocks_stand_for_all(checkpointing, micro_batch, monkeypat
         BASE, "model.n_layers=5", f"train.micro_batch={micro_batch}", f"runtime.gradient_checkpointing={checkpointing}"
     )
     short = estimate(config)
-    names = ("first", "second", "third", "middle", "last")
-    monkeypatch.setattr(memory_trace, "PLACES", tuple(names[-n:] for n in range(1, 6)))
+    monkeypatch.setattr(memory_trace, "TRACED_BLOCKS", 5)
     whole = estimate(config)
     assert short.peak_gib == pytest.approx(whole.peak_gib, rel=1e-3)
     for part in ("weights", "optimizer"):
