@@ -234,15 +234,16 @@ def _judge_kernels(probed: ProbeResult) -> Criterion:
 
 
 def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterion:
-    checkpoint = resumed_from(resumed.trial.folder) if resumed.passed else None
+    checkpoint = None
     if killed.passed:
         problem = "the run finished although it was killed: nothing was shown"
     elif not resumed.passed:
         problem = f"did not resume: {resumed.reason}"
-    elif checkpoint is None:
-        problem = "it started over instead of resuming"
     else:
-        problem = first_difference(whole.trial.folder, resumed.trial.folder)
+        folder = resumed.trial.folder
+        checkpoint = [event for event in read_events(folder) if event["event"] == "start"][-1]["from_checkpoint"]
+        problem = "" if checkpoint else "it started over instead of resuming"
+        problem = problem or first_difference(whole.trial.folder, folder)
     measured = "not equal" if problem else f"equal, from {checkpoint}"
     return Criterion("resume", "bit-equal after kill -9", measured, not problem, problem)
 
@@ -285,12 +286,6 @@ def resumable(config: Config, scale: Scale) -> Config:
     exists when the kill comes, however fast the steps are."""
     saves = {"checkpoint.every": scale.save_every, "checkpoint.background": False}
     return changed(short_run(config, scale.resume), {"runtime.deterministic": True, **saves})
-
-
-def resumed_from(folder: Path) -> str | None:
-    """The checkpoint from which the newest start of the run resumed."""
-    starts = [event for event in read_events(folder) if event["event"] == "start"]
-    return starts[-1].get("from_checkpoint") if starts else None
 
 
 def first_difference(whole: Path, resumed: Path) -> str:

@@ -16,7 +16,7 @@ from nsa import __version__
 from nsa.checks.pages import Section, cell, write_files
 from nsa.checks.ready import FULL, Phase, ReadinessCheck
 from nsa.checks.trials import Outcome, format_command, last_lines
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, reworded
 from nsa.inspect.report import page
 from nsa.record.numbers import clock, one_line, plain, seconds, short
 
@@ -102,12 +102,9 @@ def _run(outcome: Outcome) -> dict[str, Any]:
 
 def read_baseline(path: Path) -> Result:
     """The readiness.json of an earlier check."""
-    try:
+    what, remedy = f"--baseline: {path}: cannot be read", "give the readiness.json of an earlier check"
+    with reworded(ConfigError, what, remedy, (OSError, ValueError)):
         baseline = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--baseline: {path}: no such file; give the readiness.json of an earlier check") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--baseline: {path}: cannot be read: {error}") from None
     if not isinstance(baseline, dict) or baseline.get("schema") != SCHEMA:
         raise ConfigError(f"--baseline: {path}: is no readiness.json of schema {SCHEMA}")
     return baseline
