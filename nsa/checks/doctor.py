@@ -25,6 +25,7 @@ from nsa.checks.trials import SYNTHETIC_DATA, Outcome, Trial, changed, run_trial
 from nsa.config import Config, load_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.parallel.context import data_ranks
+from nsa.parallel.launch import choose_strategy
 from nsa.record.numbers import one_line
 from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
@@ -60,11 +61,10 @@ class Setup:
     def given(self) -> Case:
         """The configuration as it is; a ConfigError where its ranks cannot share the batch evenly."""
         config = self.config
-        strategy = "single" if self.given_nproc == 1 else "ddp"
         return Case(
             config.model.n_layers,
             config.train.seq_len,
-            strategy if config.parallel.strategy == "auto" else config.parallel.strategy,
+            choose_strategy(config.parallel.strategy, self.given_nproc),
             config.runtime.gradient_checkpointing,
             config.runtime.compile,
             branch=config.nsa.force_branch,
