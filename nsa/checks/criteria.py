@@ -3,7 +3,6 @@
 A criterion that does not apply reads "n/a" and decides nothing. Thresholds come from the `readiness` section.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +23,6 @@ class Criterion:
     """`ok` is None where it does not apply. `value` is the number behind `measured`, to compare with a baseline."""
 
     name: str
-    phase: str
     target: str
     measured: str
     ok: bool | None
@@ -39,53 +37,51 @@ class Criterion:
 
 
 def judge_run(
-    phase: str, outcome: Outcome, wanted: ReadinessConfig, utilization: float | None, artifacts: list[Artifact]
+    outcome: Outcome, wanted: ReadinessConfig, utilization: float | None, artifacts: list[Artifact]
 ) -> Iterator[Criterion]:
     view = outcome.view
-    yield stability(phase, outcome)
+    yield stability(outcome)
     bad = [artifact for artifact in artifacts if not artifact.ok]
     remark = "; ".join(f"{artifact.name}: {artifact.found}" for artifact in bad)
     found = f"{len(artifacts) - len(bad)} of {len(artifacts)}"
-    yield Criterion("artifacts", phase, "all present and sound", found, not bad, remark)
+    yield Criterion("artifacts", "all present and sound", found, not bad, remark)
     if view is None or not len(view.training):
         return
-    yield _loss(phase, view)
-    yield _memory(phase, view, wanted.max_mem_gib)
-    yield _throughput(phase, view, wanted.min_toks_per_s)
+    yield _loss(view)
+    yield _memory(view, wanted.max_mem_gib)
+    yield _throughput(view, wanted.min_toks_per_s)
     median, ceiling = float(np.median(settled(view, "step_s"))), wanted.max_step_s
     target, ok = ("none set", None) if ceiling is None else (f"<= {ceiling:g} s", median <= ceiling)
-    yield Criterion("step time", phase, target, f"{median:.4g} s", ok, "", median, "s", "lower")
-    yield _utilization(phase, view, utilization, wanted.min_gpu_util)
+    yield Criterion("step time", target, f"{median:.4g} s", ok, "", median, "s", "lower")
+    yield _utilization(view, utilization, wanted.min_gpu_util)
 
 
-def stability(phase: str, outcome: Outcome) -> Criterion:
+def stability(outcome: Outcome) -> Criterion:
     """All steps, no hang, nothing non-finite."""
     view, config = outcome.view, outcome.trial.config
     wanted, done = config.train.steps, view.step if view else 0
     skipped = int(np.nansum(view.training.column("skipped"))) if view else 0
     problem = outcome.reason
-    if not problem and done < wanted:
-        problem = "a phase passes only when it completes all its steps"
     if not problem and skipped and config.runtime.precision != "fp16":  # which skips steps to find its loss scale
         problem = f"{skipped} steps were not finite and were skipped"
     measured = f"{done} of {wanted} steps" + (f", {skipped} skipped" if skipped else "")
-    return Criterion("stability", phase, f"{wanted} steps, no hang, all finite", measured, not problem, problem)
+    return Criterion("stability", f"{wanted} steps, no hang, all finite", measured, not problem, problem)
 
 
-def _loss(phase: str, view: RunView) -> Criterion:
+def _loss(view: RunView) -> Criterion:
     losses = view.training.column("loss")
     tenth = max(1, len(losses) // 10)
     first, last = float(np.median(losses[:tenth])), float(np.median(losses[-tenth:]))
     target = f"the last tenth below the first ({first:.4f})"
     remark = "the loss did not fall: look at the learning rate, the data and `nsa doctor`"
-    return Criterion("loss", phase, target, f"{last:.4f}", last < first, remark, last, "nats")
+    return Criterion("loss", target, f"{last:.4f}", last < first, remark, last, "nats")
 
 
-def _memory(phase: str, view: RunView, limit: float) -> Criterion:
+def _memory(view: RunView, limit: float) -> Criterion:
     peak = float(np.fmax.reduce(view.training.column("mem_gib"), initial=view.mem_gib))  # some steps say nothing
     name = f"memory per {'GPU' if view.on_gpu else 'process'}"
     remark = "`nsa memory` shows what uses it and what would fit"
-    return Criterion(name, phase, f"< {limit:g} GiB", f"{peak:.2f} GiB", peak < limit, remark, peak, "GiB", "lower")
+    return Criterion(name, f"< {limit:g} GiB", f"{peak:.2f} GiB", peak < limit, remark, peak, "GiB", "lower")
 
 
 def settled(view: RunView, column: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -94,24 +90,24 @@ def settled(view: RunView, column: str) -> np.ndarray[tuple[int], np.dtype[np.fl
     return values[int(len(values) * SETTLING) :]
 
 
-def _throughput(phase: str, view: RunView, floor: float) -> Criterion:
+def _throughput(view: RunView, floor: float) -> Criterion:
     """Tokens over all time that training took, including waits for data and saves."""
     seconds = settled(view, "step_s")
     tokens = float((settled(view, "toks_per_s") * seconds).sum())
     spent = float(seconds.sum() + np.nansum(settled(view, "save_wait_s")))
-    rate = tokens / spent if spent > 0 else math.nan
+    rate = tokens / spent
     target, ok, remark = "none set", None, "set readiness.min_toks_per_s"
     if floor:
-        waited = float(np.nansum(settled(view, "data_wait_s"))) / spent if spent > 0 else 0.0
+        waited = float(np.nansum(settled(view, "data_wait_s"))) / spent
         target, ok = f">= {short(floor)} tokens/s", rate >= floor
         remark = f"{rate / floor:.0%} of the floor; {waited:.0%} of the time it waited for data"
-    return Criterion("throughput", phase, target, f"{short(rate)} tokens/s", ok, remark, rate, "tokens/s", "higher")
+    return Criterion("throughput", target, f"{short(rate)} tokens/s", ok, remark, rate, "tokens/s", "higher")
 
 
-def _utilization(phase: str, view: RunView, measured: float | None, floor: float) -> Criterion:
+def _utilization(view: RunView, measured: float | None, floor: float) -> Criterion:
     name, target = "GPU utilisation", f"> {floor:g} %"
     if not view.on_gpu:
-        return Criterion(name, phase, target, "no GPU", None)
+        return Criterion(name, target, "no GPU", None)
     if measured is None:
-        return Criterion(name, phase, target, "not measured", False, "NVML gave no value: is nvidia-ml-py installed?")
-    return Criterion(name, phase, target, f"{measured:.0f} %", measured > floor, "", measured, "%", "higher")
+        return Criterion(name, target, "not measured", False, "NVML gave no value: is nvidia-ml-py installed?")
+    return Criterion(name, target, f"{measured:.0f} %", measured > floor, "", measured, "%", "higher")

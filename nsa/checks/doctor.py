@@ -7,7 +7,6 @@ a trial fails, `doctor_search` finds the smallest case that fails in the same wa
 evidence.
 """
 
-import json
 import math
 import os
 import re
@@ -22,10 +21,11 @@ from rich.text import Text
 from nsa.checks.doctor_search import AS_GIVEN, BRANCH_OF, MIN_TOKENS, OPERATORS, SMALL, SYNTHETIC, Case, Cause, search
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import Outcome, Trial, run_trial, usable_gpus
-from nsa.config import Config, load_config, parse_config
+from nsa.checks.trials import SYNTHETIC_DATA, Outcome, Trial, changed, run_trial, usable_gpus
+from nsa.config import Config, load_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.parallel.context import data_ranks
+from nsa.parallel.launch import choose_strategy
 from nsa.record.numbers import one_line
 from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
@@ -61,11 +61,10 @@ class Setup:
     def given(self) -> Case:
         """The configuration as it is; a ConfigError where its ranks cannot share the batch evenly."""
         config = self.config
-        strategy = "single" if self.given_nproc == 1 else "ddp"
         return Case(
             config.model.n_layers,
             config.train.seq_len,
-            strategy if config.parallel.strategy == "auto" else config.parallel.strategy,
+            choose_strategy(config.parallel.strategy, self.given_nproc),
             config.runtime.gradient_checkpointing,
             config.runtime.compile,
             branch=config.nsa.force_branch,
@@ -121,14 +120,13 @@ class Setup:
         if case.layers != config.model.n_layers:
             changes["train.init_from"] = None  # those weights have another depth
         if case.data == SYNTHETIC:
-            changes |= {"data.source": "synthetic", "data.paths": [], "data.mixture": []}
+            changes |= SYNTHETIC_DATA
         if traced:
             changes |= dict.fromkeys((f"telemetry.trace_{what}" for what in ("grads", "modules", "buckets")), True)
         return changes
 
     def resolve(self, case: Case, limit_s: float, *, traced: bool = False) -> Config:
-        changes = self.changes(case, limit_s, traced=traced)
-        return parse_config(self.config.to_dict(), "doctor", [f"{k}={json.dumps(v)}" for k, v in changes.items()])
+        return changed(self.config, self.changes(case, limit_s, traced=traced))
 
     def tolerance(self, case: Case) -> float:
         """The largest relative difference between losses or gradient norms of two runs on the same batches."""
@@ -190,15 +188,13 @@ class Diagnosis:
         self.evidence: Attempt | None = None  # the smallest case once more, traced
         self.baseline: Attempt | None = None  # the run that has the right numbers
         self.environment: dict[str, Any] = {}  # env.json of a trial
-        self.seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(attempt.seconds for attempt in self.attempts)
 
     def run(self) -> None:
-        began = time.monotonic()
         shutil.rmtree(self.setup.out / "trials", ignore_errors=True)  # of an earlier diagnosis
-        self._walk()
-        self.seconds = time.monotonic() - began
-
-    def _walk(self) -> None:
         self.machine, machine = self._probe("machine", "environment")
         if machine.failure:
             self.failure = machine
@@ -223,7 +219,7 @@ class Diagnosis:
         setup, began = self.setup, time.monotonic()
         self.progress.begin(f"{name} (at most {setup.limit_s:.0f} s)")
         config = setup.resolve(replace(setup.given, strategy="ddp", batch=SMALL), setup.limit_s)
-        probed = run_probe(kind, Trial(kind, config, setup.out / "trials" / kind, setup.nproc, setup.limit_s))
+        probed = run_probe(kind, Trial(config, setup.out / "trials" / kind, setup.nproc, setup.limit_s))
         wrong = f"{len(probed.failed)} of {len(probed.findings)} wrong" if probed.failed else ""
         reason = probed.problem or "; ".join(map(describe, probed.failed))
         return probed, self._end(
@@ -308,7 +304,7 @@ class Diagnosis:
         folder = setup.out / "trials" / f"{len(self.attempts) - 1:02d}-{slug}"
         folder.mkdir(parents=True, exist_ok=True)  # evidence is read from it even if the run writes nothing
         config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
-        outcome = run_trial(Trial(name, config, folder, nproc, limit_s), self.progress.update)
+        outcome = run_trial(Trial(config, folder, nproc, limit_s), self.progress.update)
         _remove_weights(folder, keep_nonfinite=traced)
         losses, norms = list[float](), list[float]()
         if view := outcome.view:

@@ -50,9 +50,9 @@ ADVICE = {
     "batch": "the same model trains with fewer sequences: a smaller `train.micro_batch`, or see `nsa memory`.",
     "branch": "the operators of this branch are at fault, not what is around them: `nsa.force_branch={value}` runs it "
     "alone. Where a kernel is named too, `runtime.kernels` avoids it.",
-    "mixture": "each branch alone is sound: look at the gates and the mix (`runtime.kernels.mix=reference`).",
+    "branch mixture": "each branch alone is sound: look at the gates and the mix (`runtime.kernels.mix=reference`).",
     "kernel": "`runtime.kernels.{value}=reference` avoids it, more slowly.",
-    "kernels": "`runtime.kernels.*=reference` for all of phi, cmp, select, sel, win and mix avoids it, more slowly.",
+    "kernel all": "`runtime.kernels.*=reference` for all of phi, cmp, select, sel, win and mix avoids it, more slowly.",
     "layers": "depends on depth: memory, or numbers that grow from layer to layer.",
     "sequence length": "depends on length: memory, or what only long sequences reach, such as a choice of many blocks.",
     "nothing": "No factor makes a difference: one process with one layer and nothing special fails. Read the log.",
@@ -109,8 +109,7 @@ def verdict(diagnosis: Diagnosis) -> str:
 
 
 def _advice(cause: Cause, given: Case) -> str:
-    special = {"mixture": "mixture", "all": "kernels"}.get(cause.value, cause.factor)
-    text = ADVICE.get(f"{cause.factor} {cause.value}") or ADVICE[special]
+    text = ADVICE.get(f"{cause.factor} {cause.value}") or ADVICE[cause.factor]
     unused = {"strategy": given.strategy != cause.value, "checkpointing": given.checkpointing == "none"}
     note = " The configuration as given does not use it." if unused.get(cause.factor) else ""
     return text.format(value=cause.value, other="branch" if cause.value == "block" else "block") + note

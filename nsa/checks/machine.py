@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -26,7 +25,6 @@ MIN_OPEN_FILES = 1024  # shards, logs, sockets between ranks
 STATE_BYTES = 12  # a parameter and its two moments in fp32
 MAX_FOREIGN_SHARE = 0.05  # of a GPU's memory that other processes may hold
 SPARE_BYTES = 2**30
-SAMPLE_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,8 @@ class GpuUtilization:
 
     def __init__(self, nproc: int):
         self._samples: list[list[float]] = [[] for _ in range(nproc)]
-        self._sampled_at = 0.0
 
     def sample(self) -> None:
-        now = time.monotonic()
-        if now - self._sampled_at < SAMPLE_EVERY_S:
-            return
-        self._sampled_at = now
         for index, samples in enumerate(self._samples):
             with contextlib.suppress(Exception):  # no driver, no NVML, or a GPU that gives no value
                 samples.append(float(torch.cuda.utilization(index)))

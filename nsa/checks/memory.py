@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from nsa.checks.memory_trace import Moment, trace
-from nsa.checks.memory_workspaces import BLAS_BYTES
+from nsa.checks.memory_trace import BLAS_BYTES, Moment, trace
 from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
-from nsa.data.tokenizers import load_tokenizer
+from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
@@ -137,8 +136,6 @@ class Planner:
     """
 
     def __init__(self, config: Config, nproc: int = 1):
-        if nproc < 1:
-            raise ConfigError(f"--nproc: must be at least 1, got {nproc}")
         self.config, self.nproc = config, nproc
         self.strategy = choose_strategy(config.parallel.strategy, nproc)
         self.precision = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
@@ -176,8 +173,6 @@ class Planner:
 
     def estimate_cache(self, tokens: int) -> CacheEstimate:
         """Nothing is allocated."""
-        if tokens < 1:
-            raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
         dtype = DTYPES[self.precision]
         one, two = (KVCache(self._model, sequences=n, max_length=tokens, dtype=dtype).memory() for n in (1, 2))
         parts = {part: two[part] - one[part] for part in one}
@@ -304,12 +299,10 @@ def _peak_gib(parts: dict[str, float], compiled_share: float = 1.0) -> float:
 
 
 def _vocab_size(config: Config) -> int:
-    data = config.data
     if config.model.vocab_size is not None:
         return config.model.vocab_size
-    if data.tokenizer == "gpt2":  # known without a download
-        return GPT2_VOCABULARY
-    return load_tokenizer(data.tokenizer, path=data.tokenizer_path, separator=data.separator).vocab_size
+    # That of GPT-2 is known without a download.
+    return GPT2_VOCABULARY if config.data.tokenizer == "gpt2" else tokenizer_for(config.data).vocab_size
 
 
 def _replace(config: Config, section: str, **values: Any) -> Config:

@@ -16,17 +16,15 @@ PLAIN_EVERY_S = 30.0
 class Progress:
     def __init__(self, console: Console):
         self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True)
         self._name, self._printed_at = "", time.monotonic()
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
+        self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
+        self._live.stop()
 
     def begin(self, name: str) -> None:
         self._name = name
@@ -41,7 +39,7 @@ class Progress:
         self._printed_at = time.monotonic()
 
     def _show(self, line: Text, *, now: bool = False) -> None:
-        if self._live:
+        if self._console.is_terminal:
             self._live.update(line, refresh=True)
         elif now or time.monotonic() - self._printed_at > PLAIN_EVERY_S:
             self.note(line)

@@ -20,8 +20,8 @@ from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import OnProgress, Outcome, Trial, run_trial
-from nsa.config import Config, parse_config
+from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, run_trial
+from nsa.config import Config
 from nsa.errors import printable
 from nsa.inspect.reading import RunView
 from nsa.parallel.context import data_ranks
@@ -103,28 +103,21 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to check, and the folder of the evidence."""
+class ReadinessCheck:
+    """Checks `config` with `nproc` processes. The evidence goes into `folder`."""
 
     config: Config
     folder: Path
     nproc: int
     scale: Scale
+    progress: Progress
     arguments: tuple[str, ...] = ()  # of `nsa train` in phases that use the configured data
-
-
-class ReadinessCheck:
-    """Runs the phases of a plan."""
-
-    def __init__(self, plan: Plan, progress: Progress):
-        self.plan, self.progress = plan, progress
 
     def run(self) -> list[Phase]:
         """All four phases in order, after removing the runs of an earlier check."""
-        phases: list[Phase] = []
-        scale = self.plan.scale
+        phases, scale = list[Phase](), self.scale
         self.progress.note(f"{scale.label} check: about {scale.total} steps in 6 runs; the first one shows how long")
-        for folder in self.plan.folder.glob("phase[0-3]*/"):
+        for folder in self.folder.glob("phase[0-3]*/"):
             shutil.rmtree(folder, ignore_errors=True)
         for key, check in zip(TITLES, (self._phase0, self._phase1, self._phase2, self._phase3), strict=True):
             phase = Phase(key)
@@ -137,9 +130,8 @@ class ReadinessCheck:
         return phases
 
     def _trial(self, name: str, config: Config, faults: str = "") -> Trial:
-        plan, limit_s = self.plan, self.plan.config.readiness.phase_limit_s
-        arguments = plan.arguments if name.startswith(("phase2", "phase3")) else ()
-        return Trial(name, config, plan.folder / name, plan.nproc, limit_s, arguments, faults)
+        arguments = self.arguments if name.startswith(("phase2", "phase3")) else ()
+        return Trial(config, self.folder / name, self.nproc, config.readiness.phase_limit_s, arguments, faults)
 
     def _run(self, phase: Phase, what: str, trial: Trial, update: OnProgress | None = None) -> Outcome:
         self.progress.begin(f"{phase.key}: {what}")
@@ -148,7 +140,7 @@ class ReadinessCheck:
         return outcome
 
     def _phase0(self, phase: Phase) -> None:
-        plan, probed = self.plan, self._trial("phase0-probe", self.plan.config)
+        probed = self._trial("phase0-probe", self.config)
         for kind, judge_findings in (("machine", _judge_machine), ("kernels", _judge_kernels)):
             self.progress.begin(f"{phase.key}: {kind}")
             found = run_probe(kind, probed)
@@ -156,37 +148,36 @@ class ReadinessCheck:
             phase.criteria.append(judge_findings(found))
             if phase.is_fatal:
                 return
-        one = short_run(synthetic(plan.config), 1)
+        one = short_run(changed(self.config, SYNTHETIC_DATA), 1)
         cases = {"one step": one}
-        if plan.scale is FULL and not is_deep(plan.config):
-            cases["deep step"] = deep(one, plan.nproc)
+        if self.scale is FULL and not is_deep(self.config):
+            cases["deep step"] = deep(one, self.nproc)
         for name, config in cases.items():
             outcome = self._run(phase, name, self._trial(f"phase0-{name.split()[0]}", config))
             size = f"{config.model.n_layers} layers, {config.train.seq_len} tokens"
             target = f"{size}, checkpointing {config.runtime.gradient_checkpointing}"
             measured = f"done in {outcome.seconds:.1f} s" if outcome.passed else "failed"
-            phase.criteria.append(Criterion(name, phase.key, target, measured, outcome.passed, outcome.reason))
+            phase.criteria.append(Criterion(name, target, measured, outcome.passed, outcome.reason))
             if name == "one step" and outcome.passed:
-                left = seconds(remaining_s(outcome, plan))
+                left = seconds(self.remaining_s(outcome))
                 self.progress.note(f"at most {left} to go, if every step is as slow as this one")
 
     def _phase1(self, phase: Phase) -> None:
-        self._train(phase, short_run(synthetic(self.plan.config), self.plan.scale.synthetic))
+        self._train(phase, short_run(changed(self.config, SYNTHETIC_DATA), self.scale.synthetic))
 
     def _phase2(self, phase: Phase) -> None:
-        self._train(phase, short_run(self.plan.config, self.plan.scale.data))
-        wanted, used = self.plan.config.data, phase.facts.get("data") or {}
+        self._train(phase, short_run(self.config, self.scale.data))
+        wanted, used = self.config.data, phase.facts.get("data") or {}
         problem = "" if used else "the run did not record its data source"
         if used.get("fallback"):
             problem = f"trained on fallback data: {used['fallback']}"
         target = ", ".join(part.source for part in wanted.mixture) or wanted.source
         measured = str(used.get("source") or "unknown")
-        phase.criteria.append(Criterion("data", phase.key, target, measured, not problem, problem))
+        phase.criteria.append(Criterion("data", target, measured, not problem, problem))
 
     def _train(self, phase: Phase, config: Config) -> None:
         """A training phase with all its criteria."""
-        plan, trial, steps = self.plan, self._trial(phase.key, config), config.train.steps
-        utilization = GpuUtilization(plan.nproc)
+        trial, steps, utilization = self._trial(phase.key, config), config.train.steps, GpuUtilization(self.nproc)
 
         def update(view: RunView | None, elapsed_s: float) -> None:
             self.progress.update(view, elapsed_s)
@@ -194,28 +185,40 @@ class ReadinessCheck:
                 utilization.sample()
 
         outcome = self._run(phase, f"{steps} steps", trial, update)
-        phase.artifacts = check_artifacts(trial.folder, config, plan.nproc)
-        phase.criteria += judge_run(phase.key, outcome, plan.config.readiness, utilization.percent, phase.artifacts)
+        phase.artifacts = check_artifacts(trial.folder, config, self.nproc)
+        phase.criteria += judge_run(outcome, config.readiness, utilization.percent, phase.artifacts)
         if view := outcome.view:
             phase.facts |= {"data": view.metrics.get("data"), "env": view.env}
 
     def _phase3(self, phase: Phase) -> None:
-        config, killed_at = resumable(self.plan.config, self.plan.scale), self.plan.scale.killed_at
-        fault = f"step.begin:kill:hit={killed_at}:rank={self.plan.nproc - 1}"
+        config, killed_at = resumable(self.config, self.scale), self.scale.killed_at
+        fault = f"step.begin:kill:hit={killed_at}:rank={self.nproc - 1}"
         whole = self._run(phase, "without a kill", self._trial("phase3-whole", config))
-        phase.criteria.append(stability(phase.key, whole))
+        phase.criteria.append(stability(whole))
         if phase.is_fatal:
             return
         killed = self._run(phase, f"killed in step {killed_at}", self._trial("phase3-killed", config, fault))
         resumed = self._run(phase, "resumed", self._trial("phase3-killed", config))
         phase.criteria.append(_judge_resume(whole, killed, resumed))
 
+    def remaining_s(self, first: Outcome) -> float:
+        """An upper bound from a run of one step, which also compiles: every run starts, saves and validates at its end
+        for as long as that one, and no step is slower. A validation on the way costs less than training on its
+        sequences."""
+        assert first.view is not None
+        step_s = float(first.view.training.column("step_s")[0])
+        train, scale = self.config.train, self.scale
+        runs = (scale.synthetic, scale.data, scale.resume, scale.resume + scale.save_every)
+        validations = sum((steps - 1) // train.eval_every for steps in runs) if train.eval_every else 0
+        steps = scale.total + validations * train.eval_sequences / train.batch_size
+        return steps * step_s + 5 * (first.seconds - step_s)
+
 
 def _judge_machine(probed: ProbeResult) -> Criterion:
     problem = probed.problem or "; ".join(f"{describe(bad)}; {bad['advice']}" for bad in probed.failed)
     total = len(probed.findings)
     measured = f"{total - len(probed.failed)} of {total}" if total else "no answer"
-    return Criterion("environment", "phase0", "fits the run", measured, not problem, problem)
+    return Criterion("environment", "fits the run", measured, not problem, problem)
 
 
 def _judge_kernels(probed: ProbeResult) -> Criterion:
@@ -223,45 +226,38 @@ def _judge_kernels(probed: ProbeResult) -> Criterion:
     problem = probed.problem or "; ".join(map(describe, probed.failed))
     if not checks:
         measured, ok = ("no answer", False) if problem else ("dense attention", None)
-        return Criterion("kernels", "phase0", target, measured, ok, problem)
+        return Criterion("kernels", target, measured, ok, problem)
     backends = " and ".join(sorted({str(check["backend"]) for check in checks}))
     worst = max(check["error"] / check["limit"] for check in checks)
     measured = f"{backends}: {len(checks)} checks, worst at {worst:.0%} of its limit"
-    return Criterion("kernels", "phase0", target, measured, not problem, problem)
+    return Criterion("kernels", target, measured, not problem, problem)
 
 
 def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterion:
-    checkpoint = resumed_from(resumed.trial.folder) if resumed.passed else None
+    checkpoint = None
     if killed.passed:
         problem = "the run finished although it was killed: nothing was shown"
     elif not resumed.passed:
         problem = f"did not resume: {resumed.reason}"
-    elif checkpoint is None:
-        problem = "it started over instead of resuming"
     else:
-        problem = first_difference(whole.trial.folder, resumed.trial.folder)
+        folder = resumed.trial.folder
+        checkpoint = [event for event in read_events(folder) if event["event"] == "start"][-1]["from_checkpoint"]
+        problem = "" if checkpoint else "it started over instead of resuming"
+        problem = problem or first_difference(whole.trial.folder, folder)
     measured = "not equal" if problem else f"equal, from {checkpoint}"
-    return Criterion("resume", "phase3", "bit-equal after kill -9", measured, not problem, problem)
-
-
-def changed(config: Config, *overrides: str) -> Config:
-    return parse_config(config.to_dict(), "readiness", overrides)
+    return Criterion("resume", "bit-equal after kill -9", measured, not problem, problem)
 
 
 def short_run(config: Config, steps: int) -> Config:
     """Few steps, with intervals short enough that saving and telemetry still happen."""
-    return changed(
-        config,
-        f"train.steps={steps}",
-        f"train.log_every={min(config.train.log_every, max(1, steps // 10))}",
-        "train.profile_steps=null",
-        f"checkpoint.every={min(config.checkpoint.every or steps, max(1, steps // 2))}",
-        f"telemetry.every={min(config.telemetry.every, max(1, steps // 4))}",
-    )
-
-
-def synthetic(config: Config) -> Config:
-    return changed(config, "data.source=synthetic", "data.paths=[]", "data.mixture=[]")
+    changes = {
+        "train.steps": steps,
+        "train.log_every": min(config.train.log_every, max(1, steps // 10)),
+        "train.profile_steps": None,
+        "checkpoint.every": min(config.checkpoint.every or steps, max(1, steps // 2)),
+        "telemetry.every": min(config.telemetry.every, max(1, steps // 4)),
+    }
+    return changed(config, changes)
 
 
 def is_deep(config: Config) -> bool:
@@ -273,41 +269,23 @@ def is_deep(config: Config) -> bool:
 def deep(config: Config, nproc: int) -> Config:
     """Twelve layers, 2048 tokens, gradient checkpointing, one sequence per rank or group of ranks that share it."""
     recompute = config.runtime.gradient_checkpointing
-    return changed(
-        config,
-        f"model.n_layers={max(DEEP_LAYERS, config.model.n_layers)}",
-        f"train.seq_len={max(DEEP_TOKENS, config.train.seq_len)}",
-        f"train.batch_size={data_ranks(config.parallel.context, nproc)}",
-        "train.micro_batch=auto",
-        "train.init_from=null",  # those weights have another depth
-        "data.validation_fraction=0.0",
-        f"runtime.gradient_checkpointing={'block' if recompute == 'none' else recompute}",
-    )
+    changes = {
+        "model.n_layers": max(DEEP_LAYERS, config.model.n_layers),
+        "train.seq_len": max(DEEP_TOKENS, config.train.seq_len),
+        "train.batch_size": data_ranks(config.parallel.context, nproc),
+        "train.micro_batch": "auto",
+        "train.init_from": None,  # those weights have another depth
+        "data.validation_fraction": 0.0,
+        "runtime.gradient_checkpointing": "block" if recompute == "none" else recompute,
+    }
+    return changed(config, changes)
 
 
 def resumable(config: Config, scale: Scale) -> Config:
     """Deterministic, so that the resumed run can be compared bit by bit. Saves block training, so that a checkpoint
     exists when the kill comes, however fast the steps are."""
-    saves = (f"checkpoint.every={scale.save_every}", "checkpoint.background=false")
-    return changed(short_run(config, scale.resume), "runtime.deterministic=true", *saves)
-
-
-def remaining_s(first: Outcome, plan: Plan) -> float:
-    """An upper bound from a run of one step, which also compiles: every run starts, saves and validates at its end for
-    as long as that one, and no step is slower. A validation on the way costs less than training on its sequences."""
-    assert first.view is not None
-    step_s = float(first.view.training.column("step_s")[0])
-    train, scale = plan.config.train, plan.scale
-    runs = (scale.synthetic, scale.data, scale.resume, scale.resume + scale.save_every)
-    validations = sum((steps - 1) // train.eval_every for steps in runs) if train.eval_every else 0
-    steps = scale.total + validations * train.eval_sequences / train.batch_size
-    return steps * step_s + 5 * (first.seconds - step_s)
-
-
-def resumed_from(folder: Path) -> str | None:
-    """The checkpoint from which the newest start of the run resumed."""
-    starts = [event for event in read_events(folder) if event["event"] == "start"]
-    return starts[-1].get("from_checkpoint") if starts else None
+    saves = {"checkpoint.every": scale.save_every, "checkpoint.background": False}
+    return changed(short_run(config, scale.resume), {"runtime.deterministic": True, **saves})
 
 
 def first_difference(whole: Path, resumed: Path) -> str:

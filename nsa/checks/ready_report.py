@@ -14,9 +14,9 @@ from typing import Any
 
 from nsa import __version__
 from nsa.checks.pages import Section, cell, write_files
-from nsa.checks.ready import FULL, Phase, Plan
+from nsa.checks.ready import FULL, Phase, ReadinessCheck
 from nsa.checks.trials import Outcome, format_command, last_lines
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, reworded
 from nsa.inspect.report import page
 from nsa.record.numbers import clock, one_line, plain, seconds, short
 
@@ -36,36 +36,38 @@ td{overflow-wrap:anywhere}
 Result = dict[str, Any]
 
 
-def launch_commands(plan: Plan, config_file: Path, overrides: tuple[str, ...]) -> list[str]:
+def launch_commands(check: ReadinessCheck, config_file: Path, overrides: tuple[str, ...]) -> list[str]:
     """What to start after a GO. After a quick check that is the full one."""
-    if plan.scale is not FULL:
-        return [shlex.join(["nsa", "ready", str(config_file), *overrides, "--nproc", str(plan.nproc)])]
-    folder = plan.config.train.out_dir or str(Path("runs") / config_file.stem)
-    return [format_command(config_file, plan.nproc, overrides), f"nsa watch {folder}", f"nsa report {folder}"]
+    if check.scale is not FULL:
+        return [shlex.join(["nsa", "ready", str(config_file), *overrides, "--nproc", str(check.nproc)])]
+    folder = check.config.train.out_dir or str(Path("runs") / config_file.stem)
+    return [format_command(config_file, check.nproc, overrides), f"nsa watch {folder}", f"nsa report {folder}"]
 
 
-def build_result(plan: Plan, phases: list[Phase], config_file: Path, overrides: tuple[str, ...]) -> Result:
+def build_result(check: ReadinessCheck, phases: list[Phase], config_file: Path, overrides: tuple[str, ...]) -> Result:
     reasons = [reason for phase in phases for reason in _reasons(phase)]
     env: dict[str, Any] = next((phase.facts["env"] for phase in phases if phase.facts.get("env")), {})
     return {
         "schema": SCHEMA,
         "nsa": __version__,
         "outcome": "NO-GO" if reasons else "GO",
-        "scope": plan.scale.label,
+        "scope": check.scale.label,
         "reasons": reasons,
         "time": time.time(),
         "seconds": sum(phase.seconds for phase in phases),
         "config_file": str(config_file),
         "overrides": list(overrides),
-        "config": plan.config.to_dict(),
-        "nproc": plan.nproc,
+        "config": check.config.to_dict(),
+        "nproc": check.nproc,
         "machine": {k: env.get(k) for k in ("gpu", "driver", "cuda", "python", "packages", "cpu_count", "commit")},
         "data": next((p.facts.get("data") for p in phases if p.key == "phase2"), None),
         "phases": [_phase(phase) for phase in phases],
-        "criteria": [{**asdict(c), "verdict": c.verdict} for phase in phases for c in phase.criteria],
+        "criteria": [
+            {"phase": phase.key, **asdict(c), "verdict": c.verdict} for phase in phases for c in phase.criteria
+        ],
         "environment": phases[0].facts.get("machine", []),
         "kernels": phases[0].facts.get("kernels", []),
-        "launch": launch_commands(plan, config_file, overrides),
+        "launch": launch_commands(check, config_file, overrides),
         "changes": None,
     }
 
@@ -89,7 +91,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
 def _run(outcome: Outcome) -> dict[str, Any]:
     trial = outcome.trial
     return {
-        "name": trial.name,
+        "name": trial.folder.name,
         "steps": trial.config.train.steps,
         **{name: getattr(outcome, name) for name in ("exit_code", "timed_out", "seconds", "reason")},
         "folder": str(trial.folder),
@@ -100,12 +102,9 @@ def _run(outcome: Outcome) -> dict[str, Any]:
 
 def read_baseline(path: Path) -> Result:
     """The readiness.json of an earlier check."""
-    try:
+    what, remedy = f"--baseline: {path}: cannot be read", "give the readiness.json of an earlier check"
+    with reworded(ConfigError, what, remedy, (OSError, ValueError)):
         baseline = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--baseline: {path}: no such file; give the readiness.json of an earlier check") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--baseline: {path}: cannot be read: {error}") from None
     if not isinstance(baseline, dict) or baseline.get("schema") != SCHEMA:
         raise ConfigError(f"--baseline: {path}: is no readiness.json of schema {SCHEMA}")
     return baseline

@@ -5,20 +5,22 @@ its folder. However it ends, none of its processes is left when `run_trial` retu
 """
 
 import contextlib
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from nsa.config import Config
+from nsa.config import Config, parse_config
 from nsa.errors import ConfigError, HangError, LaunchError, reworded
 from nsa.files import make_folder, regular, write_whole
 from nsa.inspect.reading import RunView
@@ -31,6 +33,9 @@ LAUNCHER_REPORT = "torch/distributed/elastic/multiprocessing/api.py"  # torchrun
 # Prefixes of variables that the trial's file already contains or that its launcher sets.
 OWN_VARIABLES = ("NSA_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_")
 
+# Overrides of a configuration, for the data that every system has.
+SYNTHETIC_DATA: Mapping[str, Any] = {"data.source": "synthetic", "data.paths": [], "data.mixture": []}
+
 OnProgress = Callable[[RunView | None, float], None]  # the state of the run, and seconds since its start
 
 
@@ -38,7 +43,6 @@ OnProgress = Callable[[RunView | None, float], None]  # the state of the run, an
 class Trial:
     """Trains `config` into `folder` with `nproc` processes. `faults` are armed in them (nsa.faults)."""
 
-    name: str
     config: Config
     folder: Path
     nproc: int
@@ -76,6 +80,11 @@ class Outcome:
     @property
     def passed(self) -> bool:
         return not self.reason
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with other values, by `section.key`."""
+    return parse_config(config.to_dict(), "trial", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
 def format_command(config_file: Path, nproc: int, overrides: tuple[str, ...] = ()) -> str:

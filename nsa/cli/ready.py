@@ -39,7 +39,7 @@ def ready(
     from rich.console import Console
 
     from nsa.checks.progress import Progress
-    from nsa.checks.ready import FULL, QUICK, QUICK_ON_CPU, Plan, ReadinessCheck
+    from nsa.checks.ready import FULL, QUICK, QUICK_ON_CPU, ReadinessCheck
     from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
     from nsa.checks.trials import prepare_to_launch, usable_gpus
     from nsa.train.folder import claim_folder
@@ -51,11 +51,10 @@ def ready(
     processes = nproc or (1 if resolved.parallel.strategy == "single" else max(resolved.parallel.context, gpus))
     scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
-    plan = Plan(resolved, folder, processes, scale, arguments)
     console = Console(highlight=False)
     with claim_folder(folder), Progress(console) as progress:
-        phases = ReadinessCheck(plan, progress).run()
-        result = build_result(plan, phases, config, tuple(given))
+        check = ReadinessCheck(resolved, folder, processes, scale, progress, arguments)
+        result = build_result(check, check.run(), config, tuple(given))
         if before is not None:
             result["changes"] = compare(result, before)
         write_pages(result, folder)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nsa.checks.probe import ProbeResult, find
 from nsa.checks.progress import Progress
-from nsa.checks.ready import QUICK_ON_CPU, Plan, ReadinessCheck
+from nsa.checks.ready import QUICK_ON_CPU, ReadinessCheck
 from nsa.checks.ready_report import build_result, write_pages
 from nsa.checks.trials import Outcome, Trial, outcome_of
 from nsa.config import load_config
@@ -54,21 +54,21 @@ def ready_here(
     """The quick check with runs and probes in this process: a kill is an exception. `faults` gives those of a trial by
     its name; `leave` may damage what a run leaves."""
     config = load_config(config_file, overrides)
-    plan = Plan(config, folder / "ready", 1, QUICK_ON_CPU)
-    plan.folder.mkdir(exist_ok=True)
+    check = ReadinessCheck(config, folder / "ready", 1, QUICK_ON_CPU, Progress(Console(quiet=True)))
+    check.folder.mkdir(exist_ok=True)
 
     def run_trial(trial: Trial, on_progress: Callable) -> Outcome:
-        armed = ",".join(filter(None, (faults(trial.name), trial.faults.replace(":kill:", ":raise:"))))
+        armed = ",".join(filter(None, (faults(trial.folder.name), trial.faults.replace(":kill:", ":raise:"))))
         return trial_here(trial, on_progress, armed, leave)
 
     def run_probe(kind: str, trial: Trial) -> ProbeResult:
         return ProbeResult(find(kind, trial.config, trial.nproc, trial.folder.parent))
 
     with patch.multiple("nsa.checks.ready", run_trial=run_trial, run_probe=run_probe):
-        phases = ReadinessCheck(plan, Progress(Console(quiet=True))).run()
-    result = build_result(plan, phases, config_file, overrides)
-    write_pages(result, plan.folder)
-    return json.loads((plan.folder / "readiness.json").read_text())
+        phases = check.run()
+    result = build_result(check, phases, config_file, overrides)
+    write_pages(result, check.folder)
+    return json.loads((check.folder / "readiness.json").read_text())
 
 
 def trial_here(

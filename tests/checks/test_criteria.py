@@ -6,25 +6,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from nsa.checkpoint.format import name_of
 from nsa.checks.artifacts import check_artifacts
 from nsa.checks.criteria import judge_run
+from nsa.checks.progress import Progress
 from nsa.checks.ready import (
     FULL,
     QUICK,
     QUICK_ON_CPU,
-    Plan,
-    changed,
+    ReadinessCheck,
     deep,
     first_difference,
     is_deep,
-    remaining_s,
     resumable,
     short_run,
 )
 from nsa.checks.ready_report import compare, headline, html, launch_commands, markdown
-from nsa.checks.trials import Outcome, Trial
+from nsa.checks.trials import Outcome, Trial, changed, outcome_of
 from nsa.config import parse_config
 from nsa.config.schema import ReadinessConfig
 from nsa.inspect.reading import read_run
@@ -161,12 +161,12 @@ def test_files_of_every_rank_are_wanted(finished):
 
 
 def trial(steps: int, folder: Path) -> Trial:
-    return Trial("phase1", short_run(CONFIG, steps), folder, 1, 60.0)
+    return Trial(short_run(CONFIG, steps), folder, 1, 60.0)
 
 
 def judged(folder: Path, steps: int, **thresholds: float) -> dict[str, object]:
-    outcome = Outcome(trial(steps, folder), 0, False, 1.0, "", read_run(folder))
-    return {c.name: c for c in judge_run("phase1", outcome, ReadinessConfig(**thresholds), None, [])}
+    outcome = outcome_of(trial(steps, folder), read_run(folder), 0, 1.0)
+    return {c.name: c for c in judge_run(outcome, ReadinessConfig(**thresholds), None, [])}
 
 
 @pytest.fixture
@@ -186,6 +186,7 @@ def measured(tmp_path):
     ]
     (tmp_path / "training.csv").write_text(HEADER + "\n" + "".join(rows))
     (tmp_path / "env.json").write_text(json.dumps({"gpu": []}))
+    (tmp_path / "metrics.json").write_text(json.dumps({"status": "done"}))
     return tmp_path
 
 
@@ -229,11 +230,16 @@ def test_ten_of_two_hundred_steps_are_no_pass(measured):
     found = judged(measured, 200)["stability"]
     assert found.verdict == "fail"
     assert found.measured == "100 of 200 steps"
+    assert found.remark == "ended with success after 100 of 200 steps"
 
 
 def test_a_gpu_that_cannot_be_measured_is_no_pass(measured):
     (measured / "env.json").write_text(json.dumps({"gpu": ["H200"]}))
     assert judged(measured, 100)["GPU utilisation"].verdict == "fail"
+
+
+def check_of(config, nproc: int, scale) -> ReadinessCheck:
+    return ReadinessCheck(config, Path("ready"), nproc, scale, Progress(Console(quiet=True)))
 
 
 def test_phases_change_only_what_they_must():
@@ -249,7 +255,7 @@ def test_phases_change_only_what_they_must():
     made = deep(long, 2)
     assert is_deep(made)
     assert made.train.batch_size == 2
-    assert deep(changed(long, "parallel.context=4"), 8).train.batch_size == 2, "one for each group of ranks"
+    assert deep(changed(long, {"parallel.context": 4}), 8).train.batch_size == 2, "one for each group of ranks"
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK, QUICK_ON_CPU])
@@ -265,13 +271,12 @@ def test_the_time_that_is_announced_is_enough(scale, eval_every):
         validations = sum(step == last or bool(eval_every and step % eval_every == 0) for step in steps)
         return start_s + len(steps) * step_s + validations * sequences / 4 * step_s / 2
 
-    plan = Plan(config, Path(), 1, scale)
     view = SimpleNamespace(training=SimpleNamespace(column={"step_s": [step_s]}.get))
-    first = Outcome(Trial("one", config, Path(), 1, 60.0), 0, False, takes_s(1, 1), "", view)
+    first = Outcome(Trial(config, Path(), 1, 60.0), 0, False, takes_s(1, 1), "", view)
     saved = (scale.killed_at - 1) // scale.save_every * scale.save_every
     runs = [(1, scale.synthetic), (1, scale.data), (1, scale.resume), (1, scale.killed_at), (saved + 1, scale.resume)]
     needed_s = sum(takes_s(*run) for run in runs)
-    assert needed_s <= remaining_s(first, plan) <= 1.5 * needed_s
+    assert needed_s <= check_of(config, 1, scale).remaining_s(first) <= 1.5 * needed_s
 
 
 def test_two_runs_are_the_same_to_the_bit_or_the_place_is_named(finished, run):
@@ -315,8 +320,7 @@ def test_a_quick_check_clears_only_itself():
     assert headline(cleared) == "GO"
     assert headline({**cleared, "scope": "quick"}).startswith("GO (quick check only")
     quick, full = (
-        launch_commands(Plan(CONFIG, Path("ready"), 2, scale), Path("x.yaml"), ("train.lr=1",))
-        for scale in (QUICK, FULL)
+        launch_commands(check_of(CONFIG, 2, scale), Path("x.yaml"), ("train.lr=1",)) for scale in (QUICK, FULL)
     )
     assert quick == ["nsa ready x.yaml train.lr=1 --nproc 2"]  # no command that trains
     train = "torchrun --standalone --nproc-per-node 2 -m nsa train x.yaml train.lr=1"

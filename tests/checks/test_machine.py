@@ -54,7 +54,6 @@ def utilization(monkeypatch, samples: list[list[float]], nproc: int) -> float | 
     """What is measured where torch gives these values for the GPUs, one after the other."""
     values = [iter(series) for series in samples]
     monkeypatch.setattr("torch.cuda.utilization", lambda index: next(values[index]))
-    monkeypatch.setattr(machine, "SAMPLE_EVERY_S", 0.0)
     measured = GpuUtilization(nproc)
     for _ in range(2):
         measured.sample()

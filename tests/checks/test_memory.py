@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import typer
 
 from nsa.checks import memory_trace
 from nsa.checks.memory import (
@@ -57,7 +58,7 @@ def _each_pass_is_traced_once(monkeypatch, traces):
             train=TrainConfig(seq_len=config.train.seq_len, micro_batch=size, batch_size=size),
             runtime=config.runtime.model_copy(update={"compile": False}),
         )
-        key = reduced.model_dump_json(), memory_trace.PLACES, param_dtype, memory_trace.NORMS_IN_FLOAT32
+        key = reduced.model_dump_json(), memory_trace.TRACED_BLOCKS, param_dtype, memory_trace.NORMS_IN_FLOAT32
         if key not in traces:
             traces[key] = trace(reduced, param_dtype)
         return traces[key]
@@ -250,8 +251,7 @@ def test_three_traced_blocks_stand_for_all(checkpointing, micro_batch, monkeypat
         BASE, "model.n_layers=5", f"train.micro_batch={micro_batch}", f"runtime.gradient_checkpointing={checkpointing}"
     )
     short = estimate(config)
-    names = ("first", "second", "third", "middle", "last")
-    monkeypatch.setattr(memory_trace, "PLACES", tuple(names[-n:] for n in range(1, 6)))
+    monkeypatch.setattr(memory_trace, "TRACED_BLOCKS", 5)
     whole = estimate(config)
     assert short.peak_gib == pytest.approx(whole.peak_gib, rel=1e-3)
     for part in ("weights", "optimizer"):
@@ -420,7 +420,6 @@ def test_cards_by_name_and_by_size():
     ("nproc", "overrides", "named"),
     [
         (3, [], "train.batch_size"),
-        (0, [], "--nproc"),
         (2, ["parallel.strategy=single"], "parallel.strategy"),
         (4, ["train.micro_batch=8"], "train.micro_batch"),
     ],
@@ -511,5 +510,8 @@ def test_the_cache_is_predicted_to_the_byte(nsa_memory):
     assert found["parts"]["sel"] == 2 * 32768 * 2 * (64 + 64) * 2  # layers, tokens, heads, channels, bytes
     assert f"one sequence {sum(found['parts'].values()) / 2**20:.2f}" in " ".join(printed.split())
     assert f"24gb: {found['most_sequences']['24gb']} such sequences at a time" in printed
-    with pytest.raises(ConfigError, match="--cache"):
-        nsa_memory("--cache", "0")
+    for option in ("--cache", "--nproc"):
+        with pytest.raises(typer.BadParameter) as refused:
+            nsa_memory(option, "0")
+        assert refused.value.param.opts == [option]
+        assert refused.value.exit_code == 2

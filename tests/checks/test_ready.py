@@ -113,7 +113,10 @@ def test_a_check_that_is_stopped_in_a_run_leaves_no_process_behind(tmp_path, num
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--baseline", "absent.json"), "--baseline: absent.json: no such file"),
+        (
+            ("--baseline", "absent.json"),
+            "--baseline: absent.json: cannot be read: No such file or directory; give",
+        ),
         (("readiness.max_mem_gib=lots",), "readiness.max_mem_gib"),
         (("--nproc", "0"), "--nproc"),
     ],

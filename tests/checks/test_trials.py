@@ -29,7 +29,7 @@ def test_a_run_over_its_limit_leaves_its_stacks_and_is_ended(tmp_path, monkeypat
         if view is not None and view.step == 1:
             skipped_s[0] = 1000.0
 
-    trial = Trial("slow", config, tmp_path / "run", nproc=2, limit_s=900.0, faults=fault)
+    trial = Trial(config, tmp_path / "run", nproc=2, limit_s=900.0, faults=fault)
     outcome = run_trial(trial, on_progress)
     assert (outcome.timed_out, outcome.passed, outcome.exit_code) == (True, False, 6)
     assert outcome.reason == "did not end within 900 s: it stopped after step 1"
@@ -42,7 +42,7 @@ def test_a_run_over_its_limit_leaves_its_stacks_and_is_ended(tmp_path, monkeypat
 def recorded(tmp_path, metrics: dict, log: str = "") -> Outcome:
     """The outcome of a run of two steps with exit code 1, by what it left."""
     config = load_config(write_config(tmp_path, train={"steps": 2}))
-    trial = Trial("recorded", config, tmp_path / "run", nproc=2, limit_s=60.0)
+    trial = Trial(config, tmp_path / "run", nproc=2, limit_s=60.0)
     trial.folder.mkdir()
     trial.log_file.write_text(log)
     (trial.folder / "metrics.json").write_text(json.dumps(metrics))
@@ -63,12 +63,12 @@ def test_a_run_that_left_no_reason_gives_the_last_line_it_printed(tmp_path):
 
 def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):
     config = load_config(write_config(tmp_path))
-    probed = run_probe("kernels", Trial("probe", config, tmp_path / "probe", nproc=1, limit_s=0.5))
+    probed = run_probe("kernels", Trial(config, tmp_path / "probe", nproc=1, limit_s=0.5))
     assert (probed.findings, probed.problem) == ([], "no answer after 0.5 s")
     assert processes_that_name(tmp_path) == []
 
 
 def test_a_probe_that_fails_gives_its_last_line(tmp_path):
     config = load_config(write_config(tmp_path, runtime={"kernels": {"sel": "triton"}}))
-    probed = run_probe("kernels", Trial("probe", config, tmp_path / "probe", nproc=1, limit_s=60.0))
+    probed = run_probe("kernels", Trial(config, tmp_path / "probe", nproc=1, limit_s=60.0))
     assert "backend 'triton' cannot run operator 'sel' here" in probed.problem
