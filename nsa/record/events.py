@@ -78,11 +78,7 @@ class EventStream:
 
     def close(self) -> None:
         """Writes what is queued and closes the sinks. Emitting afterwards starts the threads again."""
-        late = late_writers(self._writers, lambda sink: sink.close())
-        for writer in late:
-            self.failures.add(f"{writer.current} does not answer", max(1, writer.queued))
-        for writer in self._writers:
-            writer.end()
+        late = close_writers(self._writers, self.failures)
         self._writers = [writer for writer in self._writers if writer not in late]
 
 
@@ -165,6 +161,16 @@ def late_writers(writers: Sequence[Writer], task: Task, timeout_s: float | None 
     deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
     submitted = [(writer, writer.submit(task)) for writer in writers]
     return [writer for writer, done in submitted if not done.wait(max(0.0, deadline - time.monotonic()))]
+
+
+def close_writers(writers: Sequence[Writer], failures: Failures) -> list[Writer]:
+    """Writes what is queued, closes the sinks and ends the threads; counts what those that do not answer have lost."""
+    late = late_writers(writers, lambda sink: sink.close())
+    for writer in late:
+        failures.add(f"{writer.current} does not answer", max(1, writer.queued))
+    for writer in writers:
+        writer.end()
+    return late
 
 
 class HeartbeatSink(Sink):
