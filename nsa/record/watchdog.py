@@ -209,7 +209,7 @@ class Watchdog:
         text = f"{headline(self._rank, report)}\n{at}, limit {report['limit_s']:.1f} s, {here}\n"
         self._put(f"{text}\nstacks of all threads:\n")
         with self.failures.counted():
-            self._put_stacks()
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
         report["file"] = str(self._path) if self._path else None
         self._put(f"\n{standing}")
         with self.failures.counted():
@@ -220,21 +220,15 @@ class Watchdog:
         self._link.sendall(b"done ")
 
     def _put(self, text: str) -> None:
-        """Into the file, or to standard error if the file cannot be written."""
-        for file in (self._file, STDERR):
-            try:
-                os.write(file, text.encode(errors="replace"))
+        """Into the file; to standard error from the first time that the file cannot be written."""
+        content = text.encode(errors="replace")
+        with suppress(OSError):
+            if os.write(self._file, content) == len(content):
                 return
-            except OSError as error:
-                self.failures.add(f"a stack dump cannot be written: {error.strerror}")
-
-    def _put_stacks(self) -> None:
-        before = os.fstat(self._file).st_size
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
-        if self._path is not None and os.fstat(self._file).st_size == before:  # it does not report a full disk
-            self.failures.add("a stack dump cannot be written")
+        self.failures.add("a stack dump cannot be written")
+        if self._path is not None:
             self._file, self._path = STDERR, None
-            faulthandler.dump_traceback(file=STDERR, all_threads=True)
+            self._put(text)
 
     def _report_last(self, report: dict[str, Any]) -> None:
         """What may block: a terminal that nobody reads, a hung device. The device itself is not asked, only what
