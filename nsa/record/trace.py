@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,7 @@ class Tracer:
             state: Any,
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[torch.Tensor]:
-            record: dict[str, Any] = {}
-            self._bucket_begins(bucket, record)
+            record = self._bucket_begins(bucket)
             return inner(state, bucket).then(functools.partial(self._pass_on, record))
 
         return traced
@@ -159,11 +158,13 @@ class Tracer:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _attach_modules(self, model: nn.Module) -> None:
-        """Not torch's full backward hooks: they put a view around every output, which FSDP warns of."""
-        compiled = False
-        for name, module, inside_compiled in _parts(model):
-            compiled |= inside_compiled
-            if not inside_compiled:
+        """Onto the model's parts, its blocks and their parts. Not torch's full backward hooks: they put a view around
+        every output, which FSDP warns of."""
+        blocks = {name: module.forward for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
+        compiled = {name for name, forward in blocks.items() if hasattr(forward, "_torchdynamo_orig_callable")}
+        for name, module in model.named_modules():
+            is_traced = name in blocks or name.rpartition(".")[0] in {"", *blocks} - compiled
+            if name and is_traced and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 hook = functools.partial(self._after_forward, name)
                 self._handles.append(module.register_forward_hook(hook))
         if compiled:
@@ -184,12 +185,13 @@ class Tracer:
                 self._emit(event, name=name, order=len(self._arrived[event]))
                 self._arrived[event].append(name)
 
-    def _bucket_begins(self, bucket: Any, record: dict[str, Any]) -> None:
+    def _bucket_begins(self, bucket: Any) -> dict[str, Any]:
+        """What is recorded of it again when it is done; nothing outside of a step."""
+        if self._step is None:
+            return {}
         with self.failures.counted():
-            if self._step is None:
-                return
             buffer, names = bucket.buffer(), {id(parameter): name for name, parameter in self._parameters.items()}
-            record |= {
+            record = {
                 "step": self._step,
                 "index": bucket.index(),
                 "bytes": buffer.numel() * buffer.element_size(),
@@ -197,6 +199,8 @@ class Tracer:
                 "started": time.time(),
             }
             self._emit("bucket", **record, done=None)
+            return record
+        return {}
 
     def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
         value = future.value()  # raises if the reduction failed: such a bucket is never done
@@ -230,20 +234,6 @@ class Tracer:
     def _wait_for_device(self) -> None:
         if self._gpu is not None:
             torch.cuda.current_stream(self._gpu).synchronize()
-
-
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The model's parts, its blocks and their parts by name; and whether each is inside a compiled block."""
-    containers = (nn.ModuleList, nn.ModuleDict)
-    parents = {"": False} | {
-        name: hasattr(module.forward, "_torchdynamo_orig_callable")
-        for name, module in model.named_modules()
-        if isinstance(module, DecoderBlock)
-    }
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        if name and not isinstance(module, containers) and (parent in parents or name in parents):
-            yield name, module, parents.get(parent, False)
 
 
 def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
