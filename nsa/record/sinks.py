@@ -31,8 +31,7 @@ class TableSink(Sink):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
         self._pending = bytearray()
-        # The last step whose row was emitted, came here, is in the file. Only one thread sets each of them.
-        self._emitted = self._taken = self._written = done_steps
+        self._taken = self._written = done_steps  # the last step whose row came here, is in the file
         with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
             kept, self.last_step = _kept(path, table.header.encode(), done_steps)
             if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
@@ -44,15 +43,9 @@ class TableSink(Sink):
             else:
                 self._pending += table.header.encode()
 
-    @property
-    def unwritten(self) -> tuple[int, int] | None:
-        """The first and the last step whose rows wait, here or in the queue."""
-        first, last = self._written + 1, max(self._emitted, self._taken)
-        return (first, last) if first <= last else None
-
-    def expect(self, event: Event) -> None:
-        if self.wants(event):
-            self._emitted = event["step"]
+    def unwritten(self, emitted: int) -> tuple[int, int] | None:
+        """The first and the last step up to `emitted` whose rows wait, here or in the queue."""
+        return (self._written + 1, emitted) if self._written < emitted else None
 
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)
