@@ -143,7 +143,7 @@ class Tracer:
         """A shard's gradient is put there by the strategy. Autograd's goes to the gathered parameter, which takes the
         shard's place in its module while that is computed: it is there when the module's own hooks are called."""
         for prefix, module in model.named_modules():
-            if module is model or isinstance(module, FSDPModule):
+            if module is model or issubclass(type(module), FSDPModule):
                 self._handles.append(module.register_forward_pre_hook(functools.partial(self._watch, prefix)))
         if self._sharded:
             self._emit("note", text="digests: none of sharded tensors, every rank holds its own part of each")
