@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, fields
 
 from nsa.errors import ConfigError
 
-ACTIONS = ("kill", "stop", "terminate", "usr1", "enospc", "eio", "raise", "sleep", "nan", "barrier")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "usr1": signal.SIGUSR1}
+DISK_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+ACTIONS = (*SIGNALS, *DISK_ERRORS, "raise", "sleep", "nan", "barrier")
 
 
 @dataclass
@@ -50,10 +52,9 @@ def armed() -> bool:
 
 def point(name: str) -> None:
     """Triggers the faults that are armed for this point."""
-    if _armed:
-        for fault in _armed:
-            if fault.point == name and fault.action != "nan" and fault.due():
-                _trigger(fault)
+    for fault in _armed:
+        if fault.point == name and fault.action != "nan" and fault.due():
+            _trigger(fault)
 
 
 def makes_nan(name: str) -> bool:
@@ -62,37 +63,30 @@ def makes_nan(name: str) -> bool:
 
 
 def _trigger(fault: Fault) -> None:
-    signals = {
-        "kill": signal.SIGKILL,
-        "stop": signal.SIGSTOP,
-        "terminate": signal.SIGTERM,
-        "usr1": signal.SIGUSR1,
-    }
-    if fault.action in signals:
-        os.kill(os.getpid(), signals[fault.action])
+    if fault.action in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault.action])
+    elif fault.action in DISK_ERRORS:
+        raise OSError(DISK_ERRORS[fault.action], os.strerror(DISK_ERRORS[fault.action]))
     elif fault.action == "sleep":
         time.sleep(fault.seconds)
     elif fault.action == "barrier":  # a collective that the other ranks do not call
         from torch import distributed
 
         distributed.barrier()
-    elif fault.action == "raise":
-        raise RuntimeError(f"fault at {fault.point}")
     else:
-        number = errno.ENOSPC if fault.action == "enospc" else errno.EIO
-        raise OSError(number, os.strerror(number))
+        raise RuntimeError(f"fault at {fault.point}")
 
 
 def _parse(text: str) -> Fault:
     name, *rest = text.strip().split(":")
-    numbers = {f.name for f in fields(Fault) if f.init} - {"point", "action"}
     try:
         action, *settings = rest
-        values = {key: int(value) for key, value in (s.split("=") for s in settings)}
-    except ValueError:
-        raise ConfigError(f"NSA_FAULTS: cannot read {text!r}; write POINT:ACTION[:hit=N][:rank=N]") from None
-    if action not in ACTIONS or not values.keys() <= numbers:
+        if action not in ACTIONS:
+            raise ValueError
+        return Fault(name, action, **{key: int(value) for key, value in (s.split("=") for s in settings)})
+    except (ValueError, TypeError):  # a TypeError: no such setting
+        numbers = [f.name for f in fields(Fault) if f.init and f.type is int]
         raise ConfigError(
-            f"NSA_FAULTS: {text!r}: an action is one of {', '.join(ACTIONS)}; settings are {sorted(numbers)}"
-        )
-    return Fault(name, action, **values)
+            f"NSA_FAULTS: cannot read {text!r}; write POINT:ACTION[:SETTING=N]..., where an action is one of "
+            f"{', '.join(ACTIONS)} and a setting one of {', '.join(numbers)}"
+        ) from None

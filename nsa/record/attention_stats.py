@@ -69,7 +69,8 @@ class AttentionObserver:
             gates = self._joined(gates, 1, GATE_NUMBERS, GATE_MAXIMA)
             selection = self._joined(selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
         if gates or selection:
-            on_host = [_to_host(torch.stack(part)) if part else None for part in (gates, selection)]
+            # A copy that does not wait goes to pinned memory.
+            on_host = [torch.stack(p).to("cpu", non_blocking=True) if p else None for p in (gates, selection)]
             arrived = None
             if any(part and part[0].is_cuda for part in (gates, selection)):
                 arrived = torch.cuda.Event()
@@ -113,13 +114,6 @@ def _total(rows: Tensor, maxima: slice) -> Tensor:
     total = rows.sum(0)
     total[..., maxima] = rows[..., maxima].amax(0)
     return total
-
-
-def _to_host(numbers: Tensor) -> Tensor:
-    if not numbers.is_cuda:
-        return numbers
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    return host.copy_(numbers, non_blocking=True)
 
 
 def gate_numbers(gates: Tensor) -> Tensor:

@@ -20,22 +20,21 @@ class RunConsole:
     def __init__(self, total_steps: int, log: RunLog, *, silent: bool = False):
         self._log, self._silent = log, silent
         self._active = ExitStack()
-        self._progress: Progress | None = None
         console = Console(file=log.screen, highlight=False, soft_wrap=True)
-        if console.is_terminal and not silent:
-            self._progress = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]:.3f}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._progress.add_task("", total=total_steps, loss=float("nan"))
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=silent or not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total_steps, loss=float("nan"))
 
     def __enter__(self) -> Self:
-        if self._progress:
+        if not self._progress.disable:
             self._active.enter_context(self._progress)  # from here on, what is printed appears above the bar
             self._active.enter_context(self._log.copied())
         return self
@@ -48,5 +47,4 @@ class RunConsole:
             print(printable(line))
 
     def advance(self, step: int, loss: float) -> None:
-        if self._progress:
-            self._progress.update(self._task, completed=step, loss=loss)
+        self._progress.update(self._task, completed=step, loss=loss)

@@ -33,9 +33,6 @@ class Sink:
         """Whether `write` has something to do for this event: only then can the sink fail or recover."""
         return True
 
-    def expect(self, event: Event) -> None:
-        """In the thread that emits: `write` gets this event later, unless the sink hangs."""
-
     def write(self, event: Event) -> None:
         raise NotImplementedError
 
@@ -53,6 +50,7 @@ class EventStream:
     def __init__(self, rank: int, sinks: Sequence[Sink] = (), failures: Failures | None = None):
         self.rank, self.failures = rank, failures or Failures()
         self.incidents = 0
+        self.last_steps: dict[EventKind, int] = {}  # of the last event of each kind
         self._writers: list[Writer] = []
         self.add(*sinks)
 
@@ -62,6 +60,7 @@ class EventStream:
             self._writers.append(Writer(sinks, self.failures))
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
+        self.last_steps[event] = step
         made = make_event(event, self.rank, step, **values)
         for writer in self._writers:
             writer.write(made)
@@ -78,11 +77,7 @@ class EventStream:
 
     def close(self) -> None:
         """Writes what is queued and closes the sinks. Emitting afterwards starts the threads again."""
-        late = late_writers(self._writers, lambda sink: sink.close())
-        for writer in late:
-            self.failures.add(f"{writer.current} does not answer", max(1, writer.queued))
-        for writer in self._writers:
-            writer.end()
+        late = close_writers(self._writers, self.failures)
         self._writers = [writer for writer in self._writers if writer not in late]
 
 
@@ -107,8 +102,6 @@ class Writer:
         return self._tasks.qsize()
 
     def write(self, event: Event) -> None:
-        for sink in list(self._sinks):
-            sink.expect(event)
         if self.queued >= MAX_QUEUED:
             self._failures.add(f"{self.current} does not answer: {MAX_QUEUED} events wait for it")
         else:
@@ -165,6 +158,16 @@ def late_writers(writers: Sequence[Writer], task: Task, timeout_s: float | None 
     deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
     submitted = [(writer, writer.submit(task)) for writer in writers]
     return [writer for writer, done in submitted if not done.wait(max(0.0, deadline - time.monotonic()))]
+
+
+def close_writers(writers: Sequence[Writer], failures: Failures) -> list[Writer]:
+    """Writes what is queued, closes the sinks and ends the threads; counts what those that do not answer have lost."""
+    late = late_writers(writers, lambda sink: sink.close())
+    for writer in late:
+        failures.add(f"{writer.current} does not answer", max(1, writer.queued))
+    for writer in writers:
+        writer.end()
+    return late
 
 
 class HeartbeatSink(Sink):

@@ -92,8 +92,6 @@ def held_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> l
 def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named_tensors: NamedTensors) -> None:
     """Writes `mem_{label}.txt` for people and `mem_{label}.json` for programs; ranks above 0 add `_rank{r}`."""
     snapshot = {"label": label, **_snapshot(rank, device, named_tensors)}
-    accounted = sum(entry["bytes"] for entry in snapshot["owners"].values())
-    snapshot["unaccounted_bytes"] = max(0, _in_use(snapshot) - accounted)
     write_whole(memory_files(label, ".txt").path(folder, rank), "\n".join(_format_dump(snapshot, device)) + "\n")
     write_whole(memory_files(label, ".json").path(folder, rank), json.dumps(snapshot, indent=1) + "\n")
 
@@ -101,12 +99,11 @@ def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named
 def memory_usage(device: torch.device) -> dict[str, int]:
     """Bytes now and at most: of PyTorch's allocator on a GPU, else of the whole process."""
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
         return {
-            "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
-            "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
-            "peak_bytes": stats.get("allocated_bytes.all.peak", 0),
-            "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+            "allocated_bytes": torch.cuda.memory_allocated(device),
+            "reserved_bytes": torch.cuda.memory_reserved(device),
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
         }
     resident = psutil.Process().memory_info().rss
     # Not getrusage, whose peak a process inherits from the one that started it.
@@ -175,21 +172,20 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[power]}" if power else f"{count:.0f} bytes"
 
 
-def _snapshot(rank: int, device: torch.device, named_tensors: NamedTensors) -> dict[str, Any]:
-    held = held_tensors(named_tensors(), device)
+def _snapshot(rank: int, device: torch.device, named_tensors: NamedTensors, were_in_use: int = 0) -> dict[str, Any]:
+    """Memory and its owners now. `were_in_use`: bytes that are partly free again, and are to be accounted for too."""
+    held, usage = held_tensors(named_tensors(), device), memory_usage(device)
+    in_use = max(were_in_use, usage["allocated_bytes" if device.type == "cuda" else "resident_bytes"])
     largest = sorted(held, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))
     return {
         "time": time.time(),
         "rank": rank,
         "device": str(device),
-        **memory_usage(device),
+        **usage,
+        "unaccounted_bytes": max(0, in_use - sum(tensor["bytes"] for tensor in held)),
         "owners": _owners(held),
         "largest_tensors": largest[:LARGEST_TENSORS],
     }
-
-
-def _in_use(usage: Mapping[str, Any]) -> int:
-    return int(usage["allocated_bytes"] if "allocated_bytes" in usage else usage["resident_bytes"])
 
 
 def _owners(held: list[Held]) -> dict[str, dict[str, Any]]:
@@ -237,17 +233,15 @@ def _memory_error(error: BaseException | None) -> BaseException | None:
 
 
 def _oom_state(rank: int, device: torch.device, error: BaseException, named_tensors: NamedTensors) -> dict[str, Any]:
-    snapshot = _snapshot(rank, device, named_tensors)
+    # Some of it is free again by now; PyTorch's message has the amount at the time of the error.
+    snapshot = _snapshot(rank, device, named_tensors, _bytes_in(error, "Of the allocated memory"))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         in_use = total - free  # with what other processes and CUDA itself hold
     else:
         in_use, total = snapshot["resident_bytes"], psutil.virtual_memory().total
     owners = snapshot["owners"]
-    kinds = {kind: entry["bytes"] for kind, entry in owners.items()}
-    # Some of it is free again by now; PyTorch's message has the amount at the time of the error.
-    at_most = max(_in_use(snapshot), _bytes_in(error, "Of the allocated memory"))
-    kinds[UNACCOUNTED] = max(0, at_most - sum(kinds.values()))
+    kinds = {kind: entry["bytes"] for kind, entry in owners.items()} | {UNACCOUNTED: snapshot["unaccounted_bytes"]}
     modules = [(size, kind, module) for kind, entry in owners.items() for module, size in entry["modules"].items()]
     largest = sorted([*modules, (kinds[UNACCOUNTED], UNACCOUNTED, None)], key=lambda owner: -owner[0])[:LARGEST_OWNERS]
     return {

@@ -7,13 +7,13 @@ ends the run nor holds it up. What cannot be written is counted.
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 from nsa.errors import printable
 from nsa.files import regular
-from nsa.record.events import Sink, Writer, late_writers
+from nsa.record.events import Sink, Writer, close_writers, late_writers
 from nsa.record.failures import Failures
 from nsa.record.schema import RUN_LOG, Event
 
@@ -29,45 +29,32 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, rank: int):
-        self.path = RUN_LOG.path(folder, rank)
         self.failures = Failures()
-        self._before = (sys.stdout, sys.stderr)
+        self._redirected = ExitStack()
         self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self.failures, CONSOLE_THREAD)
-        self._file: Writer | None = None
+        self._file = Writer([_LogFile(RUN_LOG.path(folder, rank))], self.failures)
+        self._writers = [self._console, self._file]
         self.screen = self._shown(OUT, sys.stdout)
 
     def __enter__(self) -> Self:
-        try:
-            file = open(self.path, "a", encoding="utf-8", errors="replace", buffering=1, opener=regular)
-            self._file = Writer([_Stream(self.path.name, file, owned=True)], self.failures)
-        except OSError as error:
-            self.failures.add(f"{self.path.name} cannot be opened: {error.strerror}")
         self.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
-        sys.stdout, sys.stderr = self.screen, self._shown(ERR, sys.stderr)
-        self._copy = self.copied()
-        self._copy.__enter__()
+        shown = redirect_stdout(self.screen), redirect_stderr(self._shown(ERR, sys.stderr))
+        for redirection in (*shown, self.copied()):
+            self._redirected.enter_context(redirection)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._copy.__exit__(None, None, None)
-        sys.stdout, sys.stderr = self._before
+        self._redirected.close()
         if error is not None:  # its traceback is printed after this file is closed
             self.write(printable(f"ended by {type(error).__name__}: {error}\n"))
-        for writer in late_writers(self._writers, lambda sink: sink.close()):
-            self.failures.add(f"{writer.current} does not answer")
-        for writer in self._writers:
-            writer.end()
+        close_writers(self._writers, self.failures)
 
     @contextmanager
     def copied(self) -> Iterator[None]:
         """Inside, what is printed to the present stdout and stderr goes into the file too."""
-        before = sys.stdout, sys.stderr
-        both = (_Redirected(s, [self.write, s.write], [s.flush, self.flush]) for s in before)
-        sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in both)
-        try:
+        both = [_Redirected(s, [self.write, s.write], [s.flush, self.flush]) for s in (sys.stdout, sys.stderr)]
+        with redirect_stdout(both[0]), redirect_stderr(both[1]):
             yield
-        finally:
-            sys.stdout, sys.stderr = before
 
     def _shown(self, name: str, stream: TextIO) -> TextIO:
         """A stream of the console that another thread writes and flushes."""
@@ -75,23 +62,27 @@ class RunLog:
 
     def write(self, text: str) -> None:
         """Into the file alone."""
-        if self._file is not None:
-            self._file.write({"stream": self.path.name, "text": text})
+        self._file.write({"text": text})
 
     def flush(self) -> None:
         """Waits until everything printed so far is written, a short time at most."""
         late_writers(self._writers, lambda sink: sink.flush(), FLUSH_S)
 
-    @property
-    def _writers(self) -> list[Writer]:
-        return [self._console, *([self._file] if self._file else [])]
+
+class _LogFile(Sink):
+    def __init__(self, path: Path):
+        self.name, self._path = path.name, path
+
+    def write(self, event: Event) -> None:
+        with open(self._path, "a", encoding="utf-8", errors="replace", opener=regular) as file:
+            file.write(event["text"])
 
 
 class _Stream(Sink):
-    """A stream of text. One that this process was given stays open."""
+    """A stream of the console, which stays open."""
 
-    def __init__(self, name: str, stream: TextIO, *, owned: bool = False):
-        self.name, self._stream, self._owned = name, stream, owned
+    def __init__(self, name: str, stream: TextIO):
+        self.name, self._stream = name, stream
 
     def wants(self, event: Event) -> bool:
         return bool(event["stream"] == self.name)
@@ -99,10 +90,6 @@ class _Stream(Sink):
     def write(self, event: Event) -> None:
         self._stream.write(event["text"])
         self._stream.flush()
-
-    def close(self) -> None:
-        if self._owned:
-            self._stream.close()
 
 
 class _Redirected:

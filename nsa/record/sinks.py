@@ -3,7 +3,6 @@
 import os
 import re
 import secrets
-import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,7 @@ class TableSink(Sink):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
         self._pending = bytearray()
-        self.unwritten: tuple[int, int] | None = None  # first and last step whose rows wait, here or in the queue
-        self._newest = 0  # the last that came here
-        self._lock = threading.RLock()  # a signal handler may emit an event
+        self._taken = self._written = done_steps  # the last step whose row came here, is in the file
         with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
             kept, self.last_step = _kept(path, table.header.encode(), done_steps)
             if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
@@ -46,11 +43,9 @@ class TableSink(Sink):
             else:
                 self._pending += table.header.encode()
 
-    def expect(self, event: Event) -> None:
-        if self.wants(event):
-            with self._lock:
-                first, last = self.unwritten or (event["step"], 0)
-                self.unwritten = first, max(last, event["step"])
+    def unwritten(self, emitted: int) -> tuple[int, int] | None:
+        """The first and the last step up to `emitted` whose rows wait, here or in the queue."""
+        return (self._written + 1, emitted) if self._written < emitted else None
 
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)
@@ -58,8 +53,7 @@ class TableSink(Sink):
     def write(self, event: Event) -> None:
         if len(self._pending) < MAX_PENDING:
             self._pending += self.table.format(event).encode()
-        self.expect(event)
-        self._newest = event["step"]
+        self._taken = event["step"]
         self._write_pending()
 
     def flush(self) -> None:
@@ -76,10 +70,7 @@ class TableSink(Sink):
         faults.point("rows.write")
         while self._pending:  # a disk with little room left takes a part of a row, and the rest later
             del self._pending[: self._file.write(self._pending) or 0]
-        with self._lock:
-            if self.unwritten:
-                first, last = self.unwritten
-                self.unwritten = (max(first, self._newest + 1), last) if self._newest < last else None
+        self._written = self._taken
 
 
 def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:

@@ -23,7 +23,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,6 @@ class Tracer:
         self._step: int | None = None  # None: not in a step, nothing is recorded
         self._has_digest = False
         self._parameters: dict[str, nn.Parameter] = {}
-        self._names: dict[int, str] = {}
         self._arrived: dict[str, list[str]] = {"grad": [], "module_bwd": []}  # names in this step, in order
         self._handles: list[Any] = []
         self._watched: dict[str, weakref.ref[Tensor]] = {}
@@ -76,7 +76,6 @@ class Tracer:
             return
         with self.failures.counted():
             self._parameters = dict(model.named_parameters())
-            self._names = {id(parameter): name for name, parameter in self._parameters.items()}
             self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
             self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
             header = {
@@ -103,19 +102,15 @@ class Tracer:
             state: Any,
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[torch.Tensor]:
-            record: dict[str, Any] = {}
-            self._bucket_begins(bucket, record)
+            record = self._bucket_begins(bucket)
             return inner(state, bucket).then(functools.partial(self._pass_on, record))
 
         return traced
 
     def step_begin(self, step: int) -> None:
-        if not self.on:
-            return
         with self.failures.counted():
             self._step = step
             self._arrived = {event: [] for event in self._arrived}
-            self._file.rotate(_LARGEST_FILE)
             if self.grads and not self._has_digest:
                 self._has_digest = True
                 self._digest(before=True)
@@ -123,8 +118,6 @@ class Tracer:
 
     def step_end(self, step: int, loss: float) -> None:
         """Call before gradients are cleared; those of a skipped step are, which the digest records."""
-        if not self.on:
-            return
         with self.failures.counted():
             if self.grads:
                 arrived = set(self._arrived["grad"])
@@ -138,47 +131,40 @@ class Tracer:
     def close(self) -> None:
         """Removes every hook. Between steps it also records the end of this rank; inside a step there was none."""
         with self.failures.counted():
-            if self._file.is_closed:
-                return
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            if self.on and self._step is None:
+            if self._step is None:
                 self._emit("end", failures=self.failures.count)
+            self.on = False
             self._file.close()
 
     def _attach_grads(self, model: nn.Module) -> None:
-        if not self._sharded:
-            for name, parameter in self._parameters.items():
-                self._watch(name, parameter)
-            return
-        # A shard's gradient is put there by the strategy. Autograd's goes to the gathered parameter, which takes the
-        # shard's place in its module while that is computed: it is there when the module's own hooks are called.
+        """A shard's gradient is put there by the strategy. Autograd's goes to the gathered parameter, which takes the
+        shard's place in its module while that is computed: it is there when the module's own hooks are called."""
         for prefix, module in model.named_modules():
-            if issubclass(type(module), FSDPModule):
-                gathered = functools.partial(self._watch_gathered, prefix)
-                self._handles.append(module.register_forward_pre_hook(gathered))
-        self._emit("note", text="digests: none of sharded tensors, every rank holds its own part of each")
+            if module is model or issubclass(type(module), FSDPModule):
+                self._handles.append(module.register_forward_pre_hook(functools.partial(self._watch, prefix)))
+        if self._sharded:
+            self._emit("note", text="digests: none of sharded tensors, every rank holds its own part of each")
 
-    def _watch(self, name: str, parameter: Tensor) -> None:
-        known = self._watched.get(name)
-        if parameter.requires_grad and (known is None or known() is not parameter):
-            self._watched[name] = weakref.ref(parameter)
-            hook = functools.partial(self._record, "grad", name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def _watch_gathered(self, prefix: str, module: nn.Module, _: Any) -> None:
+    def _watch(self, prefix: str, module: nn.Module, _: Any) -> None:
         with self.failures.counted():
             for name, parameter in module.named_parameters(prefix):
-                if not isinstance(parameter, DTensor):
-                    self._watch(name, parameter)
+                known = self._watched.get(name, lambda: None)()
+                if parameter.requires_grad and known is not parameter and not isinstance(parameter, DTensor):
+                    self._watched[name] = weakref.ref(parameter)
+                    hook = functools.partial(self._record, "grad", name)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _attach_modules(self, model: nn.Module) -> None:
-        """Not torch's full backward hooks: they put a view around every output, which FSDP warns of."""
-        compiled = False
-        for name, module, inside_compiled in _parts(model):
-            compiled |= inside_compiled
-            if not inside_compiled:
+        """Onto the model's parts, its blocks and their parts. Not torch's full backward hooks: they put a view around
+        every output, which FSDP warns of."""
+        blocks = {name: module.forward for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
+        compiled = {name for name, forward in blocks.items() if hasattr(forward, "_torchdynamo_orig_callable")}
+        for name, module in model.named_modules():
+            is_traced = name in blocks or name.rpartition(".")[0] in {"", *blocks} - compiled
+            if name and is_traced and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 hook = functools.partial(self._after_forward, name)
                 self._handles.append(module.register_forward_hook(hook))
         if compiled:
@@ -199,19 +185,22 @@ class Tracer:
                 self._emit(event, name=name, order=len(self._arrived[event]))
                 self._arrived[event].append(name)
 
-    def _bucket_begins(self, bucket: Any, record: dict[str, Any]) -> None:
+    def _bucket_begins(self, bucket: Any) -> dict[str, Any]:
+        """What is recorded of it again when it is done; nothing outside of a step."""
+        if self._step is None:
+            return {}
         with self.failures.counted():
-            if self._step is None:
-                return
-            buffer = bucket.buffer()
-            record |= {
+            buffer, names = bucket.buffer(), {id(parameter): name for name, parameter in self._parameters.items()}
+            record = {
                 "step": self._step,
                 "index": bucket.index(),
                 "bytes": buffer.numel() * buffer.element_size(),
-                "parameters": [self._names.get(id(parameter), "?") for parameter in bucket.parameters()],
+                "parameters": [names.get(id(parameter), "?") for parameter in bucket.parameters()],
                 "started": time.time(),
             }
             self._emit("bucket", **record, done=None)
+            return record
+        return {}
 
     def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
         value = future.value()  # raises if the reduction failed: such a bucket is never done
@@ -237,27 +226,14 @@ class Tracer:
         )
 
     def _emit(self, /, event: str, **values: Any) -> None:
-        """Never raises: after a line that could not be written the next is tried."""
+        """Never raises: after a line that could not be written the next is tried. Nothing where tracing is off."""
         with self.failures.counted():
-            self._file.write(event, **{"step": self._step, **values})
+            if self.on:
+                self._file.write(event, **{"step": self._step, **values})
 
     def _wait_for_device(self) -> None:
         if self._gpu is not None:
             torch.cuda.current_stream(self._gpu).synchronize()
-
-
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The model's parts, its blocks and their parts by name; and whether each is inside a compiled block."""
-    containers = (nn.ModuleList, nn.ModuleDict)
-    parents = {"": False} | {
-        name: hasattr(module.forward, "_torchdynamo_orig_callable")
-        for name, module in model.named_modules()
-        if isinstance(module, DecoderBlock)
-    }
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        if name and not isinstance(module, containers) and (parent in parents or name in parents):
-            yield name, module, parents.get(parent, False)
 
 
 def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
@@ -283,63 +259,56 @@ def _checksum(x: Tensor) -> Tensor:
 class TraceFile:
     """Whole lines, each written at once, into a file that may be full.
 
-    After `begin`, every file that this process opens begins with the event `start` with the values of the header.
+    Where this process opens a file, it writes the event `start` with the values of the header. A line that could not
+    be written closes it: the next line opens it again and does not continue what was written of the one before.
     """
 
     def __init__(self, folder: Path, rank: int):
-        self.is_closed = False
-        self._header: dict[str, Any] = {}
         self._path, self._older = TRACE.path(folder, rank), OLDER_TRACE.path(folder, rank)
-        self._descriptor: int | None = None
-        self._is_torn = False  # what is in the file ends in the middle of a line
+        self._header: dict[str, Any] = {}
+        self._file: FileIO | None = None
         self._lock = threading.Lock()  # buckets are done in a thread of their own
 
     def begin(self, header: dict[str, Any]) -> None:
         self._header = header
         with self._lock:
-            self._open()
+            self._write(b"")
 
     def write(self, event: str, step: int | None, **values: Any) -> None:
-        """Raises OSError, or ValueError for a value that is no JSON."""
+        """Raises OSError, or ValueError for a value that is no JSON. A step that begins rotates a large file, of which
+        one older is kept: no step is in two files."""
+        line = _format_line(event, step, values)
         with self._lock:
-            if self.is_closed:
-                return
-            if self._descriptor is None:
-                self._open()
-            self._write({"time": time.time(), "step": step, "event": event, **values})
-
-    def rotate(self, largest: int) -> None:
-        """Begins a new file if this one is larger. Of the older files one is kept."""
-        with self._lock:
-            if self._descriptor is not None and os.fstat(self._descriptor).st_size > largest:
+            if event == "step_begin" and self._file is not None and self._file.tell() > _LARGEST_FILE:
                 self._path.replace(self._older)
                 self._close()
-                self._header["continued"] = True
+            self._write(line)
 
     def close(self) -> None:
         with self._lock:
             self._close()
-            self.is_closed = True
 
-    def _open(self) -> None:
-        self._descriptor = regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        size = os.fstat(self._descriptor).st_size  # not 0: an earlier process wrote, and may have been killed at it
-        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+    def _write(self, text: bytes) -> None:
+        if self._file is None:
+            self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
+            size = self._file.tell()
+            is_torn = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
+            text = b"\n" * is_torn + _format_line("start", None, self._header) + text
         try:
-            self._write({"time": time.time(), "step": None, "event": "start", **self._header})
+            written = self._file.write(text)
+            if written < len(text):
+                raise OSError(f"{self._path}: only {written} of {len(text)} bytes could be written")
         except OSError:
             self._close()
             raise
-
-    def _write(self, line: dict[str, Any]) -> None:
-        assert self._descriptor is not None
-        text = b"\n" * self._is_torn + json.dumps(line, allow_nan=False).encode() + b"\n"
-        written = os.write(self._descriptor, text)
-        self._is_torn = written < len(text) if written else self._is_torn
-        if written < len(text):
-            raise OSError(f"{self._path}: only {written} of {len(text)} bytes could be written")
+        self._header["continued"] = True
 
     def _close(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _format_line(event: str, step: int | None, values: dict[str, Any]) -> bytes:
+    line = {"time": time.time(), "step": step, "event": event, **values}
+    return json.dumps(line, allow_nan=False).encode() + b"\n"

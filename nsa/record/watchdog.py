@@ -34,7 +34,7 @@ from nsa.files import regular
 from nsa.record.exit_switch import arm_exit_switch
 from nsa.record.failures import Failures
 from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s, time_limited
-from nsa.record.schema import NCCL_TRACE
+from nsa.record.schema import NCCL_TRACE, stack_dumps
 
 STEPS_OF_MEDIAN = 101
 GUARD_END_S = 5.0  # then it is killed
@@ -134,7 +134,7 @@ class Watchdog:
         BEAT.pack_into(self._memory, 0, time.monotonic_ns(), self.limit_s, self._step, self._phase)
 
     def _remove_empty_dumps(self) -> None:
-        for path in self._folder.glob(dump_name(self._rank)):
+        for path in self._folder.glob(stack_dumps().name(self._rank)):
             if path.lstat().st_size == 0:
                 path.unlink()
 
@@ -209,7 +209,7 @@ class Watchdog:
         text = f"{headline(self._rank, report)}\n{at}, limit {report['limit_s']:.1f} s, {here}\n"
         self._put(f"{text}\nstacks of all threads:\n")
         with self.failures.counted():
-            self._put_stacks()
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
         report["file"] = str(self._path) if self._path else None
         self._put(f"\n{standing}")
         with self.failures.counted():
@@ -220,21 +220,15 @@ class Watchdog:
         self._link.sendall(b"done ")
 
     def _put(self, text: str) -> None:
-        """Into the file, or to standard error if the file cannot be written."""
-        for file in (self._file, STDERR):
-            try:
-                os.write(file, text.encode(errors="replace"))
+        """Into the file; to standard error from the first time that the file cannot be written."""
+        content = text.encode(errors="replace")
+        with suppress(OSError):
+            if os.write(self._file, content) == len(content):
                 return
-            except OSError as error:
-                self.failures.add(f"a stack dump cannot be written: {error.strerror}")
-
-    def _put_stacks(self) -> None:
-        before = os.fstat(self._file).st_size
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
-        if self._path is not None and os.fstat(self._file).st_size == before:  # it does not report a full disk
-            self.failures.add("a stack dump cannot be written")
+        self.failures.add("a stack dump cannot be written")
+        if self._path is not None:
             self._file, self._path = STDERR, None
-            faulthandler.dump_traceback(file=STDERR, all_threads=True)
+            self._put(text)
 
     def _report_last(self, report: dict[str, Any]) -> None:
         """What may block: a terminal that nobody reads, a hung device. The device itself is not asked, only what
@@ -268,7 +262,7 @@ def _open_memory() -> int:
 
 
 def _start_process(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The guard, without site-packages: it starts in some 30 ms and takes about 13 MB."""
+    """The guard, without site-packages: it starts in some 30 ms and takes about 14 MB."""
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {root!r}); from nsa.record.guard import main; main()"
     shared = [settings[name] for name in ("beat", "link", "stacks", "exit_switch") if settings[name] is not None]

@@ -212,7 +212,9 @@ class Monitor:
     def flush(self) -> dict[str, tuple[int, int]]:
         """Before a checkpoint: its rows must be on the disk. The first and last step of those that are not, by file."""
         self.stream.flush()
-        return {table.name: steps for table in self._tables if (steps := table.unwritten)}
+        emitted = self.stream.last_steps
+        waiting = {table.name: table.unwritten(emitted.get(table.table.event, 0)) for table in self._tables}
+        return {name: steps for name, steps in waiting.items() if steps}
 
     def close(self) -> None:
         self.tracer.close()

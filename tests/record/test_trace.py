@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from collections import Counter
 from itertools import pairwise
@@ -237,6 +238,28 @@ def test_a_disk_that_has_room_again_gets_a_trace_that_can_be_read(tmp_path):
     assert "1 of 1 ranks" in text(path.parent)
     assert "rank 0: step 2 complete" in text(path.parent)
     assert "unused.weight" in text(path.parent)
+
+
+def test_a_line_that_fitted_in_part_damages_no_other(tmp_path):
+    model, path = TwoLayers(), tmp_path / "trace_rank0.jsonl"
+    tracer = record(tmp_path, model, inputs=torch.ones(1, 1), close=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        tracer.step_begin(2)
+        model(torch.ones(1, 1)).sum().backward()
+        tracer.step_end(2, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tracer.failures.count >= 5
+    tracer.step_begin(3)
+    model(torch.ones(1, 1)).sum().backward()
+    tracer.step_end(3, 1.0)
+    report = text(tmp_path)
+    assert "1 line was damaged" in report
+    assert "rank 0: step 3 complete" in report
+    starts = [line for line in path.read_text().splitlines() if '"event": "start"' in line]
+    assert ['"continued": true' in line for line in starts] == [False, True], "one start of the run"
 
 
 def test_values_that_are_not_finite_stay_json(tmp_path):

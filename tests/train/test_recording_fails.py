@@ -31,13 +31,13 @@ def test_rows_that_found_no_room_are_kept_and_written_when_there_is_some(tmp_pat
             if 3 <= step < 299:
                 with pytest.raises(OSError, match="File too large"):
                     sink.write(event)
-                assert sink.unwritten == (3, step)
+                assert sink.unwritten(step) == (3, step)
                 continue
         finally:
             if step == 298:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
         sink.write(event)
-        assert sink.unwritten is None
+        assert sink.unwritten(step) is None
     sink.close()
     assert [int(row["step"]) for row in rows_of(tmp_path)] == list(range(1, 300))
 
@@ -48,16 +48,16 @@ def test_rows_in_the_queue_of_a_disk_that_hangs_are_unwritten(tmp_path, monkeypa
     stream = EventStream(0, [sink])
     stream.emit("step", **asdict(row))
     stream.flush()
-    assert sink.unwritten is None
+    assert sink.unwritten(stream.last_steps["step"]) is None
     monkeypatch.setattr(faults, "point", lambda name: answers.wait(30) and real(name))
     for step in (2, 3, 4):
         stream.emit("step", **asdict(replace(row, step=step)))
     stream.emit("boot", 5, pid=1, host="none")  # is in no row of this table
     stream.flush(0.05)
-    assert sink.unwritten == (2, 4)
+    assert sink.unwritten(stream.last_steps["step"]) == (2, 4)
     answers.set()
     stream.flush()
-    assert sink.unwritten is None
+    assert sink.unwritten(stream.last_steps["step"]) is None
     stream.close()
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4]
 
