@@ -39,7 +39,7 @@ def _standing(view: RunView) -> str:
 
 
 def _not_finite(view: RunView) -> str:
-    losses, skipped = view.training.last("loss", RECENT), view.training.last("skipped", RECENT)
+    losses, skipped = (view.training.column(name)[-RECENT:] for name in ("loss", "skipped"))
     if len(losses) and not math.isfinite(losses[-1]):
         return f"the loss of step {view.step} is {losses[-1]}"
     bad = int((~np.isfinite(losses)).sum())

@@ -20,13 +20,15 @@ from nsa.inspect.run_files import (
     GrowingFile,
     HeartbeatFile,
     Numbers,
+    RankTables,
+    Samples,
     SamplesFile,
     StepTable,
     lookup,
     number,
+    total_fallbacks,
     whole,
 )
-from nsa.inspect.run_samples import RankTables, Samples, total_fallbacks
 from nsa.inspect.timeline import describe_hang, timeline
 from nsa.record import schema
 from nsa.record.schema import GateStats, SelectionStats
@@ -184,12 +186,11 @@ class RunView:
 
     def now_of(self, column: str) -> float:
         """The newest value of a column of training.csv."""
-        values = self.training.last(column, 1)
-        return float(values[0]) if len(values) else math.nan
+        return float(self.training.column(column)[-1]) if len(self.training) else math.nan
 
     def recent(self, column: str, how: Callable[[Numbers], Any] = np.median, steps: int = RECENT) -> float:
         """`how` of the finite values in the last steps."""
-        values = self.training.last(column, steps)
+        values = self.training.column(column)[-steps:]
         values = values[np.isfinite(values)]
         return float(how(values)) if len(values) else math.nan
 
