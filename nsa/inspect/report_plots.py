@@ -10,7 +10,6 @@ import numpy as np
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
 from nsa.inspect.svg import Curve, Plot, draw, heat_map
-from nsa.inspect.timeline import BAD
 from nsa.record.numbers import short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
 
@@ -74,7 +73,7 @@ def training_figures(view: RunView) -> list[str]:
         Curve("smoothed", x, smoothed(view, "loss")),
         Curve("validation", x, column("val_loss"), "c2", dots=True),
     ]
-    bad = [(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.weight == BAD]
+    bad = [(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.is_bad]
     bits = Curve("validation", x, column("val_bits_per_byte"), "c2", dots=True)
     return _all_lines(
         view, TRAINING.file,

@@ -12,7 +12,6 @@ from rich.text import Text
 from nsa.inspect.chart import TO_ASCII, bars, curve, split_bar
 from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
-from nsa.inspect.timeline import BAD
 from nsa.record.numbers import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
@@ -174,5 +173,5 @@ def _incidents(view: RunView) -> list[Text]:
         ranks = "" if view.world_size < 2 else f" rank {','.join(map(str, entry.ranks[:4]))}"
         when = clock(entry.time, "%m-%d %H:%M:%S")
         text = one_line(f"{entry.kind}: {entry.message}")
-        lines.append(Text(f"{when} step {entry.step}{ranks} {text}", "red" if entry.weight == BAD else "dim"))
+        lines.append(Text(f"{when} step {entry.step}{ranks} {text}", "red" if entry.is_bad else "dim"))
     return lines
