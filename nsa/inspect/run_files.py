@@ -295,31 +295,18 @@ class HeartbeatFile(GrowingFile):
         self.first_step, self._last_step = {}, b""
 
 
-class Document:
-    """A small JSON or YAML file that is written whole, and read whole."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.content: Row = {}
-        self.written_at = 0.0
-        self.problem = ""
-
-    def refresh(self) -> None:
-        self.content, self.problem = {}, ""
-        try:
-            self.written_at = self.path.lstat().st_mtime
-            if self.path.suffix == ".json":
-                self.content = schema.read_json(self.path)
-            else:
-                self.content = parse_yaml(read_regular(self.path).decode(), LARGEST_SAVED)
-        except FileNotFoundError:
-            self.problem = MISSING
-        except OSError as error:
-            self.problem = f"cannot be read: {error.strerror}"
-        except (ValueError, yaml.YAMLError, RecursionError):
-            self.problem = "damaged: cannot be parsed"
-        if not self.problem and not (self.content and isinstance(self.content, dict)):
-            self.content, self.problem = {}, "damaged: holds no table of values"
+def read_document(path: Path) -> tuple[Row, str]:
+    """The content of a small JSON or YAML file that is written whole, and what is wrong with it."""
+    try:
+        is_json = path.suffix == ".json"
+        content = schema.read_json(path) if is_json else parse_yaml(read_regular(path).decode(), LARGEST_SAVED)
+    except FileNotFoundError:
+        return {}, MISSING
+    except OSError as error:
+        return {}, f"cannot be read: {error.strerror}"
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return {}, "damaged: cannot be parsed"
+    return (content, "") if content and isinstance(content, dict) else ({}, "damaged: holds no table of values")
 
 
 def lookup(content: Any, path: str) -> Any:
