@@ -6,7 +6,6 @@ from files is shown with control characters escaped.
 
 from textwrap import wrap
 
-from rich.style import Style
 from rich.text import Text
 
 from nsa.inspect.chart import TO_ASCII, bars, curve, split_bar
@@ -107,12 +106,9 @@ def _numbers(view: RunView) -> list[Text]:
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> Text:
-    line = Text()
-    for at, (name, value) in enumerate(pairs):
-        line.append("  " if at else "")
-        line.append(f"{name} ", "dim")
-        line.append(value, "bold" if at == 0 else Style())
-    return line
+    styles = ("bold" if at == 0 else "" for at in range(len(pairs)))
+    parts = zip(pairs, styles, strict=True)
+    return Text("  ").join(Text.assemble((f"{name} ", "dim"), (value, style)) for (name, value), style in parts)
 
 
 def _loss(view: RunView, width: int, height: int) -> list[Text]:
@@ -127,10 +123,10 @@ def _gates(view: RunView, width: int) -> list[Text]:
     # A stable sort keeps the order of the layers.
     layers = sorted(view.gates.items(), key=lambda item: (item[0] != ALL_LAYERS, not is_unwell(item[1])))
     bar = max(8, min(30, width - 58))
-    heading = Text.assemble((f"gates at step {view.gate_samples.last_step}: ", "dim"))
-    for sign, name, style in zip(_BRANCH_SIGNS, BRANCHES, _BRANCH_STYLE, strict=True):
-        heading.append(f"{sign} {name} ", style)
-    return [heading, *(_gate_line(layer, gates, bar) for layer, gates in layers)]
+    heading = (f"gates at step {view.gate_samples.last_step}: ", "dim")
+    legend = zip(_BRANCH_SIGNS, BRANCHES, _BRANCH_STYLE, strict=True)
+    first = Text.assemble(heading, *((f"{sign} {name} ", style) for sign, name, style in legend))
+    return [first, *(_gate_line(layer, gates, bar) for layer, gates in layers)]
 
 
 def _gate_line(layer: str, gates: GateStats, bar: int) -> Text:
