@@ -22,13 +22,10 @@ def report(
     """Write a run as one HTML file with all curves, that opens without a network; or compare several runs in one."""
     from nsa.inspect.compare import COMPARISON_FILE, render_comparison
     from nsa.inspect.reading import read_run
-    from nsa.inspect.report import write_page, write_report
+    from nsa.inspect.report import render, write_page
     from nsa.record.schema import REPORT_FILE
 
-    if len(run_dirs) == 1:
-        target = out or run_dirs[0] / REPORT_FILE
-        write_report(read_run(run_dirs[0]), target)
-    else:
-        target = out or Path(COMPARISON_FILE)
-        write_page(render_comparison([read_run(folder) for folder in run_dirs]), target)
+    views = [read_run(folder) for folder in run_dirs]
+    target = out or (run_dirs[0] / REPORT_FILE if len(views) == 1 else Path(COMPARISON_FILE))
+    write_page(render(views[0]) if len(views) == 1 else render_comparison(views), target)
     say(f"{target}: open it in a browser")

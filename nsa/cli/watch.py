@@ -23,11 +23,11 @@ def watch(
 
     from nsa.errors import ConfigError
     from nsa.inspect.reading import RunView
-    from nsa.inspect.view import frame, is_plain
+    from nsa.inspect.view import frame
     from nsa.record.schema import LOCK_FILE
 
     console, reader = Console(highlight=False), RunView(run_dir)
-    plain = is_plain(console)
+    plain = console.options.ascii_only
     if once or not console.is_terminal:
         console.print(frame(reader.refresh(), console.width, max(24, console.height), plain=plain))
         return

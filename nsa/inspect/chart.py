@@ -9,65 +9,56 @@ from nsa.inspect.run_files import Numbers
 from nsa.record.numbers import short
 
 # Bits of a braille character by row and column of its 4 x 2 dots.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_DOTS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))
 _BRAILLE = 0x2800
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_PLAIN_EIGHTHS = " ..::-=+#"
 LABEL = 8  # columns for the numbers of the axis
+# What a terminal that has ASCII only shows instead: of a braille character, that there is a dot.
+TO_ASCII = str.maketrans("━─│█▓░▁▂▃▄▅▆▇…", "#-|#=...::-=+~") | dict.fromkeys(range(_BRAILLE + 1, _BRAILLE + 256), "*")
 
 
-def curve(x: Numbers, y: Numbers, width: int, height: int, *, plain: bool = False) -> list[str]:
+def curve(x: Numbers, y: Numbers, width: int, height: int) -> list[str]:
     """`height` lines of `width` columns, the axis included. Every dot column shows the range of its values, so that a
     spike of one step is seen. Nothing is drawn for values that are not finite."""
     columns, rows = max(1, width - LABEL - 1), max(2, height - 1)
     finite = np.isfinite(y) & np.isfinite(x)
     x, y = x[finite], y[finite]
     if not len(y):
-        return [" " * LABEL + "│" * (not plain) + " nothing to draw yet", *[""] * (height - 1)]
+        return [" " * LABEL + "│ nothing to draw yet", *[""] * (height - 1)]
     low, high = float(y.min()), float(y.max())
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5, high + 0.5
-    across, down = (1, 1) if plain else (2, 4)
-    cells = _ranges(x, y, columns * across, rows * down, low, high)
-    lines = _draw(cells, columns, rows, across, down)
-    bar = "|" if plain else "│"
     labels = {0: short(high), rows - 1: short(low), **({rows // 2: short((high + low) / 2)} if rows > 4 else {})}
-    drawn = [f"{labels.get(at, ''):>{LABEL}}{bar}{line}" for at, line in enumerate(lines)]
+    lines = _draw(x, (high - y) / (high - low), columns, rows)
+    drawn = [f"{labels.get(at, ''):>{LABEL}}│{line}" for at, line in enumerate(lines)]
     first, last = f"step {x[0]:.0f}", f"{x[-1]:.0f}"
     axis = " " * (LABEL + 1) + first + " " * max(1, columns - len(first) - len(last)) + last
     return [*drawn, axis[: max(width, 1)]]
 
 
-def _ranges(x: Numbers, y: Numbers, columns: int, rows: int, low: float, high: float) -> list[tuple[int, int] | None]:
-    """Highest and lowest dot row of each dot column; points that lie apart are joined."""
-    if 1 < len(x) < 2 * columns:
-        dense = np.linspace(x[0], x[-1], 4 * columns)
-        x, y = np.concatenate([x, dense]), np.concatenate([y, np.interp(dense, x, y)])
-    first, last = float(x.min()), float(x.max())
-    span = (last - first) or 1.0
-    column = np.minimum(((x - first) / span * columns).astype(int), columns - 1)
-    row = np.clip(np.round((high - y) / (high - low) * (rows - 1)), 0, rows - 1).astype(int)
-    top, bottom = np.full(columns, rows), np.full(columns, -1)
+def _draw(x: Numbers, depth: Numbers, columns: int, rows: int) -> list[str]:
+    """Lines of braille characters; `depth` is 0 at the top and 1 at the bottom. Points that lie apart are joined."""
+    across, down = 2 * columns, 4 * rows  # dots
+    if 1 < len(x) < 2 * across:
+        dense = np.linspace(x[0], x[-1], 4 * across)
+        x, depth = np.concatenate([x, dense]), np.concatenate([depth, np.interp(dense, x, depth)])
+    first, span = x.min(), np.ptp(x) or 1.0
+    column = np.minimum(((x - first) / span * across).astype(int), across - 1)
+    row = np.clip(np.round(depth * (down - 1)), 0, down - 1).astype(int)
+    top, bottom = np.full(across, down), np.full(across, -1)
     np.minimum.at(top, column, row)
     np.maximum.at(bottom, column, row)
-    return [(int(t), int(b)) if b >= 0 else None for t, b in zip(top, bottom, strict=True)]
+    at = np.arange(down)[:, None]
+    dots = ((top <= at) & (at <= bottom)).reshape(rows, 4, columns, 2)
+    signs = (dots * _DOTS[:, None]).sum(axis=(1, 3))
+    return ["".join(chr(_BRAILLE + sign) if sign else " " for sign in line) for line in signs.tolist()]
 
 
-def _draw(cells: list[tuple[int, int] | None], columns: int, rows: int, across: int, down: int) -> list[str]:
-    """Characters of `across` x `down` dots: braille, or one asterisk for each dot."""
-    bits = [[0] * columns for _ in range(rows)]
-    for at, cell in enumerate(cells):
-        for dot in range(cell[0], cell[1] + 1) if cell else ():
-            bits[dot // down][at // across] |= _DOTS[dot % down][at % across]
-    return ["".join((chr(_BRAILLE + b) if down > 1 else "*") if b else " " for b in line) for line in bits]
-
-
-def bars(values: list[float], *, plain: bool = False) -> str:
+def bars(values: list[float]) -> str:
     """One character a value, the largest full."""
-    signs = _PLAIN_EIGHTHS if plain else _EIGHTHS
     most = max((v for v in values if math.isfinite(v)), default=0.0)
     heights = [max(1, round(8 * value / most)) if math.isfinite(value) and value > 0 else 0 for value in values]
-    return "".join(signs[height] for height in heights)
+    return "".join(_EIGHTHS[height] for height in heights)
 
 
 def split_bar(shares: tuple[float, ...], width: int) -> list[int]:

@@ -2,16 +2,16 @@
 time. Like a report it needs no script, network or font."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
 
 from nsa import __version__
 from nsa.errors import ConfigError
-from nsa.inspect.reading import RunView, smoothing
+from nsa.inspect.reading import RunView
 from nsa.inspect.report import grid, page
-from nsa.inspect.report_plots import lines, smooth
+from nsa.inspect.report_plots import lines, smoothed
 from nsa.inspect.run_files import Numbers, number
 from nsa.inspect.svg import Curve, Plot
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
@@ -84,37 +84,27 @@ def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
 def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:
     longest = max((float(_training_time(view)[-1]) for view in views if len(view.training)), default=0.0)
     unit, size = next((u, s) for u, s in (("h", 3600.0), ("min", 60.0), ("s", 1.0)) if longest >= 2 * s or s == 1.0)
-    axes: dict[str, tuple[str, Callable[[RunView], Numbers]]] = {
-        "plot-loss": ("step", lambda view: view.training.column("step")),
-        "plot-loss-tokens": ("tokens", lambda view: view.training.column("tokens")),
-        "plot-loss-time": (f"time in steps, {unit}", lambda view: _training_time(view) / size),
-    }
+    time = f"time in steps, {unit}"
 
-    def curves(along: Callable[[RunView], Numbers], value: Callable[[RunView], Numbers], dots: bool) -> list[Curve]:
-        made = []
-        for view, name, style in zip(views, names, STYLES, strict=False):
-            x, y = along(view), value(view)
-            known = np.isfinite(y) if dots else np.ones(len(y), dtype=bool)
-            made.append(Curve(name, x[known], y[known], style, dots))
-        return made
+    def curves(x: str, y: str, *, dots: bool = False) -> list[Curve]:
+        runs = zip(views, names, STYLES, strict=False)
+        return [Curve(name, values(view, x), values(view, y), style, dots) for view, name, style in runs]
 
-    def smoothed(column: str) -> Callable[[RunView], Numbers]:
-        return lambda view: smooth(view.training.column(column), smoothing(len(view.training)))
+    def values(view: RunView, column: str) -> Numbers:
+        if column == time:
+            return _training_time(view) / size
+        return smoothed(view, column) if column in ("loss", "toks_per_s") else view.training.column(column)
 
-    figures = [
-        lines(identity, f"Loss against {'steps' if along == 'step' else along.split()[0]}", "Smoothed.",
-              Plot(curves(x, smoothed("loss"), False), "nats per token", may_be_log=True, along=along))
-        for identity, (along, x) in axes.items()
+    axes = (("plot-loss", "steps", "step"), ("plot-loss-tokens", "tokens", "tokens"), ("plot-loss-time", "time", time))
+    plots = [
+        *(Plot(identity, f"Loss against {what}", "Smoothed.", curves(along, "loss"), "nats per token",
+               may_be_log=True, along=along) for identity, what, along in axes),
+        Plot("plot-bits", "Validation against tokens", "Of held-out documents.",
+             curves("tokens", "val_bits_per_byte", dots=True), "bits per byte", along="tokens"),
+        Plot("plot-throughput", "Throughput", "Smoothed, over all ranks.", curves("step", "toks_per_s"), "tokens/s",
+             from_zero=True),
     ]  # fmt: skip
-    along, x = axes["plot-loss-tokens"]
-    validation = curves(x, lambda view: view.training.column("val_bits_per_byte"), True)
-    speed = curves(axes["plot-loss"][1], smoothed("toks_per_s"), False)
-    figures += [
-        lines("plot-bits", "Validation against tokens", "Of held-out documents.",
-              Plot(validation, "bits per byte", along=along)),
-        lines("plot-throughput", "Throughput", "Smoothed, over all ranks.", Plot(speed, "tokens/s", from_zero=True)),
-    ]  # fmt: skip
-    return [figure for figure in figures if figure] or ['<p class="missing">No run has a step yet.</p>']
+    return [*filter(None, map(lines, plots))] or ['<p class="missing">No run has a step yet.</p>']
 
 
 def _training_time(view: RunView) -> Numbers:

@@ -8,6 +8,7 @@ Statistics that several ranks wrote are merged.
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,17 +17,19 @@ import numpy as np
 
 from nsa.errors import ConfigError, HangError, reworded
 from nsa.inspect.run_files import (
-    Document,
     GrowingFile,
     HeartbeatFile,
     Numbers,
+    RankTables,
+    Samples,
     SamplesFile,
     StepTable,
     lookup,
     number,
+    read_document,
+    total_fallbacks,
     whole,
 )
-from nsa.inspect.run_samples import RankTables, Samples, total_fallbacks
 from nsa.inspect.timeline import describe_hang, timeline
 from nsa.record import schema
 from nsa.record.schema import GateStats, SelectionStats
@@ -61,18 +64,20 @@ class RunView:
         self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, self._fallbacks)
         self.samples = SamplesFile(folder / schema.SAMPLES_FILE)
         self._heartbeats = {0: HeartbeatFile(schema.HEARTBEAT.path(folder, 0))}
-        names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
-        self._documents = [Document(folder / name) for name in names]
+        self._metrics_written_at = 0.0
 
     def refresh(self, now: float | None = None) -> Self:
         """Reads what was added."""
         self.now = time.time() if now is None else now
         for rank, path in self._find_heartbeats().items():
             self._heartbeats.setdefault(rank, HeartbeatFile(path))
-        files: list[GrowingFile | Document] = [self.training, self.samples, *self._heartbeats.values()]
-        for file in [*files, *self._documents]:
+        for file in (self.training, self.samples, *self._heartbeats.values()):
             file.refresh()
-        self.metrics, self.config, self.env = (document.content for document in self._documents)
+        with suppress(OSError):
+            self._metrics_written_at = (self.folder / schema.METRICS_FILE).lstat().st_mtime
+        names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
+        self._documents = {name: read_document(self.folder / name) for name in names}
+        self.metrics, self.config, self.env = (content for content, _ in self._documents.values())
         for tables in self._tables:
             tables.refresh(self.folder, self.world_size)
         newest = self.selection_samples.at(self.selection_samples.last_step)
@@ -114,10 +119,12 @@ class RunView:
     @property
     def problems(self) -> dict[str, str]:
         """What is wrong with each file that has something wrong with it."""
-        files: list[GrowingFile | Document] = [*self._documents, self.training, self.samples]
+        files: list[GrowingFile] = [self.training, self.samples]
         files += [file for tables in self._tables for file in tables.files.values()]
         files += [file for _, file in sorted(self._heartbeats.items())]
-        return {file.path.name: file.problem for file in files if file.problem}
+        found = {name: problem for name, (_, problem) in self._documents.items()}
+        found |= {file.path.name: file.problem for file in files}
+        return {name: problem for name, problem in found.items() if problem}
 
     @property
     def _start(self) -> schema.Event:
@@ -184,12 +191,11 @@ class RunView:
 
     def now_of(self, column: str) -> float:
         """The newest value of a column of training.csv."""
-        values = self.training.last(column, 1)
-        return float(values[0]) if len(values) else math.nan
+        return float(self.training.column(column)[-1]) if len(self.training) else math.nan
 
     def recent(self, column: str, how: Callable[[Numbers], Any] = np.median, steps: int = RECENT) -> float:
         """`how` of the finite values in the last steps."""
-        values = self.training.last(column, steps)
+        values = self.training.column(column)[-steps:]
         values = values[np.isfinite(values)]
         return float(how(values)) if len(values) else math.nan
 
@@ -237,7 +243,7 @@ class RunView:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
     def _status(self) -> Status:
-        files, metrics, written_at = self._heartbeats.values(), self.metrics, self._documents[0].written_at
+        files, metrics, written_at = self._heartbeats.values(), self.metrics, self._metrics_written_at
         newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
         booted_at = max((file.attempts[-1] for file in files if file.attempts), default=0.0)
         age = max(0.0, self.now - number(newest.get("time"), written_at))

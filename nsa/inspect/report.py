@@ -21,17 +21,12 @@ from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
 from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
-from nsa.inspect.timeline import BAD
 from nsa.record import schema
 from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
 MAX_ENTRIES = 500
 MAX_TEXT = 4000  # characters of a prompt, and of what followed it
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
-def write_report(view: RunView, target: Path) -> None:
-    write_page(render(view), target)
 
 
 def write_page(text: str, target: Path) -> None:
@@ -111,7 +106,7 @@ def _tiles(view: RunView) -> str:
     step, loss, bits = view.validation or (0, math.nan, math.nan)
     validated = f"at step {step:,}, {exact(bits, '.3f')} bits per byte" if view.validation else "none was run"
     best = number(view.metrics.get("best_val_loss"))
-    bad = sum(entry.weight == BAD for entry in view.timeline)
+    bad = sum(entry.is_bad for entry in view.timeline)
     tiles = [
         ("Loss", exact(view.loss), "nats per token, mean of the last steps"),
         ("Validation", exact(loss), validated),
@@ -218,7 +213,7 @@ def _timeline(view: RunView) -> str:
         return '<p class="missing">Nothing is recorded.</p>'
     shown = view.timeline[:MAX_ENTRIES]
     rows = "".join(
-        f'<tr class="{entry.weight}"><td class="num">{clock(entry.time)}</td>'
+        f'<tr class="{"bad" if entry.is_bad else "note"}"><td class="num">{clock(entry.time)}</td>'
         f'<td class="num">{entry.step:,}</td><td>{escape(_ranks(entry.ranks, view.world_size))}</td>'
         f"<td>{escape(one_line(entry.kind, 60))}</td><td>{escape(one_line(entry.message))}</td></tr>"
         for entry in shown

@@ -10,7 +10,6 @@ import numpy as np
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
 from nsa.inspect.svg import Curve, Plot, draw, heat_map
-from nsa.inspect.timeline import BAD
 from nsa.record.numbers import short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
 
@@ -40,7 +39,7 @@ def figure(
     )
 
 
-def missing(view: RunView, identity: str, title: str, file: str) -> str:
+def missing(view: RunView, file: str, identity: str, title: str) -> str:
     why = f"{file} {view.problems.get(file, 'holds no such values yet')}"
     return (
         f'<figure class="card" id="{identity}"><figcaption><h3>{escape(title)}</h3></figcaption>'
@@ -48,68 +47,70 @@ def missing(view: RunView, identity: str, title: str, file: str) -> str:
     )
 
 
-def _lines(view: RunView, identity: str, title: str, about: str, plot: Plot, file: str = TRAINING.file) -> str:
-    return lines(identity, title, about, plot) or missing(view, identity, title, file)
-
-
-def lines(identity: str, title: str, about: str, plot: Plot) -> str:
+def lines(plot: Plot) -> str:
     """A figure of lines, with a legend where there are several; empty where no curve has a value."""
-    inside = draw(plot, WIDTH, HEIGHT)
-    if not inside:
-        return ""
-    drawings = [("", WIDTH, HEIGHT, inside)]
-    if identity == "plot-loss":
-        drawings = [("narrow", WIDTH, HEIGHT, inside), ("wide", WIDE, WIDE_HEIGHT, draw(plot, WIDE, WIDE_HEIGHT))]
     named = [(c.name, c.style) for c in plot.curves if np.isfinite(c.y).any()]
+    if not named:
+        return ""
+    sizes = {"": (WIDTH, HEIGHT)}
+    if plot.identity == "plot-loss":
+        sizes = {"narrow": (WIDTH, HEIGHT), "wide": (WIDE, WIDE_HEIGHT)}
+    drawings = [(style, *size, draw(plot, *size)) for style, size in sizes.items()]
     items = "".join(f'<li><i class="key {style}"></i>{escape(name)}</li>' for name, style in named)
-    return figure(identity, title, about, drawings, f'<ul class="legend">{items}</ul>' if len(named) > 1 else "")
+    legend = f'<ul class="legend">{items}</ul>' if len(named) > 1 else ""
+    return figure(plot.identity, plot.title, plot.about, drawings, legend)
+
+
+def _all_lines(view: RunView, file: str, *plots: Plot) -> list[str]:
+    return [lines(plot) or missing(view, file, plot.identity, plot.title) for plot in plots]
 
 
 def training_figures(view: RunView) -> list[str]:
     column = view.training.column
-    x, loss, val, bits = column("step"), column("loss"), column("val_loss"), column("val_bits_per_byte")
-    at = np.isfinite(val)
-    losses = Plot(
-        [
-            Curve("loss of a step", x, loss, "c1 faint"),
-            Curve("smoothed", x, smooth(loss, smoothing(len(loss))), "c1"),
-            Curve("validation", x[at], val[at], "c2", dots=True),
-        ],
-        "nats per token",
-        marks=[(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.weight == BAD][:MAX_MARKS],
-        may_be_log=True,
-    )
-    lr = Plot([Curve("lr", x, column("lr"))], from_zero=True)
-    norm = Plot([Curve("norm", x, column("grad_norm"), "c3")], from_zero=True, may_be_log=True)
-    validation = Plot([Curve("validation", x[at], bits[at], "c2", dots=True)], "bits per byte")
-    return [
-        _lines(view, "plot-loss", "Loss", _loss_text(view), losses),
-        _lines(view, "plot-lr", "Learning rate", "As the schedule set it.", lr),
-        _lines(view, "plot-grad-norm", "Gradient norm", "Before clipping. Spikes are kept.", norm),
-        _lines(view, "plot-bits", "Validation, bits per byte", "Comparable between tokenizers.", validation),
+    x = column("step")
+    losses = [
+        Curve("loss of a step", x, column("loss"), "c1 faint"),
+        Curve("smoothed", x, smoothed(view, "loss")),
+        Curve("validation", x, column("val_loss"), "c2", dots=True),
     ]
+    bad = [(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.is_bad]
+    bits = Curve("validation", x, column("val_bits_per_byte"), "c2", dots=True)
+    return _all_lines(
+        view, TRAINING.file,
+        Plot("plot-loss", "Loss", _loss_text(view), losses, "nats per token", marks=bad[:MAX_MARKS], may_be_log=True),
+        Plot("plot-lr", "Learning rate", "As the schedule set it.", [Curve("lr", x, column("lr"))], from_zero=True),
+        Plot("plot-grad-norm", "Gradient norm", "Before clipping. Spikes are kept.",
+             [Curve("norm", x, column("grad_norm"), "c3")], from_zero=True, may_be_log=True),
+        Plot("plot-bits", "Validation, bits per byte", "Comparable between tokenizers.", [bits], "bits per byte"),
+    )  # fmt: skip
 
 
 def speed_figures(view: RunView) -> list[str]:
     column = view.training.column
-    x, rate = column("step"), column("toks_per_s")
-    speeds = [Curve("of a step", x, rate, "c1 faint"), Curve("smoothed", x, smooth(rate, smoothing(len(rate))), "c1")]
+    x = column("step")
+    speeds = [
+        Curve("of a step", x, column("toks_per_s"), "c1 faint"),
+        Curve("smoothed", x, smoothed(view, "toks_per_s")),
+    ]
     times = [
         Curve("step", x, column("step_s"), "c1"),
         Curve("waiting for data", x, column("data_wait_s"), "c2"),
         Curve("waiting for a save", x, column("save_wait_s"), "c3"),
     ]
-    memory = [Curve("memory", x, column("mem_gib"), "c3")]
     median = short(view.recent("toks_per_s"))
-    figures = (
-        ("plot-throughput", "Throughput", f"Tokens a second over all ranks; median of the last steps {median}.",
-         Plot(speeds, "tokens/s", from_zero=True)),
-        ("plot-step-time", "Time of a step", "Seconds, and how many of them were spent waiting.",
-         Plot(times, "s", from_zero=True)),
-        ("plot-memory", "Memory", "Of rank 0: of its GPU, or of the process where there is none.",
-         Plot(memory, "GiB", from_zero=True)),
+    return _all_lines(
+        view, TRAINING.file,
+        Plot("plot-throughput", "Throughput", f"Tokens a second over all ranks; median of the last steps {median}.",
+             speeds, "tokens/s", from_zero=True),
+        Plot("plot-step-time", "Time of a step", "Seconds, and how many of them were spent waiting.",
+             times, "s", from_zero=True),
+        Plot("plot-memory", "Memory", "Of rank 0: of its GPU, or of the process where there is none.",
+             [Curve("memory", x, column("mem_gib"), "c3")], "GiB", from_zero=True),
     )  # fmt: skip
-    return [_lines(view, *spec) for spec in figures]
+
+
+def smoothed(view: RunView, column: str) -> Numbers:
+    return smooth(view.training.column(column), smoothing(len(view.training)))
 
 
 def smooth(values: Numbers, window: int) -> Numbers:
@@ -138,41 +139,37 @@ def _loss_text(view: RunView) -> str:
 
 
 _SHARES = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
-# The end of the id, the title, the column, the description, the style, and what a squeezed column keeps.
+# The column, the end of the id, the title, the description, the style, and what a squeezed column keeps.
 _GATE_FIGURES: tuple[tuple[str, str, str, str, str, Callable[..., Numbers]], ...] = (
-    *((f"gates-{b}", f"share of {b}", f"share_{b}", _SHARES, f"c{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
-    ("entropy", "entropy", "mean_entropy",
+    *((f"share_{b}", f"gates-{b}", f"share of {b}", _SHARES, f"c{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
+    ("mean_entropy", "entropy", "entropy",
      "Mean over rows, in nats; three equal shares have 1.10, one branch alone has 0. Faint: the lowest here.",
      "c4", np.nanmin),
-    ("lowest-entropy", "lowest entropy", "min_entropy",
+    ("min_entropy", "lowest-entropy", "lowest entropy",
      "Of the row that mixes least, in nats; 0 is a row that reads one branch alone. Faint: the lowest here.",
      "c4", np.nanmin),
-    ("collapsed", "collapsed rows", "collapsed",
+    ("collapsed", "collapsed", "collapsed rows",
      "Part of the rows in which one branch has more than 95 % of the weight.", "c5", np.nanmax),
 )  # fmt: skip
 
 
 def gate_figures(view: RunView) -> list[str]:
     samples = view.gate_samples.by_step()
-    if not samples:
-        return [missing(view, f"plot-{end}", f"Gates: {title}", GATES.file) for end, title, *_ in _GATE_FIGURES]
-    newest = list(samples.values())[-1]
+    newest = next(reversed(samples.values()), {})
     layers = [layer for layer in newest if layer != ALL_LAYERS] or [ALL_LAYERS]
     labels = [short_layer(layer) for layer in layers]
-
-    def grid(name: str) -> Numbers:
-        found = [{layer: getattr(gates, name) for layer, gates in sample.items()} for sample in samples.values()]
-        return np.array([[column.get(layer, np.nan) for column in found] for layer in layers])
-
-    grids = {column: grid(column) for _, _, column, *_ in _GATE_FIGURES}
+    grids = {  # [layer, step]; NaN where a sample lacks the layer
+        name: np.array([[getattr(found.get(layer), name, np.nan) for found in samples.values()] for layer in layers])
+        for name, *_ in _GATE_FIGURES
+    }
     largest = max(np.nanmax(grids[f"share_{branch}"], initial=0.0) for branch in BRANCHES)
-    scales = {"collapsed": (0.0, 1.0)}
-    scales |= {column: _range(grids[column]) for column in ("mean_entropy", "min_entropy")}
     shares = (0.0, float(np.ceil(largest * 10) / 10) or 1.0)
+    scales = {"collapsed": (0.0, 1.0)}
+    scales |= {name: _range(grids[name]) for name in ("mean_entropy", "min_entropy")}
     return [
-        _heat(f"plot-{end}", f"Gates: {title}", about, list(samples), labels, grids[column],
-              scales.get(column, shares), style, how)
-        for end, title, column, about, style, how in _GATE_FIGURES
+        _heat(view, GATES.file, f"plot-{end}", f"Gates: {title}", about, list(samples), labels, grids[name],
+              scales.get(name, shares), style, how)
+        for name, end, title, about, style, how in _GATE_FIGURES
     ]  # fmt: skip
 
 
@@ -187,6 +184,8 @@ def _range(values: Numbers) -> tuple[float, float]:
 
 
 def _heat(
+    view: RunView,
+    file: str,
     identity: str,
     title: str,
     about: str,
@@ -197,6 +196,8 @@ def _heat(
     style: str,
     how: Callable[..., Numbers] = np.nanmean,
 ) -> str:
+    if not steps:
+        return missing(view, file, identity, title)
     at, squeezed = _squeeze(np.array(steps, dtype=float), values, how)
     height, inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
     low, high = map(short, scale)
@@ -211,17 +212,8 @@ def short_layer(layer: str) -> str:
 
 
 def selection_figures(view: RunView) -> list[str]:
-    distance, agreement, distinct = (
-        ("plot-distance", "Selection: distance",
-         "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read."),
-        ("plot-agreement", "Selection: agreement",
-         "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are."),
-        ("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads."),
-    )  # fmt: skip
     samples = {step: found[ALL_LAYERS] for step, found in view.selection_samples.by_step().items()}
-    if not samples:
-        return [missing(view, *figure[:2], SELECTION.file) for figure in (distance, agreement, distinct)]
-    shares = np.array([found.distances for found in samples.values()]).T  # [bin, step]
+    shares = np.array([found.distances for found in samples.values()]).reshape(-1, len(DISTANCE_BINS)).T  # [bin, step]
     used = np.flatnonzero((shares > 0).any(1)).tolist() or [0]
     top = float(np.ceil(np.nanmax(shares[used], initial=0.1) * 10) / 10)
     steps = np.array(list(samples), dtype=float)
@@ -235,11 +227,19 @@ def selection_figures(view: RunView) -> list[str]:
         curve("rows at the maximum", "share_at_max", "c3", 100),
     ]
     blocks = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
-    return [
-        _heat(*distance, list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "c2"),
-        _lines(view, *agreement, Plot(parts, "%", from_zero=True), SELECTION.file),
-        _lines(view, *distinct, Plot(blocks, "blocks", from_zero=True), SELECTION.file),
-    ]
+    distance = _heat(
+        view, SELECTION.file, "plot-distance", "Selection: distance",
+        "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read.",
+        list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "c2",
+    )  # fmt: skip
+    return [distance, *_all_lines(
+        view, SELECTION.file,
+        Plot("plot-agreement", "Selection: agreement",
+             "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are.",
+             parts, "%", from_zero=True),
+        Plot("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads.",
+             blocks, "blocks", from_zero=True),
+    )]  # fmt: skip
 
 
 def _squeeze(steps: Numbers, values: Numbers, how: Callable[..., Numbers]) -> tuple[Numbers, Numbers]:

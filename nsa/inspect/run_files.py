@@ -2,7 +2,8 @@
 
 Each reader remembers its offset: a refresh costs what was added since the last one. A file that was truncated or
 rewritten, as when a run resumes, is noticed and read again from the start. What cannot be read is counted and named in
-`problem`; nothing here raises. Torch and pyarrow are not needed: a view must open at once.
+`problem`; nothing here raises. Samples of several ranks are merged as if one had seen all rows. Torch and pyarrow are
+not needed: a view must open at once.
 """
 
 import csv
@@ -10,9 +11,9 @@ import math
 import os
 import re
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,13 @@ import yaml
 
 from nsa.files import open_regular, read_regular
 from nsa.plain_yaml import LARGEST_SAVED, parse_yaml
+from nsa.record import schema
 from nsa.record.samples import Sample
-from nsa.record.schema import ROUTINE_EVENTS, Event, Table, parse_event, parse_events, read_json
+from nsa.record.schema import ALL_LAYERS, Event, GateStats, SelectionStats, Table
 
 Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
+Stats = TypeVar("Stats", GateStats, SelectionStats)
 
 _CHUNK = 64 * 2**20  # bytes that are read at once; every line is shorter
 MISSING = "missing"
@@ -32,7 +35,7 @@ SAMPLES_SHOWN = 8
 _FINGERPRINT = 256  # bytes before the offset that must still be there
 _ROUTINE = re.compile(
     rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)"(?:, "clock": (\d+\.\d+))?.*\}'
-    % "|".join(ROUTINE_EVENTS).encode()
+    % "|".join(schema.ROUTINE_EVENTS).encode()
 )
 
 
@@ -120,13 +123,14 @@ class TableFile(GrowingFile):
 
     def __init__(self, path: Path, table: Table):
         self.table = table
+        self._numbers = [name for name in table.columns if name not in table.text]
         super().__init__(path)
 
     def clear(self) -> None:
         self._header: list[str] = []
 
-    def take(self, values: list[Any]) -> None:
-        """One row in the order of the table's columns. Raises ValueError where it cannot be."""
+    def take(self, row: Row) -> None:
+        """One row. Raises ValueError where it cannot be."""
         raise NotImplementedError
 
     @property
@@ -142,16 +146,12 @@ class TableFile(GrowingFile):
         cells = next(csv.reader([text]), []) if '"' in text else text.split(",")
         if not self._header:
             self._header = cells
-            places = [cells.index(name) if name in cells else -1 for name in self.table.columns]
-            self._places = list(zip(places, [name in self.table.text for name in self.table.columns], strict=True))
         elif "step" in self._header:
-            if len(cells) != len(self._header):
+            found = dict(zip(self._header, cells, strict=True))
+            row: Row = {name: float(found.get(name) or "nan") for name in self._numbers}
+            if not 0 <= row["step"] < math.inf:
                 raise ValueError
-            cells.append("")  # at place -1, for columns that the file lacks
-            values: list[Any] = [cells[at] if is_text else float(cells[at] or "nan") for at, is_text in self._places]
-            if not 0 <= values[0] < math.inf:
-                raise ValueError
-            self.take(values)
+            self.take(row | {name: found.get(name, "") for name in self.table.text})
 
 
 class StepTable(TableFile):
@@ -162,13 +162,13 @@ class StepTable(TableFile):
         super().clear()
         self._width, self._values = len(self.table.columns), array("d")  # row by row
 
-    def take(self, values: list[Any]) -> None:
-        if self.step >= values[0]:
-            if len(self) > 1 and self._values[-2 * self._width] >= values[0]:
+    def take(self, row: Row) -> None:
+        if self.step >= row["step"]:
+            if len(self) > 1 and self._values[-2 * self._width] >= row["step"]:
                 raise ValueError
             self.damaged += 1
             del self._values[-self._width :]
-        self._values.extend(values)
+        self._values.extend(row.values())
 
     def __len__(self) -> int:
         return len(self._values) // self._width
@@ -182,10 +182,6 @@ class StepTable(TableFile):
         """All values of a column so far."""
         return np.array(self._values[self.table.columns.index(name) :: self._width])
 
-    def last(self, name: str, count: int) -> Numbers:
-        """The newest values of a column, `count` of them at most."""
-        return np.array(self._values[-count * self._width :][self.table.columns.index(name) :: self._width])
-
 
 class SampleTable(TableFile):
     """Any number of rows per step, kept by step."""
@@ -194,9 +190,59 @@ class SampleTable(TableFile):
         super().clear()
         self.rows: dict[int, list[Row]] = {}
 
-    def take(self, values: list[Any]) -> None:
-        row = dict(zip(self.table.columns, values, strict=True))
+    def take(self, row: Row) -> None:
         self.rows.setdefault(int(row["step"]), []).append(row)
+
+
+class RankTables:
+    """One table of all ranks; `files` is by rank."""
+
+    def __init__(self, table: Table):
+        self.table, self.files = table, dict[int, SampleTable]()
+
+    def refresh(self, folder: Path, world_size: int) -> None:
+        """Files of ranks that the run no longer has may be of an earlier run: they are ignored."""
+        paths = {0: self.table.files.path(folder, 0), **self.table.files.find(folder)}
+        ranks = [rank for rank in paths if rank == 0 or rank < world_size]
+        self.files = {rank: self.files.get(rank) or SampleTable(paths[rank], self.table) for rank in ranks}
+        for file in self.files.values():
+            file.refresh()
+
+
+class Samples(RankTables, Generic[Stats]):
+    """Statistics of one kind. A step is merged on request."""
+
+    def __init__(self, table: Table, kind: type[Stats]):
+        super().__init__(table)
+        self._kind: type[Stats] = kind
+
+    @property
+    def last_step(self) -> int:
+        return max((max(file.rows) for file in self.files.values() if file.rows), default=0)
+
+    def by_step(self) -> dict[int, dict[str, Stats]]:
+        steps = sorted(set().union(*(file.rows for file in self.files.values())))
+        return {step: found for step in steps if (found := self.at(step))}
+
+    def at(self, step: int) -> dict[str, Stats]:
+        """By layer, or ALL_LAYERS in a table without layers. Empty where the columns are not those of this table."""
+        parts: dict[str, list[Stats]] = {}
+        try:
+            for row in (row for file in self.files.values() for row in file.rows.get(step, ())):
+                parts.setdefault(row.get("layer", ALL_LAYERS), []).append(self._kind.of(row))
+            return {layer: self._kind.merge(part) for layer, part in parts.items()}
+        except (KeyError, ValueError, OverflowError, ZeroDivisionError):
+            return {}
+
+
+def total_fallbacks(tables: RankTables) -> dict[tuple[str, str], float]:
+    """How often a fast kernel was wanted and not used, by branch and reason, over all ranks: the newest counts of
+    each."""
+    counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for file in tables.files.values():
+        for row in file.rows[max(file.rows)] if file.rows else ():
+            counts[row["branch"], row["reason"]] += row["count"]
+    return dict(sorted(counts.items()))
 
 
 class HeartbeatFile(GrowingFile):
@@ -215,7 +261,7 @@ class HeartbeatFile(GrowingFile):
 
     @property
     def last_step(self) -> Event:
-        return next(iter(parse_events([self._last_step])), {})
+        return next(iter(schema.parse_events([self._last_step])), {})
 
     def add(self, line: bytes) -> None:
         routine = _ROUTINE.fullmatch(line)
@@ -227,7 +273,7 @@ class HeartbeatFile(GrowingFile):
         elif not line.strip():
             return
         else:
-            event = parse_event(line)
+            event = schema.parse_event(line)
         if event["event"] == "boot" or not self.attempts:
             self.attempts.append(event["time"])
             self.seconds.append(0.0)
@@ -249,31 +295,18 @@ class HeartbeatFile(GrowingFile):
         self.first_step, self._last_step = {}, b""
 
 
-class Document:
-    """A small JSON or YAML file that is written whole, and read whole."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.content: Row = {}
-        self.written_at = 0.0
-        self.problem = ""
-
-    def refresh(self) -> None:
-        self.content, self.problem = {}, ""
-        try:
-            self.written_at = self.path.lstat().st_mtime
-            if self.path.suffix == ".json":
-                self.content = read_json(self.path)
-            else:
-                self.content = parse_yaml(read_regular(self.path).decode(), LARGEST_SAVED)
-        except FileNotFoundError:
-            self.problem = MISSING
-        except OSError as error:
-            self.problem = f"cannot be read: {error.strerror}"
-        except (ValueError, yaml.YAMLError, RecursionError):
-            self.problem = "damaged: cannot be parsed"
-        if not self.problem and not (self.content and isinstance(self.content, dict)):
-            self.content, self.problem = {}, "damaged: holds no table of values"
+def read_document(path: Path) -> tuple[Row, str]:
+    """The content of a small JSON or YAML file that is written whole, and what is wrong with it."""
+    try:
+        is_json = path.suffix == ".json"
+        content = schema.read_json(path) if is_json else parse_yaml(read_regular(path).decode(), LARGEST_SAVED)
+    except FileNotFoundError:
+        return {}, MISSING
+    except OSError as error:
+        return {}, f"cannot be read: {error.strerror}"
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return {}, "damaged: cannot be parsed"
+    return (content, "") if content and isinstance(content, dict) else ({}, "damaged: holds no table of values")
 
 
 def lookup(content: Any, path: str) -> Any:

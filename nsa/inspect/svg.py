@@ -2,8 +2,9 @@
 the page, so that it can be light or dark. Everything that comes from a file is escaped."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ class Curve:
     x: Numbers
     y: Numbers
     style: str = "c1"  # a class of the page
-    dots: bool = False
+    dots: bool = False  # a dot for each finite value, and no sign of the others
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class Frame:
 
 @dataclass
 class Plot:
-    """What a figure of lines holds; `marks` are steps with a text, drawn as arrows above."""
+    """A figure of lines; `marks` are steps with a text, drawn as arrows above."""
 
+    identity: str
+    title: str
+    about: str
     curves: list[Curve]
     unit: str = ""
     from_zero: bool = False
@@ -96,12 +100,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def draw(plot: Plot, width: int, height: int) -> str:
-    """The inside of an <svg>; empty where no curve has a finite value."""
-    curves = [Curve(c.name, *thin(c.x, c.y), c.style, c.dots) for c in plot.curves]
-    finite = [c.y[np.isfinite(c.y)] for c in curves]
-    values = np.concatenate(finite) if finite else np.array([])
-    if not len(values):
-        return ""
+    """The inside of an <svg>. At least one curve has a finite value."""
+    curves = [_shown(curve) for curve in plot.curves]
+    values = np.concatenate([c.y[np.isfinite(c.y)] for c in curves])
     xs = np.concatenate([c.x for c in curves])
     frame = _frame(plot, values, xs, width, height)
     parts = [_axes(frame, plot.unit), *(_curve(frame, curve) for curve in curves), _bands(frame, curves, plot.unit)]
@@ -110,6 +111,12 @@ def draw(plot: Plot, width: int, height: int) -> str:
             at = frame.across(step)
             parts.append(f'<path class="mark" d="M{at:.1f} {TOP + 2}l-5 -9h10z"><title>{escape(text)}</title></path>')
     return "".join(parts)
+
+
+def _shown(curve: Curve) -> Curve:
+    known = np.isfinite(curve.y) | (not curve.dots)
+    x, y = thin(curve.x[known], curve.y[known])
+    return replace(curve, x=x, y=y)
 
 
 def _frame(plot: Plot, values: Numbers, xs: Numbers, width: int, height: int) -> Frame:
@@ -200,16 +207,12 @@ def heat_map(
     low, high = scale
     height = TOP + BOTTOM + max(110, min(420, rows * 17))
     frame = Frame(width, height, (0.0, float(columns)), (0.0, 1.0))
-    tall = (frame.height - TOP - BOTTOM) / rows
-    levels: dict[int, list[str]] = {}
-    wide = (width - LEFT - RIGHT) / columns
-    for row in range(rows):
-        for column in range(columns):
-            value = values[row, column]
-            if math.isfinite(value):
-                level = round(_LEVELS * min(1.0, max(0.0, (value - low) / ((high - low) or 1.0))))
-                corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
-                levels.setdefault(level, []).append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
+    tall, wide = (height - TOP - BOTTOM) / rows, (width - LEFT - RIGHT) / columns
+    shades = np.round(_LEVELS * np.clip((values - low) / ((high - low) or 1.0), 0.0, 1.0))
+    levels: defaultdict[int, list[str]] = defaultdict(list)
+    for row, column in np.argwhere(np.isfinite(values)).tolist():
+        corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
+        levels[int(shades[row, column])].append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
     parts = [
         f'<path class="{style} heat" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
         for level, cells in sorted(levels.items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nsa.inspect.run_files import HeartbeatFile, number
 from nsa.record.schema import Event
 
-BAD, NOTE = "bad", "note"
+_BAD = ("incident", "data_stall", "hang")
 
 
 @dataclass(frozen=True)
@@ -18,42 +18,43 @@ class Entry:
     step: int
     kind: str
     message: str
-    weight: str  # BAD or NOTE
+    is_bad: bool
     ranks: tuple[int, ...]
 
 
 def timeline(heartbeats: Mapping[int, HeartbeatFile]) -> list[Entry]:
     """The newest first."""
-    found: defaultdict[tuple[int, int, str, str, str], list[tuple[float, int]]] = defaultdict(list)
+    found: defaultdict[tuple[int, int, str, str, bool], list[tuple[float, int]]] = defaultdict(list)
     for rank, heartbeat in heartbeats.items():
         for event in heartbeat.events:
             if described := _describe(event):
-                found[event["attempt"], event["step"], *described].append((event["time"], rank))
+                is_bad = event["event"] in _BAD
+                found[event["attempt"], event["step"], *described, is_bad].append((event["time"], rank))
     entries = []
-    for (_, step, kind, message, weight), reports in found.items():
+    for (_, step, kind, message, is_bad), reports in found.items():
         first, ranks = min(reports)[0], sorted({rank for _, rank in reports})
-        entries.append(Entry(first, step, kind, message, weight, tuple(ranks)))
+        entries.append(Entry(first, step, kind, message, is_bad, tuple(ranks)))
     return sorted(entries, key=lambda entry: entry.time, reverse=True)
 
 
-def _describe(event: Event) -> tuple[str, str, str] | None:
-    """Kind, message and weight of an event that belongs to the timeline."""
+def _describe(event: Event) -> tuple[str, str] | None:
+    """Kind and message of an event that belongs to the timeline."""
     kind = event["event"]
     if kind == "incident":
-        return str(event.get("kind", "incident")), str(event.get("message", "")), BAD
+        return str(event.get("kind", "incident")), str(event.get("message", ""))
     if kind == "data_stall":
-        return "data stall", str(event.get("message", "")), BAD
+        return "data stall", str(event.get("message", ""))
     if kind == "hang":
-        return "hang", describe_hang(event), BAD
+        return "hang", describe_hang(event)
     if kind == "save_wait":
-        return "save wait", f"{number(event.get('seconds')):.1f} s for the save of step {event.get('writing')}", NOTE
+        return "save wait", f"{number(event.get('seconds')):.1f} s for the save of step {event.get('writing')}"
     if kind == "preempted":
-        return "preempted", "asked to stop; everything is saved", NOTE
+        return "preempted", "asked to stop; everything is saved"
     if kind == "start":
         checkpoint = event.get("from_checkpoint")
         host = f" on {event['host']}" if event.get("host") else ""
-        return "start", f"resumes from {checkpoint}{host}" if checkpoint else f"from the beginning{host}", NOTE
-    return ("end", "all steps are done", NOTE) if kind == "end" else None
+        return "start", f"resumes from {checkpoint}{host}" if checkpoint else f"from the beginning{host}"
+    return ("end", "all steps are done") if kind == "end" else None
 
 
 def describe_hang(event: Event) -> str:

@@ -23,7 +23,7 @@ class Step:
     number: int | None  # None: before the first step
     arrived: list[str] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)  # modules, by backward
-    waiting: dict[int, dict[str, Any]] = field(default_factory=dict)  # buckets that are not done
+    waiting: dict[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # bytes, names: buckets not done
     buckets: int = 0
     missing: list[str] = field(default_factory=list)
     digest: int | None = None
@@ -32,17 +32,21 @@ class Step:
     loss: Any = None
     done: bool = False
 
-    def values(self) -> dict[str, Any]:
-        """The loss and [sum, norm, checksum] of each tensor, in the order in which they are computed."""
-        found: dict[str, Any] = {} if self.loss is None else {"the loss": self.loss}
+    def values(self) -> dict[str, str]:
+        """The loss and the digest of each tensor, in the order in which they are computed. They are given in full: two
+        that read the same are the same."""
+        found = {} if self.loss is None else {"the loss": str(self.loss)}
         if self.digest_at is not None:
             path, offset = self.digest_at
             with open_regular(path) as file:
                 file.seek(offset)
                 event = json.loads(file.readline())
-            names = dict.fromkeys([*self.arrived, *event["gradients"]])
-            found |= {f"gradient of {n}": event["gradients"][n] for n in names if n in event["gradients"]}
-            found |= {f"parameter {n}": values for n, values in event["parameters"].items()}
+            gradients, parameters = event["gradients"], event["parameters"]
+            names = [name for name in dict.fromkeys([*self.arrived, *gradients]) if name in gradients]
+            digests = {f"gradient of {name}": gradients[name] for name in names}
+            digests |= {f"parameter {name}": digest for name, digest in parameters.items()}
+            for name, (total, norm, checksum) in digests.items():
+                found[name] = f"sum {total}, norm {norm}, checksum {int(checksum):x}"
         return found
 
 
@@ -114,8 +118,7 @@ class RankTrace:
     def _add_bucket(self, step: Step, event: dict[str, Any]) -> None:
         index = int(event["index"])
         if event["done"] is None:
-            names = [str(name) for name in event["parameters"]] or ["?"]
-            step.waiting[index] = {"bytes": int(event["bytes"]), "names": names}
+            step.waiting[index] = int(event["bytes"]), tuple(map(str, event["parameters"])) or ("?",)
             step.buckets += 1
         else:
             step.waiting.pop(index, None)

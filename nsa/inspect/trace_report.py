@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nsa.inspect.trace_reader import RankTrace, Step, read_traces
 from nsa.record.numbers import clock, one_line, seconds
@@ -144,15 +144,11 @@ def _order(traces: list[RankTrace]) -> Lines:
 
 
 def _buckets(traces: list[RankTrace]) -> Lines:
-    stuck = [
-        (trace.rank, f"bucket {index} of step {trace.current.number}", bucket)
-        for trace in traces
-        if trace.current
-        for index, bucket in trace.current.waiting.items()
-    ]
-    same = _grouped_by(stuck, lambda s: (s[1], tuple(s[2]["names"]), s[2]["bytes"]))
-    for (which, names, size), members in same[:_MOST]:
-        yield "bucket", f"{which} started and was never done on {_ranks(rank for rank, *_ in members)}"
+    current = [(trace.rank, trace.current) for trace in traces if trace.current]
+    stuck = [(rank, step.number, *waiting) for rank, step in current for waiting in step.waiting.items()]
+    for (number, index, (size, names)), members in _grouped_by(stuck, lambda s: s[1:])[:_MOST]:
+        ranks = _ranks(rank for rank, *_ in members)
+        yield "bucket", f"bucket {index} of step {number} started and was never done on {ranks}"
         yield "", f"  {size / 2**20:.2f} MiB, {len(names)} parameters: {names[0]} to {names[-1]}"
     last = next((trace.complete for trace in traces if trace.complete), None)
     if not stuck and last and last.buckets:
@@ -178,34 +174,23 @@ def _values(traces: list[RankTrace]) -> Lines:
 
 
 def _difference(steps: dict[int, Step]) -> Lines:
-    values = {rank: step.values() for rank, step in steps.items()}
+    found = {rank: step.values() for rank, step in steps.items()}
 
-    def formatted(name: str) -> dict[int, str]:
-        """By rank, of those that recorded their tensors."""
-        return {
-            rank: _exact(mine[name]) if name in mine else "none"
-            for rank, mine in values.items()
-            if name in mine or steps[rank].digest is not None
-        }
+    def of_ranks(name: str) -> dict[int, str]:
+        """Of those that recorded their tensors."""
+        recorded = (rank for rank in found if name in found[rank] or steps[rank].digest is not None)
+        return {rank: found[rank].get(name, "none") for rank in recorded}
 
-    names = dict.fromkeys(name for mine in values.values() for name in mine)
-    different = [name for name in names if len(set(formatted(name).values())) > 1]
+    names = dict.fromkeys(name for values in found.values() for name in values)
+    different = [name for name in names if len(set(of_ranks(name).values())) > 1]
     number = next(iter(steps.values())).number
     at = "before the first step" if number is None else f"in step {number}"
     yield "values", f"DIFFER across ranks first {at}: {different[0]}"
-    shown = formatted(different[0])
+    shown = of_ranks(different[0])
     for value, ranks in _grouped_by(shown, lambda rank: shown[rank])[:_MOST]:
         yield "", f"  {_ranks(ranks)}: {value}"
     if len(different) > 1:
         yield "", f"  and {len(different) - 1} others there"
-
-
-def _exact(value: Any) -> str:
-    """A loss or a digest in full: two that read the same are the same."""
-    if not isinstance(value, list):
-        return str(value)
-    total, norm, checksum = value
-    return f"sum {total}, norm {norm}, checksum {int(checksum):x}"
 
 
 def _shared_steps(traces: list[RankTrace]) -> list[dict[int, Step]]:

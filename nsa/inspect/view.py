@@ -6,20 +6,17 @@ from files is shown with control characters escaped.
 
 from textwrap import wrap
 
-from rich.console import Console
-from rich.style import Style
 from rich.text import Text
 
-from nsa.inspect.chart import bars, curve, split_bar
+from nsa.inspect.chart import TO_ASCII, bars, curve, split_bar
 from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
-from nsa.inspect.timeline import BAD
 from nsa.record.numbers import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
 _STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # any other is bold red
 _BRANCH_STYLE = ("cyan", "magenta", "yellow")
-_BRANCH_SIGNS, _PLAIN_SIGNS = "█▓░", "#=."
+_BRANCH_SIGNS = "█▓░"
 _SHORTEST_CURVE, _TALLEST_CURVE = 4, 14
 _WIDEST = 160
 _MAX_WARNINGS = 5
@@ -28,11 +25,11 @@ _MAX_WARNINGS = 5
 def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = False) -> Text:
     """At most `height` lines of at most `width` columns. `plain` draws with ASCII only."""
     width, height = max(20, min(width, _WIDEST)), max(4, height)
-    head, numbers = _header(view, width, plain), _numbers(view)
+    head, numbers = _header(view, width), _numbers(view)
     lines = [*head, *_warnings(view, width, height - len(head) - len(numbers)), *numbers]
-    selection = _selection(view, plain)
+    selection = _selection(view)
     incidents = _incidents(view)
-    gates = _gates(view, width, plain)
+    gates = _gates(view, width)
     room = height - len(lines) - len(selection)
     below = min(2, len(incidents))
     most_gates = max(min(5, room - _SHORTEST_CURVE - below), (room - below) // 2)
@@ -40,7 +37,7 @@ def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = Fal
     room -= len(shown_gates)
     tall = min(_TALLEST_CURVE, room - min(len(incidents), max(2, room // 4)))
     if tall >= _SHORTEST_CURVE:
-        lines += _loss(view, width, tall, plain)
+        lines += _loss(view, width, tall)
         room -= tall
     if shown_gates and len(shown_gates) < len(gates):
         more = len(gates) - len(shown_gates) + 1
@@ -50,16 +47,14 @@ def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = Fal
 
 
 def _fit(lines: list[Text], width: int, plain: bool) -> Text:
-    whole = Text(no_wrap=True, overflow="crop")
-    for at, line in enumerate(lines):
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
         if plain:
-            line = Text(line.plain.encode("ascii", "replace").decode(), spans=list(line.spans))
-        line.truncate(width, overflow="crop" if plain else "ellipsis")
-        whole.append_text(line if at == 0 else Text("\n") + line)
-    return whole
+            line.plain = line.plain.translate(TO_ASCII).encode("ascii", "replace").decode()
+    return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def _header(view: RunView, width: int, plain: bool) -> list[Text]:
+def _header(view: RunView, width: int) -> list[Text]:
     status = view.status
     text = {
         RUNNING: f"running, last event {seconds(status.age_s)} ago",
@@ -78,8 +73,7 @@ def _header(view: RunView, width: int, plain: bool) -> list[Text]:
     tail = f" step {progress}  elapsed {seconds(view.elapsed_s)}{left}"
     bar = max(0, min(40, width - len(tail) - 2))
     full = round(view.done * bar)
-    on, off = ("#", "-") if plain else ("━", "─")
-    second = Text.assemble((on * full, "green"), (off * (bar - full), "dim"), tail if bar else tail.lstrip())
+    second = Text.assemble(("━" * full, "green"), ("─" * (bar - full), "dim"), tail if bar else tail.lstrip())
     return [first, second]
 
 
@@ -112,37 +106,33 @@ def _numbers(view: RunView) -> list[Text]:
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> Text:
-    line = Text()
-    for at, (name, value) in enumerate(pairs):
-        line.append("  " if at else "")
-        line.append(f"{name} ", "dim")
-        line.append(value, "bold" if at == 0 else Style())
-    return line
+    styles = ("bold" if at == 0 else "" for at in range(len(pairs)))
+    parts = zip(pairs, styles, strict=True)
+    return Text("  ").join(Text.assemble((f"{name} ", "dim"), (value, style)) for (name, value), style in parts)
 
 
-def _loss(view: RunView, width: int, height: int, plain: bool) -> list[Text]:
-    drawn = curve(view.training.column("step"), view.training.column("loss"), width, height, plain=plain)
+def _loss(view: RunView, width: int, height: int) -> list[Text]:
+    drawn = curve(view.training.column("step"), view.training.column("loss"), width, height)
     return [Text(line, "green" if at < len(drawn) - 1 else "dim") for at, line in enumerate(drawn)]
 
 
-def _gates(view: RunView, width: int, plain: bool) -> list[Text]:
+def _gates(view: RunView, width: int) -> list[Text]:
     """A heading, all layers together, then each layer, those that are unwell first."""
     if not view.gates:
         return []
     # A stable sort keeps the order of the layers.
     layers = sorted(view.gates.items(), key=lambda item: (item[0] != ALL_LAYERS, not is_unwell(item[1])))
     bar = max(8, min(30, width - 58))
-    signs = _PLAIN_SIGNS if plain else _BRANCH_SIGNS
-    heading = Text.assemble((f"gates at step {view.gate_samples.last_step}: ", "dim"))
-    for sign, name, style in zip(signs, BRANCHES, _BRANCH_STYLE, strict=True):
-        heading.append(f"{sign} {name} ", style)
-    return [heading, *(_gate_line(layer, gates, bar, signs) for layer, gates in layers)]
+    heading = (f"gates at step {view.gate_samples.last_step}: ", "dim")
+    legend = zip(_BRANCH_SIGNS, BRANCHES, _BRANCH_STYLE, strict=True)
+    first = Text.assemble(heading, *((f"{sign} {name} ", style) for sign, name, style in legend))
+    return [first, *(_gate_line(layer, gates, bar) for layer, gates in layers)]
 
 
-def _gate_line(layer: str, gates: GateStats, bar: int, signs: str) -> Text:
+def _gate_line(layer: str, gates: GateStats, bar: int) -> Text:
     name = one_line(layer, 60)
     line = Text(f"{name if len(name) <= 18 else name[:17] + '…':<18} ", "bold red" if is_unwell(gates) else "")
-    for columns, sign, style in zip(split_bar(gates.shares, bar), signs, _BRANCH_STYLE, strict=True):
+    for columns, sign, style in zip(split_bar(gates.shares, bar), _BRANCH_SIGNS, _BRANCH_STYLE, strict=True):
         line.append(sign * columns, style)
     cmp, sel, win = (exact(share * 100, "3.0f") for share in gates.shares)
     line.append(f" {cmp}/{sel}/{win} %  H {exact(gates.mean_entropy, '.2f')}")
@@ -151,7 +141,7 @@ def _gate_line(layer: str, gates: GateStats, bar: int, signs: str) -> Text:
     return line
 
 
-def _selection(view: RunView, plain: bool) -> list[Text]:
+def _selection(view: RunView) -> list[Text]:
     found = view.selection
     if found is None:
         return []
@@ -164,7 +154,7 @@ def _selection(view: RunView, plain: bool) -> list[Text]:
     )
     used = [at for at, share in enumerate(found.distances) if share > 0]
     shown = list(zip(DISTANCE_BINS, found.distances, strict=True))[: max(used, default=0) + 1]
-    drawn = bars([share for _, share in shown], plain=plain)
+    drawn = bars([share for _, share in shown])
     far = Text("distance in blocks", "dim")
     for sign, (name, share) in zip(drawn, shown, strict=True):
         far.append(f" {name} ", "dim")
@@ -179,14 +169,5 @@ def _incidents(view: RunView) -> list[Text]:
         ranks = "" if view.world_size < 2 else f" rank {','.join(map(str, entry.ranks[:4]))}"
         when = clock(entry.time, "%m-%d %H:%M:%S")
         text = one_line(f"{entry.kind}: {entry.message}")
-        lines.append(Text(f"{when} step {entry.step}{ranks} {text}", "red" if entry.weight == BAD else "dim"))
+        lines.append(Text(f"{when} step {entry.step}{ranks} {text}", "red" if entry.is_bad else "dim"))
     return lines
-
-
-def is_plain(console: Console) -> bool:
-    """Whether the terminal can show ASCII only."""
-    try:
-        f"{_BRANCH_SIGNS}⣿".encode(console.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return True
-    return False

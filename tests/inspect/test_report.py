@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from nsa.cli.report import report
 from nsa.errors import ConfigError, LaunchError
 from nsa.inspect.reading import read_run
-from nsa.inspect.report import render, write_report
+from nsa.inspect.report import render, write_page
 from nsa.inspect.report_plots import smooth
 from nsa.inspect.svg import log_ticks, thin, ticks
 from nsa.record.samples import Sample
@@ -72,7 +72,7 @@ def figure_of(page: str, identity: str) -> str:
 
 def test_a_browser_shows_every_plot_without_an_error(finished, tmp_path):
     page = tmp_path / "report.html"
-    write_report(read_run(finished), page)
+    write_page(render(read_run(finished)), page)
     shown, complaints = browse(page, tmp_path / "profile", "--virtual-time-budget=1000")
     assert complaints == []
     for identity in PLOTS:
@@ -291,6 +291,6 @@ def test_the_command_writes_into_the_run_or_to_the_file_it_is_given(finished, tm
 
 def test_a_place_that_cannot_be_written_and_a_folder_that_is_no_run_are_errors(finished, tmp_path):
     with pytest.raises(LaunchError, match="--out"):
-        write_report(read_run(finished), tmp_path / "nowhere" / "r.html")
+        write_page(render(read_run(finished)), tmp_path / "nowhere" / "r.html")
     with pytest.raises(ConfigError, match="no folder of a run"):
         read_run(tmp_path)

@@ -105,10 +105,12 @@ def test_a_frame_fits_its_terminal(tmp_path, size, plain):
     lines = text_of(read_run(tmp_path / "run", now), *size, plain=plain).split("\n")
     assert len(lines) <= size[1]
     assert max(map(len, lines)) <= size[0]
+    text = "\n".join(lines)
     if plain:
-        "\n".join(lines).encode("ascii")
+        text.encode("ascii")
+        assert "?" not in text, "a sign without a counterpart"
     if size == (80, 24):
-        text = "\n".join(lines)
+        assert set("*|#=.-" if plain else "│█▓░━─") <= set(text)
         for part in (
             "running",
             "loss",

@@ -16,7 +16,7 @@ from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.files import make_folder, open_regular, read_regular, regular
 from nsa.inspect import run_files
 from nsa.inspect.reading import read_run
-from nsa.inspect.report import write_report
+from nsa.inspect.report import render, write_page
 from nsa.inspect.run_files import HeartbeatFile
 from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
@@ -232,7 +232,7 @@ def test_a_report_is_not_written_through_a_link(run, tmp_path):
     victim.write_bytes(VICTIM)
     for name in ("report.html", "report.html.tmp"):
         (run / name).symlink_to(victim)
-    write_report(read_run(run), run / "report.html")
+    write_page(render(read_run(run)), run / "report.html")
     assert victim.read_bytes() == VICTIM
     assert not (run / "report.html").is_symlink()
 
