@@ -104,7 +104,7 @@ class HubDataset:
         if name not in (files := self._listed()):
             raise DataError(f"{name}: is not among the files of this source; did data.paths or data.subset change?")
         repository, entry = files[name]
-        return repository.open(entry.name, what)
+        return repository.open(entry, what)
 
     def _listed(self) -> dict[str, tuple[Repository, Entry]]:
         """The files that are read, by their names in the source: where each lies, and as what."""
@@ -118,11 +118,8 @@ class HubDataset:
         if is_offline():
             return self._cached()
         self._hub = self._hub or Hub(self.repo, self.deadline_s)
-        title = f"{self.repo} at {self.revision}"
-        repository = HubRepository(self._hub, self._hub.commit(self.revision), title)
-        names = self.layout.choose(repository).names
-        repository.entries = {name: repository.entries[name] for name in names}  # a copy needs no others
-        return {name: (repository, repository.entry(name)) for name in names}
+        repository = HubRepository(self._hub, self.revision)
+        return {name: (repository, repository.entry(name)) for name in self.layout.choose(repository).names}
 
     def _cached(self) -> dict[str, tuple[Repository, Entry]]:
         """From the hub's local cache, if it holds all of them."""
