@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import huggingface_hub
+import huggingface_hub.constants
 
-from nsa.data.sources.base import is_set
 from nsa.errors import DataError, DataUnavailableError, reworded
 
 try:
@@ -55,7 +55,7 @@ class _Failure(Exception):  # noqa: N818  (caught by the retry loop, never seen 
         self.retry_after = retry_after
 
 
-@dataclass
+@dataclass(eq=False)
 class _Operation:
     """A request that is retried: when it last made progress, and how the last attempt failed."""
 
@@ -64,7 +64,6 @@ class _Operation:
     since: float = field(default_factory=lambda: _now())
     tries: int = 0
     last: str = NO_ANSWER
-    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def progress(self) -> None:
         """Something arrived and is kept: the deadline and the backoff start again."""
@@ -101,8 +100,8 @@ class Hub:
         except httpx.InvalidURL:
             raise DataError(f"HF_ENDPOINT: {self.shown[:80]!r} is not a web address; correct or unset it") from None
         self._client = _new_client()
-        self._operations: dict[int, _Operation] = {}
-        self._lock = threading.Lock()
+        self._operations: set[_Operation] = set()
+        self._cancelled = threading.Event()
         self._signed: dict[str, str] = {}  # where a file's bytes were found last; good until refused
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,15 +109,12 @@ class Hub:
 
     def waiting_for(self) -> str | None:
         """The operation that waits longest, if one failed before or is slow."""
-        with self._lock:
-            slow = [o for o in self._operations.values() if o.tries > 1 or _now() - o.since > SLOW_S]
+        slow = [o for o in list(self._operations) if o.tries > 1 or _now() - o.since > SLOW_S]
         return str(min(slow, key=lambda operation: operation.since)) if slow else None
 
     def cancel(self) -> None:
-        """Operations in other threads end with their current attempt."""
-        with self._lock:
-            for operation in self._operations.values():
-                operation.cancelled.set()
+        """From now on operations, also those in other threads, end with their current attempt."""
+        self._cancelled.set()
 
     def body(self, path: str, what: str) -> tuple[bytes, str]:
         """All of an answer, and its Link header; both empty when the repository has no such file or folder."""
@@ -174,8 +170,7 @@ class Hub:
     def _retry(self, what: str, attempt: Callable[[_Operation], T]) -> T:
         """What the first successful attempt returns. Failures that cannot pass raise a `DataError` at once."""
         operation = _Operation(what, self.deadline_s)
-        with self._lock:
-            self._operations[id(operation)] = operation
+        self._operations.add(operation)
         try:
             while True:
                 operation.tries += 1
@@ -184,17 +179,16 @@ class Hub:
                 except (_Failure, TimeoutError, httpx.TransportError, httpx.InvalidURL) as error:
                     operation.last = _describe(error, what)
                     retry_after = error.retry_after if isinstance(error, _Failure) else 0.0
-                if operation.left() <= 0 or operation.cancelled.is_set():
+                if operation.left() <= 0 or self._cancelled.is_set():
                     raise DataUnavailableError(
                         f"{what}: not available from {self.shown} for {_now() - operation.since:.1f} s, "
                         f"{operation.tries} tries, last: {operation.last}; check the network, allow more time with "
                         "data.first_batch_s (up to a run's first batch) or data.timeout_s (everywhere else), or set "
                         "data.paths to a local mirror"
                     )
-                _pause(operation.cancelled, operation.backoff(retry_after))
+                _pause(self._cancelled, operation.backoff(retry_after))
         finally:
-            with self._lock:
-                del self._operations[id(operation)]
+            self._operations.remove(operation)
 
     @contextmanager
     def _response(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
@@ -331,9 +325,7 @@ def _describe(error: Exception, what: str) -> str:
 
 def _token() -> str | None:
     """As huggingface_hub finds it: HF_TOKEN, or the file of a login. Looked up for every request: tokens expire."""
-    if is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
-        return None
-    return huggingface_hub.get_token()
+    return None if huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else huggingface_hub.get_token()
 
 
 def _new_client() -> httpx.Client:
