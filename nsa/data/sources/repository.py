@@ -145,9 +145,7 @@ class LocalRepository:
 
     def below(self, folder: str) -> list[str]:
         inside = self.top / folder
-        if ".." in Path(folder).parts or not inside.is_dir():  # a README may name anything
-            return []
-        return [path.relative_to(self.top).as_posix() for path in files_below(inside)]
+        return [path.relative_to(self.top).as_posix() for path in files_below(inside)] if inside.is_dir() else []
 
     def entry(self, name: str) -> Entry:
         path = self.top / name
