@@ -150,7 +150,11 @@ class LocalRepository:
     def entry(self, name: str) -> Entry:
         path = self.top / name
         with file_errors(path):
-            return Entry(name, path.stat().st_size, _cached_content_id(path))
+            # Files of the hub's cache are links to blobs/ID, with the content id that the hub lists. What they lead to
+            # may itself be a link to a store that several repositories share.
+            blob = path.readlink() if path.is_symlink() else None
+            content_id = blob.name if blob is not None and blob.parent.name == "blobs" else ""
+            return Entry(name, path.stat().st_size, content_id)
 
     def open(self, entry: Entry, what: str) -> AbstractContextManager[BinaryIO]:
         return open_file(self.top / entry.name)
@@ -187,14 +191,3 @@ class RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position = stop
         return len(data)
-
-
-def _cached_content_id(path: Path) -> str:
-    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
-
-    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
-    """
-    if not path.is_symlink():
-        return ""
-    blob = path.readlink()
-    return blob.name if blob.parent.name == "blobs" else ""
