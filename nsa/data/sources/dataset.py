@@ -117,7 +117,7 @@ class HubDataset:
 
         if is_offline():
             return self._cached()
-        self._hub = self._hub or Hub(self.repo, self.deadline_s)
+        self._hub = Hub(self.repo, self.deadline_s)
         repository = HubRepository(self._hub, self.revision)
         return {name: (repository, repository.entry(name)) for name in self.layout.choose(repository).names}
 
