@@ -1,10 +1,8 @@
 """A hub that is slow, broken, overloaded, hostile or gone: the same documents, or a clear error in time."""
 
-import json
 import pickle
 import re
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from nsa.data.sources import hub
+from nsa.data.sources import hub, repository
 from nsa.data.sources.base import Skipped
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer
@@ -190,9 +188,9 @@ OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
         (OK + b"Content-Length: -1\r\n\r\n{}", "not available"),
         (OK + b"X: " + b"x" * 200_000 + b"\r\n\r\n{}", "not available"),
         (b"\x00\xff" * 100, "not available"),
-        (OK + b"\r\n" + b"[" * 5000, "is not JSON"),
+        (OK + b"\r\n" + b"[" * 5000, "not what a hub answers: Invalid JSON: .*check HF_ENDPOINT"),
         (OK + b"\r\n" + b" " * 20_000, "answers more than"),
-        (OK + b"\r\n[1, 2]", "names no commit"),
+        (OK + b"\r\n[1, 2]", "revision/main: this is not what a hub answers: .*check HF_ENDPOINT"),
     ],
     ids=[
         "ring",
@@ -264,12 +262,12 @@ def test_a_listing_of_many_pages_is_read_to_its_end(served, link_base):
 
 
 def test_a_listing_without_an_end_is_an_error(served, monkeypatch):
-    monkeypatch.setattr(hub, "MAX_PAGES", 5)
-    answer = [{"type": "file", "path": "a.parquet", "size": 1}], '<https://huggingface.co/?cursor=again>; rel="next"'
+    monkeypatch.setattr(repository, "MAX_PAGES", 5)
+    answer = b'[{"type": "file", "path": "a.parquet", "size": 1}]', '<https://huggingface.co/?cursor=again>; rel="next"'
     asked = []
-    monkeypatch.setattr(hub.Hub, "_json", lambda self, path, what: asked.append(path) or answer)
+    monkeypatch.setattr(hub.Hub, "body", lambda self, path, what: asked.append(path) or answer)
     with pytest.raises(DataError, match=r"/tree/.*: a listing of more than 5 pages; check HF_ENDPOINT"):
-        hub.Hub(REPO, 1.0).tree("c", "sample")
+        repository.HubRepository(hub.Hub(REPO, 1.0), "c" * 40).below("sample")
     assert len(asked) == 5
 
 
@@ -289,17 +287,9 @@ DEEP = "[" * 990 + "]" * 990
     ids=["deep id", "deep path", "no path", "endless size", "no id", "deep"],
 )
 def test_an_entry_that_is_none_is_an_error(served, monkeypatch, item):
-    def answer(self, path, what):
-        limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(10 * limit)
-        try:
-            return json.loads(f"[{item}]"), ""
-        finally:
-            sys.setrecursionlimit(limit)
-
-    monkeypatch.setattr(hub.Hub, "_json", answer)
-    with pytest.raises(DataError, match="is not a listing of files"):
-        hub.Hub(REPO, 1.0).tree("c", "sample")
+    monkeypatch.setattr(hub.Hub, "body", lambda self, path, what: (f"[{item}]".encode(), ""))
+    with pytest.raises(DataError, match=r"/tree/.*: this is not what a hub answers: .*; check HF_ENDPOINT"):
+        repository.HubRepository(hub.Hub(REPO, 1.0), "c" * 40).below("sample")
 
 
 def test_a_password_in_the_endpoint_is_sent_and_never_shown(served, monkeypatch):

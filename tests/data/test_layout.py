@@ -141,6 +141,8 @@ def test_without_a_declaration_names_tell(names, subset, split, expected):
         ("a.parquet", "---\nconfigs: [{config_name: [a]}]\n---\n", "en", "train", "a name is not a text"),
         ("a.parquet", "---\nconfigs:\n- data_files: ../../etc/*\n---\n", "default", "train", "is outside the repo"),
         ("a.parquet", "---\nconfigs:\n- data_files: 'https://x.org/a.parquet'\n---\n", "default", "train", "outside"),
+        ("a.parquet", "---\nconfigs:\n- data_dir: /etc\n---\n", "default", "train", "'/etc' is outside the repo"),
+        ("a.parquet", "---\nconfigs:\n- data_dir: a/../..\n---\n", "default", "train", "is outside the repo"),
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_answered_with_what_does(names, card, subset, split, error):

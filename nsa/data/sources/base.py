@@ -31,14 +31,10 @@ class Unit:
     size: int = 0
 
 
-def is_set(variable: str) -> bool:
-    """Whether an environment variable says yes, as huggingface_hub understands it."""
-    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
-
-
 def is_offline() -> bool:
-    """Whether the user wants no network."""
-    return is_set("HF_HUB_OFFLINE") or is_set("TRANSFORMERS_OFFLINE")
+    """Whether the user wants no network, as huggingface_hub reads the variables, but at the time of the call."""
+    given = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value in ("1", "ON", "YES", "TRUE") for value in given)
 
 
 def groups(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -6,13 +6,12 @@ commit that the revision stood for at the first contact.
 
 import hashlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from nsa.data.sources.base import Entry, Progress, Skipped, Unit, is_offline
 from nsa.data.sources.layout import HubLayout, is_parquet
@@ -32,7 +31,8 @@ class HubDataset:
     """A document per row. Units are row groups, in the order of file names.
 
     `paths` are files or folders of a mirror to read instead of the hub. `deadline_s` is how long an operation on the
-    hub may go without any success before it is a `DataUnavailableError`.
+    hub may go without any success before it is a `DataUnavailableError`. The first call lists the files; from then on
+    threads and copies in other processes may share it.
     """
 
     name: str
@@ -46,15 +46,7 @@ class HubDataset:
     def __post_init__(self) -> None:
         self.listed = Progress("footers read")
         self._hub: Hub | None = None
-        self._files: dict[str, tuple[Repository, Entry]] | None = None
-        self._units: list[Unit] | None = None
-        self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_units": None, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self._files: dict[str, tuple[Repository, Entry]] = {}  # never empty once they are listed
 
     @property
     def commit(self) -> str | None:
@@ -62,23 +54,20 @@ class HubDataset:
         return next(repository.commit for repository, _ in self._listed().values())
 
     def units(self) -> Sequence[Unit]:
-        with self._lock:
-            if self._units is None:
-                names = sorted(self._listed())
-                with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
-                    footers = [pool.submit(self._units_of, name) for name in names]
-                    self.listed.done, self.listed.total = 0, len(footers)
-                    try:
-                        for footer in as_completed(footers):
-                            footer.result()
-                            self.listed.done += 1
-                        self._units = [unit for footer in footers for unit in footer.result()]
-                    except BaseException:
-                        # After a Ctrl-C the other files would keep the process for a whole deadline.
-                        pool.shutdown(wait=False, cancel_futures=True)
-                        self.cancel()
-                        raise
-            return self._units
+        names = sorted(self._listed())
+        with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
+            footers = [pool.submit(self._units_of, name) for name in names]
+            self.listed.done, self.listed.total = 0, len(footers)
+            try:
+                for footer in as_completed(footers):
+                    footer.result()
+                    self.listed.done += 1
+            except BaseException:
+                # After a Ctrl-C the other files would keep the process for a whole deadline.
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.cancel()
+                raise
+        return [unit for footer in footers for unit in footer.result()]
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
         with self._open(unit.path, f"row group {unit.part}") as file:
@@ -115,29 +104,22 @@ class HubDataset:
         if name not in (files := self._listed()):
             raise DataError(f"{name}: is not among the files of this source; did data.paths or data.subset change?")
         repository, entry = files[name]
-        return repository.open(entry.name, what)
+        return repository.open(entry, what)
 
     def _listed(self) -> dict[str, tuple[Repository, Entry]]:
         """The files that are read, by their names in the source: where each lies, and as what."""
-        files = self._files
-        if files is not None:  # without the lock, which a thread that reads footers holds
-            return files
-        with self._lock:
-            if self._files is None:
-                self._files = self._mirrored() if self.paths else self._from_hub()
-            return self._files
+        if not self._files:
+            self._files = self._mirrored() if self.paths else self._from_hub()
+        return self._files
 
     def _from_hub(self) -> dict[str, tuple[Repository, Entry]]:
         from nsa.data.sources.hub import Hub
 
         if is_offline():
             return self._cached()
-        self._hub = self._hub or Hub(self.repo, self.deadline_s)
-        title = f"{self.repo} at {self.revision}"
-        repository = HubRepository(self._hub, self._hub.commit(self.revision), title)
-        names = self.layout.choose(repository).names
-        repository.entries = {name: repository.entries[name] for name in names}  # a copy needs no others
-        return {name: (repository, repository.entry(name)) for name in names}
+        self._hub = Hub(self.repo, self.deadline_s)
+        repository = HubRepository(self._hub, self.revision)
+        return {name: (repository, repository.entry(name)) for name in self.layout.choose(repository).names}
 
     def _cached(self) -> dict[str, tuple[Repository, Entry]]:
         """From the hub's local cache, if it holds all of them."""

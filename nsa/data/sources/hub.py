@@ -1,4 +1,4 @@
-"""A dataset repository of the Hugging Face hub: its listing at one commit, and byte ranges of its files.
+"""Requests to the Hugging Face hub about one dataset repository: whole answers, and byte ranges of its files.
 
 huggingface_hub provides the token, the local cache and the HTTP client (httpx), which does connections, proxies and
 TLS. The retry loop is written here because that library cannot keep a deadline: its listing waits without a timeout,
@@ -6,7 +6,6 @@ and its retries sleep for 23 s or for whatever a Retry-After says. The token is 
 the hosts it redirects to.
 """
 
-import json
 import os
 import random
 import re
@@ -19,11 +18,10 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import huggingface_hub
+import huggingface_hub.constants
 
-from nsa.data.sources.base import Entry, is_set
 from nsa.errors import DataError, DataUnavailableError, reworded
 
 try:
@@ -36,7 +34,6 @@ T = TypeVar("T")
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_REDIRECTS = 5
 MAX_BODY_BYTES = 64 << 20  # of a README, or of one page of a listing; a thousand files are 0.3 MB
-MAX_PAGES = 1000  # of a listing, a thousand files each
 CHUNK_BYTES = 256 << 10  # what has to arrive within the timeout of an attempt
 ATTEMPT_S = 15.0  # timeout up to the first chunk, and for every further one; a third of the deadline at most
 LAST_ATTEMPT_S = 1.0  # for the attempt that is made when the deadline is reached
@@ -50,10 +47,6 @@ _now = time.monotonic
 _jitter = random.Random()  # noqa: S311  (no secret, and apart from the generator that user code may have seeded)
 
 
-class _NoEntryError(DataError):
-    """The repository has no such file or folder."""
-
-
 class _Failure(Exception):  # noqa: N818  (caught by the retry loop, never seen by a user)
     """An attempt failed in a way that may pass; the server asks to wait `retry_after` seconds."""
 
@@ -62,7 +55,7 @@ class _Failure(Exception):  # noqa: N818  (caught by the retry loop, never seen 
         self.retry_after = retry_after
 
 
-@dataclass
+@dataclass(eq=False)
 class _Operation:
     """A request that is retried: when it last made progress, and how the last attempt failed."""
 
@@ -71,7 +64,6 @@ class _Operation:
     since: float = field(default_factory=lambda: _now())
     tries: int = 0
     last: str = NO_ANSWER
-    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def progress(self) -> None:
         """Something arrived and is kept: the deadline and the backoff start again."""
@@ -95,7 +87,8 @@ class _Operation:
 
 
 class Hub:
-    """One dataset repository. Thread-safe; a pickled copy opens its own connections."""
+    """Asks about one dataset repository until a request succeeds, or until its deadline. Thread-safe; a pickled copy
+    opens its own connections."""
 
     def __init__(self, repo: str, deadline_s: float, endpoint: str | None = None):
         self.repo = repo
@@ -107,8 +100,8 @@ class Hub:
         except httpx.InvalidURL:
             raise DataError(f"HF_ENDPOINT: {self.shown[:80]!r} is not a web address; correct or unset it") from None
         self._client = _new_client()
-        self._operations: dict[int, _Operation] = {}
-        self._lock = threading.Lock()
+        self._operations: set[_Operation] = set()
+        self._cancelled = threading.Event()
         self._signed: dict[str, str] = {}  # where a file's bytes were found last; good until refused
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,58 +109,35 @@ class Hub:
 
     def waiting_for(self) -> str | None:
         """The operation that waits longest, if one failed before or is slow."""
-        with self._lock:
-            slow = [o for o in self._operations.values() if o.tries > 1 or _now() - o.since > SLOW_S]
+        slow = [o for o in list(self._operations) if o.tries > 1 or _now() - o.since > SLOW_S]
         return str(min(slow, key=lambda operation: operation.since)) if slow else None
 
     def cancel(self) -> None:
-        """Operations in other threads end with their current attempt."""
-        with self._lock:
-            for operation in self._operations.values():
-                operation.cancelled.set()
+        """From now on operations, also those in other threads, end with their current attempt."""
+        self._cancelled.set()
 
-    def commit(self, revision: str) -> str:
-        """Resolves a branch, a tag or a commit to the hash of its commit."""
-        if re.fullmatch(r"[0-9a-f]{40}", revision):
-            return revision
-        url = f"/api/datasets/{self.repo}/revision/{quote(revision, safe='')}"
-        info, _ = self._json(url, f"{self.repo}, revision {revision}")
-        commit = info.get("sha") if isinstance(info, dict) else None
-        if not isinstance(commit, str) or not commit:
-            raise DataError(f"{self.shown}{url}: names no commit; check HF_ENDPOINT")
-        return commit
+    def body(self, path: str, what: str) -> tuple[bytes, str]:
+        """All of an answer, and its Link header; both empty when the repository has no such file or folder."""
 
-    def tree(self, commit: str, folder: str) -> list[Entry]:
-        """The files below a folder at a commit, over all pages of the listing; none when there is no such folder."""
-        url = f"/api/datasets/{self.repo}/tree/{quote(commit, safe='')}"
-        url += f"/{quote(folder, safe='')}" if folder else ""
-        query = {"recursive": "True", "expand": "False"}
-        entries: list[Entry] = []
-        for _ in range(MAX_PAGES):
-            try:
-                page, link = self._json(f"{url}?{urlencode(query)}", f"{self.repo}, listing of {folder or 'all files'}")
-                entries += filter(None, map(_entry, page))
-            except _NoEntryError:
-                return []
-            except (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError):
-                raise DataError(f"{self.shown}{url}: is not a listing of files; check HF_ENDPOINT") from None
-            following = re.search(r'<([^>]*)>\s*;\s*rel="?next', link)
-            if following is None:
-                return entries
-            # Its query only: a mirror of the hub passes on links that lead to the hub itself.
-            query = dict(parse_qsl(urlsplit(following[1]).query))
-        raise DataError(f"{self.shown}{url}: a listing of more than {MAX_PAGES} pages; check HF_ENDPOINT")
+        def attempt(operation: _Operation) -> tuple[bytes, str]:
+            with self._response(self.endpoint + path, {}, operation.timeout()) as response:
+                if response.headers.get("X-Error-Code") == "EntryNotFound":
+                    return b"", ""
+                if response.status_code != 200:
+                    raise self._refusal(response, what)
+                body = bytearray()
+                _receive(response, body, MAX_BODY_BYTES, operation.timeout())
+                if len(body) == MAX_BODY_BYTES:
+                    raise DataError(
+                        f"{self.shown}{path}: answers more than {MAX_BODY_BYTES >> 20} MiB; check HF_ENDPOINT"
+                    )
+                return bytes(body), response.headers.get("Link", "")
 
-    def text(self, commit: str, name: str) -> str:
-        """A whole file, a short one; empty when there is no such file."""
-        try:
-            return self._body(self._path(commit, name), f"{self.repo}, {name}")[0].decode("utf-8", errors="replace")
-        except _NoEntryError:
-            return ""
+        return self._retry(what, attempt)
 
-    def read(self, commit: str, name: str, start: int, stop: int, size: int, what: str) -> bytes:
+    def read(self, path: str, start: int, stop: int, size: int, what: str) -> bytes:
         """Bytes [start, stop) of a file of `size` bytes. What arrived before a connection was cut is kept."""
-        path, buffer = self._path(commit, name), bytearray()
+        buffer = bytearray()
 
         def attempt(operation: _Operation) -> None:
             first = start + len(buffer)
@@ -197,14 +167,10 @@ class Hub:
             self._retry(what, attempt)
         return bytes(buffer)
 
-    def _path(self, commit: str, name: str) -> str:
-        return f"/datasets/{self.repo}/resolve/{quote(commit, safe='')}/{quote(name)}"
-
     def _retry(self, what: str, attempt: Callable[[_Operation], T]) -> T:
         """What the first successful attempt returns. Failures that cannot pass raise a `DataError` at once."""
         operation = _Operation(what, self.deadline_s)
-        with self._lock:
-            self._operations[id(operation)] = operation
+        self._operations.add(operation)
         try:
             while True:
                 operation.tries += 1
@@ -213,43 +179,16 @@ class Hub:
                 except (_Failure, TimeoutError, httpx.TransportError, httpx.InvalidURL) as error:
                     operation.last = _describe(error, what)
                     retry_after = error.retry_after if isinstance(error, _Failure) else 0.0
-                if operation.left() <= 0 or operation.cancelled.is_set():
+                if operation.left() <= 0 or self._cancelled.is_set():
                     raise DataUnavailableError(
                         f"{what}: not available from {self.shown} for {_now() - operation.since:.1f} s, "
                         f"{operation.tries} tries, last: {operation.last}; check the network, allow more time with "
                         "data.first_batch_s (up to a run's first batch) or data.timeout_s (everywhere else), or set "
                         "data.paths to a local mirror"
                     )
-                _pause(operation.cancelled, operation.backoff(retry_after))
+                _pause(self._cancelled, operation.backoff(retry_after))
         finally:
-            with self._lock:
-                del self._operations[id(operation)]
-
-    def _json(self, path: str, what: str) -> tuple[Any, str]:
-        """What an API call answers, and its Link header."""
-        body, link = self._body(path, what)
-        try:
-            return json.loads(body), link
-        except (ValueError, RecursionError):
-            raise DataError(
-                f"{self.shown}{path}: the answer is not JSON; check HF_ENDPOINT, and whether a proxy wants a login"
-            ) from None
-
-    def _body(self, path: str, what: str) -> tuple[bytes, str]:
-        """All of an answer, and its Link header."""
-
-        def attempt(operation: _Operation) -> tuple[bytes, str]:
-            with self._response(self.endpoint + path, {}, operation.timeout()) as response:
-                if response.status_code != 200:
-                    raise self._refusal(response, what)
-                body = bytearray()
-                _receive(response, body, MAX_BODY_BYTES, operation.timeout(), lambda: None)
-                return bytes(body), response.headers.get("Link", "")
-
-        body, link = self._retry(what, attempt)
-        if len(body) == MAX_BODY_BYTES:
-            raise DataError(f"{self.shown}{path}: answers more than {MAX_BODY_BYTES >> 20} MiB; check HF_ENDPOINT")
-        return body, link
+            self._operations.remove(operation)
 
     @contextmanager
     def _response(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
@@ -264,7 +203,7 @@ class Hub:
                 if response.next_request is None:
                     yield response
                     return
-                _receive(response, bytearray(), CHUNK_BYTES, max(stop - _now(), 0.001), lambda: None)
+                _receive(response, bytearray(), CHUNK_BYTES, max(stop - _now(), 0.001))
                 url = str(response.next_request.url)
             finally:
                 response.close()
@@ -289,7 +228,7 @@ class Hub:
         if code == "RevisionNotFound":
             return DataError(f"data.revision: {reason}; name a branch, a tag or a commit of {self.repo}")
         if code == "EntryNotFound":
-            return _NoEntryError(f"{reason}; check data.revision and data.subset")
+            return DataError(f"{reason}; check data.revision and data.subset")
         if status in (401, 403):
             return DataError(
                 f"{reason}; check that {self.repo} is the right name, set HF_TOKEN to a token that may read it (or log "
@@ -319,7 +258,11 @@ def cached_snapshot(repo: str, revision: str, include: Sequence[str]) -> Path | 
 
 
 def _receive(
-    response: httpx.Response, buffer: bytearray, size: int, timeout_s: float, progress: Callable[[], None]
+    response: httpx.Response,
+    buffer: bytearray,
+    size: int,
+    timeout_s: float,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Appends the body to the buffer up to `size` bytes. A body that is read to its end leaves the connection usable.
 
@@ -335,18 +278,6 @@ def _receive(
             stop, mark = _now() + timeout_s, len(buffer)
         elif _now() > stop:
             raise TimeoutError
-
-
-def _entry(item: dict[str, Any]) -> Entry | None:
-    """None for a folder."""
-    if not isinstance(item["path"], str):
-        raise TypeError
-    if item["type"] != "file":
-        return None
-    digest = (item.get("lfs") or {}).get("oid") or item.get("oid") or ""
-    if not isinstance(digest, str):
-        raise TypeError
-    return Entry(item["path"], int(item["size"]), digest)
 
 
 def _pause(cancelled: threading.Event, seconds: float) -> None:
@@ -394,9 +325,7 @@ def _describe(error: Exception, what: str) -> str:
 
 def _token() -> str | None:
     """As huggingface_hub finds it: HF_TOKEN, or the file of a login. Looked up for every request: tokens expire."""
-    if is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
-        return None
-    return huggingface_hub.get_token()
+    return None if huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else huggingface_hub.get_token()
 
 
 def _new_client() -> httpx.Client:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from glob import has_magic
 from itertools import takewhile
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -23,6 +23,7 @@ from nsa.data.sources.repository import CARD, Repository
 from nsa.data.sources.text import matches
 from nsa.errors import DataError
 
+T = TypeVar("T")
 CONVERTED = "refs/convert/parquet"
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 LARGEST_FRONT = 2**22  # characters of the YAML at the top of a README
@@ -73,8 +74,8 @@ class HubLayout:
         subset = self._pick(subsets, title)
         if subset.splits is None:
             splits = _split_by_name(names or _visible(repository.below(subset.folder)), subset.folder)
-            return splits[self._split_of(splits, title)]
-        patterns = subset.splits[self._split_of(subset.splits, title)]
+            return self._split_of(splits, title)
+        patterns = self._split_of(subset.splits, title)
         found = _matching(repository, patterns)
         parquet = [name for name in found if is_parquet(name)]
         if not parquet and repository.kind != "cache":  # of which some may be missing
@@ -94,13 +95,13 @@ class HubLayout:
     def _unknown(self, title: str, subsets: Iterable[str]) -> DataError:
         return DataError(f"data.subset: {title} has no {self.subset!r}; it has {_listed(subsets, self.subset)}")
 
-    def _split_of(self, splits: Mapping[str, Any], title: str) -> str:
+    def _split_of(self, splits: Mapping[str, T], title: str) -> T:
         if not splits:
             raise DataError(f"{title}: subset {self.subset!r} holds no .parquet file; {_REMEDY}")
         if self.split not in splits:
             known = _listed(splits, self.split)
             raise DataError(f"data.split: subset {self.subset!r} of {title} has no {self.split!r}; it has {known}")
-        return self.split
+        return splits[self.split]
 
 
 class FineWebLayout(HubLayout):
@@ -121,14 +122,12 @@ class FineWebLayout(HubLayout):
         folder = _fineweb_folder(self.subset)
         names = repository.below(folder) if folder else []
         if not any(map(is_parquet, names)) and repository.kind != "cache":
-            # In a mirror of the repository another subset must not be mistaken for the one that is configured.
-            folders = {name.rpartition("/")[0] for top in ("sample", "data") for name in repository.below(top)}
-            others = [other for other in folders if re.fullmatch(r"sample/\w+BT|data/CC-MAIN-[^/]+", other)]
-            if others or repository.kind == "hub":
-                crawls = sorted(name.removeprefix("data/") for name in others if name.startswith("data/"))[::-1]
-                samples = sorted(name.replace("/", "-") for name in others if name.startswith("sample/"))
-                raise self._unknown(repository.title, [*samples, *(["default"] if crawls else []), *crawls])
             names = repository.below("")
+            samples = sorted({f"sample-{at[1]}" for name in names if (at := re.match(r"sample/(\w+BT)/", name))})
+            crawls = sorted({at[1] for name in names if (at := re.match(r"data/(CC-MAIN-[^/]+)/", name))}, reverse=True)
+            # In a mirror of the repository another subset must not be mistaken for the one that is configured.
+            if samples or crawls or repository.kind == "hub":
+                raise self._unknown(repository.title, [*samples, *(["default"] if crawls else []), *crawls])
         return Chosen(sorted(filter(is_parquet, names)), [f"{folder}/*"])
 
 
@@ -180,21 +179,19 @@ def _front_matter(text: str) -> Any:
 
 
 def _declared_subset(config: Mapping[str, Any]) -> Subset:
-    folder = PurePosixPath(_plain(config.get("data_dir") or "."))
+    folder = _inside("", _plain(config.get("data_dir") or ""))
+    is_default = config.get("default") is True
     given = config.get("data_files")
-    splits: Mapping[str, Any]
     if given is None:
-        return Subset("" if str(folder) == "." else str(folder), is_default=config.get("default") is True)
-    if isinstance(given, Mapping):
-        splits = given
-    elif isinstance(given, list) and any(isinstance(item, Mapping) for item in given):
-        splits = {_plain(item["split"]): item["path"] for item in given}
-    else:
-        splits = {"train": given}
+        return Subset(folder, is_default=is_default)
+    if isinstance(given, list) and any(isinstance(item, Mapping) for item in given):
+        given = {_plain(item["split"]): item["path"] for item in given}
+    elif not isinstance(given, Mapping):
+        given = {"train": given}
     patterns = {}
-    for split, paths in splits.items():
+    for split, paths in given.items():
         patterns[str(split)] = [_inside(folder, path) for path in ([paths] if isinstance(paths, str) else paths)]
-    return Subset(splits=patterns, is_default=config.get("default") is True)
+    return Subset(folder, patterns, is_default)
 
 
 def _plain(value: Any) -> str:
@@ -204,11 +201,12 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _inside(folder: PurePosixPath, path: str) -> str:
-    joined = folder / path
+def _inside(folder: str, path: str) -> str:
+    """Empty for the top of the repository."""
+    joined = PurePosixPath(folder, path)
     if "://" in path or joined.is_absolute() or ".." in joined.parts:
         raise ValueError(f"{path!r} is outside the repository")
-    return str(joined)
+    return "/".join(joined.parts)
 
 
 def _converted(names: Sequence[str]) -> dict[str, Subset]:

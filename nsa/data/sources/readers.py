@@ -105,20 +105,16 @@ class Unpacked(io.RawIOBase):
 
 def text_document(name: str, file: BinaryIO, skipped: Skipped) -> Iterator[str]:
     """The whole file as one document, without the byte order mark some editors put before it."""
-    blocks, size = [], 0
+    data = bytearray()
     while block := file.read(BLOCK_BYTES):
-        blocks.append(block)
-        size += len(block)
-        if size > MAX_TEXT_BYTES:
+        data += block
+        if len(data) > MAX_TEXT_BYTES:
             raise text_too_long(name)
-    data = b"".join(blocks)
-    blocks.clear()
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise _not_utf8(name, error.start) from None
-    text = text.removeprefix("\ufeff")
-    if _is_text(text, skipped):
+    if is_text(text, skipped):
         yield text
 
 
@@ -168,7 +164,7 @@ def jsonl_documents(
             text = _text_of(record, text_field)
         except ValueError as error:
             raise DataError(f"{name}, {f'byte {offset}' if start else f'line {number}'}: {error}") from None
-        if _is_text(text, skipped):
+        if is_text(text, skipped):
             yield text
 
 
@@ -207,7 +203,7 @@ def parquet_documents(name: str, file: BinaryIO, row_group: int, text_field: str
                 bytes_read += part.nbytes
                 if bytes_read > MAX_CHUNK_BYTES:  # whatever the footer says
                     raise _chunk_too_long(name, row_group, bytes_read)
-                yield from (text for text in _to_strings(part, skipped) if _is_text(text, skipped))
+                yield from (text for text in _to_strings(part, skipped) if is_text(text, skipped))
         if rows_read != rows:
             raise pa.ArrowInvalid(f"{rows_read} rows instead of {rows}")
 
@@ -238,7 +234,8 @@ def _text_of(record: str, text_field: str) -> str | None:
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
+def is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
+    """Whether it is a document; if not, it is counted as skipped."""
     if text is None:
         skipped[NO_TEXT] += 1
     elif not text or text.isspace():

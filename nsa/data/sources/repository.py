@@ -2,22 +2,29 @@
 
 import io
 import os
+import re
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, TypeAdapter, ValidationError
 
 from nsa.data.sources.base import Entry
 from nsa.data.sources.readers import file_errors, open_file
 from nsa.data.sources.text import files_below
+from nsa.errors import DataError
 
 if TYPE_CHECKING:  # files on disk need no HTTP client, which takes a while to import
     from nsa.data.sources.hub import Hub
 
+T = TypeVar("T")
 CARD = "README.md"
+MAX_PAGES = 1000  # of a listing, a thousand files each
 TAIL_BYTES = 64 << 10  # what arrow reads first of a file; most of the time not yet the whole footer
 MAX_FOOTER_BYTES = 256 << 20
 # A footer of 700 row groups is 1.4 MB, half of what a row group's text is: kept compressed, so that those of 250
@@ -25,70 +32,102 @@ MAX_FOOTER_BYTES = 256 << 20
 FOOTER_CACHE_BYTES = 128 << 20
 
 
-class HubRepository:
-    """A repository of the hub at one commit. Footers are kept, everything else is fetched when it is read.
+class _Revision(BaseModel):
+    sha: str = Field(min_length=1)
 
-    `title` names it in messages; `entries` has the files that were listed.
-    """
+
+class _Item(BaseModel):
+    """A file or a folder in a listing."""
+
+    type: str
+    path: str
+    size: int
+    content_id: str = Field("", validation_alias=AliasChoices(AliasPath("lfs", "oid"), "oid"))
+
+
+class HubRepository:
+    """A repository of the hub at the commit that `revision` stands for now. Footers are kept, everything else is
+    fetched when it is read. `title` names it in messages."""
 
     kind = "hub"
 
-    def __init__(self, hub: "Hub", commit: str, title: str, entries: dict[str, Entry] | None = None):
-        self.hub, self.commit, self.title = hub, commit, title
-        self.entries = entries or {}
-        self._tails: OrderedDict[str, bytes] = OrderedDict()
+    def __init__(self, hub: "Hub", revision: str):
+        self.hub, self.commit, self.title = hub, revision, f"{hub.repo} at {revision}"
+        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+            path = f"/api/datasets/{hub.repo}/revision/{quote(revision, safe='')}"
+            self.commit = self._answer(_Revision, path, f"{hub.repo}, revision {revision}")[0].sha
+        self._entries: dict[str, Entry] = {}  # of the files that were listed
+        self._tails: dict[str, bytes] = {}
         self._tails_bytes = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.hub, self.commit, self.title, self.entries)
+        return type(self), (self.hub, self.commit)
 
     def card(self) -> str:
         """Its README.md; empty where there is none."""
-        return self.hub.text(self.commit, CARD)
+        return self.hub.body(self._path(CARD), f"{self.hub.repo}, {CARD}")[0].decode("utf-8", errors="replace")
 
     def below(self, folder: str) -> list[str]:
         """The names of all files below a folder, which may not exist; of all files for an empty name."""
-        found = {entry.name: entry for entry in self.hub.tree(self.commit, folder)}
-        self.entries |= found
-        return list(found)
+        path = f"/api/datasets/{self.hub.repo}/tree/{quote(self.commit, safe='')}"
+        path += f"/{quote(folder, safe='')}" if folder else ""
+        query = {"recursive": "True", "expand": "False"}
+        what = f"{self.hub.repo}, listing of {folder or 'all files'}"
+        found: dict[str, Entry] = {}
+        for _ in range(MAX_PAGES):
+            page, link = self._answer(list[_Item], f"{path}?{urlencode(query)}", what)
+            found |= {i.path: Entry(i.path, i.size, i.content_id) for i in page if i.type == "file"}
+            following = re.search(r'<([^>]*)>\s*;\s*rel="?next', link)
+            if following is None:
+                self._entries |= found
+                return list(found)
+            # Its query only: a mirror of the hub passes on links that lead to the hub itself.
+            query = dict(parse_qsl(urlsplit(following[1]).query))
+        raise DataError(f"{self.hub.shown}{path}: a listing of more than {MAX_PAGES} pages; check HF_ENDPOINT")
 
     def entry(self, name: str) -> Entry:
         """Of a file that a listing named."""
-        return self.entries[name]
+        return self._entries[name]
 
-    def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
-        entry = self.entries[name]
-        return cast(BinaryIO, RemoteFile(entry.size, self._tail(entry), self._reader(entry, what)))
+    def open(self, entry: Entry, what: str) -> AbstractContextManager[BinaryIO]:
+        return cast(BinaryIO, RemoteFile(entry.size, self._tail(entry), partial(self._read, entry, what)))
 
     def _tail(self, entry: Entry) -> bytes:
-        with self._lock:
-            packed = self._tails.get(entry.name)
-            if packed is not None:
-                self._tails.move_to_end(entry.name)
-        if packed is not None:
+        if packed := self._tails.get(entry.name):
             return zlib.decompress(packed)
-        fetch = self._reader(entry, "footer")
         start = max(0, entry.size - TAIL_BYTES)
-        tail = fetch(start, entry.size)
+        tail = self._read(entry, "footer", start, entry.size)
         # The last eight bytes: the footer's length and a magic number. Arrow checks whether they make sense.
         missing = int.from_bytes(tail[-8:-4], "little") + 8 - len(tail)
         if 0 < missing <= min(start, MAX_FOOTER_BYTES) and tail.endswith(b"PAR1"):
-            tail = fetch(start - missing, start) + tail
-        self._keep(entry.name, zlib.compress(tail, 1))
+            tail = self._read(entry, "footer", start - missing, start) + tail
+        packed = zlib.compress(tail, 1)
+        with self._lock:
+            self._tails_bytes += len(packed) - len(self._tails.pop(entry.name, b""))
+            self._tails[entry.name] = packed
+            while self._tails_bytes > FOOTER_CACHE_BYTES:
+                self._tails_bytes -= len(self._tails.pop(next(iter(self._tails))))
         return tail
 
-    def _keep(self, name: str, packed: bytes) -> None:
-        with self._lock:
-            self._tails_bytes += len(packed) - len(self._tails.pop(name, b""))
-            self._tails[name] = packed
-            while self._tails_bytes > FOOTER_CACHE_BYTES:
-                self._tails_bytes -= len(self._tails.popitem(last=False)[1])
+    def _read(self, entry: Entry, what: str, start: int, stop: int) -> bytes:
+        return self.hub.read(self._path(entry.name), start, stop, entry.size, f"{entry.name}, {what}")
 
-    def _reader(self, entry: Entry, what: str) -> Callable[[int, int], bytes]:
-        """Gives the bytes from one place of a file to another."""
-        where = f"{entry.name}, {what}"
-        return lambda start, stop: self.hub.read(self.commit, entry.name, start, stop, entry.size, where)
+    def _path(self, name: str) -> str:
+        return f"/datasets/{self.hub.repo}/resolve/{quote(self.commit, safe='')}/{quote(name)}"
+
+    def _answer(self, kind: type[T], path: str, what: str) -> tuple[T, str]:
+        """What an API call answers, and its Link header. Of a folder that does not exist the listing is empty."""
+        body, link = self.hub.body(path, what)
+        try:
+            return TypeAdapter(kind).validate_json(body or b"[]"), link
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            reason = " ".join(map(str, (*first["loc"], first["msg"])))
+            raise DataError(
+                f"{self.hub.shown}{path}: this is not what a hub answers: {reason}; check HF_ENDPOINT, and whether a "
+                "proxy wants a login"
+            ) from None
 
 
 class LocalRepository:
@@ -106,17 +145,19 @@ class LocalRepository:
 
     def below(self, folder: str) -> list[str]:
         inside = self.top / folder
-        if ".." in Path(folder).parts or not inside.is_dir():  # a README may name anything
-            return []
-        return [path.relative_to(self.top).as_posix() for path in files_below(inside)]
+        return [path.relative_to(self.top).as_posix() for path in files_below(inside)] if inside.is_dir() else []
 
     def entry(self, name: str) -> Entry:
         path = self.top / name
         with file_errors(path):
-            return Entry(name, path.stat().st_size, _cached_content_id(path))
+            # Files of the hub's cache are links to blobs/ID, with the content id that the hub lists. What they lead to
+            # may itself be a link to a store that several repositories share.
+            blob = path.readlink() if path.is_symlink() else None
+            content_id = blob.name if blob is not None and blob.parent.name == "blobs" else ""
+            return Entry(name, path.stat().st_size, content_id)
 
-    def open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
-        return open_file(self.top / name)
+    def open(self, entry: Entry, what: str) -> AbstractContextManager[BinaryIO]:
+        return open_file(self.top / entry.name)
 
 
 Repository = HubRepository | LocalRepository
@@ -150,14 +191,3 @@ class RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position = stop
         return len(data)
-
-
-def _cached_content_id(path: Path) -> str:
-    """The content id that the hub lists for a file of its local cache; empty for a file that is not in one.
-
-    Files of the cache are links to `blobs/ID`, which may itself be a link to a store that several repositories share.
-    """
-    if not path.is_symlink():
-        return ""
-    blob = path.readlink()
-    return blob.name if blob.parent.name == "blobs" else ""

@@ -101,10 +101,8 @@ class PythonSource:
         except (UnicodeDecodeError, OSError) as error:
             skipped["cannot be read" if isinstance(error, OSError) else readers.NOT_UTF8] += 1
             return
-        if text.strip():
+        if readers.is_text(text, skipped):
             yield text
-        else:
-            skipped[readers.EMPTY] += 1
 
     def fingerprint(self) -> str:
         return readers.files_fingerprint(self._paths())
