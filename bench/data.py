@@ -229,7 +229,7 @@ def write_tokens(folder: Path, tokenizer: Any, tokens: int) -> None:
         drawn = generator.integers(0, tokenizer.separator, int(lengths.sum()), dtype=tokenizer.dtype)
         drawn[np.cumsum(lengths) - lengths] = tokenizer.separator
         keys = generator.integers(0, 2**64, len(lengths), dtype=np.uint64)
-        entries.append(write_shard(folder, len(entries), "bench", [Tokenised(drawn, lengths, keys)], tokenizer))
+        entries.append(write_shard(folder, len(entries), "bench", [Tokenised([drawn], lengths, keys)], tokenizer))
     write_manifest(folder, "bench", "bench", tokenizer, entries)
 
 
@@ -240,7 +240,7 @@ def bench_load(work: Path, sizes: Sizes) -> Iterator[Result]:
         )
         folder = work / f"shards-{kind}"
         write_tokens(folder, tokenizer, sizes.load_tokens)
-        yield check(f"check hashes, {np.dtype(dtype).name}", open_shards([folder], tokenizer).pieces)
+        yield check(f"check hashes, {np.dtype(dtype).name}", open_shards([folder], tokenizer)[0].pieces)
         for packing in ("concat", "best_fit"):
             config = DataConfig(source="prepared", paths=[str(folder)], packing=packing)
             yield from load(f"prepared, {np.dtype(dtype).name}, {packing}", config, tokenizer, sizes)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
+from nsa.data.corpus import Corpus, Tokenised, in_validation, join, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
 from nsa.data.sources.base import Progress, Skipped
 from nsa.data.sources.dataset import HubDataset
@@ -102,7 +102,7 @@ class UnitReader:
         self.tokenised = Progress("row groups tokenised", total=0)
         self.skipped = Skipped()
         self._pool = DaemonPool(threads, "data") if threads else None
-        self._pending: dict[int, Future[Tokenised]] = {}
+        self._pending: dict[int, Future[Tokenised[TokenArray]]] = {}
         self._lock = threading.Lock()
 
     def prefetch(self, unit: int) -> bool:
@@ -122,7 +122,7 @@ class UnitReader:
                 if pending is not None and pending.cancel():
                     self._add_to_total(-1)
 
-    def read(self, unit: int) -> Tokenised:
+    def read(self, unit: int) -> Tokenised[TokenArray]:
         """All documents of a unit, of both sides."""
         with self._lock:
             pending = self._pending.pop(unit, None)
@@ -133,7 +133,7 @@ class UnitReader:
     def _add_to_total(self, count: int) -> None:
         self.tokenised.total = (self.tokenised.total or 0) + count
 
-    def _read(self, unit: int) -> Tokenised:
+    def _read(self, unit: int) -> Tokenised[TokenArray]:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
             self.tokenised.done += 1
@@ -220,12 +220,13 @@ class _Lane:
         """The training documents of a visit's unit in the visit's order, and where each begins."""
         epoch, unit = self.unit(visit)
         found = self.reader.read(unit)
+        [tokens] = found.pieces
         mine = np.flatnonzero(~in_validation(found.keys, self.reader.fraction))
         mine = mine[random_order(len(mine), self.seed, epoch + _UNIT_KEYS + (unit << 20))]
         ends = np.cumsum(found.lengths)
-        parts = [found.tokens[ends[d] - found.lengths[d] : ends[d]] for d in mine]
+        parts = [tokens[ends[d] - found.lengths[d] : ends[d]] for d in mine]
         lengths = found.lengths[mine]
-        joined = np.concatenate(parts) if parts else found.tokens[:0]
+        joined = np.concatenate(parts) if parts else tokens[:0]
         return joined, np.cumsum(lengths) - lengths
 
 
@@ -254,7 +255,7 @@ def choose_lanes(batch_size: int, units: int, most: int = 32) -> int:
 
 def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     """Validation documents of at least `tokens` tokens, or all there are, from units in an order that never changes."""
-    found: list[Tokenised] = []
+    found: list[Tokenised[TokenArray]] = []
     total = 0
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
     ahead: set[int] = set()  # requested here; those that training requested stay
@@ -270,7 +271,7 @@ def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     finally:
         reader.discard(ahead)
     everything = join(found, reader.tokenizer)
-    corpus = select([everything.tokens], everything.lengths, in_validation(everything.keys, reader.fraction))
+    corpus = everything.select(in_validation(everything.keys, reader.fraction))
     if not corpus.num_documents:
         raise DataError(
             f"data.validation_fraction: no validation document in {len(found):,} row groups; "

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,32 +78,25 @@ class Manifest(BaseModel):
     shards: Annotated[list[ShardEntry], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Opened folders, their documents back to back."""
-
-    pieces: Sequence["ShardTokens"]
-    lengths: Counts
-    keys: Keys
-    fingerprint: str
-
-
 def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"]) -> Path:
     return folder / f"shard-{number:05d}.{kind}"
 
 
-def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised], tokenizer: Tokenizer) -> ShardEntry:
+def write_shard(
+    folder: Path, number: int, plan: str, parts: Iterable[Tokenised[TokenArray]], tokenizer: Tokenizer
+) -> ShardEntry:
     """Writes the files of a shard, each whole or not at all; its entry comes last, and marks it as complete."""
     dtype = tokenizer.dtype.newbyteorder("<")
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
     unfinished = tokens_path.with_name(f"{tokens_path.name}.part")
 
-    def without_tokens(part: Tokenised) -> Tokenised:
-        content = np.ascontiguousarray(part.tokens.astype(dtype, copy=False)).data
-        digest.update(content)
-        file.write(content)
-        return replace(part, tokens=np.empty(0, dtype))
+    def without_tokens(part: Tokenised[TokenArray]) -> Tokenised[TokenArray]:
+        for tokens in part.pieces:
+            content = np.ascontiguousarray(tokens.astype(dtype, copy=False)).data
+            digest.update(content)
+            file.write(content)
+        return replace(part, pieces=[])
 
     with unfinished.open("wb") as file:
         shard = join(map(without_tokens, parts), tokenizer)
@@ -231,8 +224,9 @@ class ShardTokens:
         return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
-    """Opens every shard. Sizes and counts are checked; the caller may `check` the tokens, `verify` checks all."""
+def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
+    """Opens every shard: the documents of all, and their fingerprint. Sizes and counts are checked; the caller may
+    `check` the tokens, `verify` checks all."""
     pieces: list[ShardTokens] = []
     lengths: list[Counts] = []
     keys: list[Keys] = []
@@ -247,12 +241,11 @@ def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
             )
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)
-            if entry.tokens:
-                pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
+            pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
             lengths.append(shard_lengths)
             keys.append(shard_keys)
             digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
-    return Shards(pieces, np.concatenate(lengths), np.concatenate(keys), digest.hexdigest())
+    return Tokenised(pieces, np.concatenate(lengths), np.concatenate(keys)), digest.hexdigest()
 
 
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
