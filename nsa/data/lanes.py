@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from nsa.data.sequences import Borders, Row, Sequences, random_order
 from nsa.data.sources.base import Progress, Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.data.waiting import DaemonPool
+from nsa.data.waiting import DaemonPool, in_threads
 from nsa.errors import DataError
 from nsa.files import read_regular, regular
 
@@ -35,7 +35,6 @@ INDEX_PREFIX = "data_index_rank"
 LONGEST_LINE = 64  # characters; two numbers and a sum have fewer
 _UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
 VALIDATION_UNITS = 512  # at most as many are searched for validation documents
-VALIDATION_AHEAD = 4  # of them are read at a time
 
 
 class LengthIndex:
@@ -98,40 +97,30 @@ class UnitReader:
     def __init__(self, source: HubDataset, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
         self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
         self.units = source.units()
-        self.index = index
+        self.threads, self.index = threads, index
         self.tokenised = Progress("row groups tokenised", total=0)
         self.skipped = Skipped()
         self._pool = DaemonPool(threads, "data") if threads else None
         self._pending: dict[int, Future[Tokenised[TokenArray]]] = {}
         self._lock = threading.Lock()
 
-    def prefetch(self, unit: int) -> bool:
-        """Starts to read a unit; False without threads, or when it was requested before."""
+    def prefetch(self, unit: int) -> None:
+        """Starts to read a unit, if there are threads and it was not requested before."""
         with self._lock:
-            if self._pool is None or unit in self._pending:
-                return False
-            self._pending[unit] = self._pool.submit(partial(self._read, unit))
-            self._add_to_total(1)
-            return True
-
-    def discard(self, units: Iterable[int]) -> None:
-        """Drops prefetched units that are not needed: those that have not started never do."""
-        with self._lock:
-            for unit in units:
-                pending = self._pending.pop(unit, None)
-                if pending is not None and pending.cancel():
-                    self._add_to_total(-1)
+            if self._pool is not None and unit not in self._pending:
+                self._pending[unit] = self._pool.submit(partial(self._read, unit))
+                self._add_to_total()
 
     def read(self, unit: int) -> Tokenised[TokenArray]:
         """All documents of a unit, of both sides."""
         with self._lock:
             pending = self._pending.pop(unit, None)
             if pending is None:
-                self._add_to_total(1)
+                self._add_to_total()
         return pending.result() if pending else self._read(unit)
 
-    def _add_to_total(self, count: int) -> None:
-        self.tokenised.total = (self.tokenised.total or 0) + count
+    def _add_to_total(self) -> None:
+        self.tokenised.total = (self.tokenised.total or 0) + 1
 
     def _read(self, unit: int) -> Tokenised[TokenArray]:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
@@ -258,18 +247,12 @@ def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     found: list[Tokenised[TokenArray]] = []
     total = 0
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
-    ahead: set[int] = set()  # requested here; those that training requested stay
-    try:
-        for place, unit in enumerate(order):
-            ahead.update(later for later in order[place : place + VALIDATION_AHEAD] if reader.prefetch(later))
-            part = reader.read(unit)
-            ahead.discard(unit)
+    with closing(in_threads(reader.read, order, reader.threads)) as parts:
+        for part in parts:
             found.append(part)
             total += int(part.lengths[in_validation(part.keys, reader.fraction)].sum())
             if total >= tokens:
                 break
-    finally:
-        reader.discard(ahead)
     everything = join(found, reader.tokenizer)
     corpus = everything.select(in_validation(everything.keys, reader.fraction))
     if not corpus.num_documents:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,9 +155,11 @@ class DaemonPool:
             del job  # results can be large, and the next job may be long in coming
 
 
-def in_threads(function: Callable[[U], T], items: Sequence[U], threads: int, progress: Progress) -> Iterator[T]:
+def in_threads(
+    function: Callable[[U], T], items: Sequence[U], threads: int, progress: Progress | None = None
+) -> Generator[T, None, None]:
     """What the function makes of every item, in order. Threads, one at least, are a few items ahead."""
-    threads = max(1, threads)
+    threads, progress = max(1, threads), progress or Progress("items")
     pool = DaemonPool(threads, "data-open")
     progress.done, progress.total = 0, len(items)
     remaining = iter(items)
