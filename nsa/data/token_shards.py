@@ -15,7 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -123,15 +123,20 @@ def write_shard(
     return entry
 
 
-def read_entry(folder: Path, number: int, plan: str, itemsize: int) -> ShardEntry | None:
-    """The entry of a shard that is done and has its size; None where it still has to be written."""
-    try:
-        entry = ShardEntry.model_validate_json(shard_path(folder, number, "json").read_bytes())
-        sizes = [shard_path(folder, number, kind).stat().st_size for kind in ("tokens", "docs")]
-    except (OSError, ValueError):
-        return None
-    whole = sizes == [entry.tokens * itemsize, entry.documents * 16]
-    return entry if whole and entry.plan == plan and entry.number == number else None
+def read_entries(folder: Path) -> list[ShardEntry]:
+    """The entries of an unfinished preparation; one that is damaged is left out, so that its shard is written again."""
+    found = []
+    for path in folder.glob("shard-*.json"):
+        with suppress(OSError, ValueError):
+            found.append(ShardEntry.model_validate_json(path.read_bytes()))
+    return found
+
+
+def has_sizes(folder: Path, entry: ShardEntry, itemsize: int) -> bool:
+    """Whether the files of a shard are there, as long as its entry says."""
+    paths = [shard_path(folder, entry.number, kind) for kind in ("tokens", "docs")]
+    sizes = [path.stat().st_size if path.exists() else None for path in paths]
+    return sizes == [entry.tokens * itemsize, entry.documents * 16]
 
 
 def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, entries: Sequence[ShardEntry]) -> None:
