@@ -40,7 +40,7 @@ from nsa.data.corpus import Tokenised
 from nsa.data.loader import Prefetcher
 from nsa.data.token_shards import ShardTokens, open_shards, write_manifest, write_shard
 from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
-from nsa.data.waiting import Waiter
+from nsa.data.waiting import Activity, Waiter
 from nsa.errors import NSAError
 from nsa.record.environment import commit
 
@@ -195,7 +195,7 @@ def prefetcher(data: Data, batches: int, first: int = 0) -> Prefetcher:
         requests,
         ahead=DataConfig().prefetch,
         device=torch.device("cpu"),
-        waiter=Waiter(data.activity, 60.0, lambda seconds, message: print(message, file=sys.stderr, flush=True)),
+        waiter=Waiter(Activity(), 60.0, lambda seconds, message: print(message, file=sys.stderr, flush=True)),
         first_batch_s=600.0,
         timeout_s=600.0,
     )

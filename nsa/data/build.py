@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -38,7 +38,6 @@ class Data:
     summary: str
     fingerprint: str
     streams: tuple[UnitReader, ...] = ()
-    activity: Activity = field(default_factory=Activity)
 
     @property
     def commits(self) -> list[str]:
@@ -79,7 +78,7 @@ def build_data(
     folder = folder and folder.resolve()  # it may be reached through links; nothing in it may be one
     built = builder.mixture(folder) if data.mixture else builder.part(data, folder)
     fingerprint = _digest(built.fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
-    return replace(built, fingerprint=fingerprint, activity=builder.activity)
+    return replace(built, fingerprint=fingerprint)
 
 
 @dataclass(frozen=True)

@@ -210,10 +210,6 @@ class ShardTokens:
         if np.maximum.reduce(out) >= self._vocab_size:
             raise DataError(f"{self.path}: holds token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
 
-    def mapped(self) -> TokenArray:
-        """All tokens, where the file stays as it is meanwhile."""
-        return np.memmap(self.path, self.dtype, "r") if self._length else np.empty(0, self.dtype)
-
     def check(self) -> None:
         """Compares the content with the manifest."""
         with self._lock:
@@ -287,8 +283,10 @@ def verify(folder: Path) -> Manifest:
         lengths, _ = read_documents(folder, entry)
         shard = ShardTokens(folder, entry, np.dtype(made_with.dtype), made_with.vocab_size)
         shard.check()
-        tokens = shard.mapped()
-        if len(tokens) and tokens.max() >= made_with.vocab_size:
+        if not len(shard):
+            continue
+        tokens = np.memmap(shard.path, shard.dtype, "r")
+        if tokens.max() >= made_with.vocab_size:
             raise DataError(f"{shard.path}: holds a token beyond the vocabulary; {AGAIN}")
         if (tokens[np.cumsum(lengths) - lengths] != made_with.separator).any():
             raise DataError(f"{shard.path}: a document does not begin with the separator; {AGAIN}")

@@ -85,18 +85,16 @@ class Waiter:
         future: "Future[T]",
         what: str,
         *,
-        since: float | None = None,
         timeout_s: float = math.inf,
         setting: str = "",
         interruptible: bool = True,
     ) -> T:
-        """The result of a future. `since` is when the wait started, if not now.
+        """The result of a future.
 
         Raises `DataUnavailableError` when nothing arrived for `timeout_s`, which the key `setting` configures. A wait
         may take longer as long as something arrives: a slow tokenizer, or a run that has to find its position again.
         """
-        start = self.clock() if since is None else since
-        last_arrival = last_report = start
+        start = last_arrival = last_report = self.clock()
         arrived = self.activity.arrived()
         while not future.done():
             self.pause(future, min(POLL_S, self.stall_s))
