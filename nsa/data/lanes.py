@@ -100,14 +100,14 @@ class UnitReader:
         self.threads, self.index = threads, index
         self.tokenised = Progress("row groups tokenised", total=0)
         self.skipped = Skipped()
-        self._pool = DaemonPool(threads, "data") if threads else None
+        self._pool = DaemonPool(threads, "data")
         self._pending: dict[int, Future[Tokenised[TokenArray]]] = {}
         self._lock = threading.Lock()
 
     def prefetch(self, unit: int) -> None:
         """Starts to read a unit, if there are threads and it was not requested before."""
         with self._lock:
-            if self._pool is not None and unit not in self._pending:
+            if self.threads and unit not in self._pending:
                 self._pending[unit] = self._pool.submit(partial(self._read, unit))
                 self._add_to_total()
 
@@ -138,8 +138,7 @@ class UnitReader:
         return found
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
         self.index.close()
 
 
@@ -210,13 +209,11 @@ class _Lane:
         epoch, unit = self.unit(visit)
         found = self.reader.read(unit)
         [tokens] = found.pieces
-        mine = np.flatnonzero(~in_validation(found.keys, self.reader.fraction))
-        mine = mine[random_order(len(mine), self.seed, epoch + _UNIT_KEYS + (unit << 20))]
-        ends = np.cumsum(found.lengths)
-        parts = [tokens[ends[d] - found.lengths[d] : ends[d]] for d in mine]
-        lengths = found.lengths[mine]
-        joined = np.concatenate(parts) if parts else tokens[:0]
-        return joined, np.cumsum(lengths) - lengths
+        training = found.select(~in_validation(found.keys, self.reader.fraction))
+        order = random_order(training.num_documents, self.seed, epoch + _UNIT_KEYS + (unit << 20))
+        starts, lengths = training.starts[order], training.lengths[order]
+        parts = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        return np.concatenate([tokens[:0], *parts]), np.cumsum(lengths) - lengths
 
 
 class StreamedSequences(Sequences):

@@ -200,28 +200,21 @@ class BestFit(Sequences):
     def row(self, number: int) -> Row:
         epoch, place = divmod(number, self.count)
         plan = self._plan(epoch)
-        inputs = np.full(self.seq_len, self.separator, dtype=self.corpus.dtype)
+        tokens = np.full(self.seq_len + 1, self.separator, dtype=self.corpus.dtype)
         targets = np.full(self.seq_len, IGNORED, dtype=np.int64)
         starts, filled = [], 0
         for piece in range(int(plan.first[place]), int(plan.first[place + 1])):
             document, offset, length = int(plan.document[piece]), int(plan.offset[piece]), int(plan.length[piece])
             starts.append(filled)
             end = filled + length
-            self.corpus.read(document, offset, inputs[filled:end])
-            targets[filled : end - 1] = inputs[filled + 1 : end]
-            targets[end - 1] = self._after(document, offset + length)
+            # With the token behind the piece, if the document goes on there; else that is a separator.
+            rest = int(self.corpus.lengths[document]) - offset
+            self.corpus.read(document, offset, tokens[filled : min(filled + rest, end + 1)])
+            targets[filled:end] = tokens[filled + 1 : end + 1]
             filled = end
         if filled < self.seq_len:
             starts.append(filled)
-        return Row(inputs, targets, np.array(starts, dtype=np.int64))
-
-    def _after(self, document: int, offset: int) -> int:
-        """The token behind a piece: the document's next, or the separator where it ends."""
-        if offset == self.corpus.lengths[document]:
-            return self.separator
-        following = np.empty(1, dtype=self.corpus.dtype)
-        self.corpus.read(document, offset, following)
-        return int(following[0])
+        return Row(tokens[:-1], targets, np.array(starts, dtype=np.int64))
 
     def num_targets(self, numbers: range) -> int:
         total = 0
