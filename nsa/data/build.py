@@ -13,7 +13,7 @@ from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_la
 from nsa.data.loader import Loader
 from nsa.data.recall import RecallSequences
 from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSequences
-from nsa.data.sources.base import Progress, Skipped, Unit
+from nsa.data.sources.base import Progress, Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
 from nsa.data.token_shards import ShardTokens, open_shards
@@ -122,10 +122,7 @@ class _Builder:
         opened = open_source(source, self.data.first_batch_s)
         if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(HubDataset, opened), folder)
-
-        def read(unit: Unit) -> Tokenised[TokenArray]:
-            return tokenise_units(opened, unit, tokenizer=self.tokenizer)
-
+        read = partial(tokenise_units, opened, tokenizer=self.tokenizer)
         progress = self.activity.add(opened.name, Progress("parts tokenised"))
         parts = in_threads(read, opened.units(), self.data.workers, progress)
         everything = join(parts, self.tokenizer, IN_MEMORY_BYTES)

@@ -10,12 +10,13 @@ read, and kept in a file of the run, so that a resumed run finds its position at
 units again: slower, to the same position.
 """
 
+import re
 import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from nsa.errors import DataError
 from nsa.files import read_regular, regular
 
 INDEX_PREFIX = "data_index_rank"
-LONGEST_LINE = 64  # characters; two numbers and a sum have fewer
+_LINE = re.compile(r"^(\d{1,20}) (\d{1,20}) ([0-9a-f]{8})\n", re.MULTILINE)  # unit, tokens, checksum
 _UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
 VALIDATION_UNITS = 512  # at most as many are searched for validation documents
 
@@ -54,16 +55,14 @@ class LengthIndex:
     def _read(self, path: Path) -> bool:
         """Whether the file is about these data."""
         try:
-            head, *lines = read_regular(path).decode("ascii", errors="replace").splitlines(keepends=True)
-        except (OSError, ValueError):
+            text = read_regular(path).decode("ascii", errors="replace")
+        except OSError:
             return False
-        if head != self._head:
+        if not text.startswith(self._head):
             return False
-        for line in lines:
-            fields = line.split() if len(line) < LONGEST_LINE else []
-            if len(fields) == 3 and line.endswith("\n") and fields[2] == _check(fields[0], fields[1]):
-                with suppress(ValueError):
-                    self.lengths[int(fields[0])] = int(fields[1])
+        for unit, length, check in _LINE.findall(text):
+            if check == _check(unit, length):
+                self.lengths[int(unit)] = int(length)
         return True
 
     def put(self, unit: int, length: int) -> None:
