@@ -40,7 +40,7 @@ from nsa.data.corpus import Tokenised
 from nsa.data.loader import Prefetcher
 from nsa.data.token_shards import ShardTokens, open_shards, write_manifest, write_shard
 from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
-from nsa.data.waiting import Waiter
+from nsa.data.waiting import Activity, Waiter
 from nsa.errors import NSAError
 from nsa.record.environment import commit
 
@@ -195,7 +195,7 @@ def prefetcher(data: Data, batches: int, first: int = 0) -> Prefetcher:
         requests,
         ahead=DataConfig().prefetch,
         device=torch.device("cpu"),
-        waiter=Waiter(data.activity, 60.0, lambda seconds, message: print(message, file=sys.stderr, flush=True)),
+        waiter=Waiter(Activity(), 60.0, lambda seconds, message: print(message, file=sys.stderr, flush=True)),
         first_batch_s=600.0,
         timeout_s=600.0,
     )
@@ -229,7 +229,7 @@ def write_tokens(folder: Path, tokenizer: Any, tokens: int) -> None:
         drawn = generator.integers(0, tokenizer.separator, int(lengths.sum()), dtype=tokenizer.dtype)
         drawn[np.cumsum(lengths) - lengths] = tokenizer.separator
         keys = generator.integers(0, 2**64, len(lengths), dtype=np.uint64)
-        entries.append(write_shard(folder, len(entries), "bench", [Tokenised(drawn, lengths, keys)], tokenizer))
+        entries.append(write_shard(folder, len(entries), "bench", [Tokenised([drawn], lengths, keys)], tokenizer))
     write_manifest(folder, "bench", "bench", tokenizer, entries)
 
 
@@ -240,7 +240,7 @@ def bench_load(work: Path, sizes: Sizes) -> Iterator[Result]:
         )
         folder = work / f"shards-{kind}"
         write_tokens(folder, tokenizer, sizes.load_tokens)
-        yield check(f"check hashes, {np.dtype(dtype).name}", open_shards([folder], tokenizer).pieces)
+        yield check(f"check hashes, {np.dtype(dtype).name}", open_shards([folder], tokenizer)[0].pieces)
         for packing in ("concat", "best_fit"):
             config = DataConfig(source="prepared", paths=[str(folder)], packing=packing)
             yield from load(f"prepared, {np.dtype(dtype).name}, {packing}", config, tokenizer, sizes)

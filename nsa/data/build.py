@@ -1,23 +1,23 @@
 """From a configuration to what a run reads: tokenizer, sources, training and validation batches."""
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
-from nsa.data.corpus import Corpus, Tokenised, build_corpora, join, tokenise_units
+from nsa.data.corpus import Corpus, TokenFile, Tokenised, join, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
 from nsa.data.recall import RecallSequences
 from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSequences
-from nsa.data.sources.base import Progress, Skipped, Unit
+from nsa.data.sources.base import Progress, Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
 from nsa.data.token_shards import ShardTokens, open_shards
-from nsa.data.tokenizers import Tokenizer
+from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import Activity, in_threads
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import make_folder
@@ -38,7 +38,6 @@ class Data:
     summary: str
     fingerprint: str
     streams: tuple[UnitReader, ...] = ()
-    activity: Activity = field(default_factory=Activity)
 
     @property
     def commits(self) -> list[str]:
@@ -79,7 +78,7 @@ def build_data(
     folder = folder and folder.resolve()  # it may be reached through links; nothing in it may be one
     built = builder.mixture(folder) if data.mixture else builder.part(data, folder)
     fingerprint = _digest(built.fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
-    return replace(built, fingerprint=fingerprint, activity=builder.activity)
+    return replace(built, fingerprint=fingerprint)
 
 
 @dataclass(frozen=True)
@@ -95,89 +94,80 @@ class _Builder:
         sources = self.data.mixture
         parts = [self.part(source, folder and folder / f"data_index_{n}") for n, source in enumerate(sources)]
         weights = [source.weight for source in sources]
-        validations = [part.validation for part in parts if part.validation is not None]
         shares = [f"{weight / sum(weights):.1%} {part.summary}" for weight, part in zip(weights, parts, strict=True)]
 
-        def mix(loaders: list[Loader], seed: int) -> Loader:
-            return self._loader(lambda: Mixture([loader.sequences for loader in loaders], weights, seed))
+        def mix(loaders: Iterable[Loader | None], seed: int) -> Sequences:
+            return Mixture([loader.sequences for loader in loaders if loader is not None], weights, seed)
 
-        return Data(
-            mix([part.train for part in parts], self.train.seed),
-            mix(validations, _VALIDATION_SEED) if validations else None,
+        return self._data(
+            lambda: mix((part.train for part in parts), self.train.seed),
+            lambda: mix((part.validation for part in parts), _VALIDATION_SEED),
             "mixture: " + " | ".join(shares),
             _digest(*(f"{weight} {part.fingerprint}" for weight, part in zip(weights, parts, strict=True))),
             tuple(stream for part in parts for stream in part.streams),
         )
 
     def part(self, source: SourceConfig, folder: Path | None) -> Data:
-        fraction = self.data.validation_fraction
         if source.source == "synthetic":
-            validation = self._synthetic(validation=True) if fraction else None
+            make = partial(SyntheticSequences, self.train.seq_len, self.train.seed, self.tokenizer.separator)
             summary = "synthetic: generated phrases without end"
-            return Data(self._synthetic(validation=False), validation, summary, "synthetic 1")
+            return self._data(make, partial(make, validation=True), summary, "synthetic 1")
         if source.source == "recall":
-            longest = self._longest_document(source)
-            held_out = self._recall(longest, _VALIDATION_SEED, validation=True) if fraction else None
-            summary = f"recall: generated documents of up to {longest:,} tokens, without end"
-            training = self._recall(longest, self.train.seed, validation=False)
-            return Data(training, held_out, summary, f"recall 5 {longest}")
+            return self._recall(source)
         if source.source == "prepared":
-            shards = open_shards([Path(path) for path in source.paths], self.tokenizer)
+            shards, fingerprint = open_shards([Path(path) for path in source.paths], self.tokenizer)
             progress = self.activity.add("prepared", Progress("shards checked"))
             list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
-            corpora = build_corpora(shards.pieces, shards.lengths, shards.keys, fraction)
-            return self._from_corpora("prepared", *corpora, Skipped(), shards.fingerprint)
+            return self._from_documents("prepared", shards, fingerprint)
         opened = open_source(source, self.data.first_batch_s)
         if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(HubDataset, opened), folder)
-
-        def read(unit: Unit) -> Tokenised:
-            return tokenise_units(opened, unit, tokenizer=self.tokenizer)
-
+        read = partial(tokenise_units, opened, tokenizer=self.tokenizer)
         progress = self.activity.add(opened.name, Progress("parts tokenised"))
         parts = in_threads(read, opened.units(), self.data.workers, progress)
         everything = join(parts, self.tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())
-        corpora = build_corpora([everything.tokens], everything.lengths, everything.keys, fraction)
-        return self._from_corpora(source.source, *corpora, everything.skipped, fingerprint)
+        return self._from_documents(source.source, everything, fingerprint)
 
-    def _loader(self, make: Callable[[], Sequences]) -> Loader:
-        return Loader(make, self.train.seq_len, isolate_documents=self.data.isolate_documents)
+    def _data(
+        self,
+        training: Callable[[], Sequences],
+        validation: Callable[[], Sequences],
+        summary: str,
+        fingerprint: str,
+        streams: tuple[UnitReader, ...] = (),
+    ) -> Data:
+        loader = partial(Loader, seq_len=self.train.seq_len, isolate_documents=self.data.isolate_documents)
+        held_out = loader(validation) if self.data.validation_fraction else None
+        return Data(loader(training), held_out, summary, fingerprint, streams)
 
-    def _synthetic(self, *, validation: bool) -> Loader:
-        seed, seq_len, separator = self.train.seed, self.train.seq_len, self.tokenizer.separator
-        return self._loader(lambda: SyntheticSequences(seq_len, seed, separator, validation=validation))
-
-    def _longest_document(self, source: SourceConfig) -> int:
-        longest, seq_len = source.document_tokens or self.train.seq_len, self.train.seq_len
+    def _recall(self, source: SourceConfig) -> Data:
+        seq_len = self.train.seq_len
+        longest = source.document_tokens or seq_len
         if longest > seq_len:
             raise ConfigError(
                 f"data.document_tokens: a sequence has {seq_len} tokens (train.seq_len), a document cannot have "
                 f"{longest}; choose at most {seq_len}, or leave it unset"
             )
-        return longest
+        make = partial(RecallSequences, self.tokenizer, seq_len, longest)
+        held_out = partial(make, _VALIDATION_SEED, validation=True)
+        summary = f"recall: generated documents of up to {longest:,} tokens, without end"
+        return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}")
 
-    def _recall(self, longest: int, seed: int, *, validation: bool) -> Loader:
-        seq_len = self.train.seq_len
-        return self._loader(lambda: RecallSequences(self.tokenizer, seq_len, longest, seed, validation=validation))
-
-    def _from_corpora(
-        self, name: str, training: Corpus, validation: Corpus | None, skipped: Skipped, fingerprint: str
-    ) -> Data:
+    def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
+        training, validation = documents.split(self.data.validation_fraction)
         self._check_length(training, "training", "use more text or a smaller train.seq_len")
         parts = [f"{training.num_documents:,} training documents, {training.num_tokens:,} tokens"]
-        if validation is not None:
+        if self.data.validation_fraction:
             remedy = "use more text, a larger data.validation_fraction (0 for no validation) or a smaller train.seq_len"
             self._check_length(validation, "validation", remedy)
             parts.append(f"{validation.num_documents:,} validation documents, {validation.num_tokens:,} tokens")
-        parts += [f"skipped {count:,} ({reason})" for reason, count in sorted(skipped.items())]
+        parts += [f"skipped {count:,} ({reason})" for reason, count in sorted(documents.skipped.items())]
         sequences = self._sequences(name, training, self.train.seed)
         if isinstance(sequences, BestFit):
             parts.append(f"best fit in {sequences.count:,} sequences, {sequences.waste:.2%} padding")
-        held_out = None
-        if validation is not None:
-            held_out = self._loader(partial(self._sequences, name, validation, _VALIDATION_SEED))
-        return Data(self._loader(lambda: sequences), held_out, f"{name}: " + "; ".join(parts), fingerprint)
+        held_out = partial(self._sequences, name, validation, _VALIDATION_SEED)
+        return self._data(lambda: sequences, held_out, f"{name}: " + "; ".join(parts), fingerprint)
 
     def _sequences(self, name: str, corpus: Corpus, seed: int) -> Sequences:
         if self.data.packing == "best_fit":
@@ -200,13 +190,13 @@ class _Builder:
         self.activity.add(source.name, reader.tokenised)
         lanes = choose_lanes(self.train.batch_size, len(reader.units))
         sequences = StreamedSequences(reader, self.train.seq_len, self.train.seed, lanes)
-        validation = self._loader(partial(self._collect_validation, reader)) if fraction else None
         rows = sum(unit.stop - unit.start for unit in reader.units)
         files = len({unit.path for unit in reader.units})
         summary = f"{source.name}: {files:,} files, {len(reader.units):,} row groups, {rows:,} rows, streamed"
         if source.commit is not None:
             summary += f", commit {source.commit}"
-        return Data(self._loader(lambda: sequences), validation, summary, fingerprint, (reader,))
+        validation = partial(self._collect_validation, reader)
+        return self._data(lambda: sequences, validation, summary, fingerprint, (reader,))
 
     def _collect_validation(self, reader: UnitReader) -> Sequences:
         corpus = collect_validation(reader, self.train.eval_sequences * self.train.seq_len + 1)

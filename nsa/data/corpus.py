@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,25 +35,14 @@ class TokenFile(Protocol):
     def read(self, place: int, out: TokenArray) -> None: ...
 
 
-Piece = TokenArray | TokenFile
-
-
-@dataclass(frozen=True)
-class Tokenised:
-    """Documents back to back, each behind a separator: the tokens, how many each has, and what each hashes to."""
-
-    tokens: TokenArray
-    lengths: Counts
-    keys: Keys
-    text_bytes: int = 0
-    skipped: Skipped = field(default_factory=Skipped)
+Piece = TypeVar("Piece", bound=TokenArray | TokenFile, covariant=True)
 
 
 class Corpus:
     """The documents of one side. Document d is `lengths[d]` tokens from place `starts[d]` on, where places count
-    through all `pieces`, in memory or in files; no document crosses from one piece to the next."""
+    through all `pieces`."""
 
-    def __init__(self, pieces: Sequence[Piece], starts: Counts, lengths: Counts):
+    def __init__(self, pieces: Sequence[TokenArray | TokenFile], starts: Counts, lengths: Counts):
         self.pieces, self.starts, self.lengths = pieces, starts, lengths
         self.num_documents, self.num_tokens = len(lengths), int(lengths.sum())
         self.dtype = pieces[0].dtype
@@ -71,13 +60,52 @@ class Corpus:
             piece.read(place, out)
 
 
+@dataclass(frozen=True)
+class Tokenised(Generic[Piece]):
+    """Documents back to back, each behind a separator: the tokens, how many each has, and what each hashes to.
+
+    No document crosses from one piece of the tokens to the next."""
+
+    pieces: Sequence[Piece]
+    lengths: Counts
+    keys: Keys
+    text_bytes: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def select(self, chosen: NDArray[np.bool_]) -> Corpus:
+        starts = np.cumsum(self.lengths) - self.lengths
+        return Corpus(self.pieces, starts[chosen], self.lengths[chosen])
+
+    def split(self, fraction: float) -> tuple[Corpus, Corpus]:
+        """(training, validation), which is empty for a fraction of 0. Where the fraction is too small for the corpus,
+        the document closest to the threshold is for validation, with its duplicates."""
+        keys = self.keys
+        if len(keys) == 0:
+            raise DataError(
+                "data.source: the corpus is empty, no document has any text; give data.paths with text in them"
+            )
+        mask = in_validation(keys, fraction)
+        if fraction and (mask.all() or not mask.any()):
+            if len(np.unique(keys)) < 2:
+                raise DataError(
+                    "data.validation_fraction: a split needs at least 2 different documents and the corpus has 1; "
+                    "give more files, or set data.validation_fraction=0 to train without validation"
+                )
+            if mask.all():
+                raise DataError(
+                    "data.validation_fraction: every document fell into validation; choose a smaller fraction"
+                )
+            mask = keys == keys.min()
+        return self.select(~mask), self.select(mask)
+
+
 def key_of(text: str) -> int:
     """64 bits that depend on the text alone."""
     digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
-def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | None = None) -> Tokenised:
+def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | None = None) -> Tokenised[TokenArray]:
     separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
     parts: list[TokenArray] = []
     lengths: list[int] = []
@@ -92,10 +120,10 @@ def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | 
             text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype=tokenizer.dtype)
     counts, hashes = np.array(lengths, dtype=np.int64), np.array(keys, dtype=np.uint64)
-    return Tokenised(tokens, counts, hashes, text_bytes, Skipped() if skipped is None else skipped)
+    return Tokenised([tokens], counts, hashes, text_bytes, Skipped() if skipped is None else skipped)
 
 
-def tokenise_units(source: Source, *units: Unit, tokenizer: Tokenizer) -> Tokenised:
+def tokenise_units(source: Source, *units: Unit, tokenizer: Tokenizer) -> Tokenised[TokenArray]:
     """The documents of one unit, or of several back to back, which is faster where they are small."""
     skipped = Skipped()
     return tokenise((text for unit in units for text in source.documents(unit, skipped)), tokenizer, skipped)
@@ -106,39 +134,15 @@ def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:
     return (keys >> np.uint64(64 - KEY_BITS)) < np.uint64(math.ceil(fraction * 2**KEY_BITS))
 
 
-def select(pieces: Sequence[Piece], lengths: Counts, chosen: NDArray[np.bool_]) -> Corpus:
-    """The chosen documents of pieces in which all documents lie back to back."""
-    starts = np.cumsum(lengths) - lengths
-    return Corpus(pieces, starts[chosen], lengths[chosen])
-
-
-def build_corpora(
-    pieces: Sequence[Piece], lengths: Counts, keys: Keys, fraction: float
-) -> tuple[Corpus, Corpus | None]:
-    """(training, validation); no validation for a fraction of 0. Where the fraction is too small for the corpus, the
-    document closest to the threshold is for validation, with its duplicates."""
-    if len(keys) == 0:
-        raise DataError("data.source: the corpus is empty, no document has any text; give data.paths with text in them")
-    mask = in_validation(keys, fraction)
-    if fraction and (mask.all() or not mask.any()):
-        if len(np.unique(keys)) < 2:
-            raise DataError(
-                "data.validation_fraction: a split needs at least 2 different documents and the corpus has 1; "
-                "give more files, or set data.validation_fraction=0 to train without validation"
-            )
-        if mask.all():
-            raise DataError("data.validation_fraction: every document fell into validation; choose a smaller fraction")
-        mask = keys == keys.min()
-    return select(pieces, lengths, ~mask), select(pieces, lengths, mask) if fraction else None
-
-
-def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | None = None) -> Tokenised:
+def join(
+    parts: Iterable[Tokenised[TokenArray]], tokenizer: Tokenizer, limit_bytes: int | None = None
+) -> Tokenised[TokenArray]:
     """All parts as one. More than `limit_bytes` of tokens are an error: they belong in shards."""
     found = [tokenise([], tokenizer)]  # there may be no other
     size = 0
     for part in parts:
         found.append(part)
-        size += part.tokens.nbytes
+        size += sum(tokens.nbytes for tokens in part.pieces)
         if limit_bytes is not None and size > limit_bytes:
             raise DataError(
                 f"data.paths: more than {limit_bytes / 2**30:.0f} GiB of tokens do not fit into memory; write them to "
@@ -146,7 +150,7 @@ def join(parts: Iterable[Tokenised], tokenizer: Tokenizer, limit_bytes: int | No
                 "data.paths=[FOLDER]"
             )
     return Tokenised(
-        np.concatenate([p.tokens for p in found]),
+        [np.concatenate([tokens for p in found for tokens in p.pieces])],  # one piece is found faster than many
         np.concatenate([p.lengths for p in found]),
         np.concatenate([p.keys for p in found]),
         sum(p.text_bytes for p in found),

@@ -10,32 +10,32 @@ read, and kept in a file of the run, so that a resumed run finds its position at
 units again: slower, to the same position.
 """
 
+import re
 import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.corpus import Corpus, Tokenised, in_validation, join, select, tokenise_units
+from nsa.data.corpus import Corpus, Tokenised, in_validation, join, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
 from nsa.data.sources.base import Progress, Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.data.waiting import DaemonPool
+from nsa.data.waiting import DaemonPool, in_threads
 from nsa.errors import DataError
 from nsa.files import read_regular, regular
 
 INDEX_PREFIX = "data_index_rank"
-LONGEST_LINE = 64  # characters; two numbers and a sum have fewer
+_LINE = re.compile(r"^(\d{1,20}) (\d{1,20}) ([0-9a-f]{8})\n", re.MULTILINE)  # unit, tokens, checksum
 _UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
 VALIDATION_UNITS = 512  # at most as many are searched for validation documents
-VALIDATION_AHEAD = 4  # of them are read at a time
 
 
 class LengthIndex:
@@ -55,16 +55,14 @@ class LengthIndex:
     def _read(self, path: Path) -> bool:
         """Whether the file is about these data."""
         try:
-            head, *lines = read_regular(path).decode("ascii", errors="replace").splitlines(keepends=True)
-        except (OSError, ValueError):
+            text = read_regular(path).decode("ascii", errors="replace")
+        except OSError:
             return False
-        if head != self._head:
+        if not text.startswith(self._head):
             return False
-        for line in lines:
-            fields = line.split() if len(line) < LONGEST_LINE else []
-            if len(fields) == 3 and line.endswith("\n") and fields[2] == _check(fields[0], fields[1]):
-                with suppress(ValueError):
-                    self.lengths[int(fields[0])] = int(fields[1])
+        for unit, length, check in _LINE.findall(text):
+            if check == _check(unit, length):
+                self.lengths[int(unit)] = int(length)
         return True
 
     def put(self, unit: int, length: int) -> None:
@@ -98,42 +96,32 @@ class UnitReader:
     def __init__(self, source: HubDataset, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
         self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
         self.units = source.units()
-        self.index = index
+        self.threads, self.index = threads, index
         self.tokenised = Progress("row groups tokenised", total=0)
         self.skipped = Skipped()
-        self._pool = DaemonPool(threads, "data") if threads else None
-        self._pending: dict[int, Future[Tokenised]] = {}
+        self._pool = DaemonPool(threads, "data")
+        self._pending: dict[int, Future[Tokenised[TokenArray]]] = {}
         self._lock = threading.Lock()
 
-    def prefetch(self, unit: int) -> bool:
-        """Starts to read a unit; False without threads, or when it was requested before."""
+    def prefetch(self, unit: int) -> None:
+        """Starts to read a unit, if there are threads and it was not requested before."""
         with self._lock:
-            if self._pool is None or unit in self._pending:
-                return False
-            self._pending[unit] = self._pool.submit(partial(self._read, unit))
-            self._add_to_total(1)
-            return True
+            if self.threads and unit not in self._pending:
+                self._pending[unit] = self._pool.submit(partial(self._read, unit))
+                self._add_to_total()
 
-    def discard(self, units: Iterable[int]) -> None:
-        """Drops prefetched units that are not needed: those that have not started never do."""
-        with self._lock:
-            for unit in units:
-                pending = self._pending.pop(unit, None)
-                if pending is not None and pending.cancel():
-                    self._add_to_total(-1)
-
-    def read(self, unit: int) -> Tokenised:
+    def read(self, unit: int) -> Tokenised[TokenArray]:
         """All documents of a unit, of both sides."""
         with self._lock:
             pending = self._pending.pop(unit, None)
             if pending is None:
-                self._add_to_total(1)
+                self._add_to_total()
         return pending.result() if pending else self._read(unit)
 
-    def _add_to_total(self, count: int) -> None:
-        self.tokenised.total = (self.tokenised.total or 0) + count
+    def _add_to_total(self) -> None:
+        self.tokenised.total = (self.tokenised.total or 0) + 1
 
-    def _read(self, unit: int) -> Tokenised:
+    def _read(self, unit: int) -> Tokenised[TokenArray]:
         found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
         with self._lock:
             self.tokenised.done += 1
@@ -149,8 +137,7 @@ class UnitReader:
         return found
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
         self.index.close()
 
 
@@ -220,13 +207,12 @@ class _Lane:
         """The training documents of a visit's unit in the visit's order, and where each begins."""
         epoch, unit = self.unit(visit)
         found = self.reader.read(unit)
-        mine = np.flatnonzero(~in_validation(found.keys, self.reader.fraction))
-        mine = mine[random_order(len(mine), self.seed, epoch + _UNIT_KEYS + (unit << 20))]
-        ends = np.cumsum(found.lengths)
-        parts = [found.tokens[ends[d] - found.lengths[d] : ends[d]] for d in mine]
-        lengths = found.lengths[mine]
-        joined = np.concatenate(parts) if parts else found.tokens[:0]
-        return joined, np.cumsum(lengths) - lengths
+        [tokens] = found.pieces
+        training = found.select(~in_validation(found.keys, self.reader.fraction))
+        order = random_order(training.num_documents, self.seed, epoch + _UNIT_KEYS + (unit << 20))
+        starts, lengths = training.starts[order], training.lengths[order]
+        parts = [tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        return np.concatenate([tokens[:0], *parts]), np.cumsum(lengths) - lengths
 
 
 class StreamedSequences(Sequences):
@@ -254,23 +240,17 @@ def choose_lanes(batch_size: int, units: int, most: int = 32) -> int:
 
 def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     """Validation documents of at least `tokens` tokens, or all there are, from units in an order that never changes."""
-    found: list[Tokenised] = []
+    found: list[Tokenised[TokenArray]] = []
     total = 0
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
-    ahead: set[int] = set()  # requested here; those that training requested stay
-    try:
-        for place, unit in enumerate(order):
-            ahead.update(later for later in order[place : place + VALIDATION_AHEAD] if reader.prefetch(later))
-            part = reader.read(unit)
-            ahead.discard(unit)
+    with closing(in_threads(reader.read, order, reader.threads)) as parts:
+        for part in parts:
             found.append(part)
             total += int(part.lengths[in_validation(part.keys, reader.fraction)].sum())
             if total >= tokens:
                 break
-    finally:
-        reader.discard(ahead)
     everything = join(found, reader.tokenizer)
-    corpus = select([everything.tokens], everything.lengths, in_validation(everything.keys, reader.fraction))
+    corpus = everything.select(in_validation(everything.keys, reader.fraction))
     if not corpus.num_documents:
         raise DataError(
             f"data.validation_fraction: no validation document in {len(found):,} row groups; "

@@ -113,7 +113,7 @@ class Prefetcher:
         self._pool = DaemonPool(1, "data-prefetch")
         self._pending: deque[Future[Batch]] = deque()
         self._ahead = ahead
-        self._start: float | None = waiter.clock()  # until the first batch is there
+        self._has_begun = False  # the first batch is there
         self._fill(ahead)
 
     def _fill(self, count: int) -> None:
@@ -132,12 +132,10 @@ class Prefetcher:
         self._fill(1)
         future = self._pending.popleft()
         self._fill(self._ahead)
-        if self._start is None:
+        if self._has_begun:
             return self.waiter.wait(future, "the next batch", timeout_s=self.timeout_s, setting="data.timeout_s")
-        batch = self.waiter.wait(
-            future, "the first batch", since=self._start, timeout_s=self.first_batch_s, setting="data.first_batch_s"
-        )
-        self._start = None
+        batch = self.waiter.wait(future, "the first batch", timeout_s=self.first_batch_s, setting="data.first_batch_s")
+        self._has_begun = True
         return batch
 
     def close(self) -> None:

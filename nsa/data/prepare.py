@@ -6,14 +6,13 @@ the number of processes or on how often the work was stopped. A shard that is do
 
 import fcntl
 import hashlib
-import json
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -25,7 +24,8 @@ from nsa.data.token_shards import (
     MANIFEST,
     Manifest,
     ShardEntry,
-    read_entry,
+    has_sizes,
+    read_entries,
     read_manifest,
     shard_path,
     write_manifest,
@@ -76,12 +76,16 @@ def prepare(
         plan = make_plan(source, tokenizer, shard_bytes)
         if not plan.shards:
             raise DataError("data.source: there is nothing to prepare; give data.paths with text in them")
-        _refuse_another(folder, plan)
-        if (folder / MANIFEST).exists():
-            return read_manifest(folder)
-        found = (read_entry(folder, number, plan.name, tokenizer.dtype.itemsize) for number in range(len(plan.shards)))
-        done = {entry.number: entry for entry in found if entry is not None}
-
+        manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
+        entries = [] if manifest else read_entries(folder)
+        if any(found.plan != plan.name for found in ([manifest] if manifest else entries)):
+            raise DataError(
+                f"{folder}: holds shards of another preparation (other files, tokenizer or division); "
+                "choose another folder, or --fresh to replace them"
+            )
+        if manifest:
+            return manifest
+        done = {entry.number: entry for entry in entries if has_sizes(folder, entry, tokenizer.dtype.itemsize)}
         sizes = [sum(unit.size for unit in shard) for shard in plan.shards]
 
         def report() -> None:
@@ -164,20 +168,6 @@ def _claimed(folder: Path) -> Iterator[None]:
             raise DataError(f"{folder}: another preparation is writing to it; wait until it ends") from None
         remove_unfinished(folder)
         yield
-
-
-def _refuse_another(folder: Path, plan: Plan) -> None:
-    """The shards in the folder must come from the same source, tokenizer and division."""
-    is_whole = (folder / MANIFEST).exists()
-    found = {read_manifest(folder).plan} if is_whole else set()
-    for path in [] if is_whole else folder.glob("shard-*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            found.add(str(json.loads(path.read_text(encoding="utf-8"))["plan"]))
-    if found - {plan.name}:
-        raise DataError(
-            f"{folder}: holds shards of another preparation (other files, tokenizer or division); "
-            "choose another folder, or --fresh to replace them"
-        )
 
 
 def _remove(folder: Path) -> None:

@@ -14,7 +14,6 @@ keys once and ask at their end, either for the one key or for some of many.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,10 +125,7 @@ class RecallSequences(Sequences):
     def __init__(self, tokenizer: Tokenizer, seq_len: int, longest: int, seed: int, *, validation: bool = False):
         self.tokenizer, self.seq_len, self.longest, self.seed = tokenizer, seq_len, longest, seed
         self.validation = validation
-
-    @cached_property
-    def _parts(self) -> Parts:
-        return Parts(self.tokenizer)
+        self._parts = Parts(tokenizer)
 
     def row(self, number: int) -> Row:
         key = number << 20 | self.validation

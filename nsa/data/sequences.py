@@ -172,16 +172,6 @@ class Concat(Sequences):
         return order, np.concatenate([[0], np.cumsum(self.corpus.lengths[order])])
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Pieces of documents by sequence: sequence r has the pieces first[r] to first[r + 1]."""
-
-    first: NDArray[np.int64]
-    document: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    length: NDArray[np.int64]
-
-
 class BestFit(Sequences):
     def __init__(self, corpus: Corpus, seq_len: int, seed: int, separator: int, name: str = ""):
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
@@ -190,7 +180,7 @@ class BestFit(Sequences):
 
     @cached_property
     def count(self) -> int:
-        return len(self._plan(0).first) - 1  # the same in every epoch: it depends on the lengths alone
+        return len(self._plan(0)[0]) - 1  # the same in every epoch: it depends on the lengths alone
 
     @property
     def waste(self) -> float:
@@ -198,40 +188,32 @@ class BestFit(Sequences):
         return 1.0 - self.corpus.num_tokens / (self.count * self.seq_len)
 
     def row(self, number: int) -> Row:
-        epoch, place = divmod(number, self.count)
-        plan = self._plan(epoch)
-        inputs = np.full(self.seq_len, self.separator, dtype=self.corpus.dtype)
+        tokens = np.full(self.seq_len + 1, self.separator, dtype=self.corpus.dtype)
         targets = np.full(self.seq_len, IGNORED, dtype=np.int64)
         starts, filled = [], 0
-        for piece in range(int(plan.first[place]), int(plan.first[place + 1])):
-            document, offset, length = int(plan.document[piece]), int(plan.offset[piece]), int(plan.length[piece])
+        for document, offset, length in self._pieces(number).tolist():
             starts.append(filled)
             end = filled + length
-            self.corpus.read(document, offset, inputs[filled:end])
-            targets[filled : end - 1] = inputs[filled + 1 : end]
-            targets[end - 1] = self._after(document, offset + length)
+            # With the token behind the piece, if the document goes on there; else that is a separator.
+            rest = int(self.corpus.lengths[document]) - offset
+            self.corpus.read(document, offset, tokens[filled : min(filled + rest, end + 1)])
+            targets[filled:end] = tokens[filled + 1 : end + 1]
             filled = end
         if filled < self.seq_len:
             starts.append(filled)
-        return Row(inputs, targets, np.array(starts, dtype=np.int64))
-
-    def _after(self, document: int, offset: int) -> int:
-        """The token behind a piece: the document's next, or the separator where it ends."""
-        if offset == self.corpus.lengths[document]:
-            return self.separator
-        following = np.empty(1, dtype=self.corpus.dtype)
-        self.corpus.read(document, offset, following)
-        return int(following[0])
+        return Row(tokens[:-1], targets, np.array(starts, dtype=np.int64))
 
     def num_targets(self, numbers: range) -> int:
-        total = 0
-        for number in numbers:
-            epoch, place = divmod(number, self.count)
-            plan = self._plan(epoch)
-            total += int(plan.length[plan.first[place] : plan.first[place + 1]].sum())
-        return total
+        return sum(int(self._pieces(number)[:, 2].sum()) for number in numbers)
 
-    def _make_plan(self, epoch: int) -> _Plan:
+    def _pieces(self, number: int) -> NDArray[np.int64]:
+        """Of what a sequence consists [pieces, 3]: a document, the offset in it, and how many tokens from there on."""
+        epoch, place = divmod(number, self.count)
+        first, pieces = self._plan(epoch)
+        return pieces[first[place] : first[place + 1]]
+
+    def _make_plan(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The pieces of all sequences, behind the numbers of those with which each sequence begins, and of the end."""
         order = random_order(self.corpus.num_documents, self.seed, epoch)
         lengths = self.corpus.lengths[order]
         # Whole sequences of long documents first, then the rest of every document.
@@ -241,9 +223,12 @@ class BestFit(Sequences):
         rest = lengths % self.seq_len
         open_documents, rest_lengths = order[rest > 0], rest[rest > 0]
         row_of, num_rows = fit(rest_lengths, self.seq_len)
-        documents = np.concatenate([document, open_documents])
-        offsets = np.concatenate([nth * self.seq_len, whole[rest > 0] * self.seq_len])
-        piece_lengths = np.concatenate([np.full(len(document), self.seq_len), rest_lengths])
+        pieces = np.concatenate(
+            [
+                np.stack([document, nth * self.seq_len, np.full(len(document), self.seq_len)], axis=1),
+                np.stack([open_documents, whole[rest > 0] * self.seq_len, rest_lengths], axis=1),
+            ]
+        )
         rows = np.concatenate([np.arange(len(document)), len(document) + row_of])
         # Sequences in random order; the pieces of one stay together.
         total = len(document) + num_rows
@@ -251,7 +236,7 @@ class BestFit(Sequences):
         place[random_order(total, self.seed, epoch + _SEQUENCE_KEYS)] = np.arange(total)
         by_place = np.argsort(place[rows], kind="stable")
         first = np.concatenate([[0], np.cumsum(np.bincount(place[rows], minlength=total))])
-        return _Plan(first, documents[by_place], offsets[by_place], piece_lengths[by_place])
+        return first, pieces[by_place]
 
 
 def fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], int]:

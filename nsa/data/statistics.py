@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from nsa.config.schema import DataConfig
-from nsa.data.corpus import Counts, tokenise
+from nsa.data.corpus import Counts, TokenFile, Tokenised, tokenise
 from nsa.data.sequences import random_order
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.registry import open_source
-from nsa.data.token_shards import ShardTokens, read_documents, read_manifest
+from nsa.data.token_shards import open_shards, read_documents, read_manifest
 from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
 from nsa.errors import DataError, NSAError
 
@@ -39,18 +39,14 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     """Of every document in prepared shards. Samples need the tokenizer that they were made with."""
     manifest = read_manifest(folder)
     made_with = manifest.tokenizer
-    lengths = [read_documents(folder, entry)[0] for entry in manifest.shards]
-    texts: list[str] = []
+    lengths = np.concatenate([read_documents(folder, entry)[0] for entry in manifest.shards])
     tokenizer = _tokenizer_of(data, made_with.name, made_with.fingerprint) if samples else None
     if tokenizer is not None:
-        for entry, documents in zip(manifest.shards, lengths, strict=True):
-            if entry.tokens and len(texts) < samples:
-                shard = ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size)
-                texts += _samples(shard.mapped(), documents, tokenizer, samples - len(texts))
-    elif samples:
-        texts = [f"(set data.tokenizer to {made_with.name!r}, which made these shards, to see text)"]
+        texts = _samples(open_shards([folder], tokenizer)[0], tokenizer, samples)
+    else:
+        texts = [f"(set data.tokenizer to {made_with.name!r}, which made these shards, to see text)"] if samples else []
     about = f"{folder} ({made_with.name}, from {manifest.source})"
-    return Statistics(about, np.concatenate(lengths), manifest.text_bytes, manifest.skipped, texts)
+    return Statistics(about, lengths, manifest.text_bytes, manifest.skipped, texts)
 
 
 def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
@@ -64,17 +60,18 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     about = f"{source.name}: {len({u.path for u in units}):,} files"
     if next(documents, None) is not None:
         about += f", the first {limit:,} documents"
-    texts = _samples(found.tokens, found.lengths, tokenizer, samples)
+    texts = _samples(found, tokenizer, samples)
     return Statistics(about, found.lengths, found.text_bytes, found.skipped, texts)
 
 
-def _samples(tokens: TokenArray, lengths: Counts, tokenizer: Tokenizer, count: int) -> list[str]:
+def _samples(documents: Tokenised[TokenArray | TokenFile], tokenizer: Tokenizer, count: int) -> list[str]:
     """The beginnings of a few documents, the same ones every time."""
     texts = []
-    starts = np.cumsum(lengths) - lengths
-    for document in sorted(random_order(len(lengths), 0, 0)[:count].tolist()):
-        start, length = int(starts[document]), int(lengths[document])
-        shown = tokens[start + 1 : start + min(length, SAMPLE_TOKENS)]
+    corpus = documents.select(np.ones(len(documents.lengths), dtype=bool))
+    for document in sorted(random_order(corpus.num_documents, 0, 0)[:count].tolist()):
+        length = int(corpus.lengths[document])
+        shown = np.empty(min(length, SAMPLE_TOKENS), dtype=corpus.dtype)
+        corpus.read(document, 0, shown)
         texts.append(tokenizer.decode(shown.tolist()) + (" ..." if length > SAMPLE_TOKENS else ""))
     return texts
 

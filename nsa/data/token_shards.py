@@ -15,8 +15,8 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,32 +78,25 @@ class Manifest(BaseModel):
     shards: Annotated[list[ShardEntry], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Opened folders, their documents back to back."""
-
-    pieces: Sequence["ShardTokens"]
-    lengths: Counts
-    keys: Keys
-    fingerprint: str
-
-
 def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"]) -> Path:
     return folder / f"shard-{number:05d}.{kind}"
 
 
-def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised], tokenizer: Tokenizer) -> ShardEntry:
+def write_shard(
+    folder: Path, number: int, plan: str, parts: Iterable[Tokenised[TokenArray]], tokenizer: Tokenizer
+) -> ShardEntry:
     """Writes the files of a shard, each whole or not at all; its entry comes last, and marks it as complete."""
     dtype = tokenizer.dtype.newbyteorder("<")
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
     unfinished = tokens_path.with_name(f"{tokens_path.name}.part")
 
-    def without_tokens(part: Tokenised) -> Tokenised:
-        content = np.ascontiguousarray(part.tokens.astype(dtype, copy=False)).data
-        digest.update(content)
-        file.write(content)
-        return replace(part, tokens=np.empty(0, dtype))
+    def without_tokens(part: Tokenised[TokenArray]) -> Tokenised[TokenArray]:
+        for tokens in part.pieces:
+            content = np.ascontiguousarray(tokens.astype(dtype, copy=False)).data
+            digest.update(content)
+            file.write(content)
+        return replace(part, pieces=[])
 
     with unfinished.open("wb") as file:
         shard = join(map(without_tokens, parts), tokenizer)
@@ -130,15 +123,20 @@ def write_shard(folder: Path, number: int, plan: str, parts: Iterable[Tokenised]
     return entry
 
 
-def read_entry(folder: Path, number: int, plan: str, itemsize: int) -> ShardEntry | None:
-    """The entry of a shard that is done and has its size; None where it still has to be written."""
-    try:
-        entry = ShardEntry.model_validate_json(shard_path(folder, number, "json").read_bytes())
-        sizes = [shard_path(folder, number, kind).stat().st_size for kind in ("tokens", "docs")]
-    except (OSError, ValueError):
-        return None
-    whole = sizes == [entry.tokens * itemsize, entry.documents * 16]
-    return entry if whole and entry.plan == plan and entry.number == number else None
+def read_entries(folder: Path) -> list[ShardEntry]:
+    """The entries of an unfinished preparation; one that is damaged is left out, so that its shard is written again."""
+    found = []
+    for path in folder.glob("shard-*.json"):
+        with suppress(OSError, ValueError):
+            found.append(ShardEntry.model_validate_json(path.read_bytes()))
+    return found
+
+
+def has_sizes(folder: Path, entry: ShardEntry, itemsize: int) -> bool:
+    """Whether the files of a shard are there, as long as its entry says."""
+    paths = [shard_path(folder, entry.number, kind) for kind in ("tokens", "docs")]
+    sizes = [path.stat().st_size if path.exists() else None for path in paths]
+    return sizes == [entry.tokens * itemsize, entry.documents * 16]
 
 
 def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, entries: Sequence[ShardEntry]) -> None:
@@ -212,10 +210,6 @@ class ShardTokens:
         if np.maximum.reduce(out) >= self._vocab_size:
             raise DataError(f"{self.path}: holds token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
 
-    def mapped(self) -> TokenArray:
-        """All tokens, where the file stays as it is meanwhile."""
-        return np.memmap(self.path, self.dtype, "r") if self._length else np.empty(0, self.dtype)
-
     def check(self) -> None:
         """Compares the content with the manifest."""
         with self._lock:
@@ -231,8 +225,9 @@ class ShardTokens:
         return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
-    """Opens every shard. Sizes and counts are checked; the caller may `check` the tokens, `verify` checks all."""
+def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
+    """Opens every shard: the documents of all, and their fingerprint. Sizes and counts are checked; the caller may
+    `check` the tokens, `verify` checks all."""
     pieces: list[ShardTokens] = []
     lengths: list[Counts] = []
     keys: list[Keys] = []
@@ -247,12 +242,11 @@ def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> Shards:
             )
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)
-            if entry.tokens:
-                pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
+            pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
             lengths.append(shard_lengths)
             keys.append(shard_keys)
             digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
-    return Shards(pieces, np.concatenate(lengths), np.concatenate(keys), digest.hexdigest())
+    return Tokenised(pieces, np.concatenate(lengths), np.concatenate(keys)), digest.hexdigest()
 
 
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
@@ -289,8 +283,10 @@ def verify(folder: Path) -> Manifest:
         lengths, _ = read_documents(folder, entry)
         shard = ShardTokens(folder, entry, np.dtype(made_with.dtype), made_with.vocab_size)
         shard.check()
-        tokens = shard.mapped()
-        if len(tokens) and tokens.max() >= made_with.vocab_size:
+        if not len(shard):
+            continue
+        tokens = np.memmap(shard.path, shard.dtype, "r")
+        if tokens.max() >= made_with.vocab_size:
             raise DataError(f"{shard.path}: holds a token beyond the vocabulary; {AGAIN}")
         if (tokens[np.cumsum(lengths) - lengths] != made_with.separator).any():
             raise DataError(f"{shard.path}: a document does not begin with the separator; {AGAIN}")

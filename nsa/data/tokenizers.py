@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ _LAST_BREAKS = (re.compile(r"(?s).* (?=\S)"), re.compile(r"(?s).*\n(?=\S)"))
 
 
 class Tokenizer:
-    """What the rest of the project needs of a tokenizer."""
+    """What the rest of the project needs of a tokenizer. Long texts are encoded in pieces."""
 
     name: str  # as configured: bytes, gpt2, or the path
     fingerprint: str  # sha256 of what decides text -> ids, and of the separator; the same wherever the files lie
@@ -52,12 +53,18 @@ class Tokenizer:
     ends: tuple[int, ...]  # what ends a generated text: data.end_tokens, and the separator
     dtype: np.dtype[np.unsignedinteger]  # the smallest one that holds every id
     byte_lengths: NDArray[np.int64]  # UTF-8 bytes that each id stands for; 0 for the separator and special tokens
+    longest_piece: int
 
     def encode(self, text: str) -> TokenArray:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
         """Of each text. Works on the calling thread alone, mostly without the interpreter's lock."""
+        cut = [pieces(valid_text(text), self.longest_piece) for text in texts]
+        encoded = self._encode_pieces([piece for parts in cut for piece in parts])
+        return [np.concatenate(list(itertools.islice(encoded, len(parts)))) for parts in cut]
+
+    def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
         raise NotImplementedError
 
     def decode(self, ids: list[int]) -> str:
@@ -151,21 +158,7 @@ def _cut(text: str, start: int, end: int) -> int:
     return end
 
 
-class _SubwordTokenizer(Tokenizer):
-    """What the two kinds share: long texts are encoded in pieces."""
-
-    longest_piece: int
-
-    def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
-        cut = [pieces(valid_text(text), self.longest_piece) for text in texts]
-        encoded = self._encode_pieces([piece for parts in cut for piece in parts])
-        return [np.concatenate(list(itertools.islice(encoded, len(parts)))) for parts in cut]
-
-    def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
-        raise NotImplementedError
-
-
-class GPT2Tokenizer(_SubwordTokenizer):
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE. `ranks` maps the bytes of each token to its id; the separator is the id after them."""
 
     name = "gpt2"
@@ -202,7 +195,7 @@ class GPT2Tokenizer(_SubwordTokenizer):
         return self._encoding.decode([i for i in ids if i < self.separator])
 
 
-class JsonTokenizer(_SubwordTokenizer):
+class JsonTokenizer(Tokenizer):
     """A tokenizer.json, given as its text. Truncation, padding and dropout that it may ask for are switched off."""
 
     # The library is linear in the length; the limit bounds its memory, of about 100 bytes per token.
@@ -305,13 +298,11 @@ def _parse(name: str, text: str) -> dict[str, Any]:
 
 
 def _choose_separator(name: str, vocabulary: dict[str, int], separator: str | None) -> str:
-    if separator is not None:
-        if separator not in vocabulary:
-            raise ConfigError(f"data.separator: {separator!r} is not a token of {name}")
-        return separator
-    for token in _SEPARATORS:
+    for token in _SEPARATORS if separator is None else (separator,):
         if token in vocabulary:
             return token
+    if separator is not None:
+        raise ConfigError(f"data.separator: {separator!r} is not a token of {name}")
     raise ConfigError(
         f"data.separator: {name} has none of {', '.join(_SEPARATORS)}; set data.separator to the token that stands "
         "before every document"
@@ -338,21 +329,15 @@ def _length_rule(spec: dict[str, Any]) -> Callable[[str], int]:
 
 def json_file(name: str) -> Path:
     """The file of a tokenizer that is not built in. ConfigError: `name` can be none; DataError: it is not there."""
-    try:
+    with suppress(OSError, RuntimeError):  # no name a file can have: too long, or ~ of nobody
         file = Path(name).expanduser()
         if file.is_dir():
             file /= TOKENIZER_FILE
-        elif not (name.endswith(".json") or file.is_file()):
-            raise _unknown(name)
         if file.is_file():
             return file
-    except (OSError, RuntimeError):  # no name a file can have: too long, or ~ of nobody
-        raise _unknown(name) from None
-    raise DataError(f"data.tokenizer: there is no file {file}")
-
-
-def _unknown(name: str) -> ConfigError:
-    return ConfigError(
+        if file.name.endswith(".json"):
+            raise DataError(f"data.tokenizer: there is no file {file}")
+    raise ConfigError(
         f"data.tokenizer: {name!r} is neither a tokenizer nor a file; use 'bytes', which needs no download, 'gpt2', "
         "or the path of a tokenizer.json or of its folder (nothing is fetched from the Hugging Face hub by name)"
     )
@@ -393,9 +378,8 @@ def _download() -> bytes:
     """
     from tiktoken.load import read_file_cached
 
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
-    if folder is None:
-        folder = str(Path(tempfile.gettempdir(), "data-gym-cache"))
+    default = str(Path(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
     entry = Path(folder, hashlib.sha1(GPT2_URL.encode(), usedforsecurity=False).hexdigest())
     if is_offline() and not (folder and entry.is_file()):
         raise _no_download(f"HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set and {folder or 'the cache'} lacks it")

@@ -1,6 +1,5 @@
 """Trains a byte-level BPE vocabulary on documents, as a tokenizer.json that `data.tokenizer` takes."""
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -8,16 +7,12 @@ from nsa.data.tokenizers import END_OF_TEXT
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import replace_file
 
-SMALLEST_VOCABULARY = 257  # every byte, and the separator
-
 
 def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_bytes: int) -> tuple[int, int]:
     """Writes the vocabulary learned from the first `max_bytes` of text; returns its size and the bytes read.
 
     The separator is the last id. Any text can be encoded: what was not learned becomes single bytes.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(f"--vocab-size: must be at least {SMALLEST_VOCABULARY} (all bytes and the separator)")
     if path.suffix != ".json":
         raise ConfigError(f"{path}: a tokenizer is written as a .json file; name one, for example tokenizer.json")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,13 +33,7 @@ def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_byte
             if read >= max_bytes:
                 return
 
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # training counts words on all cores
-    try:
-        tokenizer.train_from_iterator(limited(), trainer)
-    finally:  # reading with the tokenizer brings its own threads
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        os.environ |= {} if before is None else {"TOKENIZERS_PARALLELISM": before}
+    tokenizer.train_from_iterator(limited(), trainer)
     if not read:
         raise DataError("data: no text to learn a vocabulary from")
     tokenizer.add_special_tokens([END_OF_TEXT])

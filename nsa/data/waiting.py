@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,18 +85,16 @@ class Waiter:
         future: "Future[T]",
         what: str,
         *,
-        since: float | None = None,
         timeout_s: float = math.inf,
         setting: str = "",
         interruptible: bool = True,
     ) -> T:
-        """The result of a future. `since` is when the wait started, if not now.
+        """The result of a future.
 
         Raises `DataUnavailableError` when nothing arrived for `timeout_s`, which the key `setting` configures. A wait
         may take longer as long as something arrives: a slow tokenizer, or a run that has to find its position again.
         """
-        start = self.clock() if since is None else since
-        last_arrival = last_report = start
+        start = last_arrival = last_report = self.clock()
         arrived = self.activity.arrived()
         while not future.done():
             self.pause(future, min(POLL_S, self.stall_s))
@@ -155,9 +153,11 @@ class DaemonPool:
             del job  # results can be large, and the next job may be long in coming
 
 
-def in_threads(function: Callable[[U], T], items: Sequence[U], threads: int, progress: Progress) -> Iterator[T]:
+def in_threads(
+    function: Callable[[U], T], items: Sequence[U], threads: int, progress: Progress | None = None
+) -> Generator[T, None, None]:
     """What the function makes of every item, in order. Threads, one at least, are a few items ahead."""
-    threads = max(1, threads)
+    threads, progress = max(1, threads), progress or Progress("items")
     pool = DaemonPool(threads, "data-open")
     progress.done, progress.total = 0, len(items)
     remaining = iter(items)

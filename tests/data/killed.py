@@ -11,13 +11,14 @@ from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.loader import Loader, Prefetcher
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.data.waiting import Waiter
+from nsa.data.waiting import Activity, Waiter
 
 
 def read_steps(data: dict, train: dict, rank: int, size: int, first_step: int, log: Path, folder: Path, pause_s: float):
     """One rank: step after step from `first_step` on, a line for each that is done."""
     options, steps = DataConfig.model_validate(data), TrainConfig.model_validate(train)
-    built = build_data(options, steps, ByteTokenizer(), folder, rank)
+    activity = Activity()
+    built = build_data(options, steps, ByteTokenizer(), folder, rank, activity)
     batch, count = steps.batch_size, steps.batch_size // size
     requests = [range(step * batch + rank, (step + 1) * batch, size) for step in range(first_step, steps.steps)]
     made = Prefetcher(
@@ -25,7 +26,7 @@ def read_steps(data: dict, train: dict, rank: int, size: int, first_step: int, l
         requests,
         ahead=2,
         device=torch.device("cpu"),
-        waiter=Waiter(built.activity, 10, lambda *_: None),
+        waiter=Waiter(activity, 10, lambda *_: None),
         first_batch_s=60,
         timeout_s=60,
     )

@@ -9,7 +9,7 @@ import torch
 
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.corpus import build_corpora, tokenise
+from nsa.data.corpus import tokenise
 from nsa.data.sequences import Concat, SyntheticSequences
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import PythonSource, TextSource
@@ -28,8 +28,7 @@ def documents_of(source, skipped):
 
 
 def corpora(documents, fraction):
-    found = tokenise(documents, TOKENIZER)
-    return build_corpora([found.tokens], found.lengths, found.keys, fraction)
+    return tokenise(documents, TOKENIZER).split(fraction)
 
 
 def data_of(tmp_path, documents, *, seq_len=32, seed=0, **options):

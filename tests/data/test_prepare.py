@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from nsa.cli.data import app
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.corpus import build_corpora, join, tokenise_units
+from nsa.data.corpus import join, tokenise_units
 from nsa.data.prepare import make_plan, prepare
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import TextSource
@@ -70,20 +70,20 @@ def test_shards_keep_the_tokenizer_file_they_were_made_with(source, tmp_path):
     (last,) = [line for line in done.output.splitlines() if line.startswith("train with ")]
     kept = load_tokenizer(last.rpartition("data.tokenizer=")[2])
     assert kept.fingerprint == fingerprint
-    assert len(open_shards([out], kept).lengths) == 240
+    assert len(open_shards([out], kept)[0].lengths) == 240
 
 
 def test_shards_hold_the_source_document_for_document(source, tmp_path):
     out = tmp_path / "out"
     manifest = prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
     direct = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
-    shards = open_shards([out], TOKENIZER)
+    shards, _ = open_shards([out], TOKENIZER)
     assert len(manifest.shards) > 2
-    assert np.array_equal(np.concatenate([whole(piece) for piece in shards.pieces]), direct.tokens)
+    assert np.array_equal(np.concatenate([whole(piece) for piece in shards.pieces]), direct.pieces[0])
     assert np.array_equal(shards.lengths, direct.lengths)
     assert np.array_equal(shards.keys, direct.keys)
     assert manifest.documents == 240
-    assert manifest.tokens == len(direct.tokens)
+    assert manifest.tokens == len(direct.pieces[0])
     assert manifest.text_bytes == direct.text_bytes
     assert manifest.skipped == {"empty": 6}
     assert manifest.tokenizer.name == "bytes"
@@ -279,10 +279,10 @@ def test_shards_of_another_tokenizer_are_refused(source, tmp_path):
 def test_several_folders_are_one_corpus(source, tmp_path):
     for part in ("a", "b"):
         prepare(source, TOKENIZER, tmp_path / part, workers=1)
-    shards = open_shards([tmp_path / "a", tmp_path / "b"], TOKENIZER)
+    shards, _ = open_shards([tmp_path / "a", tmp_path / "b"], TOKENIZER)
     once = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
     assert shards.lengths.tolist() == [*once.lengths, *once.lengths]
-    training, validation = build_corpora(shards.pieces, shards.lengths, shards.keys, 0.1)
+    training, validation = shards.split(0.1)
     assert training.num_documents + validation.num_documents == 2 * len(once.lengths)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.corpus import build_corpora, tokenise
+from nsa.data.corpus import tokenise
 from nsa.data.sequences import IGNORED, BestFit, Concat, Mixture, SyntheticSequences, fit
 from nsa.data.tokenizers import ByteTokenizer
 
@@ -25,8 +25,7 @@ def corpus_of(lengths):
 
 
 def whole_corpus(texts):
-    found = tokenise(texts, TOKENIZER)
-    return build_corpora([found.tokens], found.lengths, found.keys, 0.0)[0]
+    return tokenise(texts, TOKENIZER).split(0.0)[0]
 
 
 def documents_of(rows):

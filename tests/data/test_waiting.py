@@ -89,14 +89,6 @@ def test_a_wait_that_the_step_depends_on_is_not_interrupted():
     assert wait.waiter.wait(wait.future(done_at=60), "the rest of the step", interruptible=False) == 7
 
 
-def test_a_wait_may_have_started_earlier():
-    wait = Wait()
-    wait.clock.now = 25.0
-    with pytest.raises(DataUnavailableError):
-        wait.waiter.wait(wait.future(), "a batch", since=0.0, timeout_s=30, setting="data.first_batch_s")
-    assert wait.clock.now == pytest.approx(30)
-
-
 def test_the_thread_of_an_interrupted_wait_ends_with_its_work():
     wait, released = Wait(stopped=lambda: True), threading.Event()
     with pytest.raises(WaitStopped):
