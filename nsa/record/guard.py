@@ -24,9 +24,9 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -226,11 +226,17 @@ def report_s(floor_s: float) -> float:
 
 
 def time_limited(seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """Its result, or None if it fails or takes longer, as on a dead file system. The thread that works on it keeps a
-    process alive, unless it ends by `os._exit` or a signal."""
-    with suppress(Exception):
-        return ThreadPoolExecutor(1).submit(function, *args, **kwargs).result(seconds)
-    return None
+    """Its result, or None if it fails or takes longer, as on a dead file system."""
+    results: list[T] = []
+
+    def work() -> None:
+        with suppress(Exception):
+            results.append(function(*args, **kwargs))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
 
 
 def headline(rank: int, report: Report) -> str:
@@ -249,13 +255,15 @@ def hang_reason(rank: int, report: Report) -> str:
     )
 
 
-def dump_name(rank: int, at: float) -> str:
-    return stack_dumps(time.strftime("%Y%m%dT%H%M%S", time.localtime(at))).name(rank)
+def dump_name(rank: int, at: float | None = None) -> str:
+    """Of a dump of that time, or as a pattern for all of the rank's."""
+    stamp = "*" if at is None else time.strftime("%Y%m%dT%H%M%S", time.localtime(at))
+    return stack_dumps(stamp).name(rank)
 
 
 def has_stacks(folder: Path, rank: int, since: float) -> bool:
     """Of this hang: an earlier run or an earlier SIGUSR2 may have left others."""
-    for dump in folder.glob(stack_dumps().name(rank)):
+    for dump in folder.glob(dump_name(rank)):
         with suppress(FileNotFoundError):  # it was just renamed
             if dump.stat().st_size > 0 and dump.stat().st_mtime >= since:
                 return True

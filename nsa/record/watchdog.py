@@ -34,7 +34,7 @@ from nsa.files import regular
 from nsa.record.exit_switch import arm_exit_switch
 from nsa.record.failures import Failures
 from nsa.record.guard import BEAT, EXIT_CODE, STDERR, dump_name, headline, report_s, time_limited
-from nsa.record.schema import NCCL_TRACE, stack_dumps
+from nsa.record.schema import NCCL_TRACE
 
 STEPS_OF_MEDIAN = 101
 GUARD_END_S = 5.0  # then it is killed
@@ -134,7 +134,7 @@ class Watchdog:
         BEAT.pack_into(self._memory, 0, time.monotonic_ns(), self.limit_s, self._step, self._phase)
 
     def _remove_empty_dumps(self) -> None:
-        for path in self._folder.glob(stack_dumps().name(self._rank)):
+        for path in self._folder.glob(dump_name(self._rank)):
             if path.lstat().st_size == 0:
                 path.unlink()
 
@@ -262,7 +262,7 @@ def _open_memory() -> int:
 
 
 def _start_process(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The guard, without site-packages: it starts in some 30 ms and takes about 14 MB."""
+    """The guard, without site-packages: it starts in some 30 ms and takes about 13 MB."""
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {root!r}); from nsa.record.guard import main; main()"
     shared = [settings[name] for name in ("beat", "link", "stacks", "exit_switch") if settings[name] is not None]
