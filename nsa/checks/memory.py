@@ -136,6 +136,8 @@ class Planner:
     """
 
     def __init__(self, config: Config, nproc: int = 1):
+        if nproc < 1:
+            raise ConfigError(f"--nproc: must be at least 1, got {nproc}")
         self.config, self.nproc = config, nproc
         self.strategy = choose_strategy(config.parallel.strategy, nproc)
         self.precision = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
@@ -173,6 +175,8 @@ class Planner:
 
     def estimate_cache(self, tokens: int) -> CacheEstimate:
         """Nothing is allocated."""
+        if tokens < 1:
+            raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
         dtype = DTYPES[self.precision]
         one, two = (KVCache(self._model, sequences=n, max_length=tokens, dtype=dtype).memory() for n in (1, 2))
         parts = {part: two[part] - one[part] for part in one}

@@ -39,14 +39,14 @@ def memory(
     config: ConfigFile,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, metavar="N", help="Processes, one GPU each.")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", metavar="N", help="Processes, one GPU each.")] = 1,
     card: Annotated[
         str | None,
         typer.Option("--card", help="24gb, a100-40gb, a100-80gb, h100, h200, ... or GiB.", show_default="this GPU"),
     ] = None,
     cache: Annotated[
         int | None,
-        typer.Option("--cache", min=1, metavar="TOKENS", help="Also what generating sequences of this length needs."),
+        typer.Option("--cache", metavar="TOKENS", help="Also what generating sequences of this length needs."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
