@@ -51,24 +51,23 @@ class Plan:
     position        [S], of every token in its document
     slot_position   [2, M], of every compressed token of this rank's chunks
     slot_place      [N], where the compressed tokens of the sequence lie in what is gathered, [ranks * 2 * M]
+    chunk_place     [2 * ranks], where the chunks of the sequence lie in what is gathered
     """
 
     halves: tuple[Half, Half]
     position: Tensor
     slot_position: Tensor
     slot_place: Tensor
+    chunk_place: Tensor
 
 
 def plan(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, context: Context) -> Plan:
     """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence."""
     length = x.shape[1] // 2
-    key = ("context", context.rank, context.size, length, spec)
+    make = partial(_plan, length, spec, cu_seqlens, context, x.device)
     if cu_seqlens is None:
-        if (key, x.device) not in context.plans:
-            context.plans[key, x.device] = _plan(length, spec, None, context, x.device)
-        found: Plan = context.plans[key, x.device]
-        return found
-    return cached_with(cu_seqlens, key, lambda: _plan(length, spec, cu_seqlens, context, x.device))
+        return context.once((length, spec, x.device), make)
+    return cached_with(cu_seqlens, ("context", context.rank, context.size, length, spec), make)
 
 
 def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Context, device: torch.device) -> Plan:
@@ -84,7 +83,8 @@ def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Contex
     ended = pad(ended, (1, 0))
     number = torch.arange(num_slots(tokens, spec, packed=cu_seqlens is not None), device=device)
     chunk = torch.searchsorted(ended[1:].contiguous(), number, right=True).clamp(max=2 * size - 1)
-    place, _ = context.order(device)
+    chunks = torch.arange(2 * size, device=device)
+    place = torch.minimum(2 * chunks, 4 * size - 1 - 2 * chunks)  # of rank r: 2r for chunk r, 2r + 1 for its late one
     within = (number - ended[chunk]).clamp(max=slots - 1)  # what no document uses goes anywhere
     position = slot_layout(tokens, spec, cu_seqlens, device).position
     own = ended[list(chunks_of(context.rank, size))][:, None] + torch.arange(slots, device=device)
@@ -94,6 +94,7 @@ def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Contex
         layout.position[torch.cat(rows)],
         padded[own.clamp(max=position.shape[0])],
         place[chunk] * slots + within,
+        place,
     )
 
 
@@ -125,22 +126,22 @@ def _half(rows: slice, first: int, spec: NSASpec, cu_seqlens: Tensor | None) -> 
 class Heads:
     """Keys and values of one key/value head after the other, each gathered while the one before is in use."""
 
-    def __init__(self, k_BSGK: Tensor, v_BSGV: Tensor, context: Context):
-        self._k, self._v, self._context = k_BSGK.detach(), v_BSGV.detach(), context
+    def __init__(self, k_BSGK: Tensor, v_BSGV: Tensor, call: "_Call"):
+        self._k, self._v, self.call = k_BSGK.detach(), v_BSGV.detach(), call
         self._next = self._start(0)
 
     def _start(self, head: int) -> Pending | None:
         if head == self._k.shape[2]:
             return None
         local = torch.cat([self._k[:, :, head], self._v[:, :, head]], dim=-1)
-        return self._context.gather(local.transpose(0, 1))
+        return self.call.context.gather(local.transpose(0, 1))
 
     def take(self, head: int) -> tuple[Tensor, Tensor]:
         """k [B, T, 1, K] and v [B, T, 1, V] of the whole sequence, for heads 0, 1, ... in turn."""
         assert self._next is not None
         gathered = self._next.wait()
         self._next = self._start(head + 1)
-        place, _ = self._context.order(gathered.device)
+        place = self.call.plan.chunk_place
         whole = gathered.unflatten(0, (place.shape[0], -1))[place].flatten(0, 1).transpose(0, 1).unsqueeze(2)
         k, v = whole.split([self._k.shape[3], self._v.shape[3]], dim=-1)
         return k, v
@@ -163,8 +164,8 @@ class _ByHead(torch.autograd.Function):
     """Attention over gathered keys and values: of the blocks `indices`, or of all tokens without them."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Heads, call: _Call, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> Tensor:
-        groups = k.shape[2]
+    def forward(ctx: Any, heads: Heads, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> Tensor:
+        call, groups = heads.call, k.shape[2]
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=widened(q).dtype)
         operator = library.window_attention if indices is None else library.selected_attention
@@ -188,7 +189,7 @@ class _ByHead(torch.autograd.Function):
         is_dense = indices is None
         operator = library.window_attention_backward if is_dense else library.selected_attention_backward
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        heads = Heads(k, v, call.context)
+        heads = Heads(k, v, call)
         sums: list[tuple[int, Pending]] = []
         for g in range(groups):
             k_T, v_T = heads.take(g)
@@ -205,13 +206,13 @@ class _ByHead(torch.autograd.Function):
             del k_T, v_T, given
             if sums:  # the head before, which travelled meanwhile
                 _set_head(dk, dv, *sums.pop())
-            _, gathered = call.context.order(total.device)
-            ordered = total.unflatten(0, (gathered.shape[0], -1))[gathered].flatten(0, 1)
+            place = call.plan.chunk_place.argsort()
+            ordered = total.unflatten(0, (place.shape[0], -1))[place].flatten(0, 1)
             del total
             sums.append((g, call.context.reduce_scatter(ordered)))
             del ordered
         _set_head(dk, dv, *sums.pop())
-        return None, None, dq, dk, dv, None
+        return None, dq, dk, dv, None
 
 
 def _set_head(dk: Tensor, dv: Tensor, head: int, summed: Pending) -> None:
@@ -334,13 +335,13 @@ def _nsa_forward(
         if not is_turned:
             k_slots = rotate(k_slots, rotary_tables(here.slot_position.flatten(), *rotary))
         slots = _gather_slots(k_slots, v_slots, context)
-        heads = Heads(k_sel, v_sel, context) if forced != "cmp" else None  # under way while the others are computed
+        heads = Heads(k_sel, v_sel, sel) if forced != "cmp" else None  # under way while the others are computed
         given = (slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
         o_cmp, indices = _Compressed.apply(*given)  # type: ignore[no-untyped-call]
     o_win = _window(q, near, win) if near else None
     o_sel: Tensor | None = None
     if heads is not None:
-        o_sel = _ByHead.apply(heads, sel, q, k_sel, v_sel, indices)  # type: ignore[no-untyped-call]
+        o_sel = _ByHead.apply(heads, q, k_sel, v_sel, indices)  # type: ignore[no-untyped-call]
     if forced is None:
         o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
     else:
@@ -368,8 +369,8 @@ def _dense_forward(
     if layer.window is not None:
         o_BSHV = _window(q_BSHK, _with_halos(k_BSGK, v_BSGV, spec.window - 1, context), call)
     else:
-        given = (Heads(k_BSGK, v_BSGV, context), call, q_BSHK, k_BSGK, v_BSGV, None)
-        o_BSHV = _ByHead.apply(*given)  # type: ignore[no-untyped-call]
+        heads = Heads(k_BSGK, v_BSGV, call)
+        o_BSHV = _ByHead.apply(heads, q_BSHK, k_BSGK, v_BSGV, None)  # type: ignore[no-untyped-call]
     out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
     return out_BSC
 
