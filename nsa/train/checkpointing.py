@@ -41,15 +41,7 @@ class Checkpointing:
 
     def __init__(self, config: Config, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
         self.config, self.state, self.monitor = config, state, monitor
-        world = state.world
-        self.saver = Saver(
-            root,
-            config.checkpoint.keep,
-            rank=world.rank,
-            size=world.size,
-            group=world.cpu_group,
-            mesh=host_mesh(world),
-        )
+        self.saver = Saver(root, config.checkpoint.keep, state.world.cpu_group, host_mesh(state.world))
         self.saver.last_good = resumed
         self._saved_step = state.progress.step if resumed else -1  # the newest that is committed
         self._writing_step = 0
