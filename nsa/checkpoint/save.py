@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nsa import faults
@@ -55,10 +56,8 @@ class Snapshot:
 class Saver:
     """One save at a time. `begin` and `finish` are called by all ranks of `group` at the same step."""
 
-    def __init__(
-        self, root: Path, keep: int, group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
-    ) -> None:
-        self.root, self.keep, self.group, self.mesh = root, keep, group, mesh
+    def __init__(self, root: Path, keep: int, group: dist.ProcessGroup | None = None):
+        self.root, self.keep, self.group = root, keep, group
         # Runs something on every rank or on the first alone, and fails on all if it failed on one.
         self._ranks = _DistWrapper(group, group is not None, 0)
         self.rank, self.size = self._ranks.get_rank(), self._ranks.get_world_size()
@@ -68,6 +67,11 @@ class Saver:
         self._failure: str | None = None
         self._hurry = threading.Event()  # somebody waits: no more pauses
         self._sound: set[Path] = set()  # written or verified by this process
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks as a mesh of host memory, on which copies of shards are laid out."""
+        return init_device_mesh("cpu", (self.size,))
 
     @property
     def busy(self) -> bool:
@@ -116,9 +120,8 @@ class Saver:
             buffer.copy_(local, non_blocking=True)
             staged[name] = buffer
             if isinstance(tensor, DTensor):
-                assert self.mesh is not None
                 staged[name] = DTensor.from_local(
-                    buffer, self.mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                    buffer, self._mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -22,7 +22,6 @@ from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
 from nsa.errors import CheckpointError, ConfigError
 from nsa.parallel.collectives import lost_rank, on_first_rank
-from nsa.parallel.strategy import host_mesh
 from nsa.train.monitor import Monitor
 from nsa.train.state import Progress, RunState
 
@@ -39,9 +38,9 @@ class Checkpointing:
     clock = staticmethod(time.monotonic)
     pause = staticmethod(time.sleep)
 
-    def __init__(self, config: Config, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
-        self.config, self.state, self.monitor = config, state, monitor
-        self.saver = Saver(root, config.checkpoint.keep, state.world.cpu_group, host_mesh(state.world))
+    def __init__(self, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
+        self.config, self.state, self.monitor = state.config.checkpoint, state, monitor
+        self.saver = Saver(root, self.config.keep, state.world.cpu_group)
         self.saver.last_good = resumed
         self._saved_step = state.progress.step if resumed else -1  # the newest that is committed
         self._writing_step = 0
@@ -58,15 +57,14 @@ class Checkpointing:
         """Completes a save that all ranks have `written`, and starts one where it is due or a rank voted to `retry`."""
         if written == self.state.world.size:
             self._complete()
-        every, step = self.config.checkpoint.every, self.state.progress.step
+        every, step = self.config.every, self.state.progress.step
         due = is_best or bool(every and step % every == 0)
         if due and self.saver.busy:
             self._wait_for_the_one_before()
         if (due or retry) and not self.saver.busy:
-            background = self.config.checkpoint.background
             self._counts = bool(retry) or not self._failures
-            self._begin(PAUSE_S if background else 0.0, is_best=is_best)
-            if not background:
+            self._begin(PAUSE_S if self.config.background else 0.0, is_best=is_best)
+            if not self.config.background:
                 self._complete()
 
     def settle(self) -> None:
@@ -100,7 +98,7 @@ class Checkpointing:
         self.monitor.log(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
 
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
-        saved = snapshot(self.state, self.config, is_best=is_best)
+        saved = snapshot(self.state, is_best=is_best)
         saved.state["unwritten_rows"] = self.monitor.flush()  # those that the checkpoint counts must be on the disk
         self.saver.begin(saved, pause_s=pause_s)
         self._writing_step, self._writing_best = self.state.progress.step, is_best
@@ -129,10 +127,10 @@ class Checkpointing:
         self._retry_at = self.clock() + RETRY_S[self._failures - 1]
 
 
-def resume(state: RunState, config: Config, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
+def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
     """Restores the newest sound checkpoint of the run; its name, or None where there is none."""
     root = folder / FOLDER
-    name, damage, changes = on_first_rank(state.world, lambda: _choose(root, config, accept_changes))
+    name, damage, changes = on_first_rank(state.world, lambda: _choose(root, state.config, accept_changes))
     for message in damage:
         monitor.incident("damaged_checkpoint", message, state.progress.step)
     if name is None:
@@ -165,7 +163,7 @@ def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | Non
     return chosen.name, damage, changes
 
 
-def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snapshot:
+def snapshot(state: RunState, *, is_best: bool) -> Snapshot:
     tensors: dict[str, Tensor] = {}
     for name, parameter in state.parameters.items():
         tensors[MODEL + name] = parameter
@@ -177,7 +175,7 @@ def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snaps
         "loss_scale": {"value": state.scale.value, "clean_steps": state.scale.clean_steps},
         "strategy": state.world.strategy,
         "world_size": state.world.size,
-        "config": config.to_dict(),
+        "config": state.config.to_dict(),
         "data": state.data,
     }
     return Snapshot(state.progress.step, tensors, saved, read_generators(state.device), is_best)

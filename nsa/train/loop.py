@@ -110,9 +110,9 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
             micro_batch = micro_batch_size(config, world.data_size)
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
-            state.teacher = load_teacher(config, state)
+            state.teacher = load_teacher(state)
             state.graphs = plan_graphs(config, world, micro_batch)
-            session = Session(config, folder, state, micro_batch, monitor, stop, options)
+            session = Session(folder, state, micro_batch, monitor, stop, options)
             with monitor.console:
                 while session.step < config.train.steps:
                     step(session)
@@ -133,7 +133,6 @@ class Session:
 
     def __init__(
         self,
-        config: Config,
         folder: Path,
         state: RunState,
         micro_batch: int,
@@ -141,15 +140,16 @@ class Session:
         stop: StopRequest,
         options: StartOptions,
     ):
-        self.config, self.folder, self.state, self.micro_batch = config, folder, state, micro_batch
+        config = self.config = state.config
+        self.folder, self.state, self.micro_batch = folder, state, micro_batch
         self.monitor, self.stop = monitor, stop
         seed_generators(config.train.seed, state.world.rank)
         monitor.beat(0, "restore")
         resumed = None
         if not options.fresh:
-            resumed = resume(state, config, folder, monitor, accept_changes=options.accept_changes)
+            resumed = resume(state, folder, monitor, accept_changes=options.accept_changes)
         monitor.beat(self.step, "data")
-        self.feed = Feed(config, state, folder, micro_batch, monitor, stop)
+        self.feed = Feed(state, folder, micro_batch, monitor, stop)
         self.feed.open(synthetic_on_fail=options.synthetic_on_fail, accept_changes=options.accept_changes)
         if options.fresh and state.world.is_first:
             start_over(folder)
@@ -158,7 +158,7 @@ class Session:
         self.first_step = self.step + 1
         self.data_wait_s = 0.0  # of the step that is under way
         self.save_wait_s = 0.0  # how long the save after the step before held up training
-        self.checkpointing = Checkpointing(config, state, folder / CHECKPOINTS_FOLDER, monitor, resumed)
+        self.checkpointing = Checkpointing(state, folder / CHECKPOINTS_FOLDER, monitor, resumed)
         if state.world.is_first:
             self._write_start(resumed)
         monitor.emit(
@@ -365,7 +365,7 @@ def _handle_non_finite(session: Session, result: StepResult) -> None:
         return
     batches = [batch.to(state.device) for batch in session.feed.again()]
     try:
-        kept = f"the step is in {nonfinite.dump(session.folder, config, state, batches, result)}"
+        kept = f"the step is in {nonfinite.dump(session.folder, state, batches, result)}"
     except (OSError, CheckpointError) as error:
         kept = f"the step could not be written: {error}"
     what = f"step {progress.step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}"
