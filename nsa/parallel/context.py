@@ -72,14 +72,12 @@ class HaloTables:
 
     send      tokens of this rank in the order they are sent, by receiver; `sends` of them to each
     place     where the tokens of this rank's two halos lie in what it receives, `receives` of them from each
-    lengths   of the halos of the early and the late chunk
     """
 
     send: Tensor
     sends: list[int]
     place: Tensor
     receives: list[int]
-    lengths: tuple[int, int]
 
 
 class Context:
@@ -136,13 +134,11 @@ class Context:
         sent = [place[rank == self.rank] for rank, place in sources]
         senders, _ = sources[self.rank]
         arrival = np.argsort(senders, kind="stable")  # by sender, and then as they are sent
-        early, late = self.starts(length)
         return HaloTables(
             torch.tensor(np.concatenate(sent), device=device),
             [len(part) for part in sent],
             torch.tensor(np.argsort(arrival), device=device),  # the inverse
             np.bincount(senders, minlength=self.size).tolist(),
-            (min(width, early), min(width, late)),
         )
 
     def exchange(self, sent: Tensor, receives: list[int], sends: list[int]) -> Tensor:
@@ -174,10 +170,10 @@ class _Halo(torch.autograd.Function):
 
 def halo(x: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor]:
     """The `width` tokens before the early and before the late chunk of x [B, S, ...], fewer at the sequence's start."""
-    about = (x.shape[1] // 2, width, x.device)
-    tables = context.once(about, lambda: context.halo_tables(*about))
+    length = x.shape[1] // 2
+    tables = context.once((length, width, x.device), lambda: context.halo_tables(length, width, x.device))
     both: Tensor = _Halo.apply(x, context, tables)  # type: ignore[no-untyped-call]
-    early, late = both.split(tables.lengths, dim=1)
+    early, late = both.split([min(width, start) for start in context.starts(length)], dim=1)
     return early, late
 
 

@@ -243,12 +243,12 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     inner = numpy_state["state"]
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "torch": _to_hex(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "python": [version, list(words), gauss],
         "numpy": {**numpy_state, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}},
     }
     if device.type == "cuda":
-        state["cuda"] = _to_hex(torch.cuda.get_rng_state(device))
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
     return state
 
 
@@ -263,10 +263,6 @@ def write_generators(state: dict[str, Any], device: torch.device) -> None:
             torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"the saved random state cannot be read: {error}") from None
-
-
-def _to_hex(state: Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
 
 
 def _from_hex(text: str) -> Tensor:
