@@ -186,20 +186,14 @@ def restore(state: RunState, checkpoint: Path) -> None:
     saved = read_state(checkpoint)
     names = saved_shapes(checkpoint)
     tensors: dict[str, Tensor] = {MODEL + name: p.detach() for name, p in state.parameters.items()}
-    moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in state.parameters.items():
         prefix = optimizer_key(name)
-        keys = sorted(n.removeprefix(prefix) for n in names if n.startswith(prefix))
-        moments[name] = {
+        for moment in sorted(n for n in names if n.startswith(prefix)):
+            key = moment.removeprefix(prefix)
             # The step counter is a float32 number; everything else is shaped and sharded like the parameter.
-            key: torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
-            for key in keys
-        }
-        tensors |= {prefix + key: value for key, value in moments[name].items()}
+            value = torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
+            tensors[moment] = state.optimizer.state[parameter][key] = value
     fill(tensors, checkpoint, state.world.cpu_group)
-    for name, parameter in state.parameters.items():
-        if moments[name]:
-            state.optimizer.state[parameter] = moments[name]
     try:
         state.progress = _read_progress(saved["progress"])
         if state.progress.step != step_of(checkpoint):
