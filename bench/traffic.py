@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nsa.ops.spec import NSASpec
-from nsa.parallel.context import halo_tokens, owner, padded_length, slots_of
+from nsa.parallel.context import halo_sources, padded_length, slots_of
 
 
 @dataclass(frozen=True)
@@ -52,4 +52,5 @@ def bytes_per_layer(
 
 def sent_to(receiver: int, sender: int, length: int, size: int, width: int) -> int:
     """Tokens of the halos of `receiver` that `sender` holds."""
-    return sum(owner(token // length, size)[0] == sender for token in halo_tokens(receiver, size, length, width))
+    holders, _ = halo_sources(receiver, size, length, width)
+    return int((holders == sender).sum())

@@ -138,13 +138,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if path.is_dir():
         fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
         return
-    tensors = read_tensors(path)
-    own = model.state_dict(keep_vars=True)
-    first_names: dict[int, str] = {}
-    for name, tensor in own.items():
-        first_names.setdefault(id(tensor), name)  # of tied parameters only the first is stored
+    tensors, own = read_tensors(path), dict(model.named_parameters(remove_duplicate=False))
+    tied = own.keys() - dict(model.named_parameters()).keys()  # of tied parameters only the first is stored
     saved, wanted = ({name: tensor.shape for name, tensor in some.items()} for some in (tensors, own))
-    refuse_misfit(path, saved, wanted, optional=set(own) - set(first_names.values()))
+    refuse_misfit(path, saved, wanted, optional=tied)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

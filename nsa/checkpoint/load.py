@@ -84,8 +84,8 @@ def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
 
 def saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
     """Name and shape of every saved tensor."""
-    metadata = _Reader(checkpoint).read_metadata()
-    return {name: entry.size for name, entry in _tensor_entries(metadata, checkpoint).items()}
+    entries: Mapping[str, Any] = _Reader(checkpoint).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in entries.items()}
 
 
 def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -156,9 +156,15 @@ class _Reader(FileSystemReader):
             raise CheckpointError(f"{path}: {error}") from None
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        tables = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+        if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
             raise CheckpointError(f"{path}: holds no checkpoint metadata")
-        _tensor_entries(metadata, self._folder)
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+                which = repr(name) if isinstance(name, str | int) else f"of type {type(name).__name__}"
+                raise CheckpointError(f"{path}: entry {which} is no tensor; such entries are refused")
+            if not _is_whole(entry):
+                raise CheckpointError(f"{path}: the parts of {name!r} are not the whole tensor")
         for info in metadata.storage_data.values():
             shard = getattr(info, "relative_path", None)
             if not isinstance(shard, str) or shard not in self._files:
@@ -248,19 +254,6 @@ def _memory_format(*given: Any) -> _MEM_FORMAT_ENCODING:
     if len(given) != 2 or given[0] is not _MEM_FORMAT_ENCODING or type(given[1]) is not str:
         raise CheckpointError("refused: it asks for builtins.getattr of something that is no memory format")
     return _MEM_FORMAT_ENCODING[given[1]]
-
-
-def _tensor_entries(metadata: Metadata, folder: Path) -> Mapping[str, TensorStorageMetadata]:
-    entries = metadata.state_dict_metadata
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{folder / METADATA_FILE}: holds no checkpoint metadata")
-    for name, entry in entries.items():
-        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-            which = repr(name) if isinstance(name, str | int) else f"of type {type(name).__name__}"
-            raise CheckpointError(f"{folder / METADATA_FILE}: entry {which} is no tensor; such entries are refused")
-        if not _is_whole(entry):
-            raise CheckpointError(f"{folder / METADATA_FILE}: the parts of {name!r} are not the whole tensor")
-    return entries  # type: ignore[return-value]
 
 
 def _is_whole(entry: TensorStorageMetadata) -> bool:

@@ -15,18 +15,21 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nsa import faults
@@ -37,7 +40,6 @@ from nsa.errors import CheckpointError
 from nsa.files import flush_folder, make_folder, write_flushed
 
 NEVER_DELETED = 2  # newest verified checkpoints
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,27 +54,24 @@ class Snapshot:
 
 
 class Saver:
-    """One save at a time. `begin` and `finish` are called by all ranks at the same step."""
+    """One save at a time. `begin` and `finish` are called by all ranks of `group` at the same step."""
 
-    def __init__(
-        self,
-        root: Path,
-        keep: int,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-    ):
-        self.root, self.keep = root, keep
-        self.rank, self.size, self.group, self.mesh = rank, size, group, mesh
+    def __init__(self, root: Path, keep: int, group: dist.ProcessGroup | None = None):
+        self.root, self.keep, self.group = root, keep, group
+        # Runs something on every rank or on the first alone, and fails on all if it failed on one.
+        self._ranks = _DistWrapper(group, group is not None, 0)
+        self.rank, self.size = self._ranks.get_rank(), self._ranks.get_world_size()
         self.last_good: str | None = None
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._hurry = threading.Event()  # somebody waits: no more pauses
-        self._sound: set[Path] = set()  # verified by this process
-        self._own: set[Path] = set()  # written by it
+        self._sound: set[Path] = set()  # written or verified by this process
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks as a mesh of host memory, on which copies of shards are laid out."""
+        return init_device_mesh("cpu", (self.size,))
 
     @property
     def busy(self) -> bool:
@@ -121,9 +120,8 @@ class Saver:
             buffer.copy_(local, non_blocking=True)
             staged[name] = buffer
             if isinstance(tensor, DTensor):
-                assert self.mesh is not None
                 staged[name] = DTensor.from_local(
-                    buffer, self.mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                    buffer, self._mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -132,12 +130,15 @@ class Saver:
     def _run(self, snapshot: Snapshot, pause_s: float) -> None:
         try:
             self._write(snapshot, pause_s)
-        except BaseException as error:  # torch reports a failure of any rank as a BaseException
+        except CheckpointException as error:  # of any rank, by rank, with a traceback each
+            reasons = {rank: _reason(cause[0]) for rank, cause in error.failures.items()}
+            self._failure = "; ".join(f"rank {rank}: {why}" if self.size > 1 else why for rank, why in reasons.items())
+        except BaseException as error:
             self._failure = _reason(error)
 
     def _write(self, snapshot: Snapshot, pause_s: float) -> None:
         aside = self.root / f"{names.WRITING}{names.name_of(snapshot.step)}"
-        self._together(lambda: self._prepare(aside), first_only=True)
+        self._ranks.broadcast("prepare", lambda: self._prepare(aside))
         silence_torch()
         save(
             snapshot.tensors,
@@ -146,9 +147,9 @@ class Saver:
             process_group=self.group,
             no_dist=self.group is None,
         )
-        mine = self._together(lambda: self._write_own(aside, snapshot))
-        files = {name: entry for part in mine for name, entry in part.items()}
-        self._together(lambda: self._commit(aside, snapshot, files), first_only=True)
+        parts = self._ranks.all_gather("own files", lambda: self._write_own(aside, snapshot))
+        files = {name: entry for part in parts for name, entry in part.items()}
+        self._ranks.broadcast("commit", lambda: self._commit(aside, snapshot, files))
         self.last_good = names.name_of(snapshot.step)
 
     def _prepare(self, aside: Path) -> None:
@@ -175,14 +176,13 @@ class Saver:
         flush_folder(aside)
         checkpoint = self.root / names.name_of(snapshot.step)
         faults.point("save.rename")
-        if checkpoint not in self._own:  # one of the same step that this process wrote is the same
+        if checkpoint not in self._sound:  # one of the same step that this process wrote is the same
             if checkpoint.exists() or checkpoint.is_symlink():
                 checkpoint.rename(self.root / f"{names.WRITING}damaged-{checkpoint.name}")
             aside.rename(checkpoint)
         faults.point("save.renamed")
         flush_folder(self.root)
         self._sound.add(checkpoint)
-        self._own.add(checkpoint)
         self.last_good = checkpoint.name  # even if what follows fails
         pointer = checkpoint.name.encode() + b"\n"
         faults.point("save.latest")
@@ -228,23 +228,6 @@ class Saver:
             self._sound.add(checkpoint)
         return True
 
-    def _together(self, function: Callable[[], T], *, first_only: bool = False) -> list[T]:
-        """Runs on every rank, or on the first alone, and fails on all if it failed on one."""
-        value: T | None = None
-        failure: str | None = None
-        if self.rank == 0 or not first_only:
-            try:
-                value = function()
-            except Exception as error:  # the other ranks must learn of any failure
-                failure = _reason(error)
-        results = [(value, failure)] * self.size
-        if self.group is not None:
-            dist.all_gather_object(results, (value, failure), group=self.group)
-        for rank, (_, failed) in enumerate(results):
-            if failed is not None:
-                raise CheckpointError(failed if self.size == 1 else f"rank {rank}: {failed}")
-        return [v for v, _ in results]  # type: ignore[misc]
-
 
 class _Planner(DefaultSavePlanner):
     """Pauses before each tensor: writing one is partly Python, which would otherwise hold up the training thread."""
@@ -288,7 +271,4 @@ def _share_out(tensors: dict[str, Tensor], size: int) -> dict[str, int]:
 
 
 def _reason(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:  # torch's CheckpointException: by rank, with a traceback each
-        return "; ".join(f"rank {rank}: {_reason(cause[0])}" for rank, cause in failures.items())
     return str(error) or type(error).__name__

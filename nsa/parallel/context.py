@@ -8,11 +8,14 @@ Every exchange goes through `Context`: `gather`, `reduce_scatter` (always in flo
 compute from it is in `context_layers`.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nsa.errors import LaunchError
@@ -23,9 +26,7 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
-def owner(chunk: int, size: int) -> tuple[int, int]:
-    """The rank of a chunk, and whether it is that rank's early (0) or late (1) one."""
-    return (chunk, 0) if chunk < size else (2 * size - 1 - chunk, 1)
+T = TypeVar("T")
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
@@ -36,10 +37,14 @@ def padded_length(tokens: int, size: int) -> int:
     return -(-tokens // (2 * size)) * 2 * size
 
 
-def halo_tokens(rank: int, size: int, length: int, width: int) -> list[int]:
-    """The last `width` tokens before each chunk of a rank, or as many as there are, by their number in the sequence."""
+def halo_sources(rank: int, size: int, length: int, width: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Of the last `width` tokens before each chunk of a rank, or as many as there are: the rank that has each, and its
+    place among the tokens of that rank."""
     starts = [chunk * length for chunk in chunks_of(rank, size)]
-    return [token for start in starts for token in range(max(0, start - width), start)]
+    token = np.concatenate([np.arange(max(0, start - width), start) for start in starts])
+    chunk = token // length
+    is_late = chunk >= size
+    return np.where(is_late, 2 * size - 1 - chunk, chunk), is_late * length + token % length
 
 
 def slots_of(length: int, spec: NSASpec) -> int:
@@ -67,14 +72,12 @@ class HaloTables:
 
     send      tokens of this rank in the order they are sent, by receiver; `sends` of them to each
     place     where the tokens of this rank's two halos lie in what it receives, `receives` of them from each
-    lengths   of the halos of the early and the late chunk
     """
 
     send: Tensor
     sends: list[int]
     place: Tensor
     receives: list[int]
-    lengths: tuple[int, int]
 
 
 class Context:
@@ -88,9 +91,14 @@ class Context:
         self.group, self.size, self.rank = group, size, rank
         if group is not None:
             self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.plans: dict[Any, Any] = {}  # of `context_layers`, for sequences without documents
-        self._halos: dict[tuple[int, int, torch.device], HaloTables] = {}
-        self._orders: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned when this key was asked for first: tables that stay the same from step to step."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     def starts(self, length: int) -> tuple[int, int]:
         """The first token of this rank's chunks, of `length` tokens each, in the sequence."""
@@ -121,38 +129,16 @@ class Context:
             return Pending(local.copy_(whole[: local.shape[0]]), whole, None)
         return Pending(local, whole, getattr(dist, _REDUCE_SCATTER)(local, whole, group=self.group, async_op=True))
 
-    def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each chunk of the sequence lies among the chunks as they are gathered; and the inverse."""
-        if device not in self._orders:
-            places = [2 * rank + late for rank, late in (owner(chunk, self.size) for chunk in range(2 * self.size))]
-            place = torch.tensor(places, device=device)
-            self._orders[device] = place, place.argsort()
-        return self._orders[device]
-
     def halo_tables(self, length: int, width: int, device: torch.device) -> HaloTables:
-        key = (length, width, device)
-        if key not in self._halos:
-            self._halos[key] = self._plan_halos(length, width, device)
-        return self._halos[key]
-
-    def _plan_halos(self, length: int, width: int, device: torch.device) -> HaloTables:
-        def located(receiver: int) -> list[tuple[int, int]]:
-            """Of every token of a rank's halos: which rank has it, and its place among the tokens of that rank."""
-            tokens = halo_tokens(receiver, self.size, length, width)
-            owners = [owner(token // length, self.size) for token in tokens]
-            return [(rank, late * length + token % length) for token, (rank, late) in zip(tokens, owners, strict=True)]
-
-        sent = [[place for rank, place in located(receiver) if rank == self.rank] for receiver in range(self.size)]
-        senders = [rank for rank, _ in located(self.rank)]
-        arrival = sorted(range(len(senders)), key=lambda token: senders[token])  # by sender, and then as they are sent
-        place = sorted(range(len(arrival)), key=lambda token: arrival[token])  # the inverse
-        early, late_start = self.starts(length)
+        sources = [halo_sources(receiver, self.size, length, width) for receiver in range(self.size)]
+        sent = [place[rank == self.rank] for rank, place in sources]
+        senders, _ = sources[self.rank]
+        arrival = np.argsort(senders, kind="stable")  # by sender, and then as they are sent
         return HaloTables(
-            torch.tensor([token for part in sent for token in part], dtype=torch.int64, device=device),
+            torch.tensor(np.concatenate(sent), device=device),
             [len(part) for part in sent],
-            torch.tensor(place, dtype=torch.int64, device=device),
-            [senders.count(rank) for rank in range(self.size)],
-            (min(width, early), min(width, late_start)),
+            torch.tensor(np.argsort(arrival), device=device),  # the inverse
+            np.bincount(senders, minlength=self.size).tolist(),
         )
 
     def exchange(self, sent: Tensor, receives: list[int], sends: list[int]) -> Tensor:
@@ -184,9 +170,10 @@ class _Halo(torch.autograd.Function):
 
 def halo(x: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor]:
     """The `width` tokens before the early and before the late chunk of x [B, S, ...], fewer at the sequence's start."""
-    tables = context.halo_tables(x.shape[1] // 2, width, x.device)
+    length = x.shape[1] // 2
+    tables = context.once((length, width, x.device), lambda: context.halo_tables(length, width, x.device))
     both: Tensor = _Halo.apply(x, context, tables)  # type: ignore[no-untyped-call]
-    early, late = both.split(tables.lengths, dim=1)
+    early, late = both.split([min(width, start) for start in context.starts(length)], dim=1)
     return early, late
 
 

@@ -12,7 +12,7 @@ for the compressed tokens of a chunk, N compressed tokens of the sequence, T tok
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +51,23 @@ class Plan:
     position        [S], of every token in its document
     slot_position   [2, M], of every compressed token of this rank's chunks
     slot_place      [N], where the compressed tokens of the sequence lie in what is gathered, [ranks * 2 * M]
+    chunk_place     [2 * ranks], where the chunks of the sequence lie in what is gathered
     """
 
     halves: tuple[Half, Half]
     position: Tensor
     slot_position: Tensor
     slot_place: Tensor
+    chunk_place: Tensor
 
 
 def plan(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, context: Context) -> Plan:
     """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence."""
     length = x.shape[1] // 2
-    key = ("context", context.rank, context.size, length, spec)
+    make = partial(_plan, length, spec, cu_seqlens, context, x.device)
     if cu_seqlens is None:
-        if (key, x.device) not in context.plans:
-            context.plans[key, x.device] = _plan(length, spec, None, context, x.device)
-        found: Plan = context.plans[key, x.device]
-        return found
-    return cached_with(cu_seqlens, key, lambda: _plan(length, spec, cu_seqlens, context, x.device))
+        return context.once((length, spec, x.device), make)
+    return cached_with(cu_seqlens, ("context", context.rank, context.size, length, spec), make)
 
 
 def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Context, device: torch.device) -> Plan:
@@ -84,7 +83,8 @@ def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Contex
     ended = pad(ended, (1, 0))
     number = torch.arange(num_slots(tokens, spec, packed=cu_seqlens is not None), device=device)
     chunk = torch.searchsorted(ended[1:].contiguous(), number, right=True).clamp(max=2 * size - 1)
-    place, _ = context.order(device)
+    chunks = torch.arange(2 * size, device=device)
+    place = torch.minimum(2 * chunks, 4 * size - 1 - 2 * chunks)  # of rank r: 2r for chunk r, 2r + 1 for its late one
     within = (number - ended[chunk]).clamp(max=slots - 1)  # what no document uses goes anywhere
     position = slot_layout(tokens, spec, cu_seqlens, device).position
     own = ended[list(chunks_of(context.rank, size))][:, None] + torch.arange(slots, device=device)
@@ -94,6 +94,7 @@ def _plan(length: int, spec: NSASpec, cu_seqlens: Tensor | None, context: Contex
         layout.position[torch.cat(rows)],
         padded[own.clamp(max=position.shape[0])],
         place[chunk] * slots + within,
+        place,
     )
 
 
@@ -122,158 +123,139 @@ def _half(rows: slice, first: int, spec: NSASpec, cu_seqlens: Tensor | None) -> 
     )
 
 
-class Heads:
-    """Keys and values of one key/value head after the other, each gathered while the one before is in use."""
-
-    def __init__(self, k_BSGK: Tensor, v_BSGV: Tensor, context: Context):
-        self._k, self._v, self._context = k_BSGK.detach(), v_BSGV.detach(), context
-        self._next = self._start(0)
-
-    def _start(self, head: int) -> Pending | None:
-        if head == self._k.shape[2]:
-            return None
-        local = torch.cat([self._k[:, :, head], self._v[:, :, head]], dim=-1)
-        return self._context.gather(local.transpose(0, 1))
-
-    def take(self, head: int) -> tuple[Tensor, Tensor]:
-        """k [B, T, 1, K] and v [B, T, 1, V] of the whole sequence, for heads 0, 1, ... in turn."""
-        assert self._next is not None
-        gathered = self._next.wait()
-        self._next = self._start(head + 1)
-        place, _ = self._context.order(gathered.device)
-        whole = gathered.unflatten(0, (place.shape[0], -1))[place].flatten(0, 1).transpose(0, 1).unsqueeze(2)
-        k, v = whole.split([self._k.shape[3], self._v.shape[3]], dim=-1)
-        return k, v
-
-
 @dataclass(frozen=True)
 class _Call:
-    """What the functions below need besides tensors."""
+    """Attention of one kind over the keys of a whole sequence: what it needs besides tensors."""
 
+    kind: Literal["compressed", "selected", "window"]
     context: Context
     plan: Plan
     spec: NSASpec
     backend: str | None
+    selects: bool = False  # whether compressed attention selects blocks as well, by the backend `select`
+    select: str | None = None
 
     def settings(self, half: Half) -> tuple[Any, ...]:
         return self.spec.as_ints(), half.borders, half.first, self.backend
 
+    def stop(self, half: Half) -> int:
+        """How many keys of the sequence there are up to the end of a chunk."""
+        is_packed = half.borders is not None
+        return num_slots(half.stop, self.spec, packed=is_packed) if self.kind == "compressed" else half.stop
 
-class _ByHead(torch.autograd.Function):
-    """Attention over gathered keys and values: of the blocks `indices`, or of all tokens without them."""
+    @property
+    def place(self) -> Tensor:
+        """Where the pieces of the sequence lie among those that are gathered."""
+        return self.plan.slot_place if self.kind == "compressed" else self.plan.chunk_place
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Number and length of the pieces in which keys are gathered: single compressed tokens, or chunks."""
+        return (-1, 1) if self.kind == "compressed" else (2 * self.context.size, -1)
+
+
+class Gathered:
+    """Keys and values of the whole sequence: compressed ones of all heads at once, raw ones of one key/value head after
+    the other, each gathered while the one before is in use."""
+
+    def __init__(self, k_BSGK: Tensor, v_BSGV: Tensor, call: _Call):
+        self._k, self._v, self.call = k_BSGK.detach(), v_BSGV.detach(), call
+        groups = k_BSGK.shape[2]
+        together = groups if call.kind == "compressed" else 1
+        self.parts = [slice(first, first + together) for first in range(0, groups, together)]
+        self._next = self._start(0)
+
+    def _start(self, number: int) -> Pending | None:
+        if number == len(self.parts):
+            return None
+        part = self.parts[number]
+        local = torch.cat([self._k[:, :, part], self._v[:, :, part]], dim=-1)
+        return self.call.context.gather(local.transpose(0, 1))
+
+    def take(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, T or N, heads of the part, K or V] of part 0, 1, ... in turn."""
+        assert self._next is not None
+        gathered = self._next.wait()
+        self._next = self._start(number + 1)
+        whole = gathered.unflatten(0, self.call.pieces)[self.call.place].flatten(0, 1).transpose(0, 1)
+        k, v = whole.split([self._k.shape[3], self._v.shape[3]], dim=-1)
+        return k, v
+
+    def send_back(self, grad: Tensor) -> Pending:
+        """Starts to sum what every rank has of the gradient [T or N, B, ...]; each rank gets that of its own keys."""
+        context, place = self.call.context, self.call.place
+        if self.call.kind == "compressed":  # those that no document uses may have the place of another
+            spread = grad.new_zeros(context.size * self._k.shape[1], *grad.shape[1:]).index_add_(0, place, grad)
+        else:
+            spread = grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
+        return context.reduce_scatter(spread)
+
+
+class _Attend(torch.autograd.Function):
+    """Attention over gathered keys and values, of the blocks `indices` where it is of that kind; and the blocks that it
+    selects, if it does."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Heads, call: _Call, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> Tensor:
-        groups = k.shape[2]
+    def forward(
+        ctx: Any, gathered: Gathered, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        call, per_group = gathered.call, q.shape[2] // k.shape[2]
+        operator = getattr(library, f"{call.kind}_attention")
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=widened(q).dtype)
-        operator = library.window_attention if indices is None else library.selected_attention
-        for g in range(groups):
-            k_T, v_T = heads.take(g)
-            mine = slice(g * q.shape[2] // groups, (g + 1) * q.shape[2] // groups)
+        selected = []
+        for number, part in enumerate(gathered.parts):
+            k_T, v_T = gathered.take(number)
+            mine = slice(part.start * per_group, part.stop * per_group)
             for half in call.plan.halves:
-                rows = half.rows
-                chosen = () if indices is None else (indices[:, rows, g : g + 1],)
-                given = (q[:, rows, mine], k_T[:, : half.stop], v_T[:, : half.stop], *chosen)
-                o[:, rows, mine], lse[:, rows, mine] = operator(*given, *call.settings(half))
+                rows, stop = half.rows, call.stop(half)
+                chosen = () if indices is None else (indices[:, rows, part],)
+                given = (q[:, rows, mine], k_T[:, :stop], v_T[:, :stop], *chosen)
+                o[:, rows, mine], lse_half = operator(*given, *call.settings(half))
+                lse[:, rows, mine] = lse_half
+                if call.selects:
+                    where = (half.borders, half.first, call.select)
+                    selected.append(operators._select_blocks(given[0], given[1], lse_half, call.spec, *where))
             del k_T, v_T, given  # before the next head is put together
         ctx.call = call
         ctx.save_for_backward(q, k, v, indices, o, lse)
-        return o
+        blocks = torch.cat(selected, dim=1) if selected else q.new_empty(0, dtype=torch.int32)
+        ctx.mark_non_differentiable(blocks)
+        return o, blocks
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, indices, o, lse = ctx.saved_tensors
-        do, call, groups = grads[0], ctx.call, k.shape[2]
-        is_dense = indices is None
-        operator = library.window_attention_backward if is_dense else library.selected_attention_backward
+        do, call, per_group = grads[0], ctx.call, q.shape[2] // k.shape[2]
+        operator = getattr(library, f"{call.kind}_attention_backward")
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        heads = Heads(k, v, call.context)
-        sums: list[tuple[int, Pending]] = []
-        for g in range(groups):
-            k_T, v_T = heads.take(g)
-            mine = slice(g * q.shape[2] // groups, (g + 1) * q.shape[2] // groups)
-            total = widened(q.new_empty(0)).new_zeros(k_T.shape[1], q.shape[0], k.shape[3] + v.shape[3])  # [T, B, .]
+        gathered = Gathered(k, v, call)
+        sums: list[tuple[slice, Pending]] = []
+        for number, part in enumerate(gathered.parts):
+            k_T, v_T = gathered.take(number)
+            mine = slice(part.start * per_group, part.stop * per_group)
+            sizes = (k_T.shape[1], q.shape[0], k_T.shape[2], k.shape[3] + v.shape[3])  # [T or N, B, heads, K + V]
+            total = widened(q.new_empty(0)).new_zeros(sizes)
             for half in call.plan.halves:
-                rows, stop = half.rows, half.stop
-                chosen = () if is_dense else (indices[:, rows, g : g + 1],)
+                rows, stop = half.rows, call.stop(half)
+                chosen = () if indices is None else (indices[:, rows, part],)
                 given = (q[:, rows, mine], k_T[:, :stop], v_T[:, :stop], *chosen, o[:, rows, mine], lse[:, rows, mine])
                 dq[:, rows, mine], dk_T, dv_T = operator(do[:, rows, mine], *given, *call.settings(half))
-                total[:stop, :, : k.shape[3]] += dk_T[:, :, 0].transpose(0, 1)
-                total[:stop, :, k.shape[3] :] += dv_T[:, :, 0].transpose(0, 1)
+                total[:stop, ..., : k.shape[3]] += dk_T.transpose(0, 1)
+                total[:stop, ..., k.shape[3] :] += dv_T.transpose(0, 1)
                 del dk_T, dv_T
             del k_T, v_T, given
             if sums:  # the head before, which travelled meanwhile
-                _set_head(dk, dv, *sums.pop())
-            _, gathered = call.context.order(total.device)
-            ordered = total.unflatten(0, (gathered.shape[0], -1))[gathered].flatten(0, 1)
+                _set_heads(dk, dv, *sums.pop())
+            sums.append((part, gathered.send_back(total)))
             del total
-            sums.append((g, call.context.reduce_scatter(ordered)))
-            del ordered
-        _set_head(dk, dv, *sums.pop())
-        return None, None, dq, dk, dv, None
+        _set_heads(dk, dv, *sums.pop())
+        return None, dq, dk, dv, None
 
 
-def _set_head(dk: Tensor, dv: Tensor, head: int, summed: Pending) -> None:
+def _set_heads(dk: Tensor, dv: Tensor, part: slice, summed: Pending) -> None:
     local = summed.wait().transpose(0, 1)
-    dk[:, :, head], dv[:, :, head] = local.split([dk.shape[3], dv.shape[3]], dim=-1)
-
-
-class _Compressed(torch.autograd.Function):
-    """Attention over all compressed tokens, from those of this rank, and where `selects` the blocks it selects, by the
-    backend `select`. `slots` is their gather, under way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, slots: Pending, call: _Call, select: str | None, selects: bool, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        k_N, v_N = _assemble(slots.wait(), call.plan, k, v)
-        o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(q.shape[:3], dtype=widened(q).dtype)
-        chosen = []
-        for half in call.plan.halves:
-            n = num_slots(half.stop, call.spec, packed=half.borders is not None)
-            part, keys = q[:, half.rows], k_N[:, :n]
-            o[:, half.rows], lse_half = library.compressed_attention(part, keys, v_N[:, :n], *call.settings(half))
-            lse[:, half.rows] = lse_half
-            if selects:
-                where = (half.borders, half.first, select)
-                chosen.append(operators._select_blocks(part, keys, lse_half, call.spec, *where))
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, o, lse)
-        indices = torch.cat(chosen, dim=1) if chosen else q.new_empty(0, dtype=torch.int32)
-        ctx.mark_non_differentiable(indices)
-        return o, indices
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        do, call = grads[0], ctx.call
-        k_N, v_N = _assemble(_gather_slots(k, v, call.context).wait(), call.plan, k, v)
-        dq = torch.empty_like(q)
-        total = widened(q.new_empty(0)).new_zeros(k_N.shape[1], *k.shape[:1], k.shape[2], k.shape[3] + v.shape[3])
-        for half in call.plan.halves:
-            rows, n = half.rows, num_slots(half.stop, call.spec, packed=half.borders is not None)
-            given = (q[:, rows], k_N[:, :n], v_N[:, :n], o[:, rows], lse[:, rows])
-            dq[:, rows], dk_N, dv_N = library.compressed_attention_backward(do[:, rows], *given, *call.settings(half))
-            total[:n, ..., : k.shape[3]] += dk_N.transpose(0, 1)
-            total[:n, ..., k.shape[3] :] += dv_N.transpose(0, 1)
-        spread = total.new_zeros(call.context.size * k.shape[1], *total.shape[1:])
-        spread.index_add_(0, call.plan.slot_place, total)
-        local = call.context.reduce_scatter(spread).wait().transpose(0, 1)
-        dk, dv = local.to(k.dtype).split([k.shape[3], v.shape[3]], dim=-1)
-        return None, None, None, None, dq, dk, dv
-
-
-def _gather_slots(k: Tensor, v: Tensor, context: Context) -> Pending:
-    return context.gather(torch.cat([k.detach(), v.detach()], dim=-1).transpose(0, 1))
-
-
-def _assemble(gathered: Tensor, plan: Plan, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compressed keys and values [B, N, G, .] in the order of the sequence."""
-    whole = gathered[plan.slot_place].transpose(0, 1)
-    k_N, v_N = whole.split([k.shape[3], v.shape[3]], dim=-1)
-    return k_N, v_N
+    dk[:, :, part], dv[:, :, part] = local.split([dk.shape[3], dv.shape[3]], dim=-1)
 
 
 def _with_halos(k: Tensor, v: Tensor, width: int, context: Context) -> list[tuple[Tensor, Tensor]]:
@@ -314,7 +296,9 @@ def _nsa_forward(
     spec, forced = layer.spec, layer.force_branch
     here = plan(x_BSC, spec, cu_seqlens, context)
     by = {name: backend_of(name, layer.backend) for name in ("cmp", "select", "sel", "win", "mix")}
-    cmp, sel, win = (_Call(context, here, spec, by[name]) for name in ("cmp", "sel", "win"))
+    about = (context, here, spec)
+    cmp = _Call("compressed", *about, by["cmp"], selects=forced != "cmp", select=by["select"])
+    sel, win = _Call("selected", *about, by["sel"]), _Call("window", *about, by["win"])
     rotary = (layer.head_dim_k, layer.rope_base, layer.rope_scaling)
     tables = rotary_tables(here.position, *rotary)
 
@@ -322,9 +306,8 @@ def _nsa_forward(
     q, k_sel = rotate(q, tables), rotate(k_sel, tables)
     k_win = k_sel if layer.shared_kv else rotate(k_win, tables)
     is_turned = layer.compress == "after_rotation"
-    heads: Heads | None = None
     o_cmp: Tensor | None = None
-    indices: Tensor | None = None
+    o_sel: Tensor | None = None
     # First: exchanges of one group run one after the other, and the keys of the selected branch take long.
     near = _with_halos(k_win, v_win, spec.window - 1, context) if forced in (None, "win") else []
     if forced != "win":
@@ -333,14 +316,12 @@ def _nsa_forward(
         k_slots, v_slots = _compress(layer.phi_k, keys, here, spec), _compress(layer.phi_v, values, here, spec)
         if not is_turned:
             k_slots = rotate(k_slots, rotary_tables(here.slot_position.flatten(), *rotary))
-        slots = _gather_slots(k_slots, v_slots, context)
-        heads = Heads(k_sel, v_sel, context) if forced != "cmp" else None  # under way while the others are computed
-        given = (slots, cmp, by["select"], forced != "cmp", q, k_slots, v_slots)
-        o_cmp, indices = _Compressed.apply(*given)  # type: ignore[no-untyped-call]
+        slots = Gathered(k_slots, v_slots, cmp)
+        heads = Gathered(k_sel, v_sel, sel) if forced != "cmp" else None  # under way while the others are computed
+        o_cmp, indices = _Attend.apply(slots, q, k_slots, v_slots, None)  # type: ignore[no-untyped-call]
     o_win = _window(q, near, win) if near else None
-    o_sel: Tensor | None = None
-    if heads is not None:
-        o_sel = _ByHead.apply(heads, sel, q, k_sel, v_sel, indices)  # type: ignore[no-untyped-call]
+    if forced in (None, "sel"):
+        o_sel, _ = _Attend.apply(heads, q, k_sel, v_sel, indices)  # type: ignore[no-untyped-call]
     if forced is None:
         o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
     else:
@@ -362,14 +343,14 @@ def _dense_forward(
     """`DenseAttention.forward` of this rank's tokens. A window as long as the sequence is causal attention."""
     _check(x_BSC, layer, cache, cu_seqlens)
     spec = NSASpec(window=layer.window or context.size * x_BSC.shape[1])
-    call = _Call(context, plan(x_BSC, spec, cu_seqlens, context), spec, backend_of("win", layer.backend))
+    call = _Call("window", context, plan(x_BSC, spec, cu_seqlens, context), spec, backend_of("win", layer.backend))
     tables = rotary_tables(call.plan.position, layer.head_dim_k, layer.rope_base, layer.rope_scaling)
     q_BSHK, k_BSGK, v_BSGV = layer.projections(x_BSC, tables)
     if layer.window is not None:
         o_BSHV = _window(q_BSHK, _with_halos(k_BSGK, v_BSGV, spec.window - 1, context), call)
     else:
-        given = (Heads(k_BSGK, v_BSGV, context), call, q_BSHK, k_BSGK, v_BSGV, None)
-        o_BSHV = _ByHead.apply(*given)  # type: ignore[no-untyped-call]
+        heads = Gathered(k_BSGK, v_BSGV, call)
+        o_BSHV, _ = _Attend.apply(heads, q_BSHK, k_BSGK, v_BSGV, None)  # type: ignore[no-untyped-call]
     out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
     return out_BSC
 

@@ -5,11 +5,9 @@ numbers do not depend on what the process did before, and the process is not cha
 """
 
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import psutil
@@ -50,21 +48,10 @@ def compute_precision(wanted: str, device: torch.device) -> str:
     return wanted
 
 
-@cache
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 numbers itself. One whose instructions are unknown counts as one without."""
-    try:
-        return lists_bf16(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), platform.machine())
-    except OSError:
-        return False
-
-
-def lists_bf16(cpuinfo: str, machine: str) -> bool:
-    """Whether a /proc/cpuinfo of this architecture lists bf16 instructions."""
-    is_arm = machine in ("aarch64", "arm64")
-    key, wanted = ("Features", {"bf16"}) if is_arm else ("flags", {"avx512_bf16", "amx_bf16", "avx_ne_convert"})
-    line = next((line for line in cpuinfo.splitlines() if line.partition(":")[0].strip() == key), "")
-    return not wanted.isdisjoint(line.partition(":")[2].split())
+    known = torch.cpu.get_capabilities()
+    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))  # the last: Arm
 
 
 def default_threads() -> int:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import nsa.ops.library  # noqa: F401  (registers torch.ops.nsa)
 from nsa.nn.block import DecoderBlock
@@ -23,8 +23,9 @@ from nsa.ops.selection_cache import SelectionCache
 
 Granularity = Literal["none", "selective", "block", "branch"]
 
-_SELECTION = frozenset({torch.ops.nsa.select_blocks.default})
-_ATTENTION = _SELECTION | {
+_SELECTION = [torch.ops.nsa.select_blocks.default]
+_ATTENTION = [
+    *_SELECTION,
     torch.ops.nsa.compressed_attention.default,
     torch.ops.nsa.selected_attention.default,
     torch.ops.nsa.window_attention.default,
@@ -33,7 +34,7 @@ _ATTENTION = _SELECTION | {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+]
 
 
 def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> None:
@@ -41,10 +42,9 @@ def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: boo
     attention and MLP by itself ("branch"). Long passes then run the MLP in chunks of tokens."""
     context_fn: Callable[[], Any] = _remember_selection
     if granularity == "selective":
-        kept = _ATTENTION | _varlen_operators(model)
-        context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
+        context_fn = partial(create_selective_checkpoint_contexts, [*_ATTENTION, *_varlen_operators(model)])
     elif compiled:
-        context_fn = partial(create_selective_checkpoint_contexts, partial(_keep, _SELECTION))
+        context_fn = partial(create_selective_checkpoint_contexts, _SELECTION)
     for module in model.modules():
         if isinstance(module, DecoderBlock) and granularity != "none":
             module.saves_memory = True
@@ -55,13 +55,13 @@ def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: boo
                 _recompute(module.mlp, context_fn)
 
 
-def _varlen_operators(model: nn.Module) -> set[Any]:
+def _varlen_operators(model: nn.Module) -> list[Any]:
     """Dense attention over packed documents on a GPU. Importing it takes a second, so only where a layer may use it."""
     if not any(isinstance(module, DenseAttention) for module in model.modules()):
-        return set()
+        return []
     import torch.nn.attention.varlen
 
-    return {torch.ops.torch_attn._varlen_attn.default}
+    return [torch.ops.torch_attn._varlen_attn.default]
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -85,7 +85,3 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any]) -> None:
 def _remember_selection() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     cache = SelectionCache()
     return cache.record(), cache.replay()
-
-
-def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE

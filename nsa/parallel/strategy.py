@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.config.schema import DDPConfig, FSDPConfig, ParallelConfig
+from nsa.config.schema import DDPConfig, FSDPConfig
 from nsa.nn.block import DecoderBlock
 from nsa.parallel.launch import World
 from nsa.parallel.numerics import DTYPES, compute_precision
@@ -28,27 +28,13 @@ SAFE = DDPConfig(find_unused=True, broadcast_buffers=False, bucket_view=False, b
 HookWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def apply_strategy(
-    model: nn.Module, parallel: ParallelConfig, world: World, precision: str, wrap_hook: HookWrapper
-) -> nn.Module:
-    """The module to call in place of `model`. Weights must lie on the world's device already.
-
-    `wrap_hook` gets DDP's communication hook and returns the one to use.
-    """
-    if world.strategy == "ddp":
-        return wrap_ddp(model, parallel.ddp, world, wrap_hook)
-    if world.strategy == "fsdp":
-        return shard(model, parallel.fsdp, world, precision)
-    return model
-
-
 def effective(options: DDPConfig) -> DDPConfig:
     """What is used: `safe_mode` replaces all the others."""
     return SAFE if options.safe_mode else options
 
 
 def wrap_ddp(model: nn.Module, options: DDPConfig, world: World, wrap_hook: HookWrapper) -> DistributedDataParallel:
-    """Data parallel: every rank holds the model, gradients are summed in buckets."""
+    """Data parallel: every rank holds the model, on its device already, and gradients are summed in buckets."""
     used = effective(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for broadcast_buffers
@@ -139,8 +125,3 @@ def settle(module: nn.Module) -> None:
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.reshard()
-
-
-def host_mesh(world: World) -> DeviceMesh | None:
-    """The ranks as a mesh of host memory, on which copies of shards can be laid out; None without shards."""
-    return init_device_mesh("cpu", (world.size,)) if world.strategy == "fsdp" else None

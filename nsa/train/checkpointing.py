@@ -22,7 +22,6 @@ from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
 from nsa.errors import CheckpointError, ConfigError
 from nsa.parallel.collectives import lost_rank, on_first_rank
-from nsa.parallel.strategy import host_mesh
 from nsa.train.monitor import Monitor
 from nsa.train.state import Progress, RunState
 
@@ -39,17 +38,9 @@ class Checkpointing:
     clock = staticmethod(time.monotonic)
     pause = staticmethod(time.sleep)
 
-    def __init__(self, config: Config, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
-        self.config, self.state, self.monitor = config, state, monitor
-        world = state.world
-        self.saver = Saver(
-            root,
-            config.checkpoint.keep,
-            rank=world.rank,
-            size=world.size,
-            group=world.cpu_group,
-            mesh=host_mesh(world),
-        )
+    def __init__(self, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
+        self.config, self.state, self.monitor = state.config.checkpoint, state, monitor
+        self.saver = Saver(root, self.config.keep, state.world.cpu_group)
         self.saver.last_good = resumed
         self._saved_step = state.progress.step if resumed else -1  # the newest that is committed
         self._writing_step = 0
@@ -66,15 +57,14 @@ class Checkpointing:
         """Completes a save that all ranks have `written`, and starts one where it is due or a rank voted to `retry`."""
         if written == self.state.world.size:
             self._complete()
-        every, step = self.config.checkpoint.every, self.state.progress.step
+        every, step = self.config.every, self.state.progress.step
         due = is_best or bool(every and step % every == 0)
         if due and self.saver.busy:
             self._wait_for_the_one_before()
         if (due or retry) and not self.saver.busy:
-            background = self.config.checkpoint.background
             self._counts = bool(retry) or not self._failures
-            self._begin(PAUSE_S if background else 0.0, is_best=is_best)
-            if not background:
+            self._begin(PAUSE_S if self.config.background else 0.0, is_best=is_best)
+            if not self.config.background:
                 self._complete()
 
     def settle(self) -> None:
@@ -108,7 +98,7 @@ class Checkpointing:
         self.monitor.log(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
 
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
-        saved = snapshot(self.state, self.config, is_best=is_best)
+        saved = snapshot(self.state, is_best=is_best)
         saved.state["unwritten_rows"] = self.monitor.flush()  # those that the checkpoint counts must be on the disk
         self.saver.begin(saved, pause_s=pause_s)
         self._writing_step, self._writing_best = self.state.progress.step, is_best
@@ -137,10 +127,10 @@ class Checkpointing:
         self._retry_at = self.clock() + RETRY_S[self._failures - 1]
 
 
-def resume(state: RunState, config: Config, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
+def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
     """Restores the newest sound checkpoint of the run; its name, or None where there is none."""
     root = folder / FOLDER
-    name, damage, changes = on_first_rank(state.world, lambda: _choose(root, config, accept_changes))
+    name, damage, changes = on_first_rank(state.world, lambda: _choose(root, state.config, accept_changes))
     for message in damage:
         monitor.incident("damaged_checkpoint", message, state.progress.step)
     if name is None:
@@ -173,7 +163,7 @@ def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | Non
     return chosen.name, damage, changes
 
 
-def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snapshot:
+def snapshot(state: RunState, *, is_best: bool) -> Snapshot:
     tensors: dict[str, Tensor] = {}
     for name, parameter in state.parameters.items():
         tensors[MODEL + name] = parameter
@@ -185,7 +175,7 @@ def snapshot(state: RunState, config: Config, *, is_best: bool = False) -> Snaps
         "loss_scale": {"value": state.scale.value, "clean_steps": state.scale.clean_steps},
         "strategy": state.world.strategy,
         "world_size": state.world.size,
-        "config": config.to_dict(),
+        "config": state.config.to_dict(),
         "data": state.data,
     }
     return Snapshot(state.progress.step, tensors, saved, read_generators(state.device), is_best)
@@ -196,20 +186,14 @@ def restore(state: RunState, checkpoint: Path) -> None:
     saved = read_state(checkpoint)
     names = saved_shapes(checkpoint)
     tensors: dict[str, Tensor] = {MODEL + name: p.detach() for name, p in state.parameters.items()}
-    moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in state.parameters.items():
         prefix = optimizer_key(name)
-        keys = sorted(n.removeprefix(prefix) for n in names if n.startswith(prefix))
-        moments[name] = {
+        for moment in sorted(n for n in names if n.startswith(prefix)):
+            key = moment.removeprefix(prefix)
             # The step counter is a float32 number; everything else is shaped and sharded like the parameter.
-            key: torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
-            for key in keys
-        }
-        tensors |= {prefix + key: value for key, value in moments[name].items()}
+            value = torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
+            tensors[moment] = state.optimizer.state[parameter][key] = value
     fill(tensors, checkpoint, state.world.cpu_group)
-    for name, parameter in state.parameters.items():
-        if moments[name]:
-            state.optimizer.state[parameter] = moments[name]
     try:
         state.progress = _read_progress(saved["progress"])
         if state.progress.step != step_of(checkpoint):
@@ -253,12 +237,12 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     inner = numpy_state["state"]
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "torch": _to_hex(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "python": [version, list(words), gauss],
         "numpy": {**numpy_state, "state": {"key": inner["key"].tolist(), "pos": int(inner["pos"])}},
     }
     if device.type == "cuda":
-        state["cuda"] = _to_hex(torch.cuda.get_rng_state(device))
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
     return state
 
 
@@ -273,10 +257,6 @@ def write_generators(state: dict[str, Any], device: torch.device) -> None:
             torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"the saved random state cannot be read: {error}") from None
-
-
-def _to_hex(state: Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
 
 
 def _from_hex(text: str) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from nsa.config import Config
 from nsa.config.schema import DataConfig
 from nsa.data.build import Data, build_data
 from nsa.data.loader import Batch, Loader, Prefetcher
@@ -27,12 +26,10 @@ class Feed:
     any later one, with `WaitStopped`. Ranks of a larger run finish their step: they wait for each other in it.
     """
 
-    def __init__(
-        self, config: Config, state: RunState, folder: Path, micro_batch: int, monitor: Monitor, stop: StopRequest
-    ):
-        self.config, self.state, self.folder = config, state, folder
+    def __init__(self, state: RunState, folder: Path, micro_batch: int, monitor: Monitor, stop: StopRequest):
+        self.config, self.state, self.folder = state.config, state, folder
         self.micro_batch, self.monitor, self.stop = micro_batch, monitor, stop
-        self.passes = config.train.batch_size // (micro_batch * state.world.data_size)
+        self.passes = self.config.train.batch_size // (micro_batch * state.world.data_size)
         self.fallback: str | None = None  # why the run trains on synthetic text
         self.first_batch_s = 0.0
         self._arrived = 0

@@ -1,37 +1,58 @@
-"""A run from its configuration to trained weights, on one process or many."""
+"""A run from its configuration to trained weights, on one process or many.
+
+Rank 0 alone prints and writes results; every rank computes, agrees and saves its shards.
+"""
 
 import math
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from torch import Tensor
+
 from nsa import faults
+from nsa.checkpoint.export import serialize_weights, weights_metadata
+from nsa.checkpoint.format import write_atomically
 from nsa.config import Config
 from nsa.data.loader import Batch
-from nsa.data.tokenizers import tokenizer_for
+from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, tokenizer_for
 from nsa.data.waiting import WaitStopped
 from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted, printable
+from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.launch import World, read_launch, start_world
 from nsa.parallel.numerics import numerics
+from nsa.parallel.strategy import effective, gather_weights
+from nsa.record.environment import describe_environment
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
-from nsa.record.schema import TrainingRow
+from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
 from nsa.train import nonfinite
-from nsa.train.folder import claim_folder, is_finished, record_end
+from nsa.train.checkpointing import Checkpointing, resume, seed_generators
+from nsa.train.feed import Feed
+from nsa.train.folder import claim_folder, is_finished, record_end, start_over, write_config, write_json
 from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
-from nsa.train.session import Session, StartOptions
 from nsa.train.signals import StopRequest
 from nsa.train.state import RunState, build_state, micro_batch_size, own_tokens
 from nsa.train.step import StepResult, Validation, train_step, validate
 from nsa.train.trained import load_teacher
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """How `train` was called; see there."""
+
+    fresh: bool = False
+    accept_changes: bool = False
+    synthetic_on_fail: bool = False
 
 
 def train(
@@ -89,13 +110,12 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
             micro_batch = micro_batch_size(config, world.data_size)
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
-            state.teacher = load_teacher(config, state)
+            state.teacher = load_teacher(state)
             state.graphs = plan_graphs(config, world, micro_batch)
-            session = Session(config, folder, state, micro_batch, monitor, stop, options)
+            session = Session(folder, state, micro_batch, monitor, stop, options)
             with monitor.console:
-                save_wait_s = 0.0
                 while session.step < config.train.steps:
-                    save_wait_s = step(session, save_wait_s)
+                    step(session)
             session.finish(started)
     except BaseException as error:
         # First, while the traceback keeps what was allocated.
@@ -108,13 +128,163 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
         raise
 
 
-def step(session: Session, save_wait_s: float) -> float:
-    """One optimizer step with its validation, its row and its save; how long the save held up training, in seconds.
+class Session:
+    """A run that is ready for its next step: resumed or new, its data open, its files written."""
 
-    `save_wait_s` is that of the step before, for the row.
-    """
+    def __init__(
+        self,
+        folder: Path,
+        state: RunState,
+        micro_batch: int,
+        monitor: Monitor,
+        stop: StopRequest,
+        options: StartOptions,
+    ):
+        config = self.config = state.config
+        self.folder, self.state, self.micro_batch = folder, state, micro_batch
+        self.monitor, self.stop = monitor, stop
+        seed_generators(config.train.seed, state.world.rank)
+        monitor.beat(0, "restore")
+        resumed = None
+        if not options.fresh:
+            resumed = resume(state, folder, monitor, accept_changes=options.accept_changes)
+        monitor.beat(self.step, "data")
+        self.feed = Feed(state, folder, micro_batch, monitor, stop)
+        self.feed.open(synthetic_on_fail=options.synthetic_on_fail, accept_changes=options.accept_changes)
+        if options.fresh and state.world.is_first:
+            start_over(folder)
+        monitor.open(state)
+        monitor.dump_memory(state, "boot")
+        self.first_step = self.step + 1
+        self.data_wait_s = 0.0  # of the step that is under way
+        self.save_wait_s = 0.0  # how long the save after the step before held up training
+        self.checkpointing = Checkpointing(state, folder / CHECKPOINTS_FOLDER, monitor, resumed)
+        if state.world.is_first:
+            self._write_start(resumed)
+        monitor.emit(
+            "start",
+            self.step,
+            strategy=state.world.strategy,
+            world_size=state.world.size,
+            backend=state.world.backend,
+            steps=config.train.steps,
+            fresh=options.fresh,
+            from_checkpoint=resumed,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.state.progress.step
+
+    def finish(self, started: float) -> None:
+        """The last checkpoint, the weights in one file, the summary. No rank returns before all of them are there."""
+        self.monitor.beat(self.step, "end")
+        with self.monitor.extended_timeout():
+            self.checkpointing.save_now()
+        self.monitor.beat(self.step, "end")
+        weights = gather_weights(self.state.parameters, self.state.world)
+        self.feed.close()
+        self.monitor.last_samples()
+        self.monitor.emit("end", self.step)
+        self.monitor.close()
+        on_first_rank(self.state.world, lambda: self._write_results(weights, time.perf_counter() - started))
+
+    def _write_start(self, resumed: str | None) -> None:
+        # First: what lies here is not done.
+        write_json(self.folder / METRICS_FILE, {"status": "running", "steps": self.step})
+        faults.point("start.running")
+        write_config(self.folder, self.config)
+        if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder can be used where the original is not
+            write_atomically(self.folder / TOKENIZER_FILE, self.state.tokenizer.text.encode())
+        environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
+        config = self.config
+        flops = flops_per_token(self.state.model, config.model, config.nsa, config.train.seq_len)
+        graphs = str(self.state.graphs)
+        known = {"precision": self.state.precision, "flops_per_token": flops.sparse, "cuda_graphs": graphs}
+        write_json(self.folder / ENVIRONMENT_FILE, environment | known)
+        for line in self._describe(resumed, flops):
+            self.monitor.log(line)
+
+    def _write_results(self, weights: dict[str, Tensor], seconds: float) -> None:
+        progress = self.state.progress
+        faults.point("end.weights")
+        metadata = weights_metadata(progress.step, self.config.to_dict())
+        write_atomically(self.folder / WEIGHTS_FILE, serialize_weights(weights, **metadata))
+        faults.point("end.metrics")
+        write_json(
+            self.folder / METRICS_FILE,
+            {
+                "status": "done",
+                "exit_code": 0,
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "loss": progress.loss if math.isfinite(progress.loss or 0.0) else None,
+                "val_loss": progress.val_loss,
+                "val_bits_per_byte": progress.val_bits_per_byte,
+                "best_val_loss": progress.best_val_loss,
+                "skipped_steps": progress.skipped,
+                "data": self.feed.describe(),
+                "cuda_graphs": str(self.state.graphs),
+                **self.monitor.describe(),
+                "strategy": self.state.world.strategy,
+                "world_size": self.state.world.size,
+                "seconds": seconds,
+            },
+        )
+
+    def _describe(self, resumed: str | None, flops: FlopsPerToken) -> Iterator[str]:
+        config, state = self.config, self.state
+        kinds = config.model.layer_kinds()
+        counts = [f"{count} {kind}" for kind, count in Counter(kinds).items()]
+        layers = kinds[0] if len(counts) == 1 else " + ".join(counts)  # nsa, or 9 nsa + 3 dense
+        yield f"data    {self.feed.data.summary}"
+        yield f"first   batch after {self.feed.first_batch_s:.2f} s"
+        yield (
+            f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
+            f"{layers} attention, {state.precision} on {state.device}"
+        )
+        if state.device.type == "cuda":
+            yield f"graphs  {state.graphs}"
+        if config.runtime.precision not in ("auto", state.precision):
+            yield f"note    this CPU has no bf16 instructions: bf16 is computed in {state.precision}"
+        costs = f"{flops.sparse:.3g} FLOPs per token, " if set(kinds) != {"dense"} else ""
+        yield (
+            f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
+            f"at {config.train.seq_len} tokens (estimates, forward and backward)"
+        )
+        yield (
+            f"batch   {config.train.batch_size} sequences a step: {state.world.data_size} ranks x {self.feed.passes} "
+            f"passes x {self.micro_batch}"
+        )
+        if state.world.context is not None:
+            yield f"context each of these is {state.world.context.size} ranks, which share every sequence"
+        if config.parallel.ddp.safe_mode:
+            used = effective(config.parallel.ddp)
+            yield (
+                f"safe    safe_mode: reference kernels; under ddp find_unused={used.find_unused}, "
+                f"bucket_mb={used.bucket_mb}, bucket_view={used.bucket_view}, "
+                f"broadcast_buffers={used.broadcast_buffers}"
+            )
+        if config.train.freeze:
+            learning = sum(p.numel() for p in state.trainable)
+            yield f"frozen  all but {learning:,} parameters of this rank (train.freeze)"
+        if config.train.teacher:
+            yield f"teacher {config.train.teacher}: the training loss is the KL divergence from it"
+        if config.nsa.force_branch:
+            yield f"branch  {config.nsa.force_branch} alone"
+        yield f"folder  {self.folder}"
+        if resumed:
+            yield f"resume  {resumed}: step {self.step} of {config.train.steps} is done"
+
+
+def step(session: Session) -> None:
+    """One optimizer step with its validation, its row and its save."""
     config, state, monitor, feed = session.config, session.state, session.monitor, session.feed
-    progress, clock = state.progress, StepClock()
+    progress, began = state.progress, time.perf_counter()
+    session.data_wait_s = 0.0
     monitor.profile(progress.step + 1)
     faults.point("step.begin")
     lr = learning_rate(progress.step, config.train)
@@ -124,7 +294,7 @@ def step(session: Session, save_wait_s: float) -> float:
     try:
         result = train_step(
             state,
-            _micro_batches(session, clock),
+            _micro_batches(session),
             targets,
             lr,
             votes=lambda: (int(session.stop.terminate), int(session.stop.interrupt), *session.checkpointing.votes()),
@@ -141,7 +311,7 @@ def step(session: Session, save_wait_s: float) -> float:
     progress.tokens += config.train.batch_size * config.train.seq_len
     progress.sequences += config.train.batch_size
     progress.loss = result.loss
-    row = _row(session, result, lr, clock, targets, save_wait_s)
+    row = _row(session, result, lr, targets, time.perf_counter() - began)
     validation, is_best = _validate_if_due(session)
     if validation is not None:
         row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
@@ -152,36 +322,24 @@ def step(session: Session, save_wait_s: float) -> float:
     monitor.beat(progress.step, "save")
     with monitor.extended_timeout():
         session.checkpointing.after_step(written, retry, is_best=is_best)
-    save_wait_s = time.perf_counter() - began
+    session.save_wait_s = time.perf_counter() - began
     # All ranks saw the same sums: if one of them got a signal, all save and stop here.
     if (terminate or interrupt) and progress.step < config.train.steps:
         _save_and_stop(session, Preempted if terminate else Interrupted)
-    return save_wait_s
 
 
-@dataclass
-class StepClock:
-    """When a step began, and how much of it was spent waiting for data."""
-
-    began: float = field(default_factory=time.perf_counter)
-    data_wait_s: float = 0.0
-
-
-def _micro_batches(session: Session, clock: StepClock) -> Iterator[Batch]:
+def _micro_batches(session: Session) -> Iterator[Batch]:
     """This rank's sequences of the step in pieces that fit at once."""
     for _ in range(session.feed.passes):
         began = time.perf_counter()
         session.monitor.beat(session.step + 1, "data")
         batch = session.feed.next()
         session.monitor.beat(session.step + 1, "step")
-        clock.data_wait_s += time.perf_counter() - began
+        session.data_wait_s += time.perf_counter() - began
         yield own_tokens(batch, session.state.world).to(session.state.device)
 
 
-def _row(
-    session: Session, result: StepResult, lr: float, clock: StepClock, targets: int, save_wait_s: float
-) -> TrainingRow:
-    elapsed = time.perf_counter() - clock.began
+def _row(session: Session, result: StepResult, lr: float, targets: int, elapsed: float) -> TrainingRow:
     return TrainingRow(
         step=session.step,
         tokens=session.state.progress.tokens,
@@ -190,9 +348,9 @@ def _row(
         grad_norm=result.grad_norm,
         toks_per_s=targets / elapsed,
         step_s=elapsed,
-        data_wait_s=clock.data_wait_s,
+        data_wait_s=session.data_wait_s,
         mem_gib=session.monitor.memory_gib(),
-        save_wait_s=save_wait_s,
+        save_wait_s=session.save_wait_s,
         skipped=int(not result.moved),
     )
 
@@ -207,7 +365,7 @@ def _handle_non_finite(session: Session, result: StepResult) -> None:
         return
     batches = [batch.to(state.device) for batch in session.feed.again()]
     try:
-        kept = f"the step is in {nonfinite.dump(session.folder, config, state, batches, result)}"
+        kept = f"the step is in {nonfinite.dump(session.folder, state, batches, result)}"
     except (OSError, CheckpointError) as error:
         kept = f"the step could not be written: {error}"
     what = f"step {progress.step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}"

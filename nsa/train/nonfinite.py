@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.checkpoint.export import load_weights, read_tensors, serialize_weights
 from nsa.checkpoint.format import write_atomically
-from nsa.config import Config, parse_config
+from nsa.config import parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.data.tokenizers import tokenizer_for
@@ -30,7 +30,7 @@ from nsa.train.trained import load_teacher
 _TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
 
 
-def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], result: StepResult) -> Path:
+def dump(folder: Path, state: RunState, batches: list[Batch], result: StepResult) -> Path:
     """Every rank calls this, with the step's own batches, whole sequences, and the weights as they were before it."""
     dumped = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
     weights = gather_weights(state.parameters, state.world)  # before anything can fail on one rank alone
@@ -51,7 +51,7 @@ def dump(folder: Path, config: Config, state: RunState, batches: list[Batch], re
             "grad_norm": str(result.grad_norm),
             "precision": state.precision,
             "world_size": state.world.size,
-            "config": config.to_dict(),
+            "config": state.config.to_dict(),
         }
         write_atomically(dumped / "report.json", json.dumps(report, indent=1).encode() + b"\n")
     return dumped
@@ -71,7 +71,7 @@ def reproduce(dumped: Path) -> StepResult:
         if not (dumped / "weights.safetensors").exists():
             raise CheckpointError(f"{dumped}: has no weights; the dump was cut short")
         load_weights(state.model, dumped / "weights.safetensors")
-        state.teacher = load_teacher(config, state)
+        state.teacher = load_teacher(state)
         batches = []
         for tensors in parts:
             for number in range(len({name.split("/")[0] for name in tensors})):

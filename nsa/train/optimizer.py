@@ -23,24 +23,15 @@ def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer
     hidden = hidden_matrices(model) if train.optimizer == "muon" else []
     excluded = {id(parameter) for parameter in hidden}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    groups: dict[float, list[nn.Parameter]] = {train.weight_decay: [], 0.0: []}  # by their weight decay
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) not in excluded:
             decays = parameter.dim() >= 2 and id(parameter) not in embeddings
-            (decayed if decays else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": train.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    if hidden and not decayed and not plain:
+            groups[train.weight_decay if decays else 0.0].append(parameter)
+    given = [{"params": group, "weight_decay": decay} for decay, group in groups.items() if group]
+    if hidden and not given:
         raise ConfigError("train.freeze: muon needs a parameter beside the blocks' matrices that learns; use adamw")
-    adamw = torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        fused=True,
-    )
+    adamw = torch.optim.AdamW(given, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
     return MuonAndAdamW(hidden, adamw, train) if hidden else adamw
 
 

@@ -20,7 +20,7 @@ from nsa.parallel.context_layers import apply_context
 from nsa.parallel.launch import World, pick_device
 from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
-from nsa.parallel.strategy import HookWrapper, apply_strategy
+from nsa.parallel.strategy import HookWrapper, shard, wrap_ddp
 from nsa.record.memory_dump import run_tensors
 from nsa.train.graphs import StepGraphs
 from nsa.train.optimizer import build_optimizer
@@ -67,6 +67,7 @@ class LossScale:
 class RunState:
     """`model` is the decoder itself; `module` is what is called, the decoder wrapped for its strategy."""
 
+    config: Config
     model: Decoder
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -74,7 +75,6 @@ class RunState:
     tokenizer: Tokenizer
     world: World
     precision: str
-    grad_clip: float
     progress: Progress = field(default_factory=Progress)
     teacher: Decoder | None = None  # on every rank whole
     data: str | None = None  # fingerprint of what the run reads
@@ -103,7 +103,10 @@ class RunState:
 def build_state(
     config: Config, tokenizer: Tokenizer, world: World | None = None, wrap_hook: HookWrapper = lambda hook: hook
 ) -> RunState:
-    """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`."""
+    """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`.
+
+    `wrap_hook` gets DDP's communication hook and returns the one to use.
+    """
     world = world or World(pick_device(config.runtime.device))
     precision = compute_precision(config.runtime.precision, world.device)
     model = build_model(
@@ -124,10 +127,14 @@ def build_state(
         model.to(world.device)
     if is_whole:
         compile_blocks(model)
-    module = apply_strategy(model, config.parallel, world, precision, wrap_hook)
+    module: nn.Module = model
+    if world.strategy == "ddp":
+        module = wrap_ddp(model, config.parallel.ddp, world, wrap_hook)
+    elif world.strategy == "fsdp":
+        module = shard(model, config.parallel.fsdp, world, precision)
     scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
     optimizer = build_optimizer(model, config.train)
-    return RunState(model, module, optimizer, scale, tokenizer, world, precision, config.train.grad_clip)
+    return RunState(config, model, module, optimizer, scale, tokenizer, world, precision)
 
 
 def own_tokens(batch: Batch, world: World) -> Batch:

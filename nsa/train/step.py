@@ -70,8 +70,8 @@ def train_step(
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         state.optimizer.zero_grad(set_to_none=True)
         return StepResult(result.loss, result.grad_norm, result.votes, moved=False)
-    if state.grad_clip:
-        nn.utils.clip_grads_with_norm_(state.trainable, state.grad_clip, norm, foreach=True)
+    if clip := state.config.train.grad_clip:
+        nn.utils.clip_grads_with_norm_(state.trainable, clip, norm, foreach=True)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     faults.point("step.optimizer")

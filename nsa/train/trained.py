@@ -55,8 +55,9 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
     return TrainedRun(model.to(pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
 
 
-def load_teacher(config: Config, state: RunState) -> Decoder | None:
+def load_teacher(state: RunState) -> Decoder | None:
     """The model of `train.teacher`, on the device of the run."""
+    config = state.config
     if config.train.teacher is None:
         return None
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import nsa.train.session
+import nsa.train.loop
 from nsa.train import train
 from tests.checkpoint.helpers import small, train_until
 
@@ -18,7 +18,7 @@ def _quick_runs():
     own test. What a run writes about the machine is not looked at, nor torch's remarks about every tensor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
-        patch.setattr(nsa.train.session, "describe_environment", lambda *about: {})
+        patch.setattr(nsa.train.loop, "describe_environment", lambda *about: {})
         patch.setattr(logging.getLogger("c10d-NullHandler-dcp_logger"), "disabled", True)
         yield
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import yaml
 import nsa.parallel.numerics
 import nsa.train.loop
 from nsa.config import parse_config
-from nsa.parallel.numerics import compute_precision, default_threads, lists_bf16, numerics
+from nsa.parallel.numerics import compute_precision, cpu_has_bf16, default_threads, numerics
 from nsa.train import train
 from tests import warm
 from tests.checkpoint.helpers import rows_of, small
@@ -158,19 +159,26 @@ def test_only_bf16_on_a_cpu_depends_on_its_instructions(has_bf16):
 
 
 @pytest.mark.parametrize(
-    ("machine", "line", "has"),
+    ("capabilities", "has"),
     [
-        ("x86_64", "flags\t\t: fpu avx2 avx512f avx512_bf16", True),
-        ("x86_64", "flags\t\t: fpu avx2 avx_ne_convert", True),
-        ("x86_64", "flags\t\t: fpu avx2 avx512f avx512_fp16", False),
-        ("x86_64", "model name\t: a CPU with bf16", False),
-        ("aarch64", "Features\t: fp asimd i8mm bf16", True),
-        ("aarch64", "Features\t: fp asimd fphp asimdhp", False),
-        ("riscv64", "isa\t\t: rv64imafdc", False),
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": True}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "avx_ne_convert": True}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "avx512_fp16": True}, False),
+        ({"architecture": "arm64", "i8mm": True, "bf16": True}, True),
+        ({"architecture": "arm64", "fp16_arith": True, "bf16": False}, False),
+        ({"architecture": "unknown"}, False),
     ],
 )
-def test_bf16_instructions_are_read_from_what_the_kernel_lists(machine, line, has):
-    assert lists_bf16(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n{line}\n", machine) is has
+def test_bf16_instructions_are_those_that_torch_finds(capabilities, has, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert cpu_has_bf16() is has
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own list is in /proc/cpuinfo")
+def test_torch_finds_the_bf16_instructions_that_the_kernel_lists():
+    listed = set(Path("/proc/cpuinfo").read_text().split())
+    assert cpu_has_bf16() is not listed.isdisjoint({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
 
 
 def test_the_default_number_of_threads_is_that_of_a_fresh_process(monkeypatch):
