@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.cache import CacheSizes, CacheStep, KVCache
+from nsa.nn.cache import CacheStep, KVCache
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import NSALayerCache, decode_backend, write
@@ -112,10 +112,9 @@ class NSAAttention(nn.Module):
             return MeanCompressor(self.spec, backend)
         return (MLPCompressor if phi == "mlp" else MeanMLPCompressor)(self.spec, head_dim, backend)
 
-    def build_cache(self, sizes: CacheSizes) -> NSALayerCache:
+    def build_cache(self, cache: KVCache) -> NSALayerCache:
         """What this layer keeps in a `KVCache`."""
-        heads = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
-        return NSALayerCache(sizes, self.spec, *heads, self.shared_kv, self.compress == "after_rotation")
+        return NSALayerCache(cache, self)
 
     def forward(
         self, x_BSC: Tensor, *, cache: KVCache | CacheStep | None = None, cu_seqlens: Tensor | None = None
@@ -167,7 +166,7 @@ class NSAAttention(nn.Module):
     def attend_cached(self, q_BSHK: Tensor, gates_BSH3: Tensor, step: CacheStep) -> Tensor:
         """Queries over what the cache holds, in which blocks that new tokens complete are compressed first."""
         kept: NSALayerCache = step.layer(self)
-        kept.compress(step, self.phi_k, self.phi_v, self.rotary)
+        kept.compress(step)
         if self.force_branch is not None:
             gates_BSH3 = torch.zeros_like(gates_BSH3)
             gates_BSH3[..., BRANCHES.index(self.force_branch)] = 1.0

@@ -10,7 +10,6 @@ Legend: B rows of a forward pass, n tokens of a row.
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,24 +43,6 @@ class Pool(NamedTuple):
     def view(self, step: "CacheStep") -> PagedKV | RingKV:
         """The sequences of a pass, as the operators take them."""
         return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)
-
-
-@dataclass(frozen=True)
-class CacheSizes:
-    """What the tensors of every layer have in common."""
-
-    pages: int
-    page_size: int
-    rings: int
-    slack: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def pool(self, size: int, heads: int, dim_k: int, dim_v: int, *, is_ring: bool = False) -> Pool:
-        """Pages of `size` tokens, or rings that hold as many and the slack."""
-        count, length = (self.rings, size + self.slack) if is_ring else (self.pages, size)
-        k, v = (torch.zeros(count, length, heads, dim, dtype=self.dtype, device=self.device) for dim in (dim_k, dim_v))
-        return Pool(k, v, is_ring)
 
 
 class KVCache:
@@ -98,7 +79,7 @@ class KVCache:
         layers: list[Any] = [m for m in self.model.modules() if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
-        self.max_length, self.slack = max_length, slack
+        self.max_sequences, self.max_length, self.slack = sequences, max_length, slack
         self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
         # Whole selection blocks of every layer, and enough of them to be read in one go.
         block = math.lcm(*(spec.sel_block for spec in self.specs))
@@ -111,14 +92,10 @@ class KVCache:
         devices = {str(layer.q.weight.device) for layer in layers}
         if len(devices) > 1:
             raise ArgumentError("model", f"must be on one device to use a cache; it is on {', '.join(sorted(devices))}")
-        sizes = CacheSizes(
-            pages + 1, self.page_size, sequences + 1, slack, dtype or compute_dtype(weight), weight.device
-        )
-        self.dtype, self.device, self.max_sequences = sizes.dtype, sizes.device, sequences
-        self.layers = {layer: layer.build_cache(sizes) for layer in layers}
+        self.dtype, self.device = dtype or compute_dtype(weight), weight.device
+        self._num_pages, self._free_pages = pages + 1, list(range(pages, 0, -1))
+        self.layers = {layer: layer.build_cache(self) for layer in layers}
         self.shortest_ring = min((c.shortest_ring for c in self.layers.values() if c.shortest_ring), default=None)
-
-        self._free_pages = list(range(pages, 0, -1))
         self._free_slots = list(range(sequences - 1, -1, -1))
         self._pages: dict[int, list[int]] = {}  # by sequence, in the order they were added
         self._length = [0] * sequences
@@ -127,6 +104,12 @@ class KVCache:
         self.table = torch.zeros_like(self._table, device=self.device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         self._stale_table = self._stale_lengths = False  # whether the device's are behind the host's
+
+    def pool(self, size: int, heads: int, dim_k: int, dim_v: int, *, is_ring: bool = False) -> Pool:
+        """For a layer: pages of `size` tokens, or rings that hold as many and the slack."""
+        shape = (self.max_sequences + 1, size + self.slack) if is_ring else (self._num_pages, size)
+        k, v = (torch.zeros(*shape, heads, dim, dtype=self.dtype, device=self.device) for dim in (dim_k, dim_v))
+        return Pool(k, v, is_ring)
 
     @property
     def sequences(self) -> list[int]:

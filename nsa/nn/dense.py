@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.nn.cache import CacheSizes, CacheStep, KVCache
+from nsa.nn.cache import CacheStep, KVCache
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
@@ -65,12 +65,12 @@ class DenseAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
 
-    def build_cache(self, sizes: CacheSizes) -> LayerCache:
+    def build_cache(self, cache: KVCache) -> LayerCache:
         """What this layer keeps in a `KVCache`."""
         heads = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
         if self.window is None:
-            return LayerCache(dense=sizes.pool(sizes.page_size, *heads))
-        return LayerCache(window=sizes.pool(self.window, *heads, is_ring=True))
+            return LayerCache(dense=cache.pool(cache.page_size, *heads))
+        return LayerCache(window=cache.pool(self.window, *heads, is_ring=True))
 
     def forward(
         self,

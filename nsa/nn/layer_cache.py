@@ -9,16 +9,18 @@ Legend: B rows of a forward pass, n tokens of a row, m compressed tokens of a ro
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa.errors import ArgumentError
-from nsa.nn.cache import CacheSizes, CacheStep, Pool
+from nsa.nn.cache import CacheStep, KVCache, Pool
 from nsa.nn.rope import rotate
 from nsa.ops.operators import Backend
-from nsa.ops.spec import NSASpec
 from nsa.ops.step import Heads, Write
+
+if TYPE_CHECKING:
+    from nsa.nn.attention import NSAAttention
 
 
 class LayerCache:
@@ -45,43 +47,43 @@ class LayerCache:
 
 
 class NSALayerCache(LayerCache):
-    """`is_turned`: keys of cmp are rotated before they are compressed."""
-
-    def __init__(
-        self, sizes: CacheSizes, spec: NSASpec, groups: int, dim_k: int, dim_v: int, shared_kv: bool, is_turned: bool
-    ):
-        self.spec, self.shared_kv, self.is_turned = spec, shared_kv, is_turned
-        self.sel = sizes.pool(sizes.page_size, groups, dim_k, dim_v)
-        self.cmp = sizes.pool(sizes.page_size // spec.cmp_stride, groups, dim_k, dim_v)
-        self.tail = sizes.pool(spec.cmp_block, groups, dim_k, 0 if shared_kv else dim_v, is_ring=True)
-        self.win = self.sel if shared_kv else sizes.pool(spec.window, groups, dim_k, dim_v, is_ring=True)
-        super().__init__(sel=self.sel, cmp=self.cmp, win=None if shared_kv else self.win, tail=self.tail)
+    def __init__(self, cache: KVCache, layer: "NSAAttention"):
+        self.layer, groups, dim_k, dim_v = layer, layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v
+        self.sel = cache.pool(cache.page_size, groups, dim_k, dim_v)
+        self.cmp = cache.pool(cache.page_size // layer.spec.cmp_stride, groups, dim_k, dim_v)
+        self.tail = cache.pool(layer.spec.cmp_block, groups, dim_k, 0 if layer.shared_kv else dim_v, is_ring=True)
+        self.win = self.sel if layer.shared_kv else cache.pool(layer.spec.window, groups, dim_k, dim_v, is_ring=True)
+        super().__init__(sel=self.sel, cmp=self.cmp, win=None if layer.shared_kv else self.win, tail=self.tail)
 
     def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
         """Where keys and values of cmp, sel and win are kept, or of all three in one."""
         k_raw, k_sel, k_win = keys if len(keys) == 3 else [*keys] * 3
         v_raw, v_sel, v_win = values if len(values) == 3 else [*values] * 3
-        writes = self.sel.writes(k_sel, v_sel) + self.tail.writes(k_raw, v_raw, is_rotated=self.is_turned)
-        return writes[:-1] if self.shared_kv else writes + self.win.writes(k_win, v_win)
+        is_turned = self.layer.compress == "after_rotation"
+        writes = self.sel.writes(k_sel, v_sel) + self.tail.writes(k_raw, v_raw, is_rotated=is_turned)
+        # With shared values, those of sel are the raw ones too.
+        return writes[:-1] if self.layer.shared_kv else writes + self.win.writes(k_win, v_win)
 
     def write_compressed(self, step: CacheStep, k_cmp: Tensor, v_cmp: Tensor) -> None:
         """Compressed tokens [B, m, G, .] of the pass, keys rotated."""
-        index = step.compressed(self.spec).index
+        index = step.compressed(self.layer.spec).index
         put(self.cmp.k, index, k_cmp)
         put(self.cmp.v, index, v_cmp)
 
-    def compress(self, step: CacheStep, phi_k: nn.Module, phi_v: nn.Module, rotary: tuple[Any, ...]) -> None:
-        """Compresses the blocks that the pass completes, from the tokens that have been written. Compressed keys are
-        rotated as `rotary_tables(position, *rotary)` says, unless their tokens were."""
+    def compress(self, step: CacheStep) -> None:
+        """Compresses the blocks that the pass completes, from the tokens that have been written."""
         if not step.completes:
             return
-        new = step.compressed(self.spec)
-        raw_v = self.sel if self.shared_kv else self.tail
+        layer, new = self.layer, step.compressed(self.layer.spec)
+        raw_v = self.sel if layer.shared_kv else self.tail
         k = take(self.tail.k, new.sources(self.tail.k.shape[1], self.tail.is_ring))
         v = take(raw_v.v, new.sources(raw_v.v.shape[1], raw_v.is_ring))
         rows = new.first.shape
-        k_cmp, v_cmp = (phi(x.flatten(0, 1)).view(*rows, *x.shape[3:]) for phi, x in ((phi_k, k), (phi_v, v)))
-        self.write_compressed(step, k_cmp if self.is_turned else rotate(k_cmp, new.rotary(*rotary)), v_cmp)
+        phis = ((layer.phi_k, k), (layer.phi_v, v))
+        k_cmp, v_cmp = (phi(x.flatten(0, 1)).view(*rows, *x.shape[3:]) for phi, x in phis)
+        if layer.compress == "before_rotation":
+            k_cmp = rotate(k_cmp, new.rotary(*layer.rotary))
+        self.write_compressed(step, k_cmp, v_cmp)
 
     def views(self, step: CacheStep) -> tuple[Any, Any, Any]:
         """The pools of cmp, sel and win, as `nsa_decode` takes them."""
