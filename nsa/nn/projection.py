@@ -91,6 +91,4 @@ def is_bare(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
 def has_hooks(module: nn.Module) -> bool:
     """Of its own, or of all modules (`nn.modules.module.register_module_forward_hook`)."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    every = nn.modules.module
-    shared = (every._global_forward_hooks, every._global_forward_pre_hooks)
-    return any(own) or any(shared) or any((every._global_backward_hooks, every._global_backward_pre_hooks))
+    return any(own) or bool(nn.modules.module._has_any_global_hook())
