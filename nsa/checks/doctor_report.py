@@ -17,7 +17,7 @@ from nsa.checks.doctor_search import Case, Cause
 from nsa.checks.pages import Section, write_files
 from nsa.checks.trials import format_command, last_lines
 from nsa.config import load_config
-from nsa.config.differences import flat
+from nsa.config.load import flat
 from nsa.errors import ConfigError, printable
 from nsa.inspect.trace_report import explain
 from nsa.plain_yaml import parse_yaml

@@ -1,22 +1,12 @@
 """`nsa import`, `nsa export`."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
 from nsa.cli.output import say
-
-
-class Attention(StrEnum):
-    NSA = "nsa"
-
-
-class Format(StrEnum):
-    HF = "hf"
-    SAFETENSORS = "safetensors"
 
 
 def import_(
@@ -28,7 +18,7 @@ def import_(
     overrides: Overrides = None,
     override: JoinedOverrides = None,
     attention: Annotated[
-        Attention | None, typer.Option(help="nsa converts the attention layers; as they are when unset.")
+        Literal["nsa"] | None, typer.Option(help="nsa converts the attention layers; as they are when unset.")
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="File or name whose other sections the run gets, for example convert.")
@@ -43,7 +33,7 @@ def import_(
     made = import_model(
         source,
         run_dir,
-        attention="nsa" if attention else None,
+        attention=attention,
         shared_kv=not copy_kv,
         base=config,
         overrides=all_overrides(overrides, override),
@@ -60,11 +50,12 @@ def export(
         Path, typer.Argument(metavar="DIR|FILE", help="The folder or the file to write.", show_default=False)
     ],
     format_: Annotated[
-        Format, typer.Option("--format", help="A folder for Hugging Face transformers, or the weights as one file.")
-    ] = Format.HF,
+        Literal["hf", "safetensors"],
+        typer.Option("--format", help="A folder for Hugging Face transformers, or the weights as one file."),
+    ] = "hf",
 ) -> None:
     """Write a trained model for other programs."""
-    if format_ is Format.SAFETENSORS:
+    if format_ == "safetensors":
         from nsa.checkpoint.export import export_weights, find_weights
 
         found = find_weights(source)

@@ -22,8 +22,7 @@ from nsa.cli.main import app as nsa
 from nsa.cli.main import main as run_command
 from nsa.cli.output import say
 from nsa.config import Config, load_config
-from nsa.config.differences import flat
-from nsa.config.load import ConfigWarning
+from nsa.config.load import ConfigWarning, flat
 from nsa.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

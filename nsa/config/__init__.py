@@ -1,7 +1,6 @@
 """Configurations: the schema, and loading a YAML file with overrides. Needs neither torch nor a GPU."""
 
-from nsa.config.differences import differences
-from nsa.config.load import load_config, parse_config, shipped_names
+from nsa.config.load import differences, load_config, parse_config, shipped_names
 from nsa.config.schema import Config
 
 __all__ = ["Config", "differences", "load_config", "parse_config", "shipped_names"]

@@ -1,5 +1,5 @@
 """Loads a YAML file with `key=value` overrides as a validated configuration, or raises one error that lists all
-mistakes.
+mistakes; and says how a configuration differs from one that was saved.
 
 Only data is read (nsa.plain_yaml), and every message names the key, where it came from and the closest valid key.
 """
@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from nsa.config.environment import environment_settings
-from nsa.config.schema import Config
+from nsa.config.schema import Config, MixturePart
 from nsa.errors import ConfigError
 from nsa.files import read_regular
 from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
@@ -102,6 +102,39 @@ def parse_config(
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_describe(error, origin, applied)))) from None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key such as `train.steps`, in the order of the schema."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _filled(defaults: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """`stored` with the defaults of what it lacks."""
+    sections = [key for key, value in defaults.items() if isinstance(value, dict) and isinstance(stored.get(key), dict)]
+    return defaults | stored | {key: _filled(defaults[key], stored[key]) for key in sections}
+
+
+def differences(stored: Any, config: Config) -> list[str]:
+    """One line for every key whose value differs from `stored`, a configuration as plain data.
+
+    train.out_dir is ignored: the folder of a run may be moved. A key that an earlier version did not know had the
+    effect of its default.
+    """
+    then = flat(_filled(Config().to_dict(), stored)) if isinstance(stored, dict) else {}
+    mixture = then.get("data.mixture")
+    if isinstance(mixture, list):
+        then["data.mixture"] = [
+            MixturePart().model_dump() | part if isinstance(part, dict) else part for part in mixture
+        ]
+    return [
+        f"{name}: {repr(then[name]) if name in then else 'not known'} then, {value!r} now"
+        for name, value in flat(config.to_dict()).items()
+        if name != "train.out_dir" and (name not in then or then[name] != value)
+    ]
 
 
 def warn_if_unlikely(config: Config, origin: str) -> None:

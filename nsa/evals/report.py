@@ -55,20 +55,18 @@ def evaluate(
 def _prompts(run: TrainedRun, lengths: Sequence[int]) -> dict[int, dict[str, Prompts]]:
     """By length and keys, with as many depths as fit into the shortest. A length that is too short for any is an error
     before anything takes long."""
-
-    def kinds(length: int, num_depths: int) -> dict[str, Prompts]:
-        return {keys: Prompts(run.tokenizer, length, num_depths, several=keys == "several") for keys in KEYS}
-
-    def fit(num_depths: int) -> bool:
+    for num_depths in DEPTHS:
+        prompts = {
+            length: {keys: Prompts(run.tokenizer, length, num_depths, several=keys == "several") for keys in KEYS}
+            for length in lengths
+        }
         try:
-            return all(kind.has_room() for kind in kinds(min(lengths), num_depths).values())
+            fit = [kind.has_room() for kind in prompts[min(lengths)].values()]
+            if all(fit):
+                break
         except ConfigError:
-            return False
-
-    chosen = next((number for number in DEPTHS if fit(number)), DEPTHS[-1])
-    prompts = {length: kinds(length, chosen) for length in lengths}
-    for kind in prompts[min(lengths)].values():
-        kind.has_room()
+            if num_depths == DEPTHS[-1]:
+                raise
     return prompts
 
 

@@ -4,20 +4,19 @@ Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compr
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
+from nsa.nn.cache import CacheStep, KVCache
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import NSALayerCache, decode_backend, write
-from nsa.nn.projection import check_input, project
+from nsa.nn.projection import check_input, project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
-from nsa.nn.step import attend_new
+from nsa.nn.step import attend, attend_new
 from nsa.ops import (
     NSASpec,
     compressed_attention,
@@ -90,7 +89,8 @@ class NSAAttention(nn.Module):
         self.head_dim_k = _head_size("head_dim_k", head_dim_k)
         self.head_dim_v = _head_size("head_dim_v", head_dim_v or head_dim_k)
         self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
-        self.rope_base, self.rope_scaling, self.backend = rope_base, rope_scaling, backend
+        self.rope_base, self.backend = rope_base, backend
+        self.rotary = (self.head_dim_k, rope_base, rope_scaling)  # what `rotary_tables` takes besides positions
 
         pairs = 1 if shared_kv else len(BRANCHES)
         self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=qkv_bias)
@@ -112,10 +112,9 @@ class NSAAttention(nn.Module):
             return MeanCompressor(self.spec, backend)
         return (MLPCompressor if phi == "mlp" else MeanMLPCompressor)(self.spec, head_dim, backend)
 
-    def build_cache(self, sizes: CacheSizes) -> NSALayerCache:
+    def build_cache(self, cache: KVCache) -> NSALayerCache:
         """What this layer keeps in a `KVCache`."""
-        groups, dims = self.num_kv_heads, (self.head_dim_k, self.head_dim_v)
-        return NSALayerCache(sizes, self.spec, groups, *dims, shared_kv=self.shared_kv)
+        return NSALayerCache(cache, self)
 
     def forward(
         self, x_BSC: Tensor, *, cache: KVCache | CacheStep | None = None, cu_seqlens: Tensor | None = None
@@ -135,95 +134,44 @@ class NSAAttention(nn.Module):
         """
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
-        if cache is None:
-            return self._whole(x_BSC, cu_seqlens)
-        step = begin(cache, self, x_BSC, cu_seqlens)
-        with torch.no_grad():
-            return self._whole(x_BSC, None, step) if step.is_fresh else self._continued(x_BSC, step)
+        return self.whole(x_BSC, cu_seqlens) if cache is None else attend(self, x_BSC, cache, cu_seqlens)
 
-    def _whole(self, x_BSC: Tensor, cu_seqlens: Tensor | None, step: CacheStep | None = None) -> Tensor:
+    def whole(self, x_BSC: Tensor, cu_seqlens: Tensor | None = None, step: CacheStep | None = None) -> Tensor:
         """Whole sequences, which also fill an empty cache."""
-        spec, tokens = self.spec, x_BSC.shape[1]
-        q_BSHK, pairs = self._projections(x_BSC)
-        position_S, position_N = positions(tokens, spec, cu_seqlens, x_BSC.device)
-        token_tables = rotary_tables(position_S, self.head_dim_k, self.rope_base, self.rope_scaling)
-        slot_tables = rotary_tables(position_N, self.head_dim_k, self.rope_base, self.rope_scaling)
-
-        q_BSHK = rotate(q_BSHK, token_tables)
-        (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
-        if self.compress == "after_rotation":
-            k_cmp = rotate(k_cmp, token_tables)
-            k_cmp_BNGK = self.phi_k(k_cmp, cu_seqlens)
-        else:  # each compressed key is turned as one
-            k_cmp_BNGK = rotate(self.phi_k(k_cmp, cu_seqlens), slot_tables)
-        v_cmp_BNGV = self.phi_v(v_cmp, cu_seqlens)
-        k_sel = rotate(k_sel, token_tables)
-        k_win = k_sel if self.shared_kv else rotate(k_win, token_tables)
-
+        position_S, position_N = positions(x_BSC.shape[1], self.spec, cu_seqlens, x_BSC.device)
+        q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
+        k_cmp_BNGK, v_cmp_BNGV = self.phi_k(keys[0], cu_seqlens), self.phi_v(values[0], cu_seqlens)
+        if self.compress == "before_rotation":  # each compressed key is turned as one
+            k_cmp_BNGK = rotate(k_cmp_BNGK, rotary_tables(position_N, *self.rotary))
         if step is not None:
             kept: NSALayerCache = step.layer(self)
-            write(step, kept.writes((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win)))
+            write(step, kept.writes(keys, values))
             kept.write_compressed(step, k_cmp_BNGK, v_cmp_BNGV)
+        (_, k_sel, k_win), (_, v_sel, v_win) = keys, values
         arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
         if self.force_branch is None:
             gates_BSH3 = self.gate(x_BSC)
-            o_BSHV = nsa_attention(*arguments, gates_BSH3, spec, cu_seqlens=cu_seqlens, backend=self.backend)
+            o_BSHV = nsa_attention(*arguments, gates_BSH3, self.spec, cu_seqlens=cu_seqlens, backend=self.backend)
         else:
             o_BSHV = self._one_branch(arguments, cu_seqlens)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
-    def _continued(self, x_BSC: Tensor, step: CacheStep) -> Tensor:
-        """New tokens of sequences that the cache holds already."""
-        fused_BSC = self.fused(x_BSC, step)
-        if fused_BSC is not None:
-            return fused_BSC
-        kept: NSALayerCache = step.layer(self)
-        q_BSHK, pairs = self._projections(x_BSC)
-        (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
-        rotary = (self.head_dim_k, self.rope_base, self.rope_scaling)
-        # All heads are rotated at once: a step takes the time of its launches.
-        turned = [q_BSHK, k_sel] if self.shared_kv else [q_BSHK, k_sel, k_win]
-        rotated = rotate(torch.cat(turned, dim=2), step.rotary(*rotary))
-        q_BSHK, k_sel, *rest = rotated.split([x.shape[2] for x in turned], dim=2)
-        k_win = k_sel if self.shared_kv else rest[0]
-        is_turned = self.compress == "after_rotation"
-        if is_turned:
-            k_cmp = rotate(k_cmp, step.rotary(*rotary))
-        gates_BSH3 = self._forced_gates(q_BSHK) if self.force_branch else self.gate(x_BSC)
-        outputs = []
-        for rows, piece in step.pieces():
-            keys, values = ([x[:, rows] for x in three] for three in ((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win)))
-            write(piece, kept.writes(keys, values))
-            kept.compress(piece, self.phi_k, self.phi_v, None if is_turned else rotary)
-            attended = (q_BSHK[:, rows], gates_BSH3[:, rows], *kept.views(piece), piece.positions, self.spec)
-            outputs.append(nsa_decode(*attended, backend=decode_backend(self.backend)))
-        o_BSHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
-
     def fused(self, x_BSC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        """`_continued` in few launches, or with the `norm` before the layer x + layer(norm(x)); None where that would
+        """New tokens in few launches, or with the `norm` before the layer x + layer(norm(x)); None where that would
         not be the same (`nsa.nn.step`)."""
-        if type(self) is not NSAAttention or self.force_branch is not None:
-            return None
+        is_ours = type(self) is NSAAttention and self.force_branch is None
+        return attend_new(self, x_BSC, step, norm) if is_ours else None
+
+    def attend_cached(self, q_BSHK: Tensor, gates_BSH3: Tensor, step: CacheStep) -> Tensor:
+        """Queries over what the cache holds, in which blocks that new tokens complete are compressed first."""
         kept: NSALayerCache = step.layer(self)
-        is_turned = self.compress == "after_rotation"
-        rotary = None if is_turned else (self.head_dim_k, self.rope_base, self.rope_scaling)
-
-        def attend(q_BSHK: Tensor, gates_BSH3: Tensor | None) -> Tensor:
-            assert gates_BSH3 is not None
-            kept.compress(step, self.phi_k, self.phi_v, rotary)
-            caches, backend = kept.views(step), decode_backend(self.backend)
-            return nsa_decode(q_BSHK, gates_BSH3, *caches, step.positions, self.spec, backend=backend)
-
-        return attend_new(self, x_BSC, step, norm, partial(kept.writes, is_turned=is_turned), attend, self.gate)
-
-    def _forced_gates(self, q_BSHK: Tensor) -> Tensor:
-        """1 for the forced branch, 0 for the others."""
-        gates = q_BSHK.new_zeros(*q_BSHK.shape[:3], len(BRANCHES))
-        gates[..., BRANCHES.index(self.force_branch or "cmp")] = 1.0
-        return gates
+        kept.compress(step)
+        if self.force_branch is not None:
+            gates_BSH3 = torch.zeros_like(gates_BSH3)
+            gates_BSH3[..., BRANCHES.index(self.force_branch)] = 1.0
+        backend = decode_backend(self.backend)
+        return nsa_decode(q_BSHK, gates_BSH3, *kept.views(step), step.positions, self.spec, backend=backend)
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -233,18 +181,15 @@ class NSAAttention(nn.Module):
         sizes += f", force_branch={self.force_branch!r}" if self.force_branch else ""
         return f"{sizes}, spec={self.spec}"
 
-    def _projections(self, x_BSC: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win."""
-        # Two products rather than one: values are kept for backward as they are, queries and keys are turned first.
-        q, *keys = project(x_BSC, [self.q, *self.k])
-        values = project(x_BSC, list(self.v))
-        groups = self.num_kv_heads
-        pairs = [
-            (norm(k.unflatten(-1, (groups, self.head_dim_k))).to(k.dtype), v.unflatten(-1, (groups, self.head_dim_v)))
-            for norm, k, v in zip(self.k_norm, keys, values, strict=True)
-        ]
-        q_BSHK = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim_k))).to(q.dtype)
-        return q_BSHK, pairs * len(BRANCHES) if self.shared_kv else pairs
+    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win. Queries and keys are rotated as
+        `rotary_tables` says, but for those that are compressed first."""
+        q_BSHK, raw, values = project_heads(self, x_BSC)
+        k_cmp = rotate(raw[0], tables) if self.compress == "after_rotation" else raw[0]
+        others = [rotate(k, tables) for k in (raw if self.shared_kv else raw[1:])]
+        if self.shared_kv:
+            others, values = others * 2, values * 3
+        return rotate(q_BSHK, tables), [k_cmp, *others], values
 
     def _one_branch(self, arguments: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Tensor:
         """The forced branch of what `nsa_attention` takes up to the gates."""

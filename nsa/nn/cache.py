@@ -10,8 +10,7 @@ Legend: B rows of a forward pass, n tokens of a row.
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +18,31 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError, CacheFullError
 from nsa.nn.projection import compute_dtype
 from nsa.nn.rope import rotary_tables
+from nsa.ops.decode import PagedKV, RingKV
 from nsa.ops.layout import num_compressed
 from nsa.ops.spec import NSASpec
+from nsa.ops.step import Heads, Write
 
 LEAST_PAGE = 64  # tokens
 
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class CacheSizes:
-    """What the tensors of every layer have in common. Page 0 and the last ring take what is not to be kept."""
+class Pool(NamedTuple):
+    """Keys and values of all sequences: pages [P, page, G, .], or rings [slots, ring, G, .]. Page 0 and the last ring
+    take what is not to be kept."""
 
-    pages: int
-    page_size: int
-    rings: int
-    slack: int
-    dtype: torch.dtype
-    device: torch.device
+    k: Tensor
+    v: Tensor
+    is_ring: bool
 
-    def paged(self, places: int, heads: int, dim: int) -> Tensor:
-        return torch.zeros(self.pages, places, heads, dim, dtype=self.dtype, device=self.device)
+    def writes(self, k: Heads, v: Heads, *, is_rotated: bool = True) -> list[Write[Heads]]:
+        """Of keys, rotated or not, and values."""
+        return [Write(k, self.k, self.is_ring, is_rotated), Write(v, self.v, self.is_ring, False)]
 
-    def ring(self, needed: int, heads: int, dim: int) -> Tensor:
-        return torch.zeros(self.rings, needed + self.slack, heads, dim, dtype=self.dtype, device=self.device)
+    def view(self, step: "CacheStep") -> PagedKV | RingKV:
+        """The sequences of a pass, as the operators take them."""
+        return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)
 
 
 class KVCache:
@@ -79,7 +79,7 @@ class KVCache:
         layers: list[Any] = [m for m in self.model.modules() if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
-        self.max_length, self.slack = max_length, slack
+        self.max_sequences, self.max_length, self.slack = sequences, max_length, slack
         self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
         # Whole selection blocks of every layer, and enough of them to be read in one go.
         block = math.lcm(*(spec.sel_block for spec in self.specs))
@@ -92,14 +92,10 @@ class KVCache:
         devices = {str(layer.q.weight.device) for layer in layers}
         if len(devices) > 1:
             raise ArgumentError("model", f"must be on one device to use a cache; it is on {', '.join(sorted(devices))}")
-        sizes = CacheSizes(
-            pages + 1, self.page_size, sequences + 1, slack, dtype or compute_dtype(weight), weight.device
-        )
-        self.dtype, self.device, self.max_sequences = sizes.dtype, sizes.device, sequences
-        self.layers = {layer: layer.build_cache(sizes) for layer in layers}
+        self.dtype, self.device = dtype or compute_dtype(weight), weight.device
+        self._num_pages, self._free_pages = pages + 1, list(range(pages, 0, -1))
+        self.layers = {layer: layer.build_cache(self) for layer in layers}
         self.shortest_ring = min((c.shortest_ring for c in self.layers.values() if c.shortest_ring), default=None)
-
-        self._free_pages = list(range(pages, 0, -1))
         self._free_slots = list(range(sequences - 1, -1, -1))
         self._pages: dict[int, list[int]] = {}  # by sequence, in the order they were added
         self._length = [0] * sequences
@@ -108,6 +104,12 @@ class KVCache:
         self.table = torch.zeros_like(self._table, device=self.device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         self._stale_table = self._stale_lengths = False  # whether the device's are behind the host's
+
+    def pool(self, size: int, heads: int, dim_k: int, dim_v: int, *, is_ring: bool = False) -> Pool:
+        """For a layer: pages of `size` tokens, or rings that hold as many and the slack."""
+        shape = (self.max_sequences + 1, size + self.slack) if is_ring else (self._num_pages, size)
+        k, v = (torch.zeros(*shape, heads, dim, dtype=self.dtype, device=self.device) for dim in (dim_k, dim_v))
+        return Pool(k, v, is_ring)
 
     @property
     def sequences(self) -> list[int]:
@@ -175,9 +177,9 @@ class KVCache:
             self.model, sequences=self.max_sequences, max_length=max_length, slack=self.slack, dtype=self.dtype
         )
         for module, kept in self.layers.items():
-            for name, pool in vars(kept).items():
-                if isinstance(pool, Tensor):  # pages keep their numbers, rings their shape
-                    getattr(new.layers[module], name)[: len(pool)].copy_(pool)
+            for name, tensors in kept.parts().items():  # pages keep their numbers, rings their shape
+                for old, larger in zip(tensors, new.layers[module].parts()[name], strict=True):
+                    larger[: len(old)].copy_(old)
         used = {page for pages in self._pages.values() for page in pages}
         new._free_pages = [page for page in new._free_pages if page not in used]
         new._table[:, : self.width] = self._table
@@ -323,26 +325,25 @@ class CacheStep:
         """Rotary tables of the positions; `settings` as for `rotary_tables`."""
         return self.shared(("rotary", *settings), lambda: rotary_tables(self.positions, *settings))
 
-    def token_index(self) -> Tensor:
-        """[B*n] the place of every token in the pages of a layer, laid end to end."""
-        return self.shared("tokens", lambda: self.in_pages(self.positions, self.cache.page_size).flatten())
-
-    def in_pages(self, number: Tensor, places: int) -> Tensor:
-        """The same for tokens by number [B, ...], of which a page holds `places`; negative: page 0."""
-        page = self.table.gather(1, (number // places).clamp(0, self.table.shape[1] - 1).flatten(1).to(torch.int64))
-        index = page.view(number.shape).to(torch.int64) * places + number % places
-        return index.where(number >= 0, 0)
-
-    def ring_index(self, ring: int) -> Tensor:
-        """[B*n] the place of every token in the rings of a layer, laid end to end. Only the newest are kept."""
+    def token_index(self, size: int, is_ring: bool) -> Tensor:
+        """[B*n] the place of every token in a pool with pages or rings of this size. A ring keeps only the newest."""
 
         def compute() -> Tensor:
-            position, slots = self.positions, self.cache.max_sequences
-            is_kept = (position >= 0) & (position > position.amax(1, keepdim=True) - ring)
-            slot = self.slots_B[:, None].to(torch.int64)
-            return torch.where(is_kept, slot * ring + position % ring, slots * ring).flatten()
+            position = self.positions
+            if is_ring:
+                position = position.where(position > position.amax(1, keepdim=True) - size, -1)
+            return self.places(position, size, is_ring).flatten()
 
-        return self.shared(("ring", ring), compute)
+        return self.shared(("tokens", size, is_ring), compute)
+
+    def places(self, number: Tensor, size: int, is_ring: bool) -> Tensor:
+        """Where what has this number [B, ...] in its sequence lies in a pool laid end to end, of which a page or a ring
+        holds `size`; a negative number: where nothing is kept."""
+        if is_ring:
+            ring = self.slots_B.view(-1, *[1] * (number.dim() - 1)).to(torch.int64)
+            return torch.where(number >= 0, ring * size + number % size, self.cache.max_sequences * size)
+        page = self.table.gather(1, (number // size).clamp(0, self.table.shape[1] - 1).flatten(1).to(torch.int64))
+        return torch.where(number >= 0, page.view(number.shape).to(torch.int64) * size + number % size, 0)
 
     def compressed(self, spec: NSASpec) -> "NewCompressed":
         return self.shared(spec, lambda: NewCompressed(self, spec))
@@ -364,20 +365,14 @@ class NewCompressed:
         last = number * spec.cmp_stride + spec.cmp_block - 1
         self.step, self.first = step, number * spec.cmp_stride
         number = torch.where(last <= position.amax(1, keepdim=True), number, -1)
-        self.index = step.in_pages(number, step.cache.page_size // spec.cmp_stride).flatten()
+        self.index = step.places(number, step.cache.page_size // spec.cmp_stride, is_ring=False).flatten()
         place = torch.arange(spec.cmp_block, dtype=torch.int32, device=position.device)
         self._tokens = self.first[..., None] + place
 
-    def tail_index(self, ring: int) -> Tensor:
-        """[B, m, cmp_block] the places of its tokens in the rings of a layer, laid end to end."""
-        slot = self.step.slots_B[:, None, None].to(torch.int64)
-        return self.step.shared(("tail", self.spec), lambda: slot * ring + self._tokens % ring)
-
-    def page_index(self) -> Tensor:
-        """The same in the pages."""
-        return self.step.shared(
-            ("tail pages", self.spec), lambda: self.step.in_pages(self._tokens, self.step.cache.page_size)
-        )
+    def sources(self, size: int, is_ring: bool) -> Tensor:
+        """[B, m, cmp_block] the places of its tokens in a pool with pages or rings of this size."""
+        key = ("sources", self.spec, size, is_ring)
+        return self.step.shared(key, lambda: self.step.places(self._tokens, size, is_ring))
 
     def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
         """Rotary tables of its key; `settings` as for `rotary_tables`."""

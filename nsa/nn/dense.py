@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.nn.cache import CacheSizes, CacheStep, KVCache, begin
-from nsa.nn.layer_cache import DenseLayerCache, decode_backend, write
-from nsa.nn.projection import check_input, project
+from nsa.nn.cache import CacheStep, KVCache
+from nsa.nn.layer_cache import LayerCache, decode_backend, write
+from nsa.nn.projection import check_input, project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
-from nsa.nn.step import attend_new
+from nsa.nn.step import attend, attend_new
 from nsa.ops.decode import paged_attention
 from nsa.ops.operators import Backend, backend_of, check_borders, positions, window_attention
 from nsa.ops.spec import NSASpec
@@ -56,7 +56,7 @@ class DenseAttention(nn.Module):
         super().__init__()
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
-        self.rope_base, self.rope_scaling = rope_base, rope_scaling
+        self.rope_base, self.rotary = rope_base, (head_dim_k, rope_base, rope_scaling)
         self.window, self.backend = window, backend
         self.q = nn.Linear(dim, num_heads * head_dim_k, bias=qkv_bias)
         self.k = nn.Linear(dim, num_kv_heads * head_dim_k, bias=qkv_bias)
@@ -65,9 +65,12 @@ class DenseAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
 
-    def build_cache(self, sizes: CacheSizes) -> DenseLayerCache:
+    def build_cache(self, cache: KVCache) -> LayerCache:
         """What this layer keeps in a `KVCache`."""
-        return DenseLayerCache(sizes, self.window, self.num_kv_heads, self.head_dim_k, self.head_dim_v)
+        heads = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
+        if self.window is None:
+            return LayerCache(dense=cache.pool(cache.page_size, *heads))
+        return LayerCache(window=cache.pool(self.window, *heads, is_ring=True))
 
     def forward(
         self,
@@ -81,28 +84,23 @@ class DenseAttention(nn.Module):
         `max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row."""
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
-        if cache is None:
-            return self._attend(x_BSC, cu_seqlens, max_seqlen, None)
-        step = begin(cache, self, x_BSC, cu_seqlens)
-        with torch.no_grad():
-            fused_BSC = self.fused(x_BSC, step)
-            return self._attend(x_BSC, None, None, step) if fused_BSC is None else fused_BSC
+        return self.whole(x_BSC, cu_seqlens, max_seqlen) if cache is None else attend(self, x_BSC, cache, cu_seqlens)
 
-    def _attend(
-        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None
+    def whole(
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        step: CacheStep | None = None,
     ) -> Tensor:
+        """Whole sequences, which also fill an empty cache."""
         tokens = x_BSC.shape[1]
-        if step is None:
-            position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
-            tables = rotary_tables(position_S, self.head_dim_k, self.rope_base, self.rope_scaling)
-        else:
-            tables = step.rotary(self.head_dim_k, self.rope_base, self.rope_scaling)
-        q_BSHK, k_BSGK, v_BSGV = self.projections(x_BSC, tables)
-        if step is not None and step.is_fresh:
-            write(step, step.layer(self).writes([k_BSGK], [v_BSGV]))
-        if step is not None and not step.is_fresh:
-            o_BSHV = self._continued(q_BSHK, k_BSGK, v_BSGV, step)
-        elif self.window is None and cu_seqlens is None:
+        position_S, _ = positions(tokens, NSASpec(), cu_seqlens, x_BSC.device)
+        q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
+        (k_BSGK,), (v_BSGV,) = keys, values
+        if step is not None:
+            write(step, step.layer(self).writes(keys, values))
+        if self.window is None and cu_seqlens is None:
             o_BSHV = _fused(q_BSHK, k_BSGK, v_BSGV)
         elif self.window is None and cu_seqlens is not None and _runs_varlen(q_BSHK, v_BSGV):
             o_BSHV = _varlen(q_BSHK, k_BSGK, v_BSGV, cu_seqlens, max_seqlen or tokens)
@@ -113,34 +111,19 @@ class DenseAttention(nn.Module):
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
-    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Queries and keys, rotated as `rotary_tables` says, and values."""
-        # Values by themselves: they are kept for backward as they are, and would keep the product's queries and keys.
-        q, k = project(x_BSC, [self.q, self.k])
-        q_BSHK = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim_k))).to(q.dtype)
-        k_BSGK = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim_k))).to(k.dtype)
-        v_BSGV = self.v(x_BSC).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
-        return rotate(q_BSHK, tables), rotate(k_BSGK, tables), v_BSGV
+        q_BSHK, keys, values = project_heads(self, x_BSC)
+        return rotate(q_BSHK, tables), [rotate(k, tables) for k in keys], values
 
     def fused(self, x_BSC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
         """As for NSAAttention."""
-        if type(self) is not DenseAttention:
-            return None
-        return attend_new(self, x_BSC, step, norm, step.layer(self).writes, lambda q, _: self._cached(q, step))
+        return attend_new(self, x_BSC, step, norm) if type(self) is DenseAttention else None
 
-    def _continued(self, q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:
-        """New tokens of sequences that the cache holds already. Pages take any number of them, a ring its slack."""
-        kept: DenseLayerCache = step.layer(self)
-        outputs = []
-        for rows, piece in step.pieces() if kept.is_ring else [(slice(None), step)]:
-            write(piece, kept.writes([k[:, rows]], [v[:, rows]]))
-            outputs.append(self._cached(q[:, rows], piece))
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-
-    def _cached(self, q: Tensor, step: CacheStep) -> Tensor:
+    def attend_cached(self, q_BSHK: Tensor, gates: None, step: CacheStep) -> Tensor:
         """Queries over what the cache holds."""
-        view, backend = step.layer(self).view(step), decode_backend(self.backend)
-        return paged_attention(q, view, step.positions, window=self.window, backend=backend)
+        view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)
+        return paged_attention(q_BSHK, view, step.positions, window=self.window, backend=backend)
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

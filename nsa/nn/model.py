@@ -55,14 +55,11 @@ class Decoder(nn.Module):
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
             for branch in (block.attention, block.mlp):
-                assert isinstance(branch.out, nn.Linear)
-                for name in ("q", "k", "v", "gate", "up"):
-                    module = getattr(branch, name, None)
-                    for linear in _linears(module) if isinstance(module, nn.Linear | nn.ModuleList) else ():
-                        _init(linear.weight)
-                        if linear.bias is not None:
-                            nn.init.zeros_(linear.bias)
-                _init(branch.out.weight, (2 * len(self.blocks)) ** -0.5)
+                own = [part for part in branch.children() if isinstance(part, nn.Linear | nn.ModuleList)]
+                for linear in (m for part in own for m in part.modules() if isinstance(m, nn.Linear)):
+                    _init(linear.weight, (2 * len(self.blocks)) ** -0.5 if linear is branch.out else 1.0)
+                    if linear.bias is not None:
+                        nn.init.zeros_(linear.bias)
         _init(self.embedding.weight)
         _init(self.head.weight)
 
@@ -124,7 +121,3 @@ def build_model(model: ModelConfig, nsa: NSAConfig, vocab_size: int, seed: int, 
 
 def _init(weight: Tensor, scale: float = 1.0) -> None:
     nn.init.normal_(weight, std=scale * INIT_GAIN * weight.shape[-1] ** -0.5)
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [m for m in module.modules() if isinstance(m, nn.Linear)]

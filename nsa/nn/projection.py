@@ -2,11 +2,11 @@
 
 A narrow product takes the host as long to launch as a wide one, and the GPU reads the whole input for it.
 
-Legend: B batch, S tokens, C channels.
+Legend: B batch, S tokens, C channels, H query heads, G key/value heads, K/V head sizes.
 """
 
 from collections.abc import Sequence
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,27 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
         return [layer(x_BSC) for layer in layers]
     joined = nn.functional.linear(x_BSC, torch.cat([layer.weight for layer in plain]))
     return torch.split(joined, [layer.out_features for layer in plain], dim=-1)
+
+
+def project_heads(layer: Any, x_BSC: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Queries [B, S, H, K], keys [B, S, G, K] and values [B, S, G, V] of an attention layer, normed."""
+    # Two products rather than one: values are kept for backward as they are, and would keep queries and keys, which
+    # are turned first.
+    q, *keys = project(x_BSC, [layer.q, *listed(layer.k)])
+    values = project(x_BSC, listed(layer.v))
+    groups = layer.num_kv_heads
+    return (
+        layer.q_norm(q.unflatten(-1, (layer.num_heads, layer.head_dim_k))).to(q.dtype),
+        [
+            norm(k.unflatten(-1, (groups, layer.head_dim_k))).to(k.dtype)
+            for norm, k in zip(listed(layer.k_norm), keys, strict=True)
+        ],
+        [v.unflatten(-1, (groups, layer.head_dim_v)) for v in values],
+    )
+
+
+def listed(modules: nn.Module) -> list[Any]:
+    return list(modules) if isinstance(modules, nn.ModuleList) else [modules]
 
 
 def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
@@ -70,6 +91,4 @@ def is_bare(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
 def has_hooks(module: nn.Module) -> bool:
     """Of its own, or of all modules (`nn.modules.module.register_module_forward_hook`)."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    every = nn.modules.module
-    shared = (every._global_forward_hooks, every._global_forward_pre_hooks)
-    return any(own) or any(shared) or any((every._global_backward_hooks, every._global_backward_pre_hooks))
+    return any(own) or bool(nn.modules.module._has_any_global_hook())

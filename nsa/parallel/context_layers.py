@@ -299,23 +299,18 @@ def _nsa_forward(
     about = (context, here, spec)
     cmp = _Call("compressed", *about, by["cmp"], selects=forced != "cmp", select=by["select"])
     sel, win = _Call("selected", *about, by["sel"]), _Call("window", *about, by["win"])
-    rotary = (layer.head_dim_k, layer.rope_base, layer.rope_scaling)
-    tables = rotary_tables(here.position, *rotary)
-
-    q, ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)) = layer._projections(x_BSC)
-    q, k_sel = rotate(q, tables), rotate(k_sel, tables)
-    k_win = k_sel if layer.shared_kv else rotate(k_win, tables)
-    is_turned = layer.compress == "after_rotation"
+    q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = layer.projections(
+        x_BSC, rotary_tables(here.position, *layer.rotary)
+    )
     o_cmp: Tensor | None = None
     o_sel: Tensor | None = None
     # First: exchanges of one group run one after the other, and the keys of the selected branch take long.
     near = _with_halos(k_win, v_win, spec.window - 1, context) if forced in (None, "win") else []
     if forced != "win":
-        k_cmp = rotate(k_cmp, tables) if is_turned else k_cmp
         keys, values = zip(*_with_halos(k_cmp, v_cmp, spec.cmp_block - 1, context), strict=True)
         k_slots, v_slots = _compress(layer.phi_k, keys, here, spec), _compress(layer.phi_v, values, here, spec)
-        if not is_turned:
-            k_slots = rotate(k_slots, rotary_tables(here.slot_position.flatten(), *rotary))
+        if layer.compress == "before_rotation":
+            k_slots = rotate(k_slots, rotary_tables(here.slot_position.flatten(), *layer.rotary))
         slots = Gathered(k_slots, v_slots, cmp)
         heads = Gathered(k_sel, v_sel, sel) if forced != "cmp" else None  # under way while the others are computed
         o_cmp, indices = _Attend.apply(slots, q, k_slots, v_slots, None)  # type: ignore[no-untyped-call]
@@ -344,8 +339,7 @@ def _dense_forward(
     _check(x_BSC, layer, cache, cu_seqlens)
     spec = NSASpec(window=layer.window or context.size * x_BSC.shape[1])
     call = _Call("window", context, plan(x_BSC, spec, cu_seqlens, context), spec, backend_of("win", layer.backend))
-    tables = rotary_tables(call.plan.position, layer.head_dim_k, layer.rope_base, layer.rope_scaling)
-    q_BSHK, k_BSGK, v_BSGV = layer.projections(x_BSC, tables)
+    q_BSHK, (k_BSGK,), (v_BSGV,) = layer.projections(x_BSC, rotary_tables(call.plan.position, *layer.rotary))
     if layer.window is not None:
         o_BSHV = _window(q_BSHK, _with_halos(k_BSGK, v_BSGV, spec.window - 1, context), call)
     else:

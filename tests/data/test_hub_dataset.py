@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.config.differences import differences
-from nsa.config.load import ConfigWarning, parse_config, warn_if_unlikely
+from nsa.config.load import ConfigWarning, differences, parse_config, warn_if_unlikely
 from nsa.config.schema import Config, DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.sources.registry import open_source

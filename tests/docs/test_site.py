@@ -18,7 +18,7 @@ import nsa.ops
 from nsa import errors
 from nsa.cli.main import app
 from nsa.config import Config
-from nsa.config.differences import flat
+from nsa.config.load import flat
 from nsa.config.schema import MixturePart, RopeScalingConfig
 from tests.docs.pages import ROOT
 from tests.inspect.test_report import browse
