@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nsa.checks.memory_trace import BLAS_BYTES, Moment, trace
+from nsa.checks.memory_trace import Moment, trace
+from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import tokenizer_for

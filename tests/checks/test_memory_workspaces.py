@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa.checks.memory_trace import LiveBytes, workspace_bytes
+from nsa.checks.memory_trace import LiveBytes
+from nsa.checks.memory_workspaces import workspace_bytes
 from nsa.ops import dispatch, joint
 from nsa.ops.dispatch import REFERENCE, kernels_for
 from nsa.ops.layout import num_slots
