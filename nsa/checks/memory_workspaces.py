@@ -6,8 +6,7 @@ formula for PyTorch's own attention, an upper bound too, is here. Where Triton c
 would run, and its workspace counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,33 +19,64 @@ from nsa.ops.spec import NSASpec
 # points 80 to 110 MiB are what no tensor explains. Older cards keep 8 MiB each.
 BLAS_BYTES = 3 * (32 << 20)
 
+# The operator in `dispatch`, and the function whose workspace it is; the mix needs none.
+_NODES = {
+    "nsa::mean_blocks": ("phi", "mean"),
+    "nsa::mean_blocks_backward": ("phi", "mean_backward"),
+    "nsa::contract_blocks": ("phi", "contract"),
+    "nsa::contract_blocks_backward": ("phi", "contract_backward"),
+    "nsa::select_blocks": ("select", "forward"),
+    "nsa::compressed_attention": ("cmp", "forward"),
+    "nsa::compressed_attention_backward": ("cmp", "backward"),
+    "nsa::selected_attention": ("sel", "forward"),
+    "nsa::selected_attention_backward": ("sel", "backward"),
+    "nsa::window_attention": ("win", "forward"),
+    "nsa::window_attention_backward": ("win", "backward"),
+}
+_DENSE_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+
 
 def workspace_bytes(func: Any, args: Sequence[Any]) -> float:
     """Bytes that operator `func` holds on top of its arguments and results; 0 for one that needs none."""
-    formula = _FORMULAS.get(func.name()) if isinstance(func, torch._ops.OpOverload) else None
-    return float(formula(*args)) if formula else 0.0
-
-
-def _of_backend(operator: str, function: str, *args: Any) -> float:
-    """What the backend of a node with these arguments states for `function`."""
+    name = func.name() if isinstance(func, torch._ops.OpOverload) else None
+    if name == _DENSE_BACKWARD:
+        return _dense_backward(*args)
+    if name == "nsa::norm_mlp":
+        return float(feed_forward.forward_workspace(*args))
+    if name == "nsa::norm_mlp_backward":
+        return float(feed_forward.backward_workspace(*args))
+    if name == "nsa::mix_attention_backward":
+        return _mix_attention_backward(*args)
+    if name not in _NODES:
+        return 0.0
+    operator, function = _NODES[name]
     *given, backend = args
     offset = 0 if operator == "phi" else given.pop()
-    *tensors, sizes, cu_seqlens = given
+    return _of_backend(operator, function, backend, *given, offset=offset)
+
+
+def _of_backend(operator: str, function: str, backend: str | None, *args: Any, offset: int = 0) -> float:
+    *given, sizes, cu_seqlens = args
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
     formula = getattr(runs, f"{function}_workspace", None)
     more = {"q_offset": offset} if operator == "select" else {}  # its scores are as wide as the sequence
-    return 0.0 if formula is None else float(formula(*tensors, NSASpec(*sizes), cu_seqlens, **more))
+    return 0.0 if formula is None else float(formula(*given, NSASpec(*sizes), cu_seqlens, **more))
 
 
 def _mix_attention_backward(do: Tensor, q: Tensor, *args: Any) -> float:
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, *rest = args
-    indices, sizes, cu_seqlens, by_cmp, by_sel, by_win, _ = rest
-    settings = sizes, cu_seqlens, 0
-    cmp = _of_backend("cmp", "backward", do, q, k_cmp, v_cmp, o_cmp, lse_cmp, *settings, by_cmp)
-    sel = _of_backend("sel", "backward", do, q, k_sel, v_sel, indices, o_sel, lse_sel, *settings, by_sel)
-    win = _of_backend("win", "backward", do, q, k_win, v_win, o_win, lse_win, *settings, by_win)
-    return joint.backward_workspace(do, q, k_cmp, v_cmp, cmp, sel, win)
+    indices, sizes, cu_seqlens, *backends = rest
+    branches = {
+        "cmp": (k_cmp, v_cmp, o_cmp, lse_cmp),
+        "sel": (k_sel, v_sel, indices, o_sel, lse_sel),
+        "win": (k_win, v_win, o_win, lse_win),
+    }
+    workspaces = [
+        (_of_backend(name, "backward", backend, do, q, *tensors, sizes, cu_seqlens), *tensors[:2])
+        for (name, tensors), backend in zip(branches.items(), backends[:3], strict=True)
+    ]
+    return joint.backward_workspace(q, do, workspaces)
 
 
 def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> float:
@@ -54,23 +84,3 @@ def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> flo
     per_group = q.shape[1] // k.shape[1]
     grouped = per_group * (k.numel() + v.numel()) * k.element_size() if per_group > 1 else 0
     return 4 * (q.numel() + q.numel() // q.shape[3]) + grouped
-
-
-# By the name of the operator in PyTorch; one that is not here, such as the mix, needs none.
-_FORMULAS: Mapping[str, Callable[..., float]] = {
-    "nsa::mean_blocks": partial(_of_backend, "phi", "mean"),
-    "nsa::mean_blocks_backward": partial(_of_backend, "phi", "mean_backward"),
-    "nsa::contract_blocks": partial(_of_backend, "phi", "contract"),
-    "nsa::contract_blocks_backward": partial(_of_backend, "phi", "contract_backward"),
-    "nsa::select_blocks": partial(_of_backend, "select", "forward"),
-    "nsa::compressed_attention": partial(_of_backend, "cmp", "forward"),
-    "nsa::compressed_attention_backward": partial(_of_backend, "cmp", "backward"),
-    "nsa::selected_attention": partial(_of_backend, "sel", "forward"),
-    "nsa::selected_attention_backward": partial(_of_backend, "sel", "backward"),
-    "nsa::window_attention": partial(_of_backend, "win", "forward"),
-    "nsa::window_attention_backward": partial(_of_backend, "win", "backward"),
-    "nsa::mix_attention_backward": _mix_attention_backward,
-    "nsa::norm_mlp": feed_forward.forward_workspace,
-    "nsa::norm_mlp_backward": feed_forward.backward_workspace,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _dense_backward,
-}

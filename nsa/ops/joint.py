@@ -60,11 +60,11 @@ def backward(
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
-def backward_workspace(
-    do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp: float, sel: float, win: float
-) -> float:
-    """Bytes that `backward` holds in a CUDA graph on top of arguments and results, of which each branch alone holds
-    `cmp`, `sel` and `win`."""
+def backward_workspace(q: Tensor, do: Tensor, branches: Sequence[tuple[float, Tensor, Tensor]]) -> float:
+    """Bytes that `backward` holds in a CUDA graph on top of arguments and results. `branches`: the workspace, keys and
+    values of cmp, sel and win."""
+    cmp, sel, win = (workspace for workspace, _, _ in branches)
+    _, k_cmp, v_cmp = branches[0]
     # While win runs, and while cmp does.
     return sel + 3 * do.nbytes + q.nbytes + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
 
