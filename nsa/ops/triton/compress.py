@@ -11,7 +11,6 @@ a chunk is `cmp_stride` tokens, so that every block is a whole number of neighbo
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
-from nsa.ops.triton.launch import H200, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
 LAUNCHES = LaunchTable(
     {
@@ -159,7 +158,8 @@ def _contract_dweight(
     total = batch * slots * groups
     rows, columns = divisor(dim, params.rows), _tile(width, params.columns)
     steps = cdiv(total, params.depth)
-    parts = _weight_parts(total, weight, params)
+    tiles = spec.cmp_block * (dim // rows) * cdiv(width, columns)
+    parts = max(1, min(WEIGHT_PROGRAMS // tiles, steps // 8))
     partial = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
     with launch_on(x):
         _contract_dweight_kernel[(spec.cmp_block * (dim // rows), cdiv(width, columns), parts)](
@@ -170,20 +170,6 @@ def _contract_dweight(
             num_warps=params.num_warps, num_stages=params.num_stages,
         )  # fmt: skip
     return partial.sum(0).to(weight.dtype)
-
-
-def _weight_parts(total: int, weight: Tensor, params: Launch) -> int:
-    """How many parts the weight's gradient is summed in, over `total` (batch x slots x heads) rows."""
-    places, dim, width = weight.shape
-    tiles = places * (dim // divisor(dim, params.rows)) * cdiv(width, _tile(width, params.columns))
-    return max(1, min(WEIGHT_PROGRAMS // tiles, cdiv(total, params.depth) // 8))
-
-
-def contract_backward_workspace(dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> int:
-    """Bytes that `contract_backward` holds on top of arguments and results: the weight's gradient in float32, once for
-    every part that its sum is split into, and their sum."""
-    parts = _weight_parts(dy.shape[:3].numel(), weight, LAUNCHES.find("product", x, x, H200))
-    return 4 * (parts + 1) * weight.numel()
 
 
 def divisor(size: int, most: int) -> int:

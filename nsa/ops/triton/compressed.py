@@ -102,20 +102,23 @@ class Compressed(Branch):
         return dq, dk, dv
 
     def forward_workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *_: Any
-    ) -> int:
-        """Of cuDNN: the output and the log-sum-exp by rows."""
-        by_cudnn = cu_seqlens is None and cudnn_is_faster("forward", q, v, spec, H200)
-        return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4) if by_cudnn else 0
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
+    ) -> int | None:
+        """Of cuDNN on an H200, on top of arguments and results: the output and the log-sum-exp by rows. None where it
+        does not run."""
+        if cu_seqlens is not None or q_offset or not cudnn_is_faster("forward", q, v, spec, H200):
+            return None
+        return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4)
 
     def backward_workspace(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *rest: Any
-    ) -> int:
-        """Of cuDNN: dQ by rows and, inside it, in float32; dO again; dK and dV of every row; two numbers a query."""
-        if rest[:1] == (None,) and cudnn_is_faster("backward", q, v, spec, H200):
-            rows = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
-            return rows * q.element_size() + 4 * q.numel() + 8 * lse.numel()
-        return super().backward_workspace(do, q, k, v, o, lse, spec, *rest)
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0
+    ) -> int | None:
+        """Likewise: dQ by rows and, inside cuDNN, in float32; dO again; dK and dV of every row; two numbers a query."""
+        *_, spec, cu_seqlens = rest
+        if cu_seqlens is not None or q_offset or not cudnn_is_faster("backward", q, v, spec, H200):
+            return None
+        rows = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
+        return rows * q.element_size() + 4 * q.numel() + 8 * q.shape[1] * q.shape[2]
 
 
 compressed = Compressed()

@@ -21,7 +21,7 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
 from nsa.ops.triton.flash_tma_kernels import dkv_tma_kernel
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
+from nsa.ops.triton.launch import Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
 
 FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
@@ -142,9 +142,9 @@ class Branch:
         """Why these kernels cannot run tensors like q and v; None when they can. Every spec runs."""
         return launch.refusal(q, v)
 
-    def launch(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
+    def launch(self, kernel: str, q: Tensor, v: Tensor) -> Launch:
         """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""
-        return LAUNCHES.find(f"{self.name}_{kernel}", q, v, card)
+        return LAUNCHES.find(f"{self.name}_{kernel}", q, v)
 
     def key_range(self, q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
         """For queries like q with `q_offset` tokens before them."""
@@ -243,18 +243,6 @@ class Branch:
                         BLOCK=SUM_BLOCK, num_warps=4, num_stages=1,
                     )  # fmt: skip
         return dq, dk, dv
-
-    def backward_workspace(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *_: Any
-    ) -> int:
-        """Bytes that `backward` holds on top of arguments and results: two numbers a row, dK and dV in float32 of some
-        keys once for every part that their sum over the queries is split into, and q and dO in the order of rows."""
-        params = self.launch("dkv", q, v, H200)
-        splits = num_splits(q, k, self._range(spec, None), params, H200)
-        at_once = keys_at_once(k, v, splits, params) if splits > 1 else 0
-        in_order = k.shape[2] == 1 and q.is_contiguous() and do.is_contiguous()
-        rows = (q, do) if params.tma and not in_order else ()
-        return 8 * lse.numel() + at_once * _part_bytes(k, v, splits) + sum(x.numel() * x.element_size() for x in rows)
 
 
 window = Branch("win", _window_range)

@@ -52,7 +52,7 @@ class Card(NamedTuple):
     multiprocessors: int
 
 
-H200 = Card("sm90", 132)  # what workspaces are stated for; cards with fewer multiprocessors need less
+H200 = Card("sm90", 132)  # that of meta tensors, to estimate memory: cards with fewer multiprocessors need less
 INTERPRETER = Card("sm80", 1)
 
 HEAD_CLASSES = (64, 128, 192, 256)
@@ -68,7 +68,7 @@ def card_class(capability: int) -> str:
 
 
 def card_of(x: Tensor) -> Card:
-    return _card(x.get_device()) if x.is_cuda else INTERPRETER
+    return _card(x.get_device()) if x.is_cuda else H200 if x.is_meta else INTERPRETER
 
 
 @cache

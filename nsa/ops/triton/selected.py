@@ -20,15 +20,14 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
-from nsa.ops.triton.selected_lists import count_blocks, number_blocks
+from nsa.ops.triton.launch import Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
+from nsa.ops.triton.selected_lists import number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
     NO_MASK,
     TilePlan,
     choose_tiles,
     decode_tile,
-    list_bytes,
     loop_bounds,
     mask_scores,
     plan_tiles,
@@ -58,7 +57,6 @@ LAUNCHES = LaunchTable(
 )
 
 backward = selected_backward.backward
-backward_workspace = selected_backward.backward_workspace
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
@@ -68,10 +66,10 @@ def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     return launch.refusal(q, v)
 
 
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> TilePlan:
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> TilePlan:
     """The checked-in launch parameters for such tensors."""
-    plan = choose_tiles(q, k, v, spec, LAUNCHES, card)
-    head, kind = head_class(q.shape[3], v.shape[3]), (card or card_of(q)).kind
+    plan = choose_tiles(q, k, v, spec, LAUNCHES)
+    head, kind = head_class(q.shape[3], v.shape[3]), card_of(q).kind
     is_small = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP and spec.sel_block <= selected_parts.MAX_BLOCK
     if plan.method != "adaptive" or not is_small or head not in PARTS_RATIO or kind != "sm90" or q.element_size() != 2:
         return plan
@@ -110,21 +108,10 @@ def forward(
     return o, lse
 
 
-def forward_workspace(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
-) -> int:
-    """Bytes that `forward` holds on top of arguments and results: the blocks that each tile of queries reads, and the
-    parts of a stretch of queries."""
-    plan, blocks = default_params(q, k, v, spec, H200), count_blocks(k.shape[1], spec, cu_seqlens)
-    lists = sum(list_bytes(indices, blocks, q.shape[2] // k.shape[2], plan))
-    return lists + (selected_parts.plan_stretch(q, v, indices, blocks).bytes if plan.method == "parts" else 0)
-
-
 def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec) -> int:
     """Stretches of queries whose parts `forward` holds in turn: where there is one more, its workspace is smaller."""
-    if default_params(q, k, v, spec, H200).method != "parts":
-        return 1
-    return cdiv(q.shape[1], selected_parts.plan_stretch(q, v, indices, count_blocks(k.shape[1], spec, None)).queries)
+    is_by_parts = default_params(q, k, v, spec).method == "parts"
+    return cdiv(q.shape[1], selected_parts.queries_at_once(q, v, indices)) if is_by_parts else 1
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])

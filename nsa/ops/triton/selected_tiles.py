@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import Card, Launch, LaunchTable, cdiv, head_class, power_of_2
+from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, head_class, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
@@ -106,12 +106,10 @@ def extent(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
 
 
-def choose_tiles(
-    q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, card: Card | None, prefix: str = ""
-) -> TilePlan:
+def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, prefix: str = "") -> TilePlan:
     """The plan for such tensors, with the launches "small" and "large" of a table."""
     per_group = q.shape[2] // k.shape[2]
-    small, large = (table.find(prefix + name, q, v, card) for name in ("small", "large"))
+    small, large = (table.find(prefix + name, q, v) for name in ("small", "large"))
     ratio = 2.6 if head_class(q.shape[3], v.shape[3]) == 64 and q.dtype != torch.float32 else 2.0
     # A group of many heads fills a tile with one query; four warps carry 64 rows.
     rows = min(large.rows, max(small.rows, power_of_2(per_group)))
@@ -156,15 +154,6 @@ def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, p
     wide = tile_lists(indices, spec, blocks, large.queries, lists, plan.ratio)
     lists = replace(lists, take=wide.take)
     return [TilePass(large_params, large, wide, 1), TilePass(params, shape, lists, 0, large.queries // shape.queries)]
-
-
-def list_bytes(indices: Tensor, blocks: int, per_group: int, plan: TilePlan) -> list[int]:
-    """Bytes of the lists of each pass, counts included."""
-    batch, tokens, groups, chosen = indices.shape
-    return [
-        batch * groups * cdiv(tokens, shape.queries) * (8 * min(shape.queries * chosen, blocks) + 12)
-        for _, shape in _tile_shapes(per_group, chosen, plan)
-    ]
 
 
 def tile_lists(
