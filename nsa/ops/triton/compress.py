@@ -22,15 +22,13 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
-LAUNCHES = LaunchTable(
-    {
-        ("mean", "sm80", 256): Launch(8, 128),
-        ("mean_backward", "sm80", 256): Launch(16, 128),
-        ("product", "sm90", 256): Launch(128, 64),
-        ("product", "sm80", 256): Launch(64, 64),
-        ("product", "fp32", 256): Launch(64, 64, 4, 2, depth=16),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("mean", "sm80"): {256: Launch(8, 128)},
+    ("mean_backward", "sm80"): {256: Launch(16, 128)},
+    ("product", "sm90"): {256: Launch(128, 64)},
+    ("product", "sm80"): {256: Launch(64, 64)},
+    ("product", "fp32"): {256: Launch(64, 64, 4, 2, depth=16)},
+})  # fmt: skip
 # The weight's gradient has few tiles and a long sum, which is split into parts until this many programs run.
 WEIGHT_PROGRAMS = 512
 

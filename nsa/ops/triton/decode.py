@@ -48,25 +48,15 @@ VALUES = 4  # tiles of compressed values for a program of the second kernel
 MOST_TILE_BYTES = 256  # of keys and values that a thread holds, where a program reads one tile
 UNLIMITED = 2**31 - 1
 
-LAUNCHES = LaunchTable(
-    {
-        ("cmp", "sm80", 64): Launch(3, 64, 4, 5),
-        ("cmp", "sm80", 128): Launch(3, 32, 4, 5),
-        ("cmp", "sm80", 256): Launch(2, 32, 4, 3),
-        ("cmp", "sm90", 64): Launch(3, 64, 4, 5),
-        ("cmp", "sm90", 128): Launch(3, 64, 4, 3),
-        ("cmp", "sm90", 256): Launch(2, 32, 4, 4),
-        ("cmp", "fp32", 128): Launch(2, 32, 8, 1),
-        ("cmp", "fp32", 256): Launch(2, 16, 4, 1),
-        ("blocks", "sm80", 64): Launch(3, 64, 4, 3, depth=32),
-        ("blocks", "sm80", 128): Launch(3, 32, 4, 3, depth=32),
-        ("blocks", "sm80", 256): Launch(2, 32, 4, 2, depth=32),
-        ("blocks", "sm90", 128): Launch(3, 64, 4, 3),
-        ("blocks", "sm90", 256): Launch(2, 32, 4, 3),
-        ("blocks", "fp32", 128): Launch(2, 32, 4, 1),
-        ("blocks", "fp32", 256): Launch(2, 16, 4, 1),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("cmp", "sm80"): {64: Launch(3, 64, 4, 5), 128: Launch(3, 32, 4, 5), 256: Launch(2, 32, 4, 3)},
+    ("cmp", "sm90"): {64: Launch(3, 64, 4, 5), 128: Launch(3, 64, 4, 3), 256: Launch(2, 32, 4, 4)},
+    ("cmp", "fp32"): {128: Launch(2, 32, 8, 1), 256: Launch(2, 16, 4, 1)},
+    ("blocks", "sm80"): {64: Launch(3, 64, 4, 3, depth=32), 128: Launch(3, 32, 4, 3, depth=32),
+        256: Launch(2, 32, 4, 2, depth=32)},
+    ("blocks", "sm90"): {128: Launch(3, 64, 4, 3), 256: Launch(2, 32, 4, 3)},
+    ("blocks", "fp32"): {128: Launch(2, 32, 4, 1), 256: Launch(2, 16, 4, 1)},
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,60 +33,40 @@ _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 
 # The tests look for two traps: a split loop that the assembler serializes on sm_90, and a branch that makes it spill on
 # sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
-LAUNCHES = LaunchTable(
-    {
-        ("cmp_forward", "sm90", 64): Launch(128, 64, 8, 3, "branch", tma=True),
-        ("cmp_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch", tma=True),
-        ("cmp_forward", "sm90", 192): Launch(128, 64, 8, 2),
-        ("cmp_forward", "sm90", 256): Launch(64, 64, 8, 2),
-        ("cmp_dq", "sm90", 64): Launch(128, 64, 4, 3, "branch", tma=True),
-        ("cmp_dq", "sm90", 128): Launch(128, 64, 8, 3, "branch", tma=True),
-        ("cmp_dq", "sm90", 192): Launch(128, 32, 8, 2),
-        ("cmp_dq", "sm90", 256): Launch(64, 32, 8, 2),
-        ("cmp_dkv", "sm90", 64): Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168),
-        ("cmp_dkv", "sm90", 128): Launch(64, 128, 8, 3),
-        ("cmp_dkv", "sm90", 256): Launch(32, 64, 8, 2),
-        ("win_forward", "sm90", 64): Launch(64, 64, 4, 3, "branch", tma=True),
-        ("win_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch", tma=True),
-        ("win_forward", "sm90", 192): Launch(128, 64, 8, 2, "branch"),
-        ("win_forward", "sm90", 256): Launch(64, 64, 8, 2, "branch"),
-        ("win_dq", "sm90", 64): Launch(64, 32, 4, 4, "branch", tma=True),
-        ("win_dq", "sm90", 128): Launch(64, 64, 4, 2, "branch", tma=True),
-        ("win_dq", "sm90", 192): Launch(128, 32, 8, 2, "branch"),
-        ("win_dq", "sm90", 256): Launch(64, 32, 8, 2),
-        ("win_dkv", "sm90", 64): Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168),
-        ("win_dkv", "sm90", 128): Launch(64, 128, 8, 3, "branch"),
-        ("win_dkv", "sm90", 256): Launch(32, 64, 8, 2, "always"),
-        ("cmp_forward", "sm80", 64): Launch(128, 64, 8, 3),
-        ("cmp_forward", "sm80", 128): Launch(128, 64, 8, 2),
-        ("cmp_forward", "sm80", 192): Launch(64, 32, 4, 2),
-        ("cmp_forward", "sm80", 256): Launch(64, 32, 8, 2),
-        ("cmp_dq", "sm80", 64): Launch(128, 64, 8, 2),
-        ("cmp_dq", "sm80", 128): Launch(128, 32, 8, 2),
-        ("cmp_dq", "sm80", 256): Launch(64, 32, 8, 1),
-        ("cmp_dkv", "sm80", 64): Launch(64, 128, 8, 2),
-        ("cmp_dkv", "sm80", 128): Launch(64, 64, 8, 2),
-        ("cmp_dkv", "sm80", 256): Launch(32, 64, 8, 1),
-        ("win_forward", "sm80", 64): Launch(64, 64, 4, 3),
-        ("win_forward", "sm80", 128): Launch(128, 64, 8, 2),
-        ("win_forward", "sm80", 192): Launch(64, 32, 4, 2),
-        ("win_forward", "sm80", 256): Launch(64, 32, 8, 2),
-        ("win_dq", "sm80", 64): Launch(128, 64, 8, 2),
-        ("win_dq", "sm80", 128): Launch(128, 32, 8, 2),
-        ("win_dq", "sm80", 256): Launch(64, 32, 8, 1),
-        ("win_dkv", "sm80", 64): Launch(32, 64, 4, 2),
-        ("win_dkv", "sm80", 128): Launch(64, 64, 8, 2),
-        ("win_dkv", "sm80", 256): Launch(32, 64, 8, 1),
-        ("cmp_dkv", "sm86", 256): Launch(32, 32, 8, 1),
-        ("win_dkv", "sm86", 256): Launch(32, 32, 8, 1),
-    }
-    | {
-        (f"{branch}_{kernel}", "fp32", head): Launch(rows, columns, 8, 1)
-        for branch in ("cmp", "win")
-        for kernel in ("forward", "dq", "dkv")
-        for head, rows, columns in ((64, 32, 32), (128, 32, 16), (256, 16, 16))
-    }
-)
+LAUNCHES = LaunchTable({
+    ("cmp_forward", "sm90"): {
+        64: Launch(128, 64, 8, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
+        192: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 2)},
+    ("cmp_dq", "sm90"): {
+        64: Launch(128, 64, 4, 3, "branch", tma=True), 128: Launch(128, 64, 8, 3, "branch", tma=True),
+        192: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 2)},
+    ("cmp_dkv", "sm90"): {
+        64: Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3),
+        256: Launch(32, 64, 8, 2)},
+    ("win_forward", "sm90"): {
+        64: Launch(64, 64, 4, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
+        192: Launch(128, 64, 8, 2, "branch"), 256: Launch(64, 64, 8, 2, "branch")},
+    ("win_dq", "sm90"): {
+        64: Launch(64, 32, 4, 4, "branch", tma=True), 128: Launch(64, 64, 4, 2, "branch", tma=True),
+        192: Launch(128, 32, 8, 2, "branch"), 256: Launch(64, 32, 8, 2)},
+    ("win_dkv", "sm90"): {
+        64: Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3, "branch"),
+        256: Launch(32, 64, 8, 2, "always")},
+    ("cmp_forward", "sm80"): {
+        64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 192: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 2)},
+    ("cmp_dq", "sm80"): {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+    ("cmp_dkv", "sm80"): {64: Launch(64, 128, 8, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 64, 8, 1)},
+    ("win_forward", "sm80"): {
+        64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 2), 192: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 2)},
+    ("win_dq", "sm80"): {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+    ("win_dkv", "sm80"): {64: Launch(32, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 64, 8, 1)},
+    ("cmp_dkv", "sm86"): {256: Launch(32, 32, 8, 1)},
+    ("win_dkv", "sm86"): {256: Launch(32, 32, 8, 1)},
+} | {
+    (f"{branch}_{kernel}", "fp32"): {64: Launch(32, 32, 8, 1), 128: Launch(32, 16, 8, 1), 256: Launch(16, 16, 8, 1)}
+    for branch in ("cmp", "win")
+    for kernel in ("forward", "dq", "dkv")
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
-LAUNCHES = LaunchTable({("forward", "sm80", 256): Launch(4096, 1), ("backward", "sm80", 256): Launch(2048, 1)})
+LAUNCHES = LaunchTable({("forward", "sm80"): {256: Launch(4096, 1)}, ("backward", "sm80"): {256: Launch(2048, 1)}})
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:

@@ -37,24 +37,16 @@ MAX_TOKENS = 1 << 30
 PARTS_MAX_PER_GROUP = 7  # heads of a group up to which rows that do not share blocks are done block by block; 0: never
 PARTS_RATIO = {64: 3.0, 128: 5.0}  # TilePlan.ratio of that, by class of head size; no other has it
 
-LAUNCHES = LaunchTable(
-    {
-        ("small", "sm80", 64): Launch(16, 64, 1, 3),
-        ("small", "sm80", 128): Launch(16, 32, 1, 3),
-        ("small", "sm80", 256): Launch(16, 32, 2, 2),
-        ("small", "fp32", 256): Launch(16, 32, 4, 1),
-        ("large", "sm90", 64): Launch(64, 64, 4, 3, maxnreg=168),
-        ("large", "sm80", 128): Launch(64, 64, 4, 3),
-        ("large", "sm80", 256): Launch(64, 64, 8, 2),
-        ("large", "fp32", 64): Launch(32, 32, 4, 1),
-        ("large", "fp32", 256): Launch(16, 32, 4, 1),
-        # Of selected_parts: the gathered rows of a step; a block is read at once.
-        ("parts", "sm80", 64): Launch(64, 64, 4, 3),
-        ("parts", "sm80", 128): Launch(64, 64, 4, 2),
-        ("parts", "sm80", 256): Launch(64, 64, 8, 2),
-        ("parts", "fp32", 256): Launch(16, 64, 4, 1),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("small", "sm80"): {64: Launch(16, 64, 1, 3), 128: Launch(16, 32, 1, 3), 256: Launch(16, 32, 2, 2)},
+    ("small", "fp32"): {256: Launch(16, 32, 4, 1)},
+    ("large", "sm90"): {64: Launch(64, 64, 4, 3, maxnreg=168)},
+    ("large", "sm80"): {128: Launch(64, 64, 4, 3), 256: Launch(64, 64, 8, 2)},
+    ("large", "fp32"): {64: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)},
+    # Of selected_parts: the gathered rows of a step; a block is read at once.
+    ("parts", "sm80"): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
+    ("parts", "fp32"): {256: Launch(16, 64, 4, 1)},
+})  # fmt: skip
 
 backward = selected_backward.backward
 

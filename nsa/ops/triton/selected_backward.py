@@ -28,43 +28,22 @@ ITEMS_WANTED = 1536  # work items that keep every card busy to the end
 FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
 
 # "block" with dQ separate, "block_fused" with it: the gathered rows of a step x keys. "query_": of a separate dQ.
-LAUNCHES = LaunchTable(
-    {
-        ("block_fused", "sm90", 64): Launch(128, 64, 4, 2),
-        ("block_fused", "sm90", 128): Launch(32, 64, 4, 2),
-        ("block_fused", "sm90", 256): Launch(32, 64, 8, 2),
-        ("block_fused", "sm80", 64): Launch(32, 64, 4, 3),
-        ("block_fused", "sm80", 128): Launch(32, 64, 8, 2),
-        ("block_fused", "sm80", 256): Launch(32, 32, 8, 2),
-        ("block_fused", "sm86", 128): Launch(32, 64, 8, 2),
-        ("block_fused", "fp32", 64): Launch(16, 32, 4, 1),
-        ("block_fused", "fp32", 128): Launch(16, 16, 4, 1),
-        ("block_fused", "fp32", 256): Launch(16, 16, 8, 1),
-        ("block", "sm90", 64): Launch(128, 64, 4, 2),
-        ("block", "sm90", 128): Launch(32, 64, 4, 3),
-        ("block", "sm90", 256): Launch(32, 64, 8, 2),
-        ("block", "sm80", 64): Launch(64, 64, 4, 2),
-        ("block", "sm80", 128): Launch(64, 64, 8, 2),
-        ("block", "sm80", 256): Launch(32, 64, 8, 2),
-        ("block", "sm86", 256): Launch(32, 32, 8, 1),
-        ("block", "fp32", 128): Launch(16, 32, 4, 1),
-        ("block", "fp32", 256): Launch(16, 16, 8, 1),
-        ("query_small", "sm80", 64): Launch(16, 64, 1, 3),
-        ("query_small", "sm80", 128): Launch(16, 32, 1, 3),
-        ("query_small", "sm80", 256): Launch(16, 32, 4, 2),
-        ("query_small", "fp32", 128): Launch(16, 32, 4, 1),
-        ("query_small", "fp32", 256): Launch(16, 16, 8, 1),
-        ("query_large", "sm90", 64): Launch(64, 64, 4, 3),
-        ("query_large", "sm90", 128): Launch(64, 64, 4, 2),
-        ("query_large", "sm90", 256): Launch(64, 64, 8, 2),
-        ("query_large", "sm80", 128): Launch(64, 64, 4, 2),
-        ("query_large", "sm80", 256): Launch(64, 64, 8, 1),
-        ("query_large", "sm86", 192): Launch(32, 32, 8, 1),
-        ("query_large", "sm86", 256): Launch(32, 32, 8, 1),
-        ("query_large", "fp32", 128): Launch(16, 32, 4, 1),
-        ("query_large", "fp32", 256): Launch(16, 16, 8, 1),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("block_fused", "sm90"): {64: Launch(128, 64, 4, 2), 128: Launch(32, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
+    ("block_fused", "sm80"): {64: Launch(32, 64, 4, 3), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 2)},
+    ("block_fused", "sm86"): {128: Launch(32, 64, 8, 2)},
+    ("block_fused", "fp32"): {64: Launch(16, 32, 4, 1), 128: Launch(16, 16, 4, 1), 256: Launch(16, 16, 8, 1)},
+    ("block", "sm90"): {64: Launch(128, 64, 4, 2), 128: Launch(32, 64, 4, 3), 256: Launch(32, 64, 8, 2)},
+    ("block", "sm80"): {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 64, 8, 2)},
+    ("block", "sm86"): {256: Launch(32, 32, 8, 1)},
+    ("block", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 8, 1)},
+    ("query_small", "sm80"): {64: Launch(16, 64, 1, 3), 128: Launch(16, 32, 1, 3), 256: Launch(16, 32, 4, 2)},
+    ("query_small", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 8, 1)},
+    ("query_large", "sm90"): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
+    ("query_large", "sm80"): {128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 1)},
+    ("query_large", "sm86"): {192: Launch(32, 32, 8, 1), 256: Launch(32, 32, 8, 1)},
+    ("query_large", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 8, 1)},
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

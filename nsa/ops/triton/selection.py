@@ -29,18 +29,12 @@ SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would 
 SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
 # Of sm90 found by timing, of the others by counting registers and shared memory.
-LAUNCHES = LaunchTable(
-    {
-        ("score", "sm90", 64): Launch(64, 192, 4, 3, maxnreg=128),
-        ("score", "sm90", 128): Launch(64, 256, 4, 2),
-        ("score", "sm90", 256): Launch(64, 128, 4, 2),
-        ("score", "sm80", 128): Launch(64, 192, 4, 3),
-        ("score", "sm80", 256): Launch(64, 64, 4, 2),
-        ("score", "fp32", 128): Launch(32, 64, 8, 1),
-        ("score", "fp32", 256): Launch(32, 32, 4, 1),
-        ("pick", "sm80", 256): Launch(1, 16384, 16),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("score", "sm90"): {64: Launch(64, 192, 4, 3, maxnreg=128), 128: Launch(64, 256, 4, 2), 256: Launch(64, 128, 4, 2)},
+    ("score", "sm80"): {128: Launch(64, 192, 4, 3), 256: Launch(64, 64, 4, 2)},
+    ("score", "fp32"): {128: Launch(32, 64, 8, 1), 256: Launch(32, 32, 4, 1)},
+    ("pick", "sm80"): {256: Launch(1, 16384, 16)},
+})  # fmt: skip
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
