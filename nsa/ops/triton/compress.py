@@ -32,10 +32,7 @@ LAUNCHES = LaunchTable({
 # The weight's gradient has few tiles and a long sum, which is split into parts until this many programs run.
 WEIGHT_PROGRAMS = 512
 
-
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-    """Why these kernels cannot summarise tokens of v's type, or None."""
-    return launch.refusal(v, v)
+refusal = launch.refusal
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None) -> Tensor:

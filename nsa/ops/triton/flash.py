@@ -115,12 +115,10 @@ def _window_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
 class Branch:
     """The functions of a branch: the same as its reference's. Launches replace those of the table, for tuning."""
 
+    refusal = staticmethod(launch.refusal)
+
     def __init__(self, name: str, key_range: Callable[[NSASpec, TokenLayout | None], KeyRange]):
         self.name, self._range = name, key_range
-
-    def refusal(self, q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-        """Why these kernels cannot run tensors like q and v; None when they can. Every spec runs."""
-        return launch.refusal(q, v)
 
     def launch(self, kernel: str, q: Tensor, v: Tensor) -> Launch:
         """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.spec import NSASpec
+
 _HERE: AbstractContextManager[None] = nullcontext()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_BATCH = 65_535  # programs of a grid's second and third dimension
@@ -128,8 +130,8 @@ def unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can."""
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can. Every spec runs."""
     if q.dtype not in DTYPES:
         name = str(q.dtype).removeprefix("torch.")
         return f"the Triton kernels compute float16, bfloat16 and float32, not {name}"

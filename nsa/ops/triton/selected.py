@@ -55,7 +55,7 @@ def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run on such tensors; None when they can."""
     if v.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
-    return launch.refusal(q, v)
+    return launch.refusal(q, v, spec)
 
 
 def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> TilePlan:

@@ -41,7 +41,7 @@ def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run queries like q with key/value heads like v's, or None."""
     if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
         return f"block selection takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    return launch.refusal(q, v)
+    return launch.refusal(q, v, spec)
 
 
 def default_params(q: Tensor, k: Tensor) -> tuple[Launch, Launch]:
