@@ -35,7 +35,7 @@ WEIGHT_PROGRAMS = 512
 refusal = launch.refusal
 
 
-def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None) -> Tensor:
+def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """x [B,S,G,D] -> [B,N,G,D]."""
     batch, tokens, groups, dim = x.shape
     slots = num_slots(tokens, spec, packed=cu_seqlens is not None)
@@ -44,7 +44,7 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | N
         return y
     x = unit_last(x)
     table = _slot_table(tokens, spec, cu_seqlens, y)
-    params = params or LAUNCHES.find("mean", x, x)
+    params = LAUNCHES.find("mean", x, x)
     channels = min(power_of_2(groups * dim), params.columns)
     grid = (cdiv(slots, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(x):
@@ -56,9 +56,7 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | N
     return y
 
 
-def mean_backward(
-    dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
-) -> Tensor:
+def mean_backward(dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """dy [B,N,G,D] -> the gradient of x [B,S,G,D], S = tokens."""
     batch, slots, groups, dim = dy.shape
     dx = torch.empty(batch, tokens, groups, dim, dtype=dy.dtype, device=dy.device)
@@ -68,7 +66,7 @@ def mean_backward(
         return dx.zero_()
     dy = unit_last(dy)
     tables = (*_slot_table(tokens, spec, cu_seqlens, dx), *_token_table(tokens, spec, cu_seqlens, dx))
-    params = params or LAUNCHES.find("mean_backward", dy, dy)
+    params = LAUNCHES.find("mean_backward", dy, dy)
     channels = min(power_of_2(groups * dim), params.columns)
     grid = (cdiv(tokens, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(dy):

@@ -7,7 +7,7 @@ too. The two branches differ only in these ends (`KeyRange`). This file plans a 
 Legend: B batch, S tokens, N keys, G key/value heads, H query heads, DK/DV head sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -112,45 +112,38 @@ def _window_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
     return KeyRange(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
 
 
+@dataclass(frozen=True)
 class Branch:
-    """The functions of a branch: the same as its reference's. Launches replace those of the table, for tuning."""
+    """The functions of a branch: the same as its reference's. `tuned` replaces launches of the table."""
 
+    name: str
+    range_of: Callable[[NSASpec, TokenLayout | None], KeyRange]
+    tuned: Mapping[str, Launch] = field(default_factory=dict)
     refusal = staticmethod(launch.refusal)
 
-    def __init__(self, name: str, key_range: Callable[[NSASpec, TokenLayout | None], KeyRange]):
-        self.name, self._range = name, key_range
-
     def launch(self, kernel: str, q: Tensor, v: Tensor) -> Launch:
-        """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""
-        return LAUNCHES.find(f"{self.name}_{kernel}", q, v)
+        """The launch of "forward", "dq" or "dkv" for tensors like q and v."""
+        return self.tuned.get(kernel) or LAUNCHES.find(f"{self.name}_{kernel}", q, v)
 
     def key_range(self, q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
         """For queries like q with `q_offset` tokens before them."""
         if cu_seqlens is None and not q_offset:
-            return self._range(spec, None)
+            return self.range_of(spec, None)
         tokens = q_offset + q.shape[1]
 
         def of_queries() -> KeyRange:
             whole = token_layout(tokens, spec, cu_seqlens, q.device)
             tables = (whole.position, whole.doc_start, whole.cmp_start)
-            return self._range(spec, TokenLayout(*(table[q_offset:] for table in tables)))
+            return self.range_of(spec, TokenLayout(*(table[q_offset:] for table in tables)))
 
         key = (self.name, tokens, q_offset, spec)
         return of_queries() if cu_seqlens is None else cached_with(cu_seqlens, key, of_queries)
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: NSASpec,
-        cu_seqlens: Tensor | None,
-        params: Launch | None = None,
-        *,
-        q_offset: int = 0,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] float32, natural logarithm."""
-        params = params or self.launch("forward", q, v)
+        params = self.launch("forward", q, v)
         key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         q, k, v = unit_last(q), unit_last(k), unit_last(v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
@@ -175,13 +168,11 @@ class Branch:
         lse: Tensor,
         spec: NSASpec,
         cu_seqlens: Tensor | None,
-        dq_params: Launch | None = None,
-        dkv_params: Launch | None = None,
         *,
         q_offset: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
-        dq_params, dkv_params = dq_params or self.launch("dq", q, v), dkv_params or self.launch("dkv", q, v)
+        dq_params, dkv_params = self.launch("dq", q, v), self.launch("dkv", q, v)
         key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
         (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
