@@ -124,15 +124,6 @@ def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTa
     return TilePlan("tile" if visible <= 2 * spec.num_selected else "adaptive", small, large, ratio)
 
 
-def _tile_shapes(per_group: int, chosen: int, plan: TilePlan) -> list[tuple[Launch, TileShape]]:
-    """The tiles of each pass: large, then small ones where it is decided for each large tile; else one kind."""
-    small, large = (_tile_shape(per_group, chosen, params) for params in (plan.small, plan.large))
-    many = large.queries // small.queries * small.queries  # large tiles consist of whole small ones
-    if plan.method == "adaptive" and many > small.queries:
-        return [(plan.large, large._replace(queries=many)), (plan.small, small)]
-    return [(plan.large, large) if plan.method in ("tile", "parts") else (plan.small, small)]
-
-
 def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
     """The rows of a launch, reduced to what the mask bits can tell apart."""
     rows = params.rows
@@ -144,16 +135,18 @@ def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
 
 def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
     """The launches that together cover every query once; of "parts", one over the large tiles that are used."""
-    *larger, (params, shape) = _tile_shapes(per_group, indices.shape[3], plan)
-    if plan.method == "parts":
-        return [TilePass(params, shape, tile_lists(indices, spec, blocks, shape.queries, ratio=plan.ratio), 1)]
-    lists = tile_lists(indices, spec, blocks, shape.queries)
-    if not larger:
-        return [TilePass(params, shape, lists)]
-    ((large_params, large),) = larger
+    small, large = (_tile_shape(per_group, indices.shape[3], params) for params in (plan.small, plan.large))
+    if plan.method in ("tile", "parts"):
+        ratio, wanted = (0.0, 0) if plan.method == "tile" else (plan.ratio, 1)
+        return [TilePass(plan.large, large, tile_lists(indices, spec, blocks, large.queries, ratio=ratio), wanted)]
+    lists = tile_lists(indices, spec, blocks, small.queries)
+    sub = large.queries // small.queries  # large tiles then consist of whole small ones
+    if plan.method == "query" or sub <= 1:
+        return [TilePass(plan.small, small, lists)]
+    large = large._replace(queries=sub * small.queries)
     wide = tile_lists(indices, spec, blocks, large.queries, lists, plan.ratio)
     lists = replace(lists, take=wide.take)
-    return [TilePass(large_params, large, wide, 1), TilePass(params, shape, lists, 0, large.queries // shape.queries)]
+    return [TilePass(plan.large, large, wide, 1), TilePass(plan.small, small, lists, 0, sub)]
 
 
 def tile_lists(
