@@ -115,7 +115,7 @@ def peak_bytes(run: Callable[..., Any], args: Sequence[Any]) -> float:
     live = LiveBytes([x for x in args if isinstance(x, Tensor)])
     with live:
         results = run(*args)
-    kept = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_iter(results)}
+    kept: dict[int, int] = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_iter(results)}
     return live.phases["start"].total - sum(kept.values())
 
 

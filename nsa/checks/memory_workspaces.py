@@ -86,11 +86,11 @@ def _nothing_launched() -> Iterator[None]:
     from triton.runtime import KernelInterface
 
     launch = KernelInterface.__getitem__
-    KernelInterface.__getitem__ = lambda *_: lambda *_, **__: None  # type: ignore[method-assign]
+    KernelInterface.__getitem__ = lambda *_: lambda *_, **__: None
     try:
         yield
     finally:
-        KernelInterface.__getitem__ = launch  # type: ignore[method-assign]
+        KernelInterface.__getitem__ = launch
 
 
 def _on_meta(x: Any) -> Any:

@@ -104,7 +104,7 @@ class Compressed(Branch):
         *_, spec, cu_seqlens = rest
         if cu_seqlens is not None or q_offset or not cudnn_is_faster("backward", q, v, spec, H200):
             return None
-        rows = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
+        rows: int = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
         return rows * q.element_size() + 4 * q.numel() + 8 * q.shape[1] * q.shape[2]
 
 

@@ -141,7 +141,7 @@ def nsa(
     step = max(1, SCORE_BYTES // (batch * row_bytes))
     q, *caches = map(unit_last, (q, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places))
     pieces = [
-        _nsa_piece(q[:, piece], gates[:, piece], *caches, positions[:, piece].contiguous(), capacity, spec, params)
+        _nsa_piece(q[:, piece], gates[:, piece], caches, positions[:, piece].contiguous(), capacity, spec, params)
         for piece in (slice(first, first + step) for first in range(0, new, step))
     ]
     if len(pieces) == 1:
@@ -151,9 +151,9 @@ def nsa(
 
 
 def _nsa_piece(
-    q, gates, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places,
-    positions, capacity, spec: NSASpec, params: Launches,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, gates: Tensor, caches: list[Tensor], positions: Tensor, capacity: int, spec: NSASpec, params: Launches
+) -> tuple[Tensor, Tensor]:
+    k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places = caches
     batch, new, heads, dk = q.shape
     groups, dv = v_sel.shape[2:]
     plan = interval_plan(new, heads // groups, spec.sel_block // spec.cmp_stride, params.cmp)
@@ -165,7 +165,7 @@ def _nsa_piece(
     block = blocks_plan(heads // groups, spec, params.blocks)
     choice = choice_plan(spec, tiles, plan["BJ"], splits, plan["HP"], params.blocks)
     lines, width = batch * new * groups, cdiv(tiles * plan["BJ"], 16) * 16
-    f32 = {"dtype": torch.float32}
+    f32: Any = {"dtype": torch.float32}
     shares = q.new_empty(lines, tiles * plan["BJ"], plan["HP"], **f32)
     edges, peaks = q.new_empty(2, lines, tiles, plan["HP"], **f32)
     scores = q.new_empty(lines, width, **f32) if choice["TILED"] else shares  # not used without TILED
