@@ -6,7 +6,7 @@ traced: the first, the last, and one that stands for all blocks between them.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 self._hold(tensor)
-        moment = Moment(**self.now, workspaces=workspace_bytes(func, args))
+        moment = Moment(**self.now, workspaces=workspace_bytes(func, args, peak_bytes))
         if self.phase not in self.phases or moment.total > self.phases[self.phase].total:
             self.phases[self.phase] = moment
         return result
@@ -107,6 +107,15 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int) -> None:
         size, kind, _ = self._held.pop(key)
         self.now[kind] -= size
+
+
+def peak_bytes(run: Callable[..., Any], args: Sequence[Any]) -> float:
+    """The most bytes that `run(*args)` holds at once, on top of its arguments and results."""
+    live = LiveBytes([x for x in args if isinstance(x, Tensor)])
+    with live:
+        results = run(*args)
+    kept: dict[int, int] = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_iter(results)}
+    return live.phases["start"].total - sum(kept.values())
 
 
 def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:

@@ -1,16 +1,19 @@
-"""What kernels allocate for themselves while they run, as formulas of their arguments' shapes.
+"""What kernels allocate for themselves while they run.
 
-Tracing sees what an operator returns, not what its kernel holds meanwhile. Every backend of nsa.ops states its own
-workspace beside its code: the kernels for an H200, the reference as an upper bound. Here they are looked up; the
-formula for PyTorch's own attention, an upper bound too, is here. Where Triton cannot be imported, the reference
-would run, and its workspace counts.
+Tracing sees what an operator returns, not what its kernel holds meanwhile. The host code of our kernels runs on meta
+tensors, as on an H200, and what it allocates is measured. The reference, whose loops take long, and cuDNN state their
+workspace beside their code, the reference as an upper bound; the formula for PyTorch's own attention, an upper bound
+too, is here. Where Triton cannot be imported, the reference would run, and its workspace counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from nsa.ops import dispatch, feed_forward, joint
 from nsa.ops.spec import NSASpec
@@ -36,7 +39,11 @@ _NODES = {
 _DENSE_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
-def workspace_bytes(func: Any, args: Sequence[Any]) -> float:
+# The most bytes that a function holds at once, on top of these arguments and of what it returns.
+Measure = Callable[[Callable[..., Any], Sequence[Any]], float]
+
+
+def workspace_bytes(func: Any, args: Sequence[Any], measure: Measure) -> float:
     """Bytes that operator `func` holds on top of its arguments and results; 0 for one that needs none."""
     name = func.name() if isinstance(func, torch._ops.OpOverload) else None
     if name == _DENSE_BACKWARD:
@@ -46,25 +53,52 @@ def workspace_bytes(func: Any, args: Sequence[Any]) -> float:
     if name == "nsa::norm_mlp_backward":
         return float(feed_forward.backward_workspace(*args))
     if name == "nsa::mix_attention_backward":
-        return _mix_attention_backward(*args)
+        return _mix_attention_backward(measure, *args)
     if name not in _NODES:
         return 0.0
     operator, function = _NODES[name]
     *given, backend = args
-    offset = 0 if operator == "phi" else given.pop()
-    return _of_backend(operator, function, backend, *given, offset=offset)
+    offset = {} if operator == "phi" else {"q_offset": given.pop()}
+    return _of_backend(measure, operator, function, backend, *given, **offset)
 
 
-def _of_backend(operator: str, function: str, backend: str | None, *args: Any, offset: int = 0) -> float:
+def _of_backend(
+    measure: Measure, operator: str, function: str, backend: str | None, *args: Any, **offset: int
+) -> float:
     *given, sizes, cu_seqlens = args
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
     formula = getattr(runs, f"{function}_workspace", None)
-    more = {"q_offset": offset} if operator == "select" else {}  # its scores are as wide as the sequence
-    return 0.0 if formula is None else float(formula(*given, NSASpec(*sizes), cu_seqlens, **more))
+    stated = None if formula is None else formula(*given, NSASpec(*sizes), cu_seqlens, **offset)
+    if stated is not None:
+        return float(stated)
+    host_code = partial(getattr(runs, function), **offset)
+    with unset_fake_temporarily(), _nothing_launched():
+        arguments = [_on_meta(x) for x in (*given, NSASpec(*sizes), cu_seqlens)]
+        if cu_seqlens is not None:
+            host_code(*arguments)  # what follows from borders is computed once for all layers: nobody's workspace
+        return measure(host_code, arguments)
 
 
-def _mix_attention_backward(do: Tensor, q: Tensor, *args: Any) -> float:
+@contextmanager
+def _nothing_launched() -> Iterator[None]:
+    """Inside, kernels do nothing, compiled or interpreted ones."""
+    from triton.runtime import KernelInterface
+
+    launch = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = lambda *_: lambda *_, **__: None
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = launch
+
+
+def _on_meta(x: Any) -> Any:
+    is_tensor = isinstance(x, Tensor)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if is_tensor else x
+
+
+def _mix_attention_backward(measure: Measure, do: Tensor, q: Tensor, *args: Any) -> float:
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, *rest = args
     indices, sizes, cu_seqlens, *backends = rest
     branches = {
@@ -73,7 +107,7 @@ def _mix_attention_backward(do: Tensor, q: Tensor, *args: Any) -> float:
         "win": (k_win, v_win, o_win, lse_win),
     }
     workspaces = [
-        (_of_backend(name, "backward", backend, do, q, *tensors, sizes, cu_seqlens), *tensors[:2])
+        (_of_backend(measure, name, "backward", backend, do, q, *tensors, sizes, cu_seqlens), *tensors[:2])
         for (name, tensors), backend in zip(branches.items(), backends[:3], strict=True)
     ]
     return joint.backward_workspace(q, do, workspaces)

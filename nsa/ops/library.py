@@ -117,9 +117,21 @@ _once: Callable[..., Any] = _Once.apply
 
 
 def _differentiate(
-    forward: Any, backward: Any, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda inputs, _: inputs
-) -> None:
-    """The gradients of the first inputs of `forward` are `backward(gradient, *arguments(inputs, outputs))`."""
+    forward: Any,
+    schema: str,
+    run: Callable[..., Any],
+    grads: int,
+    arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda inputs, _: inputs,
+    shapes: Callable[..., Any] | None = None,
+) -> Any:
+    """Registers the operator that gives the gradients of the first inputs of `forward`, `grads` of them, as
+    `run(gradient, *arguments(inputs, outputs))`. `schema` is that of the arguments; the gradients have the shapes of
+    the first ones, or else what `shapes` gives."""
+    backward = _define(
+        f"{forward.name().removeprefix('nsa::')}_backward(Tensor do, {schema}) -> ({', '.join(['Tensor'] * grads)})",
+        run,
+        shapes or (lambda do, *args: tuple(x.new_empty(x.shape) for x in args[:grads])),
+    )
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         kept = list(arguments(inputs, output))
@@ -133,15 +145,12 @@ def _differentiate(
         kept = ctx.constants.copy()
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             kept[place] = tensor
-        grads = _once(backward, do, *kept) if torch.is_grad_enabled() else backward(do, *kept)
-        grads = grads if isinstance(grads, tuple) else (grads,)
-        return grads + (None,) * (ctx.num_inputs - len(grads))
+        found = _once(backward, do, *kept) if torch.is_grad_enabled() else backward(do, *kept)
+        found = found if isinstance(found, tuple) else (found,)
+        return found + (None,) * (ctx.num_inputs - grads)
 
     torch.library.register_autograd(forward, gradient, setup_context=keep, lib=_LIBRARY)
-
-
-def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in tensors)
+    return backward
 
 
 # Compression.
@@ -156,26 +165,24 @@ mean_blocks = _define(
     _node("phi", "mean"),
     lambda x, spec, cu_seqlens, _: x.new_empty(x.shape[0], _num_slots(x, spec, cu_seqlens), *x.shape[2:]),
 )
-mean_blocks_backward = _define(
-    f"mean_blocks_backward(Tensor dy, SymInt tokens, {_SETTINGS}) -> Tensor",
+_differentiate(
+    mean_blocks,
+    f"SymInt tokens, {_SETTINGS}",
     _node("phi", "mean_backward", forward=False),
+    1,
+    lambda inputs, _: (inputs[0].shape[1], *inputs[1:]),
     lambda dy, tokens, *_: dy.new_empty(dy.shape[0], tokens, *dy.shape[2:]),
 )
-_differentiate(mean_blocks, mean_blocks_backward, lambda inputs, _: (inputs[0].shape[1], *inputs[1:]))
 
+_CONTRACT = f"Tensor x, Tensor weight, {_SETTINGS}"
 contract_blocks = _define(
-    f"contract_blocks(Tensor x, Tensor weight, {_SETTINGS}) -> Tensor",
+    f"contract_blocks({_CONTRACT}) -> Tensor",
     _node("phi", "contract"),
     lambda x, weight, spec, cu_seqlens, _: x.new_empty(
         x.shape[0], _num_slots(x, spec, cu_seqlens), x.shape[2], weight.shape[2]
     ),
 )
-contract_blocks_backward = _define(
-    f"contract_blocks_backward(Tensor dy, Tensor x, Tensor weight, {_SETTINGS}) -> (Tensor, Tensor)",
-    _node("phi", "contract_backward", 1, 1, forward=False),
-    lambda dy, x, weight, *_: _like(x, weight),
-)
-_differentiate(contract_blocks, contract_blocks_backward)
+_differentiate(contract_blocks, _CONTRACT, _node("phi", "contract_backward", 1, 1, forward=False), 2)
 
 
 # Selection. It has no gradient.
@@ -206,12 +213,13 @@ def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor,
 def _define_attention(name: str, operator: str, indices: str = "", run: Any = None) -> tuple[Any, Any]:
     tensors, run = f"Tensor q, Tensor k, Tensor v{indices}", run or _node(operator, "forward", 0, 2)
     forward = _define(f"{name}({tensors}, {_QUERY_SETTINGS}) -> (Tensor, Tensor)", run, _attention_shapes)
-    backward = _define(
-        f"{name}_backward(Tensor do, {tensors}, Tensor o, Tensor lse, {_QUERY_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    backward = _differentiate(
+        forward,
+        f"{tensors}, Tensor o, Tensor lse, {_QUERY_SETTINGS}",
         _node(operator, "backward", 1, 3, forward=False),
-        lambda do, q, k, v, *_: _like(q, k, v),
+        3,
+        lambda inputs, output: (*inputs[:-4], *output, *inputs[-4:]),
     )
-    _differentiate(forward, backward, lambda inputs, output: (*inputs[:-4], *output, *inputs[-4:]))
     return forward, backward
 
 
@@ -243,12 +251,7 @@ def _mix_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 _BRANCHES = "Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor gates, str? backend"
 mix_branches = _define(f"mix_branches({_BRANCHES}) -> Tensor", _mix, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape))
-mix_branches_backward = _define(
-    f"mix_branches_backward(Tensor do, {_BRANCHES}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _mix_backward,
-    lambda do, o_cmp, o_sel, o_win, gates, _: _like(o_cmp, o_sel, o_win, gates),
-)
-_differentiate(mix_branches, mix_branches_backward)
+_differentiate(mix_branches, _BRANCHES, _mix_backward, 4)
 
 
 # The mix of branches that were computed without gradients: its gradients are those of everything.
@@ -263,13 +266,7 @@ mix_attention = _define(
     lambda *args: _mix(args[8], args[10], args[12], args[7], args[-1]),
     lambda *args: args[8].new_empty(args[8].shape),
 )
-mix_attention_backward = _define(
-    f"mix_attention_backward(Tensor do, {_ATTENTION}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    joint.backward,
-    lambda do, *args: _like(*args[:8]),
-)
-_differentiate(mix_attention, mix_attention_backward)
+_differentiate(mix_attention, _ATTENTION, joint.backward, 8)
 
 
 # The norm and MLP of a decoder block in chunks of tokens, one implementation for every device.
@@ -280,12 +277,7 @@ norm_mlp = _define(
     feed_forward.forward,
     lambda x, norm, gate, up, out, eps: x.new_empty(x.shape, dtype=out.dtype),
 )
-norm_mlp_backward = _define(
-    f"norm_mlp_backward(Tensor dy, {_MLP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    feed_forward.backward,
-    lambda dy, x, norm, gate, up, out, eps: _like(x, norm, gate, up, out),
-)
-_differentiate(norm_mlp, norm_mlp_backward)
+_differentiate(norm_mlp, _MLP, feed_forward.backward, 5)
 
 
 # Attention over a cache. `places` is a page table [B, pages] or the rings [B]. No gradient.

@@ -202,7 +202,7 @@ class Branch:
         exponentials."""
         return 2 * 4 * self._scores(q, k, rest[-2])
 
-    def backward_workspace(self, do: Tensor, q: Tensor, k: Tensor, *rest: Any) -> int:
+    def backward_workspace(self, do: Tensor, q: Tensor, k: Tensor, *rest: Any, q_offset: int = 0) -> int:
         return 3 * 4 * self._scores(q, k, rest[-2])  # their gradients as well
 
     def _scores(self, q: Tensor, k: Tensor, spec: NSASpec) -> int:

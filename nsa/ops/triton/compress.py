@@ -11,7 +11,6 @@ a chunk is `cmp_stride` tokens, so that every block is a whole number of neighbo
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -21,27 +20,22 @@ from torch import Tensor
 from nsa.ops.layout import num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
-from nsa.ops.triton.launch import H200, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
-LAUNCHES = LaunchTable(
-    {
-        ("mean", "sm80", 256): Launch(8, 128),
-        ("mean_backward", "sm80", 256): Launch(16, 128),
-        ("product", "sm90", 256): Launch(128, 64),
-        ("product", "sm80", 256): Launch(64, 64),
-        ("product", "fp32", 256): Launch(64, 64, 4, 2, depth=16),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("mean", "sm80"): {256: Launch(8, 128)},
+    ("mean_backward", "sm80"): {256: Launch(16, 128)},
+    ("product", "sm90"): {256: Launch(128, 64)},
+    ("product", "sm80"): {256: Launch(64, 64)},
+    ("product", "fp32"): {256: Launch(64, 64, 4, 2, depth=16)},
+})  # fmt: skip
 # The weight's gradient has few tiles and a long sum, which is split into parts until this many programs run.
 WEIGHT_PROGRAMS = 512
 
-
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-    """Why these kernels cannot summarise tokens of v's type, or None."""
-    return launch.refusal(v, v)
+refusal = launch.refusal
 
 
-def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None) -> Tensor:
+def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """x [B,S,G,D] -> [B,N,G,D]."""
     batch, tokens, groups, dim = x.shape
     slots = num_slots(tokens, spec, packed=cu_seqlens is not None)
@@ -50,7 +44,7 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | N
         return y
     x = unit_last(x)
     table = _slot_table(tokens, spec, cu_seqlens, y)
-    params = params or LAUNCHES.find("mean", x, x)
+    params = LAUNCHES.find("mean", x, x)
     channels = min(power_of_2(groups * dim), params.columns)
     grid = (cdiv(slots, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(x):
@@ -62,9 +56,7 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | N
     return y
 
 
-def mean_backward(
-    dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch | None = None
-) -> Tensor:
+def mean_backward(dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     """dy [B,N,G,D] -> the gradient of x [B,S,G,D], S = tokens."""
     batch, slots, groups, dim = dy.shape
     dx = torch.empty(batch, tokens, groups, dim, dtype=dy.dtype, device=dy.device)
@@ -74,7 +66,7 @@ def mean_backward(
         return dx.zero_()
     dy = unit_last(dy)
     tables = (*_slot_table(tokens, spec, cu_seqlens, dx), *_token_table(tokens, spec, cu_seqlens, dx))
-    params = params or LAUNCHES.find("mean_backward", dy, dy)
+    params = LAUNCHES.find("mean_backward", dy, dy)
     channels = min(power_of_2(groups * dim), params.columns)
     grid = (cdiv(tokens, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(dy):
@@ -159,7 +151,8 @@ def _contract_dweight(
     total = batch * slots * groups
     rows, columns = divisor(dim, params.rows), _tile(width, params.columns)
     steps = cdiv(total, params.depth)
-    parts = _weight_parts(total, weight, params)
+    tiles = spec.cmp_block * (dim // rows) * cdiv(width, columns)
+    parts = max(1, min(WEIGHT_PROGRAMS // tiles, steps // 8))
     partial = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
     with launch_on(x):
         _contract_dweight_kernel[(spec.cmp_block * (dim // rows), cdiv(width, columns), parts)](
@@ -170,20 +163,6 @@ def _contract_dweight(
             num_warps=params.num_warps, num_stages=params.num_stages,
         )  # fmt: skip
     return partial.sum(0).to(weight.dtype)
-
-
-def _weight_parts(total: int, weight: Tensor, params: Launch) -> int:
-    """How many parts the weight's gradient is summed in, over `total` (batch x slots x heads) rows."""
-    places, dim, width = weight.shape
-    tiles = places * (dim // divisor(dim, params.rows)) * cdiv(width, _tile(width, params.columns))
-    return max(1, min(WEIGHT_PROGRAMS // tiles, cdiv(total, params.depth) // 8))
-
-
-def contract_backward_workspace(dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> int:
-    """Bytes that `contract_backward` holds on top of arguments and results: the weight's gradient in float32, once for
-    every part that its sum is split into, and their sum."""
-    parts = _weight_parts(dy.shape[:3].numel(), weight, LAUNCHES.find("product", x, x, H200))
-    return 4 * (parts + 1) * weight.numel()
 
 
 def divisor(size: int, most: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.flash import Branch, compressed_range
-from nsa.ops.triton.launch import H200, Card, Launch, card_of
+from nsa.ops.triton.launch import H200, Card, card_of
 
 # Tokens from which cuDNN is faster on an H200, by pass and head size.
 FEWEST_TOKENS = {
@@ -29,24 +29,13 @@ MOST_ELEMENTS = 1 << 31  # of the queries; behind them cuDNN's dQ and dK are wro
 
 
 class Compressed(Branch):
-    def __init__(self) -> None:
-        super().__init__("cmp", compressed_range)
-
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: NSASpec,
-        cu_seqlens: Tensor | None,
-        params: Launch | None = None,
-        *,
-        q_offset: int = 0,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
     ) -> tuple[Tensor, Tensor]:
-        is_whole = cu_seqlens is None and not q_offset and params is None
+        is_whole = cu_seqlens is None and not q_offset and not self.tuned
         if is_whole and _has_cudnn() and cudnn_is_faster("forward", q, v, spec, card_of(q)):
             return self.forward_by_runs(q, k, v, spec)
-        return super().forward(q, k, v, spec, cu_seqlens, params, q_offset=q_offset)
+        return super().forward(q, k, v, spec, cu_seqlens, q_offset=q_offset)
 
     def backward(
         self,
@@ -58,15 +47,13 @@ class Compressed(Branch):
         lse: Tensor,
         spec: NSASpec,
         cu_seqlens: Tensor | None,
-        dq_params: Launch | None = None,
-        dkv_params: Launch | None = None,
         *,
         q_offset: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        is_whole = cu_seqlens is None and not q_offset and dq_params is dkv_params is None
+        is_whole = cu_seqlens is None and not q_offset and not self.tuned
         if is_whole and _has_cudnn() and cudnn_is_faster("backward", q, v, spec, card_of(q)):
             return self.backward_by_runs(do, q, k, v, o, lse, spec)
-        return super().backward(do, q, k, v, o, lse, spec, cu_seqlens, dq_params, dkv_params, q_offset=q_offset)
+        return super().backward(do, q, k, v, o, lse, spec, cu_seqlens, q_offset=q_offset)
 
     def forward_by_runs(self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
         """`forward` of one sequence by cuDNN."""
@@ -102,23 +89,26 @@ class Compressed(Branch):
         return dq, dk, dv
 
     def forward_workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *_: Any
-    ) -> int:
-        """Of cuDNN: the output and the log-sum-exp by rows."""
-        by_cudnn = cu_seqlens is None and cudnn_is_faster("forward", q, v, spec, H200)
-        return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4) if by_cudnn else 0
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
+    ) -> int | None:
+        """Of cuDNN on an H200, on top of arguments and results: the output and the log-sum-exp by rows. None where it
+        does not run."""
+        if cu_seqlens is not None or q_offset or not cudnn_is_faster("forward", q, v, spec, H200):
+            return None
+        return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4)
 
     def backward_workspace(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *rest: Any
-    ) -> int:
-        """Of cuDNN: dQ by rows and, inside it, in float32; dO again; dK and dV of every row; two numbers a query."""
-        if rest[:1] == (None,) and cudnn_is_faster("backward", q, v, spec, H200):
-            rows = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
-            return rows * q.element_size() + 4 * q.numel() + 8 * lse.numel()
-        return super().backward_workspace(do, q, k, v, o, lse, spec, *rest)
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0
+    ) -> int | None:
+        """Likewise: dQ by rows and, inside cuDNN, in float32; dO again; dK and dV of every row; two numbers a query."""
+        *_, spec, cu_seqlens = rest
+        if cu_seqlens is not None or q_offset or not cudnn_is_faster("backward", q, v, spec, H200):
+            return None
+        rows: int = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
+        return rows * q.element_size() + 4 * q.numel() + 8 * q.shape[1] * q.shape[2]
 
 
-compressed = Compressed()
+compressed = Compressed("cmp", compressed_range)
 
 
 @cache

@@ -48,25 +48,15 @@ VALUES = 4  # tiles of compressed values for a program of the second kernel
 MOST_TILE_BYTES = 256  # of keys and values that a thread holds, where a program reads one tile
 UNLIMITED = 2**31 - 1
 
-LAUNCHES = LaunchTable(
-    {
-        ("cmp", "sm80", 64): Launch(3, 64, 4, 5),
-        ("cmp", "sm80", 128): Launch(3, 32, 4, 5),
-        ("cmp", "sm80", 256): Launch(2, 32, 4, 3),
-        ("cmp", "sm90", 64): Launch(3, 64, 4, 5),
-        ("cmp", "sm90", 128): Launch(3, 64, 4, 3),
-        ("cmp", "sm90", 256): Launch(2, 32, 4, 4),
-        ("cmp", "fp32", 128): Launch(2, 32, 8, 1),
-        ("cmp", "fp32", 256): Launch(2, 16, 4, 1),
-        ("blocks", "sm80", 64): Launch(3, 64, 4, 3, depth=32),
-        ("blocks", "sm80", 128): Launch(3, 32, 4, 3, depth=32),
-        ("blocks", "sm80", 256): Launch(2, 32, 4, 2, depth=32),
-        ("blocks", "sm90", 128): Launch(3, 64, 4, 3),
-        ("blocks", "sm90", 256): Launch(2, 32, 4, 3),
-        ("blocks", "fp32", 128): Launch(2, 32, 4, 1),
-        ("blocks", "fp32", 256): Launch(2, 16, 4, 1),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("cmp", "sm80"): {64: Launch(3, 64, 4, 5), 128: Launch(3, 32, 4, 5), 256: Launch(2, 32, 4, 3)},
+    ("cmp", "sm90"): {64: Launch(3, 64, 4, 5), 128: Launch(3, 64, 4, 3), 256: Launch(2, 32, 4, 4)},
+    ("cmp", "fp32"): {128: Launch(2, 32, 8, 1), 256: Launch(2, 16, 4, 1)},
+    ("blocks", "sm80"): {64: Launch(3, 64, 4, 3, depth=32), 128: Launch(3, 32, 4, 3, depth=32),
+        256: Launch(2, 32, 4, 2, depth=32)},
+    ("blocks", "sm90"): {128: Launch(3, 64, 4, 3), 256: Launch(2, 32, 4, 3)},
+    ("blocks", "fp32"): {128: Launch(2, 32, 4, 1), 256: Launch(2, 16, 4, 1)},
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
         return f"decoding takes at most {MAX_HEADS_PER_GROUP} query heads per group"
     if spec.sel_block // spec.cmp_stride > MAX_TOKENS_PER_BLOCK:
         return f"decoding takes at most {MAX_TOKENS_PER_BLOCK} compressed tokens in a selection block"
-    return launch.refusal(q, v)
+    return launch.refusal(q, v, spec)
 
 
 def nsa(
@@ -140,14 +130,8 @@ def nsa(
 ) -> tuple[Tensor, Tensor]:
     """As `nsa.ops.reference.decode.nsa`."""
     batch, new, heads, _ = q.shape
-    groups, dv = v_sel.shape[2:]
+    groups = v_sel.shape[2]
     params = params or default_params(q, v_sel, k_cmp.shape[1] * cmp_table.shape[1])
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table = (
-        unit_last(x) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, sel_table)
-    )
-    win_places = unit_last(win_places) if win_places.dim() == 2 else win_places
-    o = q.new_empty(batch, new, heads, dv)
-    indices = q.new_empty(batch, new, groups, spec.num_selected, dtype=torch.int32)
     capacity = min(
         k_cmp.shape[1] * spec.cmp_stride * cmp_table.shape[1],
         k_sel.shape[1] * sel_table.shape[1],
@@ -155,25 +139,21 @@ def nsa(
     )
     row_bytes = 4 * power_of_2(heads // groups) * groups * (capacity // spec.sel_block + 1)
     step = max(1, SCORE_BYTES // (batch * row_bytes))
-    for first in range(0, new, step):
-        piece = slice(first, min(first + step, new))
-        whole = piece == slice(0, new)
-        o_piece, indices_piece = (
-            (o, indices) if whole else (x.new_empty(batch, piece.stop - first, *x.shape[2:]) for x in (o, indices))
-        )
-        _nsa_piece(
-            q[:, piece], gates[:, piece], k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places,
-            positions[:, piece].contiguous(), o_piece, indices_piece, capacity, spec, params,
-        )  # fmt: skip
-        if not whole:
-            o[:, piece], indices[:, piece] = o_piece, indices_piece
+    q, *caches = map(unit_last, (q, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places))
+    pieces = [
+        _nsa_piece(q[:, piece], gates[:, piece], caches, positions[:, piece].contiguous(), capacity, spec, params)
+        for piece in (slice(first, first + step) for first in range(0, new, step))
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    o, indices = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
     return o, indices
 
 
 def _nsa_piece(
-    q, gates, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places,
-    positions, o, indices, capacity, spec: NSASpec, params: Launches,
-) -> None:  # fmt: skip
+    q: Tensor, gates: Tensor, caches: list[Tensor], positions: Tensor, capacity: int, spec: NSASpec, params: Launches
+) -> tuple[Tensor, Tensor]:
+    k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places = caches
     batch, new, heads, dk = q.shape
     groups, dv = v_sel.shape[2:]
     plan = interval_plan(new, heads // groups, spec.sel_block // spec.cmp_stride, params.cmp)
@@ -185,10 +165,12 @@ def _nsa_piece(
     block = blocks_plan(heads // groups, spec, params.blocks)
     choice = choice_plan(spec, tiles, plan["BJ"], splits, plan["HP"], params.blocks)
     lines, width = batch * new * groups, cdiv(tiles * plan["BJ"], 16) * 16
-    f32 = {"dtype": torch.float32}
+    f32: Any = {"dtype": torch.float32}
     shares = q.new_empty(lines, tiles * plan["BJ"], plan["HP"], **f32)
     edges, peaks = q.new_empty(2, lines, tiles, plan["HP"], **f32)
     scores = q.new_empty(lines, width, **f32) if choice["TILED"] else shares  # not used without TILED
+    o = q.new_empty(batch, new, heads, dv)
+    indices = q.new_empty(batch, new, groups, spec.num_selected, dtype=torch.int32)
     scale, window = dk**-0.5, min(spec.window, capacity)
     # In the kernels not `window`, which would make another kernel for every width of the page table.
     reach = min(spec.window, UNLIMITED)
@@ -241,6 +223,7 @@ def _nsa_piece(
             PER_BLOCK=block["PER_BLOCK"], BN=block["BN"], DV=dv, AFTER=values > 0, INTERPRETED=q.is_cpu,
             **merge, **params.overlapping(),
         )  # fmt: skip
+    return o, indices
 
 
 def paged(
@@ -255,8 +238,7 @@ def paged(
     """As `nsa.ops.reference.decode.paged`."""
     batch, new, heads, dk = q.shape
     groups, dv = v.shape[2:]
-    q, k, v, positions = unit_last(q), unit_last(k), unit_last(v), positions.contiguous()
-    places = unit_last(places) if places.dim() == 2 else places
+    q, k, v, places, positions = (*map(unit_last, (q, k, v, places)), positions.contiguous())
     capacity = k.shape[1] * places.shape[1] if places.dim() == 2 else UNLIMITED
     params = params or default_params(q, v, min(capacity, 2 * window if window else capacity))  # it may start anywhere
     plan = interval_plan(new, heads // groups, 1, params.cmp)

@@ -7,7 +7,7 @@ too. The two branches differ only in these ends (`KeyRange`). This file plans a 
 Legend: B batch, S tokens, N keys, G key/value heads, H query heads, DK/DV head sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
 from nsa.ops.triton.flash_tma_kernels import dkv_tma_kernel
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
+from nsa.ops.triton.launch import Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
 
 FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
@@ -33,60 +33,40 @@ _MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
 
 # The tests look for two traps: a split loop that the assembler serializes on sm_90, and a branch that makes it spill on
 # sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
-LAUNCHES = LaunchTable(
-    {
-        ("cmp_forward", "sm90", 64): Launch(128, 64, 8, 3, "branch", tma=True),
-        ("cmp_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch", tma=True),
-        ("cmp_forward", "sm90", 192): Launch(128, 64, 8, 2),
-        ("cmp_forward", "sm90", 256): Launch(64, 64, 8, 2),
-        ("cmp_dq", "sm90", 64): Launch(128, 64, 4, 3, "branch", tma=True),
-        ("cmp_dq", "sm90", 128): Launch(128, 64, 8, 3, "branch", tma=True),
-        ("cmp_dq", "sm90", 192): Launch(128, 32, 8, 2),
-        ("cmp_dq", "sm90", 256): Launch(64, 32, 8, 2),
-        ("cmp_dkv", "sm90", 64): Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168),
-        ("cmp_dkv", "sm90", 128): Launch(64, 128, 8, 3),
-        ("cmp_dkv", "sm90", 256): Launch(32, 64, 8, 2),
-        ("win_forward", "sm90", 64): Launch(64, 64, 4, 3, "branch", tma=True),
-        ("win_forward", "sm90", 128): Launch(64, 64, 4, 3, "branch", tma=True),
-        ("win_forward", "sm90", 192): Launch(128, 64, 8, 2, "branch"),
-        ("win_forward", "sm90", 256): Launch(64, 64, 8, 2, "branch"),
-        ("win_dq", "sm90", 64): Launch(64, 32, 4, 4, "branch", tma=True),
-        ("win_dq", "sm90", 128): Launch(64, 64, 4, 2, "branch", tma=True),
-        ("win_dq", "sm90", 192): Launch(128, 32, 8, 2, "branch"),
-        ("win_dq", "sm90", 256): Launch(64, 32, 8, 2),
-        ("win_dkv", "sm90", 64): Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168),
-        ("win_dkv", "sm90", 128): Launch(64, 128, 8, 3, "branch"),
-        ("win_dkv", "sm90", 256): Launch(32, 64, 8, 2, "always"),
-        ("cmp_forward", "sm80", 64): Launch(128, 64, 8, 3),
-        ("cmp_forward", "sm80", 128): Launch(128, 64, 8, 2),
-        ("cmp_forward", "sm80", 192): Launch(64, 32, 4, 2),
-        ("cmp_forward", "sm80", 256): Launch(64, 32, 8, 2),
-        ("cmp_dq", "sm80", 64): Launch(128, 64, 8, 2),
-        ("cmp_dq", "sm80", 128): Launch(128, 32, 8, 2),
-        ("cmp_dq", "sm80", 256): Launch(64, 32, 8, 1),
-        ("cmp_dkv", "sm80", 64): Launch(64, 128, 8, 2),
-        ("cmp_dkv", "sm80", 128): Launch(64, 64, 8, 2),
-        ("cmp_dkv", "sm80", 256): Launch(32, 64, 8, 1),
-        ("win_forward", "sm80", 64): Launch(64, 64, 4, 3),
-        ("win_forward", "sm80", 128): Launch(128, 64, 8, 2),
-        ("win_forward", "sm80", 192): Launch(64, 32, 4, 2),
-        ("win_forward", "sm80", 256): Launch(64, 32, 8, 2),
-        ("win_dq", "sm80", 64): Launch(128, 64, 8, 2),
-        ("win_dq", "sm80", 128): Launch(128, 32, 8, 2),
-        ("win_dq", "sm80", 256): Launch(64, 32, 8, 1),
-        ("win_dkv", "sm80", 64): Launch(32, 64, 4, 2),
-        ("win_dkv", "sm80", 128): Launch(64, 64, 8, 2),
-        ("win_dkv", "sm80", 256): Launch(32, 64, 8, 1),
-        ("cmp_dkv", "sm86", 256): Launch(32, 32, 8, 1),
-        ("win_dkv", "sm86", 256): Launch(32, 32, 8, 1),
-    }
-    | {
-        (f"{branch}_{kernel}", "fp32", head): Launch(rows, columns, 8, 1)
-        for branch in ("cmp", "win")
-        for kernel in ("forward", "dq", "dkv")
-        for head, rows, columns in ((64, 32, 32), (128, 32, 16), (256, 16, 16))
-    }
-)
+LAUNCHES = LaunchTable({
+    ("cmp_forward", "sm90"): {
+        64: Launch(128, 64, 8, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
+        192: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 2)},
+    ("cmp_dq", "sm90"): {
+        64: Launch(128, 64, 4, 3, "branch", tma=True), 128: Launch(128, 64, 8, 3, "branch", tma=True),
+        192: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 2)},
+    ("cmp_dkv", "sm90"): {
+        64: Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3),
+        256: Launch(32, 64, 8, 2)},
+    ("win_forward", "sm90"): {
+        64: Launch(64, 64, 4, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
+        192: Launch(128, 64, 8, 2, "branch"), 256: Launch(64, 64, 8, 2, "branch")},
+    ("win_dq", "sm90"): {
+        64: Launch(64, 32, 4, 4, "branch", tma=True), 128: Launch(64, 64, 4, 2, "branch", tma=True),
+        192: Launch(128, 32, 8, 2, "branch"), 256: Launch(64, 32, 8, 2)},
+    ("win_dkv", "sm90"): {
+        64: Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3, "branch"),
+        256: Launch(32, 64, 8, 2, "always")},
+    ("cmp_forward", "sm80"): {
+        64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 192: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 2)},
+    ("cmp_dq", "sm80"): {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+    ("cmp_dkv", "sm80"): {64: Launch(64, 128, 8, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 64, 8, 1)},
+    ("win_forward", "sm80"): {
+        64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 2), 192: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 2)},
+    ("win_dq", "sm80"): {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+    ("win_dkv", "sm80"): {64: Launch(32, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 64, 8, 1)},
+    ("cmp_dkv", "sm86"): {256: Launch(32, 32, 8, 1)},
+    ("win_dkv", "sm86"): {256: Launch(32, 32, 8, 1)},
+} | {
+    (f"{branch}_{kernel}", "fp32"): {64: Launch(32, 32, 8, 1), 128: Launch(32, 16, 8, 1), 256: Launch(16, 16, 8, 1)}
+    for branch in ("cmp", "win")
+    for kernel in ("forward", "dq", "dkv")
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,47 +112,38 @@ def _window_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
     return KeyRange(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
 
 
+@dataclass(frozen=True)
 class Branch:
-    """The functions of a branch: the same as its reference's. Launches replace those of the table, for tuning."""
+    """The functions of a branch: the same as its reference's. `tuned` replaces launches of the table."""
 
-    def __init__(self, name: str, key_range: Callable[[NSASpec, TokenLayout | None], KeyRange]):
-        self.name, self._range = name, key_range
+    name: str
+    range_of: Callable[[NSASpec, TokenLayout | None], KeyRange]
+    tuned: Mapping[str, Launch] = field(default_factory=dict)
+    refusal = staticmethod(launch.refusal)
 
-    def refusal(self, q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-        """Why these kernels cannot run tensors like q and v; None when they can. Every spec runs."""
-        return launch.refusal(q, v)
-
-    def launch(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
-        """The table's launch of "forward", "dq" or "dkv" for tensors like q and v."""
-        return LAUNCHES.find(f"{self.name}_{kernel}", q, v, card)
+    def launch(self, kernel: str, q: Tensor, v: Tensor) -> Launch:
+        """The launch of "forward", "dq" or "dkv" for tensors like q and v."""
+        return self.tuned.get(kernel) or LAUNCHES.find(f"{self.name}_{kernel}", q, v)
 
     def key_range(self, q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
         """For queries like q with `q_offset` tokens before them."""
         if cu_seqlens is None and not q_offset:
-            return self._range(spec, None)
+            return self.range_of(spec, None)
         tokens = q_offset + q.shape[1]
 
         def of_queries() -> KeyRange:
             whole = token_layout(tokens, spec, cu_seqlens, q.device)
             tables = (whole.position, whole.doc_start, whole.cmp_start)
-            return self._range(spec, TokenLayout(*(table[q_offset:] for table in tables)))
+            return self.range_of(spec, TokenLayout(*(table[q_offset:] for table in tables)))
 
         key = (self.name, tokens, q_offset, spec)
         return of_queries() if cu_seqlens is None else cached_with(cu_seqlens, key, of_queries)
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: NSASpec,
-        cu_seqlens: Tensor | None,
-        params: Launch | None = None,
-        *,
-        q_offset: int = 0,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] float32, natural logarithm."""
-        params = params or self.launch("forward", q, v)
+        params = self.launch("forward", q, v)
         key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         q, k, v = unit_last(q), unit_last(k), unit_last(v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
@@ -197,13 +168,11 @@ class Branch:
         lse: Tensor,
         spec: NSASpec,
         cu_seqlens: Tensor | None,
-        dq_params: Launch | None = None,
-        dkv_params: Launch | None = None,
         *,
         q_offset: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
-        dq_params, dkv_params = dq_params or self.launch("dq", q, v), dkv_params or self.launch("dkv", q, v)
+        dq_params, dkv_params = self.launch("dq", q, v), self.launch("dkv", q, v)
         key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
         (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
@@ -243,18 +212,6 @@ class Branch:
                         BLOCK=SUM_BLOCK, num_warps=4, num_stages=1,
                     )  # fmt: skip
         return dq, dk, dv
-
-    def backward_workspace(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec, *_: Any
-    ) -> int:
-        """Bytes that `backward` holds on top of arguments and results: two numbers a row, dK and dV in float32 of some
-        keys once for every part that their sum over the queries is split into, and q and dO in the order of rows."""
-        params = self.launch("dkv", q, v, H200)
-        splits = num_splits(q, k, self._range(spec, None), params, H200)
-        at_once = keys_at_once(k, v, splits, params) if splits > 1 else 0
-        in_order = k.shape[2] == 1 and q.is_contiguous() and do.is_contiguous()
-        rows = (q, do) if params.tma and not in_order else ()
-        return 8 * lse.numel() + at_once * _part_bytes(k, v, splits) + sum(x.numel() * x.element_size() for x in rows)
 
 
 window = Branch("win", _window_range)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.spec import NSASpec
+
 _HERE: AbstractContextManager[None] = nullcontext()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_BATCH = 65_535  # programs of a grid's second and third dimension
@@ -52,7 +54,7 @@ class Card(NamedTuple):
     multiprocessors: int
 
 
-H200 = Card("sm90", 132)  # what workspaces are stated for; cards with fewer multiprocessors need less
+H200 = Card("sm90", 132)  # that of meta tensors, to estimate memory: cards with fewer multiprocessors need less
 INTERPRETER = Card("sm80", 1)
 
 HEAD_CLASSES = (64, 128, 192, 256)
@@ -68,7 +70,7 @@ def card_class(capability: int) -> str:
 
 
 def card_of(x: Tensor) -> Card:
-    return _card(x.get_device()) if x.is_cuda else INTERPRETER
+    return _card(x.get_device()) if x.is_cuda else H200 if x.is_meta else INTERPRETER
 
 
 @cache
@@ -78,20 +80,20 @@ def _card(index: int) -> Card:
 
 
 class LaunchTable:
-    """The launches of one kernel file, by kernel, class ("fp32" for float32 on any card, else the card's) and class of
-    head size. One that is not given is that of the next larger head size, or else that of "sm80". For a small card,
-    "sm86", it is that of "sm80" with one pipeline stage less."""
+    """The launches of one kernel file, by kernel and class ("fp32" for float32 on any card, else the card's), then by
+    class of head size. One that is not given is that of the next larger head size, or else that of "sm80". For a small
+    card, "sm86", it is that of "sm80" with one pipeline stage less."""
 
-    def __init__(self, given: dict[tuple[str, str, int], Launch]):
+    def __init__(self, given: dict[tuple[str, str], dict[int, Launch]]):
         self._launches: dict[tuple[str, str, int], Launch] = {}
-        for kernel in {kernel for kernel, _, _ in given}:
-            for kind, head in product(("sm90", "sm80", "fp32"), HEAD_CLASSES):
-                keys = [(kernel, k, h) for k in (kind, "sm80") for h in HEAD_CLASSES if h >= head]
-                self._launches[kernel, kind, head] = next(given[key] for key in keys if key in given)
-            for head in HEAD_CLASSES:
-                launch = self._launches[kernel, "sm80", head]
-                small = replace(launch, num_stages=max(1, launch.num_stages - 1))
-                self._launches[kernel, "sm86", head] = given.get((kernel, "sm86", head), small)
+        for kernel, head in product({kernel for kernel, _ in given}, HEAD_CLASSES):
+            for kind in ("sm90", "sm80", "fp32"):
+                rows = [given.get((kernel, k), {}) for k in (kind, "sm80")]
+                heads = [h for h in HEAD_CLASSES if h >= head]
+                self._launches[kernel, kind, head] = next(row[h] for row in rows for h in heads if h in row)
+            launch = self._launches[kernel, "sm80", head]
+            small = replace(launch, num_stages=max(1, launch.num_stages - 1))
+            self._launches[kernel, "sm86", head] = given.get((kernel, "sm86"), {}).get(head, small)
 
     def find(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
         """The launch for queries like q and values like v, on a card other than theirs if one is given."""
@@ -128,8 +130,8 @@ def unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can."""
+def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can. Every spec runs."""
     if q.dtype not in DTYPES:
         name = str(q.dtype).removeprefix("torch.")
         return f"the Triton kernels compute float16, bfloat16 and float32, not {name}"

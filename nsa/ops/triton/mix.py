@@ -12,16 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
 from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 
-LAUNCHES = LaunchTable({("forward", "sm80", 256): Launch(4096, 1), ("backward", "sm80", 256): Launch(2048, 1)})
+LAUNCHES = LaunchTable({("forward", "sm80"): {256: Launch(4096, 1)}, ("backward", "sm80"): {256: Launch(2048, 1)}})
 
-
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-    """Why these kernels cannot mix branches of v's type, or None."""
-    return launch.refusal(v, v)
+refusal = launch.refusal
 
 
 def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None) -> Tensor:

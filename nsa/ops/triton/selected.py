@@ -20,15 +20,14 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
-from nsa.ops.triton.selected_lists import count_blocks, number_blocks
+from nsa.ops.triton.launch import Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
+from nsa.ops.triton.selected_lists import number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
     NO_MASK,
     TilePlan,
     choose_tiles,
     decode_tile,
-    list_bytes,
     loop_bounds,
     mask_scores,
     plan_tiles,
@@ -38,40 +37,31 @@ MAX_TOKENS = 1 << 30
 PARTS_MAX_PER_GROUP = 7  # heads of a group up to which rows that do not share blocks are done block by block; 0: never
 PARTS_RATIO = {64: 3.0, 128: 5.0}  # TilePlan.ratio of that, by class of head size; no other has it
 
-LAUNCHES = LaunchTable(
-    {
-        ("small", "sm80", 64): Launch(16, 64, 1, 3),
-        ("small", "sm80", 128): Launch(16, 32, 1, 3),
-        ("small", "sm80", 256): Launch(16, 32, 2, 2),
-        ("small", "fp32", 256): Launch(16, 32, 4, 1),
-        ("large", "sm90", 64): Launch(64, 64, 4, 3, maxnreg=168),
-        ("large", "sm80", 128): Launch(64, 64, 4, 3),
-        ("large", "sm80", 256): Launch(64, 64, 8, 2),
-        ("large", "fp32", 64): Launch(32, 32, 4, 1),
-        ("large", "fp32", 256): Launch(16, 32, 4, 1),
-        # Of selected_parts: the gathered rows of a step; a block is read at once.
-        ("parts", "sm80", 64): Launch(64, 64, 4, 3),
-        ("parts", "sm80", 128): Launch(64, 64, 4, 2),
-        ("parts", "sm80", 256): Launch(64, 64, 8, 2),
-        ("parts", "fp32", 256): Launch(16, 64, 4, 1),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("small", "sm80"): {64: Launch(16, 64, 1, 3), 128: Launch(16, 32, 1, 3), 256: Launch(16, 32, 2, 2)},
+    ("small", "fp32"): {256: Launch(16, 32, 4, 1)},
+    ("large", "sm90"): {64: Launch(64, 64, 4, 3, maxnreg=168)},
+    ("large", "sm80"): {128: Launch(64, 64, 4, 3), 256: Launch(64, 64, 8, 2)},
+    ("large", "fp32"): {64: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)},
+    # Of selected_parts: the gathered rows of a step; a block is read at once.
+    ("parts", "sm80"): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
+    ("parts", "fp32"): {256: Launch(16, 64, 4, 1)},
+})  # fmt: skip
 
 backward = selected_backward.backward
-backward_workspace = selected_backward.backward_workspace
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run on such tensors; None when they can."""
     if v.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
-    return launch.refusal(q, v)
+    return launch.refusal(q, v, spec)
 
 
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> TilePlan:
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> TilePlan:
     """The checked-in launch parameters for such tensors."""
-    plan = choose_tiles(q, k, v, spec, LAUNCHES, card)
-    head, kind = head_class(q.shape[3], v.shape[3]), (card or card_of(q)).kind
+    plan = choose_tiles(q, k, v, spec, LAUNCHES)
+    head, kind = head_class(q.shape[3], v.shape[3]), card_of(q).kind
     is_small = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP and spec.sel_block <= selected_parts.MAX_BLOCK
     if plan.method != "adaptive" or not is_small or head not in PARTS_RATIO or kind != "sm90" or q.element_size() != 2:
         return plan
@@ -110,21 +100,10 @@ def forward(
     return o, lse
 
 
-def forward_workspace(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None
-) -> int:
-    """Bytes that `forward` holds on top of arguments and results: the blocks that each tile of queries reads, and the
-    parts of a stretch of queries."""
-    plan, blocks = default_params(q, k, v, spec, H200), count_blocks(k.shape[1], spec, cu_seqlens)
-    lists = sum(list_bytes(indices, blocks, q.shape[2] // k.shape[2], plan))
-    return lists + (selected_parts.plan_stretch(q, v, indices, blocks).bytes if plan.method == "parts" else 0)
-
-
 def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec) -> int:
     """Stretches of queries whose parts `forward` holds in turn: where there is one more, its workspace is smaller."""
-    if default_params(q, k, v, spec, H200).method != "parts":
-        return 1
-    return cdiv(q.shape[1], selected_parts.plan_stretch(q, v, indices, count_blocks(k.shape[1], spec, None)).queries)
+    is_by_parts = default_params(q, k, v, spec).method == "parts"
+    return cdiv(q.shape[1], selected_parts.queries_at_once(q, v, indices)) if is_by_parts else 1
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])

@@ -19,8 +19,8 @@ from torch import Tensor
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected_lists, selected_tiles
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
-from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_place, count_blocks, number_blocks
+from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_place, number_blocks
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
 from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, extent, keys_at_once, load_block
 
@@ -28,43 +28,22 @@ ITEMS_WANTED = 1536  # work items that keep every card busy to the end
 FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
 
 # "block" with dQ separate, "block_fused" with it: the gathered rows of a step x keys. "query_": of a separate dQ.
-LAUNCHES = LaunchTable(
-    {
-        ("block_fused", "sm90", 64): Launch(128, 64, 4, 2),
-        ("block_fused", "sm90", 128): Launch(32, 64, 4, 2),
-        ("block_fused", "sm90", 256): Launch(32, 64, 8, 2),
-        ("block_fused", "sm80", 64): Launch(32, 64, 4, 3),
-        ("block_fused", "sm80", 128): Launch(32, 64, 8, 2),
-        ("block_fused", "sm80", 256): Launch(32, 32, 8, 2),
-        ("block_fused", "sm86", 128): Launch(32, 64, 8, 2),
-        ("block_fused", "fp32", 64): Launch(16, 32, 4, 1),
-        ("block_fused", "fp32", 128): Launch(16, 16, 4, 1),
-        ("block_fused", "fp32", 256): Launch(16, 16, 8, 1),
-        ("block", "sm90", 64): Launch(128, 64, 4, 2),
-        ("block", "sm90", 128): Launch(32, 64, 4, 3),
-        ("block", "sm90", 256): Launch(32, 64, 8, 2),
-        ("block", "sm80", 64): Launch(64, 64, 4, 2),
-        ("block", "sm80", 128): Launch(64, 64, 8, 2),
-        ("block", "sm80", 256): Launch(32, 64, 8, 2),
-        ("block", "sm86", 256): Launch(32, 32, 8, 1),
-        ("block", "fp32", 128): Launch(16, 32, 4, 1),
-        ("block", "fp32", 256): Launch(16, 16, 8, 1),
-        ("query_small", "sm80", 64): Launch(16, 64, 1, 3),
-        ("query_small", "sm80", 128): Launch(16, 32, 1, 3),
-        ("query_small", "sm80", 256): Launch(16, 32, 4, 2),
-        ("query_small", "fp32", 128): Launch(16, 32, 4, 1),
-        ("query_small", "fp32", 256): Launch(16, 16, 8, 1),
-        ("query_large", "sm90", 64): Launch(64, 64, 4, 3),
-        ("query_large", "sm90", 128): Launch(64, 64, 4, 2),
-        ("query_large", "sm90", 256): Launch(64, 64, 8, 2),
-        ("query_large", "sm80", 128): Launch(64, 64, 4, 2),
-        ("query_large", "sm80", 256): Launch(64, 64, 8, 1),
-        ("query_large", "sm86", 192): Launch(32, 32, 8, 1),
-        ("query_large", "sm86", 256): Launch(32, 32, 8, 1),
-        ("query_large", "fp32", 128): Launch(16, 32, 4, 1),
-        ("query_large", "fp32", 256): Launch(16, 16, 8, 1),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("block_fused", "sm90"): {64: Launch(128, 64, 4, 2), 128: Launch(32, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
+    ("block_fused", "sm80"): {64: Launch(32, 64, 4, 3), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 2)},
+    ("block_fused", "sm86"): {128: Launch(32, 64, 8, 2)},
+    ("block_fused", "fp32"): {64: Launch(16, 32, 4, 1), 128: Launch(16, 16, 4, 1), 256: Launch(16, 16, 8, 1)},
+    ("block", "sm90"): {64: Launch(128, 64, 4, 2), 128: Launch(32, 64, 4, 3), 256: Launch(32, 64, 8, 2)},
+    ("block", "sm80"): {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 64, 8, 2)},
+    ("block", "sm86"): {256: Launch(32, 32, 8, 1)},
+    ("block", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 8, 1)},
+    ("query_small", "sm80"): {64: Launch(16, 64, 1, 3), 128: Launch(16, 32, 1, 3), 256: Launch(16, 32, 4, 2)},
+    ("query_small", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 8, 1)},
+    ("query_large", "sm90"): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
+    ("query_large", "sm80"): {128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 1)},
+    ("query_large", "sm86"): {192: Launch(32, 32, 8, 1), 256: Launch(32, 32, 8, 1)},
+    ("query_large", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 8, 1)},
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +57,7 @@ class BackwardPlan:
     query: TilePlan
 
 
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | None = None) -> BackwardPlan:
+def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardPlan:
     """The checked-in launch parameters for such tensors."""
     batch, tokens, heads, _ = q.shape
     groups, per_group = k.shape[2], heads // k.shape[2]
@@ -87,12 +66,12 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, card: Card | 
         and max(q.shape[3], v.shape[3]) <= FUSED_MAX_HEAD
         and not torch.are_deterministic_algorithms_enabled()
     )
-    block = LAUNCHES.find("block_fused" if fused else "block", q, v, card)
+    block = LAUNCHES.find("block_fused" if fused else "block", q, v)
     # A block is chosen by num_selected * sel_block queries on average: lists up to twice that stay whole, and
     # their results are written once. Short sequences need shorter items to occupy the card.
     items = batch * groups * tokens * spec.num_selected // ITEMS_WANTED
     chunk = min(max(256, power_of_2(items)), max(256, 2 * spec.num_selected * spec.sel_block))
-    query = choose_tiles(q, k, v, spec, LAUNCHES, card, "query_")
+    query = choose_tiles(q, k, v, spec, LAUNCHES, "query_")
     return BackwardPlan("fused" if fused else "separate", block, chunk, query)
 
 
@@ -137,35 +116,6 @@ def backward(
         if params.dq == "fused":
             dq = _scaled(dq, q.shape[3] ** -0.5, q.dtype)
     return dq, dk, dv
-
-
-def backward_workspace(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-) -> int:
-    """Bytes that `backward` holds on top of arguments and results: lse and delta, the lists of every block, and the
-    bits that invert the selection or, after them, dK and dV in parts. A fused dQ is summed in float32; a separate one
-    needs the lists of its tiles first."""
-    params = default_params(q, k, v, spec, H200)
-    tokens, blocks = q.shape[1], count_blocks(k.shape[1], spec, cu_seqlens)
-    turns = selected_lists.plan_turns(tokens, blocks, k.shape[0] * k.shape[2])
-    pairs, at_once = turns[0].pairs, turns[0].blocks  # of the largest turn
-    size = selected_lists.list_sizes(tokens, indices.shape[3], at_once, pairs, params.chunk)
-    lists = size.bytes * min(2, len(turns))  # those of one turn live until the next has its own
-    parts = 4 * size.slots * spec.sel_block * (q.shape[3] + v.shape[3])
-    delta, scratch = 8 * lse.numel(), max(pairs * selected_lists.table_bytes(tokens, at_once), parts)
-    if params.dq == "fused":
-        # The result is made at the end, when the scratch is free again.
-        return 4 * q.numel() + delta + lists + max(0, scratch - q.numel() * q.element_size())
-    tiles = selected_tiles.list_bytes(indices, blocks, q.shape[2] // k.shape[2], params.query)
-    return delta + max(sum(tiles), tiles[-1] + lists + scratch)
 
 
 def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

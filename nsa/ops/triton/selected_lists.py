@@ -47,19 +47,12 @@ class Blocks:
     q_offset: int = 0
 
 
-def count_blocks(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> int:
-    """Blocks of a sequence; packed, an upper bound that depends on shapes alone."""
-    if cu_seqlens is None:
-        return num_blocks(tokens, spec)
-    return min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)  # a document adds at most one short block
-
-
 def number_blocks(
     tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device, q_offset: int = 0
 ) -> Blocks:
     if cu_seqlens is None:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return Blocks(count_blocks(tokens, spec, None), False, nothing, nothing, nothing, q_offset)
+        return Blocks(num_blocks(tokens, spec), False, nothing, nothing, nothing, q_offset)
     blocks = cached_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
     return replace(blocks, q_offset=q_offset)
 
@@ -67,7 +60,7 @@ def number_blocks(
 def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:
     device = cu_seqlens.device
     layout = token_layout(tokens, spec, cu_seqlens, device)
-    count = count_blocks(tokens, spec, cu_seqlens)
+    count = min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)  # a document adds at most one short block
     opens = layout.position % spec.sel_block == 0
     number = opens.cumsum(0) - 1
     starts = torch.full((count + 2,), tokens, dtype=torch.int32, device=device)
@@ -133,26 +126,6 @@ def plan_turns(tokens: int, blocks: int, pairs: int) -> list[Turn]:
     ]
 
 
-class ListSizes(NamedTuple):
-    """Lengths of what `block_lists` builds, from shapes alone."""
-
-    queries: int
-    cells: int
-    items: int
-    slots: int
-
-    @property
-    def bytes(self) -> int:
-        return 4 * (self.queries + 5 * self.cells + self.items)
-
-
-def list_sizes(tokens: int, chosen: int, blocks: int, pairs: int, chunk: int) -> ListSizes:
-    queries, cells = pairs * tokens * chosen, pairs * blocks
-    items = cells + queries // chunk
-    # A block gets slots when its list is longer than a chunk: at most 2 * length / chunk of them.
-    return ListSizes(queries, cells, items, min(items, 2 * queries // chunk + 1))
-
-
 class Skipped(NamedTuple):
     """Queries that are left out: of tile i of `queries` queries where `take` [P, tiles] is not 0. The first query of
     the indices is number `first` of all that the tiles count."""
@@ -182,19 +155,21 @@ def block_lists(
 
     bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=indices.device)
     before = ints(pairs, spans, count)
-    size = list_sizes(tokens, chosen, count, pairs, chunk)
+    queries, cells = pairs * tokens * chosen, pairs * count
+    items = cells + queries // chunk
     lists = BlockLists(
         *turn,
         chunk,
-        queries=ints(size.queries),
-        offsets=ints(size.cells, dtype=torch.int64),
-        counts=ints(size.cells),
-        item_first=ints(size.cells),
-        slot_first=ints(size.cells),
-        item_block=ints(size.items),
+        queries=ints(queries),
+        offsets=ints(cells, dtype=torch.int64),
+        counts=ints(cells),
+        item_first=ints(cells),
+        slot_first=ints(cells),
+        item_block=ints(items),
         totals=ints(2),
-        max_items=size.items,
-        max_slots=size.slots,
+        max_items=items,
+        # A block gets slots when its list is longer than a chunk: at most 2 * length / chunk of them.
+        max_slots=min(items, 2 * queries // chunk + 1),
     )
     padded = power_of_2(chosen)
     at_once = max(1, min(64, 1024 // padded))
@@ -211,11 +186,11 @@ def block_lists(
         bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
     )
     _plan_kernel[(1,)](
-        lists.counts, lists.offsets, lists.item_first, lists.slot_first, lists.totals, size.cells, chunk,
+        lists.counts, lists.offsets, lists.item_first, lists.slot_first, lists.totals, cells, chunk,
         WIDTH=2048, num_warps=8,
     )  # fmt: skip
-    _fill_kernel[(cdiv(size.cells, 32),)](
-        lists.counts, lists.item_first, lists.item_block, size.cells, chunk, WIDTH=32, num_warps=1
+    _fill_kernel[(cdiv(cells, 32),)](
+        lists.counts, lists.item_first, lists.item_block, cells, chunk, WIDTH=32, num_warps=1
     )
     _scatter_kernel[grid](
         *source, before, lists.offsets, lists.queries, lists.queries if positions is None else positions, *sizes,

@@ -10,7 +10,6 @@ Legend: B batch, S tokens, G key/value heads, h query heads per group, n indices
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,9 +28,7 @@ from nsa.ops.triton.selected_lists import (
     block_lists,
     block_place,
     count_steps,
-    list_sizes,
     rows_of_step,
-    table_bytes,
 )
 from nsa.ops.triton.selected_tiles import extent, load_block
 
@@ -42,27 +39,14 @@ CHUNK = 256  # queries of a work item
 MERGED_ROWS = 32
 
 
-class Stretch(NamedTuple):
-    """How many queries of every sequence are done at a time, and the bytes that takes."""
-
-    queries: int
-    bytes: int
-
-
-def plan_stretch(q: Tensor, v: Tensor, indices: Tensor, blocks: int) -> Stretch:
-    """Stretches of equal length, of whole spans."""
+def queries_at_once(q: Tensor, v: Tensor, indices: Tensor) -> int:
+    """How many queries of every sequence are done at a time: stretches of equal length, of whole spans."""
     batch, tokens, groups, chosen = indices.shape
-    a_row = v.shape[3] * q.element_size() + 4
-    a_query = batch * chosen * q.shape[2] * a_row
+    a_query = batch * chosen * q.shape[2] * (v.shape[3] * q.element_size() + 4)
     own = batch * tokens * (q.shape[2] + groups) * (q.shape[3] + v.shape[3]) * q.element_size()  # q, k, v and o
     limit = min(max(MIN_PARTS_BYTES, own), MAX_PARTS_BYTES)
     turns = cdiv(tokens, max(SPAN, limit // max(1, a_query)))
-    queries = min(tokens, cdiv(cdiv(tokens, turns), SPAN) * SPAN)
-    pairs = batch * groups
-    lists = list_sizes(queries, chosen, blocks, pairs, CHUNK)
-    # The lists of one stretch live until the next has its own.
-    held = lists.bytes * (2 if turns > 1 else 1) + pairs * table_bytes(queries, blocks)
-    return Stretch(queries, queries * (a_query + 4 * pairs * chosen) + held)
+    return min(tokens, cdiv(cdiv(tokens, turns), SPAN) * SPAN)
 
 
 def attend_parts(
@@ -79,7 +63,7 @@ def attend_parts(
     `scale` in base 2."""
     q, _, v, o, lse = tensors
     batch, tokens, groups, chosen = indices.shape
-    pairs, at_once = batch * groups, plan_stretch(q, v, indices, blocks.count).queries
+    pairs, at_once = batch * groups, queries_at_once(q, v, indices)
     entries, per_group = pairs * at_once * chosen, q.shape[2] // groups
     parts = torch.empty(entries * per_group, v.shape[3], dtype=q.dtype, device=q.device)
     lse_parts = torch.empty(entries * per_group, dtype=torch.float32, device=q.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import Card, Launch, LaunchTable, cdiv, head_class, power_of_2
+from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, head_class, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
@@ -106,12 +106,10 @@ def extent(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
 
 
-def choose_tiles(
-    q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, card: Card | None, prefix: str = ""
-) -> TilePlan:
+def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, prefix: str = "") -> TilePlan:
     """The plan for such tensors, with the launches "small" and "large" of a table."""
     per_group = q.shape[2] // k.shape[2]
-    small, large = (table.find(prefix + name, q, v, card) for name in ("small", "large"))
+    small, large = (table.find(prefix + name, q, v) for name in ("small", "large"))
     ratio = 2.6 if head_class(q.shape[3], v.shape[3]) == 64 and q.dtype != torch.float32 else 2.0
     # A group of many heads fills a tile with one query; four warps carry 64 rows.
     rows = min(large.rows, max(small.rows, power_of_2(per_group)))
@@ -126,15 +124,6 @@ def choose_tiles(
     return TilePlan("tile" if visible <= 2 * spec.num_selected else "adaptive", small, large, ratio)
 
 
-def _tile_shapes(per_group: int, chosen: int, plan: TilePlan) -> list[tuple[Launch, TileShape]]:
-    """The tiles of each pass: large, then small ones where it is decided for each large tile; else one kind."""
-    small, large = (_tile_shape(per_group, chosen, params) for params in (plan.small, plan.large))
-    many = large.queries // small.queries * small.queries  # large tiles consist of whole small ones
-    if plan.method == "adaptive" and many > small.queries:
-        return [(plan.large, large._replace(queries=many)), (plan.small, small)]
-    return [(plan.large, large) if plan.method in ("tile", "parts") else (plan.small, small)]
-
-
 def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
     """The rows of a launch, reduced to what the mask bits can tell apart."""
     rows = params.rows
@@ -146,25 +135,18 @@ def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
 
 def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
     """The launches that together cover every query once; of "parts", one over the large tiles that are used."""
-    *larger, (params, shape) = _tile_shapes(per_group, indices.shape[3], plan)
-    if plan.method == "parts":
-        return [TilePass(params, shape, tile_lists(indices, spec, blocks, shape.queries, ratio=plan.ratio), 1)]
-    lists = tile_lists(indices, spec, blocks, shape.queries)
-    if not larger:
-        return [TilePass(params, shape, lists)]
-    ((large_params, large),) = larger
+    small, large = (_tile_shape(per_group, indices.shape[3], params) for params in (plan.small, plan.large))
+    if plan.method in ("tile", "parts"):
+        ratio, wanted = (0.0, 0) if plan.method == "tile" else (plan.ratio, 1)
+        return [TilePass(plan.large, large, tile_lists(indices, spec, blocks, large.queries, ratio=ratio), wanted)]
+    lists = tile_lists(indices, spec, blocks, small.queries)
+    sub = large.queries // small.queries  # large tiles then consist of whole small ones
+    if plan.method == "query" or sub <= 1:
+        return [TilePass(plan.small, small, lists)]
+    large = large._replace(queries=sub * small.queries)
     wide = tile_lists(indices, spec, blocks, large.queries, lists, plan.ratio)
     lists = replace(lists, take=wide.take)
-    return [TilePass(large_params, large, wide, 1), TilePass(params, shape, lists, 0, large.queries // shape.queries)]
-
-
-def list_bytes(indices: Tensor, blocks: int, per_group: int, plan: TilePlan) -> list[int]:
-    """Bytes of the lists of each pass, counts included."""
-    batch, tokens, groups, chosen = indices.shape
-    return [
-        batch * groups * cdiv(tokens, shape.queries) * (8 * min(shape.queries * chosen, blocks) + 12)
-        for _, shape in _tile_shapes(per_group, chosen, plan)
-    ]
+    return [TilePass(plan.large, large, wide, 1), TilePass(plan.small, small, lists, 0, sub)]
 
 
 def tile_lists(

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa.ops.layout import num_blocks, token_layout
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
-from nsa.ops.triton.launch import H200, Card, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton.launch import H200, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
 from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
@@ -29,30 +29,24 @@ SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would 
 SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
 # Of sm90 found by timing, of the others by counting registers and shared memory.
-LAUNCHES = LaunchTable(
-    {
-        ("score", "sm90", 64): Launch(64, 192, 4, 3, maxnreg=128),
-        ("score", "sm90", 128): Launch(64, 256, 4, 2),
-        ("score", "sm90", 256): Launch(64, 128, 4, 2),
-        ("score", "sm80", 128): Launch(64, 192, 4, 3),
-        ("score", "sm80", 256): Launch(64, 64, 4, 2),
-        ("score", "fp32", 128): Launch(32, 64, 8, 1),
-        ("score", "fp32", 256): Launch(32, 32, 4, 1),
-        ("pick", "sm80", 256): Launch(1, 16384, 16),
-    }
-)
+LAUNCHES = LaunchTable({
+    ("score", "sm90"): {64: Launch(64, 192, 4, 3, maxnreg=128), 128: Launch(64, 256, 4, 2), 256: Launch(64, 128, 4, 2)},
+    ("score", "sm80"): {128: Launch(64, 192, 4, 3), 256: Launch(64, 64, 4, 2)},
+    ("score", "fp32"): {128: Launch(32, 64, 8, 1), 256: Launch(32, 32, 4, 1)},
+    ("pick", "sm80"): {256: Launch(1, 16384, 16)},
+})  # fmt: skip
 
 
 def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
     """Why these kernels cannot run queries like q with key/value heads like v's, or None."""
     if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
         return f"block selection takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    return launch.refusal(q, v)
+    return launch.refusal(q, v, spec)
 
 
-def default_params(q: Tensor, k: Tensor, card: Card | None = None) -> tuple[Launch, Launch]:
+def default_params(q: Tensor, k: Tensor) -> tuple[Launch, Launch]:
     """The launches of scores and top-k."""
-    return LAUNCHES.find("score", q, k, card), LAUNCHES.find("pick", q, k, card)
+    return LAUNCHES.find("score", q, k), LAUNCHES.find("pick", q, k)
 
 
 def forward(
@@ -115,20 +109,6 @@ def _starts(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) 
     if not q_offset:
         return layout.doc_start, layout.cmp_start
     return layout.doc_start[q_offset:] - q_offset, layout.cmp_start[q_offset:]
-
-
-def forward_workspace(
-    q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
-) -> int:
-    """Bytes that `forward` holds on top of arguments and results: the block scores of its largest chunk."""
-    batch, tokens, heads, dim = q.shape
-    groups = k.shape[2]
-    constants = score_constants(spec, heads // groups, dim, False, default_params(q, k, H200)[0])
-    planes = groups * constants["PLANES"]
-    packed = cu_seqlens is not None or q_offset > 0
-    limit = score_bytes(q_offset + tokens)
-    scored_from, chunks = plan_chunks(batch, tokens, planes, constants["QT"], spec, packed, limit, q_offset)
-    return 4 * score_elements(chunks, planes, scored_from, spec, q_offset)
 
 
 # What follows from shapes alone is computed once for each; callers only read it.

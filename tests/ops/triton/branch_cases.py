@@ -1,7 +1,7 @@
 """What the tests of the compressed and the window kernels share: inputs and comparison."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -62,13 +62,14 @@ def inputs(branch: str, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    module = BRANCHES[branch][0]
+    tuned = dict.fromkeys(("forward", "dq", "dkv"), case.launch) if case.launch else {}
+    kernels = replace(BRANCHES[branch][0], tuned=tuned)
     q, k, v, do = tensors
     borders = case.cu_seqlens()
-    o, lse = module.forward(q, k, v, case.spec, borders, case.launch)
+    o, lse = kernels.forward(q, k, v, case.spec, borders)
     splits = mock.patch.object(flash, "num_splits", return_value=case.splits) if case.splits else nullcontext()
     with splits:
-        grads = module.backward(do, q, k, v, o, lse, case.spec, borders, case.launch, case.launch)
+        grads = kernels.backward(do, q, k, v, o, lse, case.spec, borders)
     return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
 
 

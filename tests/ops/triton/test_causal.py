@@ -93,12 +93,12 @@ def test_cudnn_gets_long_single_sequences_in_16_bits_on_hopper(kernel):
 
 
 def test_documents_stay_with_our_kernels():
-    """A workspace is that of the pass that would run."""
+    """cuDNN has a workspace where it would run."""
     q, k = like(), torch.empty(1, 65535, 2, 64, dtype=torch.bfloat16, device="meta")
-    lse = torch.empty(q.shape[:3], device="meta")
-    arguments = (q, q, k, k, q, lse, NSASpec())
-    by_cudnn = compressed.backward_workspace(*arguments, None)
-    packed = compressed.backward_workspace(*arguments, torch.empty(2, dtype=torch.int32, device="meta"))
-    assert by_cudnn > packed > 0
-    assert compressed.forward_workspace(q, k, k, NSASpec(), None) > q.nbytes
-    assert compressed.forward_workspace(q, k, k, NSASpec(), torch.empty(2, device="meta")) == 0
+    lse, borders = torch.empty(q.shape[:3], device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    forward, backward = (q, k, k, NSASpec()), (q, q, k, k, q, lse, NSASpec())
+    assert compressed.forward_workspace(*forward, None) > q.nbytes
+    assert compressed.backward_workspace(*backward, None) > 4 * q.nbytes
+    for packed, offset in ((borders, 0), (None, 16)):
+        assert compressed.forward_workspace(*forward, packed, q_offset=offset) is None
+        assert compressed.backward_workspace(*backward, packed, q_offset=offset) is None
