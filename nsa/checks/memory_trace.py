@@ -72,9 +72,9 @@ class LiveBytes(TorchDispatchMode):
             self._hold(tensor, counted=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # of every look at a fake tensor's device
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
-            return result
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 self._hold(tensor)

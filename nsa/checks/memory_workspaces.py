@@ -8,8 +8,8 @@ too, is here. Where Triton cannot be imported, the reference would run, and its 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,10 +72,30 @@ def _of_backend(
     stated = None if formula is None else formula(*given, NSASpec(*sizes), cu_seqlens, **offset)
     if stated is not None:
         return float(stated)
-    host_code = partial(getattr(runs, function), **offset)
+    described = [_Strided.of(x) for x in (*given, NSASpec(*sizes), cu_seqlens)]
+    return _measured(measure, operator, function, *described, **offset)
+
+
+class _Strided(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Any) -> Any:
+        return cls(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+@lru_cache
+def _measured(measure: Measure, operator: str, function: str, *described: Any, **offset: int) -> float:
+    """Of the kernels' host code; once for layers of the same shapes."""
+    host_code = partial(getattr(dispatch.kernels_for(operator), function), **offset)
     with unset_fake_temporarily(), _nothing_launched():
-        arguments = [_on_meta(x) for x in (*given, NSASpec(*sizes), cu_seqlens)]
-        if cu_seqlens is not None:
+        make = partial(torch.empty_strided, device="meta")
+        arguments = [make(x.shape, x.stride, dtype=x.dtype) if isinstance(x, _Strided) else x for x in described]
+        if described[-1] is not None:
             host_code(*arguments)  # what follows from borders is computed once for all layers: nobody's workspace
         return measure(host_code, arguments)
 
@@ -91,11 +111,6 @@ def _nothing_launched() -> Iterator[None]:
         yield
     finally:
         KernelInterface.__getitem__ = launch
-
-
-def _on_meta(x: Any) -> Any:
-    is_tensor = isinstance(x, Tensor)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if is_tensor else x
 
 
 def _mix_attention_backward(measure: Measure, do: Tensor, q: Tensor, *args: Any) -> float:
