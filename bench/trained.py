@@ -23,7 +23,7 @@ from bench.learning import folders
 from bench.shapes import SPEC, Inputs, Shape, agreement
 from nsa.nn.attention import NSAAttention, attention_layers
 from nsa.nn.compressor import MeanCompressor
-from nsa.nn.rope import rotary_tables, rotate
+from nsa.nn.rope import rotary_tables
 from nsa.ops.observe import observing
 from nsa.ops.operators import positions
 from nsa.ops.spec import NSASpec
@@ -107,13 +107,11 @@ class Agreements:
 
 def layer_inputs(layer: NSAAttention, x: Tensor, dtype: torch.dtype) -> Inputs:
     """The inputs of attention inside `layer` for its input x. Compressed keys are turned after compression."""
-    q, pairs = layer._projections(x)
-    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = pairs
     turns, slot_turns = (
-        rotary_tables(position, layer.head_dim_k, layer.rope_base)
-        for position in positions(x.shape[1], layer.spec, None, x.device)
+        rotary_tables(position, *layer.rotary) for position in positions(x.shape[1], layer.spec, None, x.device)
     )
-    tensors = (rotate(q, turns), k_cmp, v_cmp, rotate(k_sel, turns), v_sel, rotate(k_win, turns), v_win, layer.gate(x))
+    q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = layer.projections(x, turns)
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, layer.gate(x))
     leaves = (t.detach().to(dtype).contiguous().requires_grad_() for t in tensors)
     return Inputs(*leaves, slot_turns=slot_turns)
 
