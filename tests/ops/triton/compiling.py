@@ -5,6 +5,7 @@ would be launched, and a host function that read a value back from the device wo
 TRITON_INTERPRET), it reads questions, a JSON line each, and answers with what each kernel takes from a multiprocessor.
 """
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -214,8 +215,9 @@ def surround(
     step.product(between, [tensor(dim, hidden)], residual=x)
 
 
-def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The compiled kernel, with the specialisations a real launch would get."""
+def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, str]:
+    """The compiled kernel, with the specialisations a real launch would get, and what the assembler said: nothing
+    where the kernel was compiled before."""
     options = dict(options)
     launch = {
         name: options.pop(name) for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options
@@ -244,7 +246,10 @@ def compile_launch(arch: int, kernel: Any, args: tuple[Any, ...], options: dict[
             if value % 16 == 0 and not param.do_not_specialize:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
+    with redirect_stdout(io.StringIO()) as said, triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
+    return compiled, said.getvalue()
 
 
 def tool(name: str, *arguments: str | Path) -> str:
@@ -254,14 +259,13 @@ def tool(name: str, *arguments: str | Path) -> str:
     return done.stdout + done.stderr
 
 
-def measured(arch: int, key: tuple[str, str], compiled: Any) -> Taken:
+def measured(arch: int, key: tuple[str, str], compiled: Any, report: str) -> Taken:
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         binary.write_bytes(compiled.asm["cubin"])
         usage = re.search(r"REG:(\d+) STACK:(\d+)", tool("cuobjdump", "-res-usage", binary))
         assert usage is not None
-        report = ""
-        if arch == 90 and "wgmma" in compiled.asm["ptx"]:  # what only the assembler says, of such products
+        if arch == 90 and "wgmma" in compiled.asm["ptx"] and not report:  # what only the assembler says
             source.write_text(compiled.asm["ptx"])
             report = tool("ptxas", "-v", "--gpu-name=sm_90a", source, "-o", binary)
     memory, narrow = compiled.metadata, narrow_strides(compiled.asm["ttir"])
@@ -293,7 +297,7 @@ def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
         key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor | TensorDescriptor)}))
         is_first = key[0] == "product_kernel" or not any(key[0] == name for name, _ in found)
         if key not in found and (not only or (key[0] in only and is_first)):
-            found[key] = measured(arch, key, compile_launch(arch, kernel, args, options))
+            found[key] = measured(arch, key, *compile_launch(arch, kernel, args, options))
     return list(found.values())
 
 
