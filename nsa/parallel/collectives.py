@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.errors import NSAError, RankLostError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError, RankLostError
 from nsa.parallel.launch import World
 
 T = TypeVar("T")
@@ -31,18 +31,23 @@ def on_first_rank(world: World, function: Callable[[], T]) -> T:
     """What `function` returns or raises on rank 0, returned or raised on every rank. The others do not call it."""
     if world.size == 1:
         return function()
-    answer: list[Any] = [None, None]  # what it returned, and what it raised
+    answer: list[Any] = [None]
     failure: Exception | None = None
     if world.is_first:
         try:
-            answer[0] = function()
+            answer = [(None, function())]
         except Exception as error:
             failure = error
-            answer[1] = error if isinstance(error, NSAError) else RankLostError(f"rank 0 failed: {error}")
+            answer = [((getattr(error, "exit_code", None), str(error)), None)]
     dist.broadcast_object_list(answer, src=0, group=world.cpu_group)
-    if failure is not None or answer[1] is not None:
-        raise failure or answer[1]
-    return answer[0]  # type: ignore[no-any-return]
+    if failure is not None:
+        raise failure
+    failed, value = answer[0]
+    if failed is not None:
+        code, text = failed
+        kind = next((k for k in (ConfigError, DataError, CheckpointError, LaunchError) if k.exit_code == code), None)
+        raise RankLostError(f"rank 0 failed: {text}") if kind is None else kind(text)
+    return value  # type: ignore[no-any-return]
 
 
 _LOST = ("gloo", "nccl", "connection reset by peer", "connection closed by peer")
