@@ -66,7 +66,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._hurry = threading.Event()  # somebody waits: no more pauses
-        self._sound: set[Path] = set()  # written or verified by this process
+        self._sound: set[Path] = set()  # verified by this process
+        self._own: set[Path] = set()  # written by it
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -176,13 +177,14 @@ class Saver:
         flush_folder(aside)
         checkpoint = self.root / names.name_of(snapshot.step)
         faults.point("save.rename")
-        if checkpoint not in self._sound:  # one of the same step that this process wrote is the same
+        if checkpoint not in self._own:  # one of the same step that this process wrote is the same
             if checkpoint.exists() or checkpoint.is_symlink():
                 checkpoint.rename(self.root / f"{names.WRITING}damaged-{checkpoint.name}")
             aside.rename(checkpoint)
         faults.point("save.renamed")
         flush_folder(self.root)
         self._sound.add(checkpoint)
+        self._own.add(checkpoint)
         self.last_good = checkpoint.name  # even if what follows fails
         pointer = checkpoint.name.encode() + b"\n"
         faults.point("save.latest")
