@@ -90,7 +90,11 @@ def test_the_largest_kernels_fit_cards_that_nothing_was_run_on(compiler, arch, s
         check(compiler, [89], PRODUCTION[0], spilled, only=LARGEST[-1:])
 
 
-@pytest.mark.parametrize("plan", [Plan(1, 32768, 32, 8, 128, 128), Plan(4, 8192, 12, 2, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(Plan(1, 32768, 32, 8, 128, 128), marks=pytest.mark.long), Plan(4, 8192, 12, 2, 64, 64)],
+    ids=str,
+)
 def test_kernels_of_groups_of_few_heads_fit_the_card(compiler, plan):
     check(compiler, [90, 100], plan, spilled=128, only=(*PARTS_KERNELS, "_block_grads_kernel"))
 
