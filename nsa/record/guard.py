@@ -119,10 +119,8 @@ class Guard:
     def _handle_hang(self, report: Report) -> None:
         now = time.time()
         time_limited(LOOK_S, self._name_stacks, now)
-        found = time_limited(LOOK_S, read_ranks, self.folder) or []
+        found = kill_stopped_ranks(self.folder)
         ranks = [rank for rank, _ in found]
-        for rank in ranks:
-            rank.kill_if_stopped()
         report |= {"file": str(self.path) if self.path else None, "ranks": [asdict(rank) for rank in ranks]}
         resident_gib = int(_process_status(self.pid).get("VmRSS", "0").split()[0]) / 2**20
         standing = format_ranks(found) + f"\nmemory: {resident_gib:.3f} GiB resident\n"
@@ -307,12 +305,23 @@ def read_ranks(folder: Path) -> list[tuple[RankState, list[str]]]:
     return found
 
 
+def kill_stopped_ranks(folder: Path) -> list[tuple[RankState, list[str]]]:
+    """What `read_ranks` finds, after ranks on this host that are stopped (SIGSTOP) were killed."""
+    found = time_limited(LOOK_S, read_ranks, folder) or []
+    for rank, _ in found:
+        rank.kill_if_stopped()
+    return found
+
+
 def format_ranks(found: list[tuple[RankState, list[str]]]) -> str:
     text = "\nwhere each rank stood:\n" + "".join(f"{rank}\n" for rank, _ in found)
     for rank, events in found:
         text += f"\nlast events of rank {rank.rank}:\n" + "".join(f"{line}\n" for line in events)
-    killed = [f"\nrank {rank.rank} was stopped and could not end itself: killed\n" for rank, _ in found if rank.killed]
-    return text + "".join(killed)
+    return text + "".join(f"\n{line}\n" for line in killed_lines(found))
+
+
+def killed_lines(found: list[tuple[RankState, list[str]]]) -> list[str]:
+    return [f"rank {rank.rank} was stopped and could not end itself: killed" for rank, _ in found if rank.killed]
 
 
 def data_is_missing_elsewhere(folder: Path, phase: str, within_s: float) -> bool:

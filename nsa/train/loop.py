@@ -23,13 +23,23 @@ from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, tokenizer_for
 from nsa.data.waiting import WaitStopped
-from nsa.errors import CheckpointError, Interrupted, LaunchError, NumericsError, OutOfMemoryError, Preempted, printable
+from nsa.errors import (
+    CheckpointError,
+    Interrupted,
+    LaunchError,
+    NumericsError,
+    OutOfMemoryError,
+    Preempted,
+    RankLostError,
+    printable,
+)
 from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.launch import World, read_launch, start_world
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
 from nsa.record.environment import describe_environment
+from nsa.record.guard import kill_stopped_ranks, killed_lines
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
 from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
@@ -123,6 +133,9 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
         monitor.close()
         reason = exhausted or lost_rank(error, world.rank, world.size) or error
         record_end(folder, reason, session.step if session else None, monitor.describe())
+        if isinstance(reason, RankLostError):  # its timeout may be shorter than the hang limit of its guard
+            for line in killed_lines(kill_stopped_ranks(folder)):
+                print(line, flush=True)
         if exhausted is not None:
             raise exhausted from error
         raise

@@ -35,17 +35,14 @@ def test_survivors_of_a_lost_rank_end_with_code_8_and_the_reason(tmp_path, strat
     assert metrics_of(tmp_path / "run")["exit_code"] == 8
 
 
-def test_a_stopped_rank_is_given_up_after_the_timeout(tmp_path):
+def test_a_stopped_rank_is_given_up_after_the_timeout_and_killed(tmp_path):
     config = write_config(tmp_path, parallel={"strategy": "ddp", "timeout_s": 5.0}, train={"steps": 8})
     processes = start_ranks(
         2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.backward:stop:hit=3:rank=1"
     )
-    try:
-        output, _ = processes[0].communicate(timeout=60)
-        assert processes[0].returncode == 8, output
-    finally:
-        processes[1].send_signal(signal.SIGKILL)
-        processes[1].communicate()
+    ended = wait_all(processes, timeout_s=60)
+    assert [e.code for e in ended] == [8, -9], ended[0].output
+    assert "rank 1 was stopped and could not end itself: killed" in ended[0].output
     assert len(rows_of(tmp_path / "run")) == 2
 
 
