@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops.library import cos_sin
+
 
 class RopeScaling(NamedTuple):
     """Lower frequencies for a context longer than the one a model was first trained with.
@@ -44,7 +46,8 @@ def rotary_tables(
     if scaling is not None:
         frequency = scaling.apply(frequency)
     angle = position.to(torch.float32)[..., None] * frequency
-    return angle.cos(), angle.sin()
+    cos, sin = cos_sin(angle) if torch.compiler.is_compiling() else (angle.cos(), angle.sin())
+    return cos, sin
 
 
 def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -363,3 +363,10 @@ packed_positions = _define(
         for length in (tokens, num_slots(tokens, _spec(*spec), packed=True))
     ),
 )
+
+# For compiled code, which otherwise computes both anew for every head that reads them. Angles have no gradient.
+cos_sin = _define(
+    "cos_sin(Tensor angle) -> (Tensor, Tensor)",
+    lambda angle: (angle.cos(), angle.sin()),
+    lambda angle: (torch.empty_like(angle), torch.empty_like(angle)),
+)

@@ -177,6 +177,15 @@ def test_the_layer_compiles_without_a_graph_break():
         torch.testing.assert_close(got, expected)
 
 
+def test_a_compiled_layer_reads_rotary_tables_instead_of_computing_them_for_every_head():
+    graphs = []
+    compiled = torch.compile(build(), backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    compiled(torch.randn(1, 21, 24))
+    targets = [node.target for graph in graphs for node in graph.graph.nodes]
+    assert targets.count(torch.ops.nsa.cos_sin.default) == 2  # for tokens and for compressed tokens
+    assert not {"cos", "sin", torch.cos, torch.sin} & set(targets)
+
+
 def test_layers_are_found_by_type_whatever_wraps_them():
     inner = build()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleDict({"a": torch.nn.Sequential(inner)}))
