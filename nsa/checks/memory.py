@@ -37,7 +37,9 @@ GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "selective", "block"
 # The share of the estimated activations and temporaries that compiled blocks held: the lowest and the highest measured
 # (the 125M model with NSA or dense attention on an H200; bench/results). Not measured: "branch", and ranks that share
 # sequences, whose blocks are compiled in two parts.
-COMPILED_SHARES = {"none": (0.76, 0.78), "selective": (0.90, 0.99), "block": (0.90, 0.99)}
+COMPILED_SHARES = {"none": (0.75, 0.78), "selective": (0.90, 0.99), "block": (0.90, 0.99)}
+# The same where the MLP of a recomputed pass runs in chunks: compiling saves nothing of it.
+LONG_COMPILED_SHARES = {"none": COMPILED_SHARES["none"], "selective": (1.03, 1.05)}
 # What a card needs besides the estimate: the CUDA context with its kernels and NCCL, and gaps between tensors.
 CONTEXT_GIB, GAPS = 1.0, 0.05
 # GiB that PyTorch sees on each.
@@ -166,10 +168,10 @@ class Planner:
         found = {name: self._parts(moment, size < self.share) for name, moment in phases.items()}
         highest = max(found, key=lambda name: _peak_gib(found[name]))
         planned, compiled = _peak_gib(found[highest]), None
-        if granularity in COMPILED_SHARES and self.config.parallel.context == 1:
-            low, high = (
-                max(_peak_gib(parts, share) for parts in found.values()) for share in COMPILED_SHARES[granularity]
-            )
+        is_long = size * self.config.train.seq_len >= LONG_PASS
+        shares = (LONG_COMPILED_SHARES if is_long else COMPILED_SHARES).get(granularity)
+        if shares is not None and self.config.parallel.context == 1:
+            low, high = (max(_peak_gib(parts, share) for parts in found.values()) for share in shares)
             compiled, planned = (low, high), high if self.config.runtime.compile else planned
         gradients = _FLOAT32 * self._trainable / self._shards
         return Estimate(size, granularity, highest, found[highest], gradients, compiled, planned)
