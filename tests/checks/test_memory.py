@@ -28,7 +28,7 @@ from nsa.checks.memory import (
 from nsa.checks.memory_trace import trace
 from nsa.cli.main import app
 from nsa.config import Config, load_config
-from nsa.config.schema import DataConfig, TrainConfig
+from nsa.config.schema import DataConfig, ParallelConfig, TrainConfig
 from nsa.errors import ConfigError
 from nsa.nn.cache import KVCache
 from nsa.nn.loss import LONG_PASS
@@ -57,6 +57,7 @@ def _each_pass_is_traced_once(monkeypatch, traces):
             nsa=config.nsa,
             data=DataConfig(isolate_documents=config.data.isolate_documents),
             train=TrainConfig(seq_len=config.train.seq_len, micro_batch=size, batch_size=size),
+            parallel=ParallelConfig(context=config.parallel.context),
             runtime=config.runtime.model_copy(update={"compile": False}),
         )
         key = reduced.model_dump_json(), memory_trace.TRACED_BLOCKS, param_dtype, memory_trace.NORMS_IN_FLOAT32

@@ -22,7 +22,8 @@ SMALL = "train.steps=2 train.batch_size=2 train.eval_sequences=1 model.n_layers=
 REDUCED = {  # what is added to a command that would take long
     "train": ["--override", SMALL],
     "generate": ["--max-tokens", "3"],
-    "memory": ["model.n_layers=2", "train.seq_len=256"],
+    "memory": ["model.n_layers=2", "train.seq_len=256", "--card", "24gb"],
+    "eval": ["--samples", "1", "--lengths", "256"],
 }
 # Lines that run elsewhere: packages in tests/packaging, examples in test_docs.py, checks below; the others are this
 # suite, the linters, the site of test_site.py, and a benchmark for a GPU.

@@ -101,7 +101,7 @@ def test_kernels_of_groups_of_few_heads_fit_the_card(compiler, plan):
 
 @pytest.mark.parametrize(
     ("arch", "plan", "only"),
-    [(90, STEPS[0], ()), (80, STEPS[0], ATTENTION_OF_STEPS), (90, STEPS[1], ATTENTION_OF_STEPS),
+    [(90, STEPS[0], ATTENTION_OF_STEPS), (80, STEPS[0], ATTENTION_OF_STEPS), (90, STEPS[1], ATTENTION_OF_STEPS),
      (90, ONE_SEQUENCE[0], ATTENTION_OF_STEPS[:3])],
 )  # fmt: skip
 def test_decode_kernels_fit_the_card(compiler, arch, plan, only):

@@ -205,7 +205,7 @@ def test_launches_of_a_million_tokens_occupy_a_card():
             assert (splits - 1) * span < width <= splits * span
 
 
-PACKED = [0, 40, 41, 240]
+PACKED = [0, 40, 41, 130]
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ PACKED = [0, 40, 41, 240]
 def test_rows_split_between_programs_change_nothing(sizes, cu, monkeypatch):
     """With two local blocks nothing that is not visible needs a score: there is no mask then."""
     spec = NSASpec(*sizes, 16)
-    q, k, lse, borders = tensors(spec, 240, 3, 1, 16, cu=cu)
+    q, k, lse, borders = tensors(spec, 130, 3, 1, 16, cu=cu)
     launches = params(48, 16)
     whole = check(q, k, lse, spec, borders, launches)
     monkeypatch.setattr(selection, "SCORE_TILES", 1)
-    assert selection.split_blocks(1, selection.block_width(240, spec), 4)[0] > 1
+    assert selection.split_blocks(1, selection.block_width(130, spec), 4)[0] > 1
     assert torch.equal(whole, selection.forward(q, k, lse, spec, borders, launches))
 
 

@@ -3,6 +3,7 @@
 Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
 """
 
+import functools
 from unittest import mock
 
 import pytest
@@ -56,15 +57,25 @@ def normed(x, norm):
     return nn.functional.rms_norm(x, x.shape[-1:], norm, EPS)
 
 
+def product_inputs(tokens, channels, dtype):
+    return 30 * draw(tokens, channels, dtype=dtype), (1 + draw(channels, seed=1) / 4).to(dtype)
+
+
+@functools.cache
+def normed_by_the_kernel(tokens, channels, dtype):
+    x, norm = product_inputs(tokens, channels, dtype)
+    return kernels.product(x, [torch.eye(channels, dtype=dtype, device=DEVICE)], norm=norm, eps=EPS)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("tokens", "channels"), [(1, 24), (1, 1100), (3, 130), (32, 40)])
 @pytest.mark.parametrize("sizes", [(40,), (48, 16, 5), (16, 16, 16, 32, 16, 32, 16, 33)], ids=str)
 def test_products_of_one_input_side_by_side(poisoned, tokens, channels, sizes, dtype):
-    x, norm = 30 * draw(tokens, channels, dtype=dtype), (1 + draw(channels, seed=1) / 4).to(dtype)
+    x, norm = product_inputs(tokens, channels, dtype)
     weights = [draw(size, channels, dtype=dtype, seed=2 + i) for i, size in enumerate(sizes)]
     biases = [draw(size, dtype=dtype, seed=20 + i) if i % 3 != 1 else None for i, size in enumerate(sizes)]
     # What the norm rounds is what the modules' norm rounds, but where it lies between two numbers.
-    read = kernels.product(x, [torch.eye(channels, dtype=dtype, device=DEVICE)], norm=norm, eps=EPS)
+    read = normed_by_the_kernel(tokens, channels, dtype)
     assert_near(read, normed(x.double(), norm.double()), dtype)
     want = [
         read.double() @ w.double().T + (0 if b is None else b.double()) for w, b in zip(weights, biases, strict=True)
