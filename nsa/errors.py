@@ -127,14 +127,20 @@ class CacheFullError(NSAError, RuntimeError):
 
 
 class DerivativeError(NSAError, NotImplementedError):
-    """A second derivative was asked for. `operator` is the one whose backward would have been differentiated."""
+    """A second derivative, or one in forward mode, was asked for. `operator` is the one that does not have it."""
 
-    def __init__(self, operator: str):
-        super().__init__(
-            f"{operator}: has a first derivative only; its backward cannot be differentiated. Use gradients made with "
+    def __init__(self, operator: str, *, is_forward_mode: bool = False):
+        problem = (
+            "has a first derivative only; its backward cannot be differentiated. Use gradients made with "
             "create_graph=True as constants (.detach()), or take a Hessian-vector product from the difference of two "
             "gradients: (grad(x + h*v) - grad(x - h*v)) / 2h"
         )
+        if is_forward_mode:
+            problem = (
+                "has no forward-mode derivative (torch.func.jvp, jacfwd, hessian; forward_ad). Use .backward() or "
+                "torch.autograd.grad, or take the difference of two values: (f(x + h*v) - f(x - h*v)) / 2h"
+            )
+        super().__init__(f"{operator}: {problem}")
         self.operator = operator
 
 

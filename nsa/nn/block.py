@@ -13,7 +13,7 @@ from nsa.nn.dense import DenseAttention
 from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain, project
 from nsa.nn.step import feed_forward_new
-from nsa.ops.library import norm_mlp
+from nsa.ops.library import norm_mlp, refuse_tangents
 
 
 class SwiGLU(nn.Module):
@@ -87,4 +87,5 @@ class DecoderBlock(nn.Module):
         if not is_ours or has_hooks(mlp) or has_hooks(norm):
             return mlp(norm(x_BSC))  # type: ignore[no-any-return]
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
+        refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
         return norm_mlp(x_BSC, norm.weight, *weights, norm.eps)  # type: ignore[no-any-return]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 from nsa.errors import ArgumentError, DerivativeError
 from nsa.ops import feed_forward, joint
@@ -114,6 +116,18 @@ class _Once(torch.autograd.Function):
 
 
 _once: Callable[..., Any] = _Once.apply
+
+
+def refuse_tangents(operator: str, *tensors: Tensor) -> None:
+    """Raises where forward-mode differentiation reaches an operator: its node would lose the tangents unnoticed."""
+    if forward_ad._current_level < 0:
+        return
+    top = _functorch.peek_interpreter_stack()
+    for x in tensors:
+        # The tangents of an outer jvp are not visible in what vmap or grad wraps.
+        is_hidden = top and top.key() != _functorch.TransformType.Jvp and _functorch.is_functorch_wrapped_tensor(x)
+        if is_hidden or forward_ad.unpack_dual(x).tangent is not None:
+            raise DerivativeError(f"nsa::{operator}", is_forward_mode=True)
 
 
 def _differentiate(

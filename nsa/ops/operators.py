@@ -34,6 +34,7 @@ def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None,
     any borders: the blocks of the documents come first, one document after the other; what is left over is 0.
     """
     _check_sequence("x", x, cu_seqlens)
+    library.refuse_tangents("mean_blocks", x)
     y: Tensor = library.mean_blocks(x, spec.as_ints(), cu_seqlens, backend)
     return y
 
@@ -51,6 +52,7 @@ def compress_contract(
             "weight", f"must be [cmp_block={spec.cmp_block}, D={x.shape[3]}, E], got {list(weight.shape)}"
         )
     _check_like("weight", weight, x, "x")
+    library.refuse_tangents("contract_blocks", x, weight)
     y: Tensor = library.contract_blocks(x, weight, spec.as_ints(), cu_seqlens, backend)
     return y
 
@@ -72,6 +74,7 @@ def compressed_attention(
     """
     _check_sequence("q", q, cu_seqlens)
     _check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, _num_slots(q, spec, cu_seqlens, q_offset))
+    library.refuse_tangents("compressed_attention", q, k_cmp, v_cmp)
     o, lse = library.compressed_attention(q, k_cmp, v_cmp, spec.as_ints(), cu_seqlens, q_offset, backend)
     return o, lse.detach()
 
@@ -137,6 +140,7 @@ def selected_attention(
     _check_pair("k", k, "v", v, q, _length(q, q_offset))
     wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]
     _check_ints("indices", indices, "[B, S, G, num_selected]", wanted, q)
+    library.refuse_tangents("selected_attention", q, k, v)
     o: Tensor = library.selected_attention(q, k, v, indices, spec.as_ints(), cu_seqlens, q_offset, backend)[0]
     return o
 
@@ -157,6 +161,7 @@ def window_attention(
     """
     _check_sequence("q", q, cu_seqlens)
     _check_pair("k", k, "v", v, q, _length(q, q_offset))
+    library.refuse_tangents("window_attention", q, k, v)
     o: Tensor = library.window_attention(q, k, v, spec.as_ints(), cu_seqlens, q_offset, backend)[0]
     return o
 
@@ -186,6 +191,7 @@ def nsa_attention(
     _check_pair("k_sel", k_sel, "v_sel", v_sel, q, q.shape[1])
     _check_pair("k_win", k_win, "v_win", v_win, q, q.shape[1])
     _check_gates(gates, q)
+    library.refuse_tangents("mix_attention", q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
     sizes = spec.as_ints()
     together = joint.is_short(q)

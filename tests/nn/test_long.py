@@ -9,6 +9,7 @@ from torch import nn
 
 from nsa.checks.memory_trace import LiveBytes
 from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.errors import DerivativeError
 from nsa.nn import loss as losses
 from nsa.nn.block import SwiGLU
 from nsa.nn.loss import divergence_loss, next_token_loss
@@ -208,3 +209,9 @@ def test_a_long_pass_has_no_second_derivative(in_chunks):
     (gradient,) = torch.autograd.grad(loss * loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_the_mlp_of_a_long_pass_has_no_forward_mode():
+    block, x = build_model(MODEL, NSA, VOCABULARY, seed=0).blocks[0], torch.randn(1, 20, MODEL.dim)
+    with pytest.raises(DerivativeError, match="nsa::norm_mlp"):
+        torch.func.jvp(block._chunked_mlp, (x,), (x,))

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.errors import ArgumentError, BackendError, DerivativeError
@@ -131,6 +132,44 @@ def test_a_second_derivative_is_an_error_that_names_the_operator(name, function,
         with pytest.raises(DerivativeError, match=r"detach.*difference of two gradients") as error:
             torch.autograd.grad(grad.sum(), inputs, allow_unused=True, retain_graph=True)
         assert error.value.operator == f"nsa::{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "inputs"),
+    [pytest.param(*case, id=case[0]) for case in differentiable_operators() if case[0] != "mix_branches"],
+)
+def test_forward_mode_is_an_error_that_names_the_operator(name, function, inputs):
+    """For a tangent of any argument, where without an error it would be zero."""
+    inputs = [x.detach() for x in inputs]
+    for place in range(len(inputs)):
+        with forward_ad.dual_level(), pytest.raises(DerivativeError, match="no forward-mode") as error:
+            function(*(forward_ad.make_dual(x, x) if i == place else x for i, x in enumerate(inputs)))
+        assert error.value.operator == f"nsa::{name}"
+    with forward_ad.dual_level():
+        assert torch.equal(function(*inputs), function(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_forward_mode_is_an_error_inside_transforms_too_and_constants_pass():
+    x = make_inputs(9)
+    tangent = torch.ones_like(x.q)
+
+    def attend(q):
+        return window_attention(q, x.k_win, x.v_win, SMALL)
+
+    together = torch.vmap(lambda q: attend(q[None])[0])
+    torch.testing.assert_close(together(x.q), attend(x.q))
+    for transformed in (
+        lambda: torch.func.jvp(attend, (x.q,), (tangent,)),
+        lambda: torch.func.jvp(together, (x.q,), (tangent,)),
+        lambda: torch.func.jacfwd(attend)(x.q),
+        lambda: torch.func.hessian(lambda q: attend(q).sum())(x.q),
+    ):
+        with pytest.raises(DerivativeError):
+            transformed()
+    o, moved = torch.func.jvp(lambda z: attend(x.q) * z, (tangent,), (2 * tangent,))
+    assert torch.equal(o, attend(x.q))
+    assert torch.equal(moved, 2 * o)
 
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
