@@ -24,7 +24,7 @@ from nsa.ops.spec import NSASpec
 IntLike = TypeVar("IntLike", int, Tensor)
 Cached = TypeVar("Cached")
 
-_cache: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version, what was computed from it, by key)
+_cache: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version or values, what was computed from it, by key)
 _capture_cache: Any = None  # the same, of the CUDA graph that is being captured
 _cache_lock = threading.Lock()
 
@@ -125,7 +125,8 @@ def _packed_slots(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> SlotLayout:
 
 
 def cached_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Cached]) -> Cached:
-    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed. Callers must not modify it.
+    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed. Callers must not modify it. On the CPU
+    the values decide, which collectives and code outside torch change without a new version of the tensor.
 
     A CUDA graph computes it again in every replay, from the borders that it finds then: nothing that was computed
     outside a capture is used in it or the other way round. Inside, it is cached where `layouts_of_capture` is active.
@@ -134,7 +135,8 @@ def cached_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Cached]
     cache = _capture_cache if capturing else _cache
     if cu_seqlens.is_inference() or cache is None:
         return compute()
-    version = cu_seqlens._version
+    is_readable = type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"  # a fake tensor is not
+    version = cu_seqlens.tolist() if is_readable else cu_seqlens._version
     with _cache_lock:
         found = cache.get(cu_seqlens)
         if found is None or found[0] != version:

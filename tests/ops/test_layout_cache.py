@@ -3,7 +3,9 @@
 import gc
 import weakref
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.ops import NSASpec, layout
 from nsa.ops.layout import cached_with, layouts_of_capture, slot_layout, token_layout
@@ -26,6 +28,22 @@ def test_borders_that_are_written_to_are_computed_again():
     assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()[5:] == list(range(7))
     cu_seqlens[1] = 9
     assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()[9:] == [0, 1, 2]
+
+
+def test_borders_on_the_cpu_that_are_written_to_unnoticed_are_computed_again():
+    """As a collective does it: the tensor keeps its version."""
+    memory = np.array([0, 5, 12], dtype=np.int32)
+    cu_seqlens = torch.from_numpy(memory)
+    before = token_layout(12, SPEC, cu_seqlens, "cpu")
+    memory[1] = 9
+    assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist()[9:] == [0, 1, 2]
+    memory[1] = 5
+    assert token_layout(12, SPEC, cu_seqlens, "cpu").position.tolist() == before.position.tolist()
+
+
+def test_fake_borders_have_a_layout():
+    with FakeTensorMode():
+        assert token_layout(12, SPEC, borders(0, 5, 12), "cpu").position.shape == (12,)
 
 
 def test_another_tensor_or_another_spec_has_its_own_layout():
