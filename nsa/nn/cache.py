@@ -9,7 +9,7 @@ Legend: B rows of a forward pass, n tokens of a row.
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -104,6 +104,12 @@ class KVCache:
         self.table = torch.zeros_like(self._table, device=self.device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         self._stale_table = self._stale_lengths = False  # whether the device's are behind the host's
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """A cache of the same model that goes on by itself."""
+        new = copy(self)
+        new.__dict__ = deepcopy(self.__dict__, {id(module): module for module in self.model.modules()} | memo)
+        return new
 
     def pool(self, size: int, heads: int, dim_k: int, dim_v: int, *, is_ring: bool = False) -> Pool:
         """For a layer: pages of `size` tokens, or rings that hold as many and the slack."""
@@ -223,7 +229,9 @@ class KVCache:
     def reserve(self, counts: Sequence[int], sequences: Sequence[int]) -> list[int]:
         """The host's part of `append`: pages for the new tokens. Returns the lengths before them, which the device
         has until a `CacheStep` is made, or replayed as part of a CUDA graph."""
-        if len(counts) != len(sequences) or not sequences:
+        if not sequences:
+            raise ArgumentError("sequences", "there are none; call `add` once for every row first")
+        if len(counts) != len(sequences):
             raise ArgumentError("counts", f"must be one for each of {len(sequences)} sequences, got {len(counts)}")
         if len(set(sequences)) != len(sequences):
             raise ArgumentError("sequences", f"names a sequence twice: {list(sequences)}")
@@ -401,7 +409,8 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
     if not cache.sequences and batch <= cache.max_sequences:
         added = [cache.add() for _ in range(batch)]
     if batch != len(cache.sequences):
-        raise ArgumentError("cache", f"holds {len(cache.sequences)} sequences, and the input has {batch} rows")
+        held = f"holds {len(cache.sequences)} sequences, and the input has {batch} rows"
+        raise ArgumentError("cache", f"{held}; it was made with sequences={cache.max_sequences}")
     try:
         return cache.append(tokens)
     except (ArgumentError, CacheFullError):  # nothing is changed where it raises

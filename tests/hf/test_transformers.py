@@ -1,5 +1,6 @@
 """A trained run in transformers: loaded, generating, trained further, with adapters, and back."""
 
+import copy
 import subprocess
 import sys
 
@@ -156,6 +157,19 @@ def test_the_cache_can_be_used_by_hand(run, exported):
         logits = [model(part, past_key_values=cache).logits for part in tokens.split([30, 1, 19], dim=1)]
         torch.testing.assert_close(torch.cat(logits, 1), run.model(tokens), atol=1e-5, rtol=1e-5)
     assert cache.get_seq_length() == 50
+
+
+def test_copies_of_a_filled_cache_continue_a_common_start(exported):
+    model = load(exported)
+    tokens = torch.randint(0, 255, (1, 50))
+    start = NSACache(model, batch_size=1, max_length=40)
+    with torch.no_grad():
+        model(tokens[:, :40], past_key_values=start)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    for end in (45, 50):
+        continued = model.generate(tokens[:, :end], past_key_values=copy.deepcopy(start), **settings)
+        assert torch.equal(continued, model.generate(tokens[:, :end], **settings))
+    assert start.get_seq_length() == 40
 
 
 @pytest.mark.parametrize("name", ["bytes", "json", "gpt2"])

@@ -1,5 +1,6 @@
 """Decoding with a cache gives what the whole sequence gives, however the tokens are split, joined and taken back."""
 
+import copy
 import random
 
 import pytest
@@ -239,6 +240,31 @@ def test_a_step_belongs_to_its_input_and_its_layers():
         )
     with pytest.raises(ArgumentError, match=r"cache: holds torch\.float32 and the layer computes in torch\.float64"):
         layer(x, cache=KVCache(layer, sequences=2, max_length=9, dtype=torch.float32))
+
+
+def test_sequences_are_asked_for_and_their_limit_is_named():
+    cache = KVCache(small(), sequences=2, max_length=64)
+    with pytest.raises(ArgumentError, match="sequences: there are none; call `add` once for every row"):
+        cache.append(3)
+    with pytest.raises(ArgumentError, match=r"holds 0 sequences, and the input has 3 rows; .* sequences=2"):
+        cache.model(torch.zeros(3, 4, dtype=torch.int64), cache=cache)
+
+
+@pytest.mark.parametrize("variant", ["pattern", "shared mlp"])
+def test_a_copy_of_a_cache_goes_on_by_itself(variant):
+    model = small(*VARIANTS[variant])
+    tokens = torch.randint(0, VOCABULARY, (2, 100))
+    cache = KVCache(model, sequences=2, max_length=100)
+    model(tokens[:, :60], cache=cache)
+    forked = copy.deepcopy(cache)
+    assert forked.model is model
+    model(tokens[:, :40], cache=forked)
+    same(model(tokens[:, 60:], cache=cache), model(tokens)[:, 60:])
+    assert (cache.length(0), forked.length(0)) == (100, 100)
+    forked.crop(60)
+    same(model(tokens[:, 60:], cache=forked), model(tokens)[:, 60:])
+    both = copy.deepcopy([model, KVCache(model, sequences=1, max_length=9)])
+    assert both[1].model is both[0], "copied together with its model, it is that of the copy"
 
 
 def test_a_failed_crop_is_possible_from_the_start_again():
