@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from nsa.errors import ArgumentError
 
@@ -80,7 +81,8 @@ def _casts(*tensors: Tensor) -> bool:
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the layer multiplies by its weight and does nothing else."""
-    return is_bare(layer, nn.Linear) and layer.bias is None
+    # A fake tensor stands for a plain one; other subclasses may not be joined, such as quantized weights.
+    return is_bare(layer, nn.Linear) and layer.bias is None and type(layer.weight) in (nn.Parameter, Tensor, FakeTensor)
 
 
 def is_bare(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:

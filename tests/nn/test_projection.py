@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.nn import NSAAttention
 from nsa.nn.projection import FEW_TOKENS, project
@@ -84,6 +85,29 @@ def test_a_layer_whose_forward_was_patched_is_called():
     chosen[2].forward = lambda x: original(x) + 1.0
     x = torch.randn(1, 3, 24)
     assert torch.equal(project(x, list(chosen))[2], original(x) + 1.0)
+
+
+def test_a_layer_whose_weight_is_more_than_a_tensor_is_called():
+    """As quantization does it: a weight that knows how it is multiplied, and nothing else."""
+
+    class Quantized(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.cat:
+                raise NotImplementedError
+            return super().__torch_function__(function, types, args, kwargs)
+
+    chosen = layers()
+    chosen[1].weight = nn.Parameter(chosen[1].weight.detach().as_subclass(Quantized))
+    x = torch.randn(1, 3, 24)
+    for got, layer in zip(project(x, list(chosen)), chosen, strict=True):
+        assert torch.equal(got, layer(x))
+
+
+def test_weights_that_are_only_traced_are_one_product(products):
+    with FakeTensorMode():
+        assert [y.shape[-1] for y in project(torch.empty(2, 5, 24), list(layers()))] == list(SIZES)
+    assert len(products) == 1
 
 
 def test_biases_are_not_lost():
