@@ -4,6 +4,7 @@ Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compr
 """
 
 from collections.abc import Iterator
+from operator import index
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from nsa.nn.cache import CacheStep, KVCache
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import NSALayerCache, decode_backend, write
-from nsa.nn.projection import check_input, project_heads
+from nsa.nn.projection import check_input, project_heads, reset_parts
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.nn.step import attend, attend_new
 from nsa.ops import (
@@ -83,11 +84,15 @@ class NSAAttention(nn.Module):
         backend: Backend = None,
     ):
         super().__init__()
+        if not isinstance(spec, NSASpec | None):
+            raise ArgumentError("spec", f"must be an NSASpec or None, got {type(spec).__name__}")
+        dim, num_heads = _whole("dim", dim), _whole("num_heads", num_heads)
+        num_kv_heads = _whole("num_kv_heads", num_kv_heads)
         _check_layer_arguments(dim, num_heads, num_kv_heads, phi, compress, gate, force_branch)
         self.spec = spec or NSASpec()
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k = _head_size("head_dim_k", head_dim_k)
-        self.head_dim_v = _head_size("head_dim_v", head_dim_v or head_dim_k)
+        self.head_dim_v = _head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
         self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
         self.rope_base, self.backend = rope_base, backend
         self.rotary = (self.head_dim_k, rope_base, rope_scaling)  # what `rotary_tables` takes besides positions
@@ -105,6 +110,12 @@ class NSAAttention(nn.Module):
         self.gate = BranchGate(dim, num_heads, gate)
         self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
         self._freeze_unused()
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as the constructor does, also after `to_empty`. For a model around the layer use
+        `model.apply`, which comes to a module after its parts: reset after the gate, its last layer would not be zero.
+        """
+        reset_parts(self)
 
     def _build_phi(self, phi: str, head_dim: int) -> MeanCompressor | MLPCompressor:
         backend = backend_of("phi", self.backend)
@@ -125,7 +136,8 @@ class NSAAttention(nn.Module):
         cu_seqlens   borders of documents packed into one sequence, for a batch of 1: an int32 tensor on the device of
                      x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
                      a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
-                     start anew in each.
+                     start anew in each. On a GPU, pass `.clone()` of a buffer that a collective or code outside
+                     torch fills: such a write is not noticed there
         cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
                      output is that of the whole sequence at these tokens, without a gradient
 
@@ -244,7 +256,15 @@ def _check_layer_arguments(
         raise ArgumentError("force_branch", f"must be one of {', '.join(BRANCHES)}, got {force_branch!r}")
 
 
+def _whole(name: str, value: int) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ArgumentError(name, f"must be a whole number, got {value!r}") from None
+
+
 def _head_size(name: str, size: int) -> int:
+    size = _whole(name, size)
     if size < 16 or size > 256 or size % 16:
         raise ArgumentError(name, f"must be a multiple of 16 from 16 to 256, got {size}")
     return size

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.nn.cache import CacheStep, KVCache
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
-from nsa.nn.projection import check_input, project_heads
+from nsa.nn.projection import check_input, project_heads, reset_parts
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.nn.step import attend, attend_new
 from nsa.ops.decode import paged_attention
@@ -64,6 +64,10 @@ class DenseAttention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = nn.Linear(num_heads * head_dim_v, dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        """As for NSAAttention."""
+        reset_parts(self)
 
     def build_cache(self, cache: KVCache) -> LayerCache:
         """What this layer keeps in a `KVCache`."""

@@ -15,6 +15,7 @@ from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.cache import CacheStep, KVCache, begin
 from nsa.nn.dense import DenseAttention
 from nsa.nn.loss import HeadLoss
+from nsa.nn.projection import reset_parts
 from nsa.nn.rope import RopeScaling
 from nsa.ops.operators import Backend
 
@@ -45,9 +46,15 @@ class Decoder(nn.Module):
         self.head = nn.Linear(model.dim, vocab_size, bias=False)
         if model.tied_head:
             self.head.weight = self.embedding.weight
-        self.reset_parameters()
+        self._draw_weights()
 
     def reset_parameters(self) -> None:
+        """Initialises all parameters as the constructor does, also after `to_empty`. Resetting parts after it would
+        leave them as PyTorch initialises them; `model.apply` comes to the decoder last."""
+        reset_parts(self)
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
         """Normal weights; what writes into the residual stream is scaled down by its depth.
 
         Gates and compressors are left as they initialise themselves.

@@ -54,6 +54,13 @@ def listed(modules: nn.Module) -> list[Any]:
     return list(modules) if isinstance(modules, nn.ModuleList) else [modules]
 
 
+def reset_parts(module: nn.Module) -> None:
+    """Initialises all that a module consists of as the parts do it themselves."""
+    for part in module.children():
+        reset: Any = getattr(part, "reset_parameters", None)
+        reset_parts(part) if reset is None else reset()
+
+
 def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
     """The input of an attention layer of this width, whose first projection is `layer`."""
     if not isinstance(x_BSC, Tensor):

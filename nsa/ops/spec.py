@@ -3,7 +3,9 @@
 Imports neither torch nor triton, so that configurations can be validated without loading either.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from operator import index
 
 from nsa.errors import SpecError
 
@@ -34,6 +36,10 @@ class NSASpec:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            if not isinstance(value, int):
+                with suppress(TypeError):  # an integer of numpy, for example
+                    value = index(value)
+                    object.__setattr__(self, f.name, value)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SpecError(f.name, f"must be a whole number, got {value!r}")
             least = 0 if f.name in ("num_init", "num_local") else 1

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -218,7 +220,13 @@ def test_compressed_keys_are_rotated_to_the_start_of_their_block():
         ({"num_heads": 3}, "num_kv_heads"),
         ({"head_dim_k": 20}, "head_dim_k"),
         ({"head_dim_v": 512}, "head_dim_v"),
+        ({"head_dim_v": 0}, "head_dim_v"),
+        ({"head_dim_k": 16.0}, "head_dim_k"),
         ({"dim": 0}, "dim"),
+        ({"dim": 64.0}, "dim"),
+        ({"num_heads": "4"}, "num_heads"),
+        ({"num_kv_heads": None}, "num_kv_heads"),
+        ({"spec": {"window": 512}}, "spec"),
         ({"phi": "max"}, "phi"),
         ({"compress": "never"}, "compress"),
         ({"gate": "relu"}, "gate"),
@@ -229,6 +237,27 @@ def test_a_bad_option_is_named(options, argument):
     with pytest.raises(ArgumentError) as error:
         build(**options)
     assert error.value.argument == argument
+
+
+def test_integers_of_numpy_are_sizes():
+    layer = NSAAttention(*map(np.int64, (64, 4, 2, 16)))
+    assert {type(size) for size in (layer.dim, layer.num_heads, layer.num_kv_heads, layer.head_dim_v)} == {int}
+
+
+@pytest.mark.parametrize("options", [{"phi": "mlp", "qk_norm": True, "qkv_bias": True}, {"phi": "mean_mlp"}])
+def test_a_layer_made_without_memory_is_initialised_as_another(options):
+    torch.manual_seed(0)
+    fresh = NSAAttention(64, 4, 2, 16, **options)
+    with torch.device("meta"):
+        layer = NSAAttention(64, 4, 2, 16, **options)
+    layer.to_empty(device="cpu")
+    for reset in (layer.reset_parameters, lambda: layer.apply(lambda part: getattr(part, "reset_parameters", int)())):
+        for parameter in layer.parameters():
+            torch.nn.init.constant_(parameter, math.nan)
+        reset()
+        for (name, got), want in zip(layer.named_parameters(), fresh.parameters(), strict=True):
+            torch.testing.assert_close(got.std(), want.std(), rtol=0.5, atol=0.0, msg=name)
+            torch.testing.assert_close(got.mean(), want.mean(), rtol=0.0, atol=0.3, msg=name)
 
 
 def test_the_default_spec_is_that_of_the_paper():

@@ -7,7 +7,7 @@ import torch
 
 from nsa.config.schema import ModelConfig, NSAConfig
 from nsa.nn.flops import flops_per_token, mean_keys_read
-from nsa.nn.model import build_model
+from nsa.nn.model import Decoder, build_model
 from nsa.ops import NSASpec
 
 TINY = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16)
@@ -53,6 +53,22 @@ def test_weights_depend_on_the_seed_alone():
     other = build_model(TINY, NSA, 256, seed=4)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_model_made_without_memory_is_initialised_as_another(attention):
+    config = TINY.model_copy(update={"attention": attention, "qk_norm": True, "n_layers": 4})
+    fresh = build_model(config, NSA.model_copy(update={"phi": "mean_mlp"}), 256, seed=0)
+    with torch.device("meta"):
+        model = Decoder(config, NSA.model_copy(update={"phi": "mean_mlp"}), 256)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    torch.manual_seed(0)
+    model.reset_parameters()
+    for (name, got), want in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(got.std(), want.std(), rtol=0.5, atol=0.0, msg=name)
+        torch.testing.assert_close(got.mean(), want.mean(), rtol=0.0, atol=0.3, msg=name)
 
 
 def test_mean_keys_read_match_a_count_by_hand():

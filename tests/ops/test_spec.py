@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from nsa.errors import SpecError
@@ -30,6 +31,12 @@ def test_a_broken_rule_names_its_field(sizes, field, rule):
         NSASpec(**sizes)
     assert error.value.field == field
     assert rule in str(error.value)
+
+
+def test_integers_of_numpy_are_sizes():
+    spec = NSASpec(window=np.int64(512))
+    assert spec == NSASpec()
+    assert type(spec.window) is int
 
 
 def test_the_defaults_are_the_papers():
