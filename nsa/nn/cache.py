@@ -79,7 +79,7 @@ class KVCache:
         layers: list[Any] = [m for m in self.model.modules() if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
-        self.max_sequences, self.max_length, self.slack = sequences, max_length, slack
+        self.max_sequences, self.max_length, self.tokens, self.slack = sequences, max_length, tokens, slack
         self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
         # Whole selection blocks of every layer, and enough of them to be read in one go.
         block = math.lcm(*(spec.sel_block for spec in self.specs))
@@ -178,9 +178,14 @@ class KVCache:
             self._stale_lengths = True
 
     def grow(self, max_length: int) -> None:
-        """Room for `max_length` tokens in every sequence; what the cache holds stays."""
+        """Sequences of up to `max_length` tokens, within the same `tokens`; what the cache holds stays."""
         new = KVCache(
-            self.model, sequences=self.max_sequences, max_length=max_length, slack=self.slack, dtype=self.dtype
+            self.model,
+            sequences=self.max_sequences,
+            max_length=max_length,
+            tokens=self.tokens,
+            slack=self.slack,
+            dtype=self.dtype,
         )
         for module, kept in self.layers.items():
             for name, tensors in kept.parts().items():  # pages keep their numbers, rings their shape

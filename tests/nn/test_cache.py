@@ -183,6 +183,18 @@ def append(model, cache, lists, rows, counts, drawn):
             same(got[place, len(tokens) - 1], whole[0, -1])
 
 
+def test_a_cache_that_grows_keeps_its_tokens_and_their_limit():
+    model = small()
+    tokens = torch.randint(0, VOCABULARY, (2, 400))
+    cache = KVCache(model, sequences=8, max_length=64, tokens=512)
+    before, rows = cache.memory(), [cache.add(), cache.add()]
+    model(tokens[:, :64], cache=cache.append(64, rows))
+    cache.grow(400)
+    assert cache.memory()["sel"] < 3 * before["sel"]  # 8 + 8 pages instead of 8, not 8 x 7
+    same(model(tokens[:, 64:], cache=cache.append(336, rows)), model(tokens)[:, 64:])
+    assert cache.free_tokens == (16 - 2 * 7) * cache.page_size
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing():
     model, other = small(), small(seed=1)
     tokens = torch.randint(0, VOCABULARY, (2, 160))
