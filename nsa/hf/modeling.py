@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from nsa.config.schema import ModelConfig, NSAConfig
 from nsa.errors import ArgumentError, CheckpointError
 from nsa.nn.cache import KVCache
 from nsa.nn.model import Decoder
+from nsa.parallel.recompute import apply_recompute
 
 # For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf.
 CODE_FILE = "modeling_nsa.py"
@@ -29,10 +32,14 @@ __all__ = ["NSAForCausalLM", "NSALMConfig"]
 
 
 class NSALMConfig(PreTrainedConfig):
-    """`model` and `nsa` are the sections of this project's configuration, as plain data."""
+    """`model` and `nsa` are the sections of this project's configuration, as plain data.
+
+    use_cache    for `generate()`, where the generation config does not say. A forward pass makes a cache where its own
+                 argument asks for one: there is no gradient through it
+    """
 
     model_type = "nsa"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers adds a list to it)
 
     def __init__(
         self,
@@ -43,11 +50,12 @@ class NSALMConfig(PreTrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        use_cache: bool = True,
         **options: Any,
     ):
         sections = ModelConfig(**(model or {})), NSAConfig(**(nsa or {}))
         self.model, self.nsa = (section.model_dump(mode="json") for section in sections)
-        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.vocab_size, self.max_position_embeddings, self.use_cache = vocab_size, max_position_embeddings, use_cache
         self.hidden_size, self.num_hidden_layers = sections[0].dim, sections[0].n_layers
         self.num_attention_heads, self.num_key_value_heads = sections[0].n_heads, sections[0].n_kv_heads
         self.tie_word_embeddings = sections[0].tied_head
@@ -120,6 +128,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSALMConfig
     base_model_prefix = "decoder"
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012  (read by transformers)
     _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}  # noqa: RUF012  (read by transformers)
 
@@ -133,12 +143,21 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """As usual, but a tensor that the files lack is an error: it would be left as memory happens to be."""
+        """As usual, but a tensor that the files lack, or have in another shape, is an error: it would be left as memory
+        happens to be."""
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, info = loaded
         if info["missing_keys"]:
             missing = ", ".join(sorted(info["missing_keys"])[:3])
             raise CheckpointError(f"{model.name_or_path}: has no tensor for {missing}")
+        if info["mismatched_keys"]:
+            others = ", ".join(sorted(name for name, *_ in info["mismatched_keys"])[:3])
+            raise CheckpointError(
+                f"{model.name_or_path}: has another shape of {others} than the configuration; for another vocabulary, "
+                "load the model with its own and call resize_token_embeddings"
+            )
+        if model.generation_config.use_cache is None:  # not later: Trainer changes the config
+            model.generation_config.use_cache = model.config.use_cache
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
@@ -159,9 +178,21 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: Any) -> None:
         self.decoder.head = value
 
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        """As in this project's trainer, whatever the options of `checkpoint`: blocks are not selected again."""
+        if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
+            raise ArgumentError("offload", "of gradient checkpointing is not supported")
+        apply_recompute(self, "none")
+        for block in self.decoder.blocks[::every_n_layers] if enable else ():
+            apply_recompute(block, "block", compiled=True)  # the kind that works either way
+        self.gradient_checkpointing = enable
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: NSACache | None = None,
         labels: Tensor | None = None,
@@ -169,18 +200,20 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
         """attention_mask  [B, tokens so far and new], 1 for tokens and 0 for padding before or after them
-        position_ids    for one row without a mask: where they return to 0, a packed document starts; otherwise they
+        position_ids    for one row without padding: where they return to 0, a packed document starts; otherwise they
                         follow from the mask and are not read
+        cu_seq_lens_q   the borders of packed documents in one row, instead
         past_key_values what it holds goes on, without a gradient
         """
         for name in ("output_attentions", "output_hidden_states"):
             if options.get(name, getattr(self.config, name, False)):
                 raise ArgumentError(name, "is not supported: layers give their output alone")
-        if inputs_embeds is not None:
-            raise ArgumentError("inputs_embeds", "is not supported; pass input_ids")
+        if input_ids is None or inputs_embeds is not None:
+            raise ArgumentError("input_ids", "must be given; inputs_embeds is not supported")
         if past_key_values is not None and not isinstance(past_key_values, NSACache):
             raise ArgumentError("past_key_values", f"must be an NSACache, got {type(past_key_values).__name__}")
         rows, width = input_ids.shape
@@ -194,11 +227,15 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         order = None if mask is None else torch.argsort(~mask, dim=1, stable=True)  # tokens before padding
         tokens_BS = input_ids if order is None else input_ids.gather(1, order)
         if past_key_values is None and use_cache and not self.training:
-            past_key_values = NSACache(self, rows, max(width + 1, self.config.max_position_embeddings))
+            past_key_values = NSACache(self, rows, width + 256)  # and grows
+        if cu_seq_lens_q is not None and (mask is not None or past_key_values is not None):
+            raise ArgumentError("cu_seq_lens_q", "is not supported together with padding or a cache")
         if past_key_values is not None:
             hidden_BSC = self._continued(tokens_BS, mask, past_key_values)
         else:
-            documents = None if attention_mask is not None else _documents(position_ids, input_ids)
+            documents = cu_seq_lens_q
+            if documents is None and mask is None:
+                documents = _documents(position_ids, input_ids)
             hidden_BSC = self.decoder.hidden(tokens_BS, documents)
         if order is not None:
             inverse = torch.argsort(order, dim=1)
@@ -221,9 +258,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
+        if generation_config.use_cache is False:
+            return None
         if generation_config.num_beams > 1:
             raise _refused("beam search")
-        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+        if model_kwargs.get("past_key_values") is not None:
             return None
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise _refused(f"cache_implementation={generation_config.cache_implementation!r}")
@@ -246,4 +285,6 @@ def _documents(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
 
 
 def _refused(what: str) -> ArgumentError:
-    return ArgumentError("generation", f"{what} is not supported by the NSA cache; use greedy decoding or sampling")
+    return ArgumentError(
+        "generation", f"{what} is not supported by the NSA cache; decode greedily, sample, or set use_cache=False"
+    )

@@ -39,7 +39,13 @@ _ATTENTION = [
 
 def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> None:
     """Recomputes every decoder block ("block"), all of it but its attention operators ("selective"), or each block's
-    attention and MLP by itself ("branch"). Long passes then run the MLP in chunks of tokens."""
+    attention and MLP by itself ("branch"). Long passes then run the MLP in chunks of tokens. Replaces what an earlier
+    call did; "none" takes it back."""
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is checkpoint:
+            module.forward = forward.args[0]
+        if isinstance(module, DecoderBlock):
+            module.saves_memory = granularity != "none"
     context_fn: Callable[[], Any] = _remember_selection
     if granularity == "selective":
         context_fn = partial(create_selective_checkpoint_contexts, [*_ATTENTION, *_varlen_operators(model)])
@@ -47,7 +53,6 @@ def apply_recompute(model: nn.Module, granularity: Granularity, *, compiled: boo
         context_fn = partial(create_selective_checkpoint_contexts, _SELECTION)
     for module in model.modules():
         if isinstance(module, DecoderBlock) and granularity != "none":
-            module.saves_memory = True
             if granularity in ("block", "selective"):
                 _recompute(module, context_fn)
             else:

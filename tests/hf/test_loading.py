@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from nsa.errors import ArgumentError
+from nsa.errors import ArgumentError, CheckpointError
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
 from tests.hf.runs import make_run
@@ -56,7 +56,10 @@ def test_a_model_becomes_one_graph(exported):
 def test_a_compiled_model_computes_the_same(exported, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs g++ on a CPU")
-    check_one_graph(load(exported), backend=backend, dynamic=True)
+    model = load(exported)
+    check_one_graph(model, backend=backend, dynamic=True)
+    model.gradient_checkpointing_enable()
+    check_one_graph(model, backend=backend, dynamic=True)
 
 
 def test_generation_with_a_cache_compiles_nothing_and_is_the_same(exported):
@@ -115,6 +118,8 @@ def test_layers_that_wait_on_disk_compute_the_same(exported, tmp_path):
 
 
 def test_a_vocabulary_can_grow(exported, tmp_path):
+    with pytest.raises(CheckpointError, match=r"another shape of decoder\.embedding\.weight.* resize_token_embeddings"):
+        load(exported, vocab_size=264, ignore_mismatched_sizes=True)
     model = load(exported)
     tokens = torch.randint(0, 255, (1, 40))
     with torch.no_grad():

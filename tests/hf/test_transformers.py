@@ -16,7 +16,7 @@ from nsa.hf.tokenizer import fast_tokenizer
 from tests.hf.runs import VARIANTS, make_run
 
 transformers = pytest.importorskip("transformers")
-from nsa.hf import NSACache, NSAForCausalLM  # noqa: E402  (needs transformers)
+from nsa.hf import NSACache, NSAForCausalLM, NSALMConfig  # noqa: E402  (needs transformers)
 
 PROMPTS = ["def main(", "import torch\n\n\nclass Model:", "x"]
 
@@ -89,9 +89,17 @@ def test_positions_that_restart_are_packed_documents(run, exported):
     parts = [torch.randint(0, 255, (1, length)) for length in (70, 41)]
     position_ids = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     with torch.no_grad():
-        packed = model(torch.cat(parts, 1), position_ids=position_ids).logits
         alone = torch.cat([run.model(part) for part in parts], 1)
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+        for given in (
+            {"position_ids": position_ids},
+            {"position_ids": position_ids, "attention_mask": torch.ones(1, 111)},
+            {"cu_seq_lens_q": torch.tensor([0, 70, 111], dtype=torch.int32), "cu_seq_lens_k": None},
+        ):
+            packed = model(torch.cat(parts, 1), **given).logits
+            torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    for given in ({"attention_mask": torch.tensor([[0] + [1] * 110])}, {"use_cache": True}):
+        with pytest.raises(ArgumentError, match="cu_seq_lens_q: is not supported together"):
+            model(torch.cat(parts, 1), cu_seq_lens_q=torch.tensor([0, 70, 111]), **given)
 
 
 def test_assisted_decoding_takes_back_rejected_tokens(run, exported):
@@ -134,6 +142,40 @@ def test_without_a_cache_generation_is_the_same(exported):
     tokens = torch.randint(0, 255, (2, 45))
     cached, plain = (model.generate(tokens, max_new_tokens=20, do_sample=False, use_cache=c) for c in (True, False))
     assert torch.equal(cached, plain)
+    drawn = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=False, num_beams=2)
+    assert drawn.shape == (2, 49)
+
+
+def test_the_configuration_may_turn_the_cache_off_and_the_trainer_does_not(exported, tmp_path):
+    def has_cache(model):
+        drawn = model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, return_dict_in_generate=True)
+        return drawn.past_key_values is not None
+
+    assert not has_cache(load(exported, use_cache=False))
+    model = load(exported)
+    settings = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    transformers.Trainer(model, settings)
+    assert model.config.use_cache is False
+    model.save_pretrained(tmp_path / "again")
+    assert all(map(has_cache, (model, load(tmp_path / "again"))))
+
+
+def test_a_cache_starts_small_and_grows(run):
+    model = NSAForCausalLM(NSALMConfig(run.config.model.model_dump(), run.config.nsa.model_dump(), 256, 1 << 20)).eval()
+    tokens = torch.randint(0, 255, (2, 400))
+    with torch.no_grad():
+        first = model(tokens[:, :40], use_cache=True)
+        assert sum(first.past_key_values.kv.memory().values()) < 2 << 20
+        rest = model(tokens[:, 40:], past_key_values=first.past_key_values).logits
+        torch.testing.assert_close(rest, model(tokens).logits[:, 40:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_tuple_is_given_where_asked_for(exported):
+    model, tokens = load(exported), torch.randint(0, 255, (1, 10))
+    loss, logits = model(tokens, labels=tokens, return_dict=False)
+    want = model(tokens, labels=tokens)
+    assert torch.equal(loss, want.loss)
+    assert torch.equal(logits, want.logits)
 
 
 def test_what_is_not_supported_is_refused_by_name(exported):
@@ -144,7 +186,9 @@ def test_what_is_not_supported_is_refused_by_name(exported):
     with pytest.raises(ArgumentError, match="must be an NSACache, got DynamicCache"):
         model(tokens, past_key_values=transformers.DynamicCache())
     with pytest.raises(ArgumentError, match="inputs_embeds"):
-        model(None, inputs_embeds=torch.zeros(1, 3, 48))
+        model(inputs_embeds=torch.zeros(1, 3, 48))
+    with pytest.raises(ArgumentError, match="offload"):
+        model.gradient_checkpointing_enable(offload=True)
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_model(None, exported)
 
@@ -197,7 +241,33 @@ def test_trust_remote_code_alone_loads_it(exported):
     assert ended.stdout.strip() == NSAForCausalLM.__name__, ended.stderr
 
 
-def test_the_trainer_lowers_the_loss(tmp_path, exported):
+def test_gradient_checkpointing_changes_no_gradient_and_can_be_taken_back(exported):
+    model, tokens = load(exported).train(), torch.randint(0, 255, (2, 60))
+    recomputed = []
+    for block in model.decoder.blocks:
+        block.mlp.register_forward_pre_hook(lambda *_: recomputed.append(1))
+
+    def gradients():
+        recomputed.clear()
+        return torch.autograd.grad(model(tokens, labels=tokens).loss, list(model.parameters())), len(recomputed)
+
+    plain, calls = gradients()
+    assert calls == 2
+    for options, want in (({}, 4), ({}, 4), ({"every_n_layers": 2}, 3)):  # enabled again, a block is not wrapped twice
+        model.gradient_checkpointing_enable(**options)
+        assert model.is_gradient_checkpointing
+        got, calls = gradients()
+        assert calls == want
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    assert model.eval().generate(tokens, max_new_tokens=3).shape == (2, 63)
+    model.train().gradient_checkpointing_disable()
+    assert gradients()[1] == 2
+    assert not model.is_gradient_checkpointing
+    assert not any(block.saves_memory for block in model.decoder.blocks)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_trainer_lowers_the_loss(tmp_path, exported, checkpointing):
     model = load(exported)
     torch.manual_seed(0)
     tokens = torch.randint(0, 255, (8, 64))
@@ -213,10 +283,12 @@ def test_the_trainer_lowers_the_loss(tmp_path, exported):
         use_cpu=True,
         save_strategy="no",
         disable_tqdm=True,
+        gradient_checkpointing=checkpointing,
     )
-    transformers.Trainer(model, settings, train_dataset=data).train()
-    with torch.no_grad():
-        assert float(model.eval()(tokens, labels=tokens).loss) < before - 0.05
+    trainer = transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.05
+    assert trainer.predict(data).predictions.shape == (8, 64, 256)
 
 
 def test_lora_trains_its_own_parameters_and_reaches_all(exported):
