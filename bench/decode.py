@@ -243,7 +243,6 @@ class Recorded:
         def launch(*args: Any, **options: Any) -> None:
             # By itself it must wait for itself, not start while its last launch still runs.
             options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"OVERLAP": False}
-            options |= {"CHAINED": False} if "CHAINED" in options else {}
             self.launched[self.name] = partial(self.kernel[grid], *args, **options)
             self.launched[self.name]()
 
@@ -319,7 +318,6 @@ def candidates(default: decode.Launches) -> Iterator[tuple[str, str, decode.Laun
     """The kernel, its launch in words, and all launches of a step with that one changed."""
     yield "checked in", str(default), default
     yield "overlap", str(not default.overlap), replace(default, overlap=not default.overlap)
-    yield "overlap", "chained", replace(default, overlap=True, chained=True)
     for values in (0, 2, 4, 8):
         if values != default.values:
             yield "values", str(values), replace(default, values=values)
@@ -358,7 +356,7 @@ class Tuned:
         return sorted((row for row in self.found if row[1] == kernel), key=lambda row: row[0])[:number]
 
     def time_together(self) -> None:
-        """The two best launches of each kernel with each other, with the best of the overlaps."""
+        """The two best launches of each kernel with each other, with or without overlap, as was faster."""
         found = self.best("overlap", 1) + self.best("checked in", 1)
         if not found:  # no time was left
             return
@@ -366,7 +364,7 @@ class Tuned:
         for *_, text, cmp in self.best("cmp", 2):
             for *_, other, blocks in self.best("blocks", 2):
                 together = replace(overlap, cmp=cmp.cmp, blocks=blocks.blocks)
-                self.time("together", f"{text} {other} chained={overlap.chained}", together)
+                self.time("together", f"{text} {other} overlap={overlap.overlap}", together)
 
     def show(self) -> None:
         for kernel in ("checked in", "overlap", "values", "cmp", "blocks", "together"):

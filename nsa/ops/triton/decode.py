@@ -62,20 +62,13 @@ LAUNCHES = LaunchTable({
 @dataclass(frozen=True)
 class Launches:
     """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
-    has ended. `chained`: the first of them too, whatever was launched before it. `single`: programs with one tile have
-    no loop. `values`: with one query of 16 bits and one tile a program, the first kernel reads keys alone, and programs
-    of the second the values of as many tiles each; 0: the first reads both."""
+    has ended. `values`: with one query of 16 bits and one tile a program, the first kernel reads keys alone, and
+    programs of the second the values of as many tiles each; 0: the first reads both."""
 
     cmp: Launch
     blocks: Launch
     overlap: bool = False
-    chained: bool = False
-    single: bool = True
     values: int = 0
-
-    def first(self) -> dict[str, bool]:
-        """Options of the first launch."""
-        return {"OVERLAP": self.overlap, "CHAINED": self.chained} | ({"launch_pdl": True} if self.chained else {})
 
     def overlapping(self) -> dict[str, bool]:
         """Options of every launch but the first."""
@@ -177,9 +170,8 @@ def _nsa_piece(
     parts_sel, parts_win = branch_parts(lines, spec, window, params.blocks, card_of(q))
     parts = parts_sel + parts_win
     one = parts_sel == spec.num_selected * block["PER_BLOCK"] and not choice["TILED"]
-    single = params.single and splits == tiles
-    single = single and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"] * plan["BC"], params.cmp)
-    single_blocks = params.single and one and parts_win > cdiv(window, block["BN"])
+    single = splits == tiles and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"] * plan["BC"], params.cmp)
+    single_blocks = one and parts_win > cdiv(window, block["BN"])
     single_blocks = single_blocks and in_registers(q, dv, block["HP"], block["BN"], params.blocks)
     values = params.values if single and new == 1 and plan["R"] == plan["BC"] else 0
     parts_cmp = cdiv(tiles, values) if values else 0
@@ -199,7 +191,7 @@ def _nsa_piece(
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
             **plan, **sizes, CHUNKS=spec.cmp_block // spec.cmp_stride, PLANES=planes,
             SAME=same_rows(k_cmp, v_cmp), SINGLE=single, KEYS=values > 0, INTERPRETED=q.is_cpu, ALONE=new == 1,
-            **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
+            OVERLAP=params.overlap, **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
         blocks_kernel[(lines, parts_cmp + parts)](
             q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions,
@@ -261,9 +253,8 @@ def paged(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
             new, splits, places.shape[-1], k.shape[0], capacity, 0, dk**-0.5, G=groups,
             **seen, **ring_or_pages(k, places, "PAGE"), **plan, **sizes, CHUNKS=0, PLANES=0,
-            SAME=same_rows(k, v), SINGLE=single and params.single, KEYS=False, INTERPRETED=q.is_cpu,
-            ALONE=new == 1,
-            **params.first(), **options(params.cmp, plan["QT"] * plan["HP"]),
+            SAME=same_rows(k, v), SINGLE=single, KEYS=False, INTERPRETED=q.is_cpu, ALONE=new == 1,
+            OVERLAP=params.overlap, **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
         merge_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
             positions, o_parts, stats, o, new, heads, splits, capacity,

@@ -175,13 +175,11 @@ def interval_kernel(
     HEADS: tl.constexpr, HP: tl.constexpr, QT: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr, KEYS: tl.constexpr,
-    INTERPRETED: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr, CHAINED: tl.constexpr,
+    INTERPRETED: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. The first of its call,
     it lets others start when everything before it is done. ALONE: n is 1, which saves divisions before the first
     load."""
-    if CHAINED:
-        gdc_wait()
     if OVERLAP:
         gdc_launch_dependents()
     ROWS: tl.constexpr = QT * HP

@@ -122,9 +122,8 @@ def test_every_candidate_of_decoding_is_launched():
             launches.clear()
             decode.nsa(*arguments, params)
             assert all(options["OVERLAP"] == params.overlap for *_, options in launches)
-            assert [options.get("launch_pdl", False) for *_, options in launches] == [
-                params.chained, params.overlap, params.overlap
-            ]  # fmt: skip
+            early = [options.get("launch_pdl", False) for *_, options in launches]
+            assert early == [False, params.overlap, params.overlap]
             for kernel, launch in (("interval_kernel", params.cmp), ("blocks_kernel", params.blocks)):
                 options = launched(launches, kernel)
                 assert (options["num_warps"], options["num_stages"]) == (launch.num_warps, launch.num_stages)
