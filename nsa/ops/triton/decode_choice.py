@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.flash_kernels import keys_seen
+from nsa.ops.triton.selected_lists import popcount
 from nsa.ops.triton.selection_kernels import pick_keys, pick_tiled
 
 MOST_FREE = tl.constexpr(16)  # places for which few blocks are left to compare
@@ -89,15 +90,6 @@ def _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES: tl.constex
 
 
 @triton.jit
-def _ones(bits):
-    """How many bits of 32 are set; the compiler knows this form."""
-    bits = bits.to(tl.uint32, bitcast=True)
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
 def held(x, INTERPRETED: tl.constexpr):
     """x [of 16 or 32 bits], computed once and not used before here. Otherwise it would be computed again for every
     arrangement over the threads in which it is used, or be rearranged where it is loaded while later loads wait."""
@@ -133,7 +125,7 @@ def _nth_set(masks, ones, behind, LINES: tl.constexpr, WIDTH: tl.constexpr):
     here = (before[None, :] <= i[:, None]) & (behind[None, :] > i[:, None])  # [32, LINES]
     found = tl.sum(tl.where(here, (line * 64 + before)[None, :], 0), 1)
     mask = tl.sum(tl.where(here, masks[None, :], 0), 1)
-    below = _ones(mask[:, None] & ((1 << bit) - 1)[None, :])  # [32, WIDTH]
+    below = popcount(mask[:, None] & ((1 << bit) - 1)[None, :])  # [32, WIDTH]
     is_set = ((mask[:, None] >> bit[None, :]) & 1) > 0
     is_nth = is_set & (below == (i - found % 64)[:, None])
     return tl.sum(tl.where(is_nth, (found // 64 * WIDTH)[:, None] + bit[None, :], 0), 1)
@@ -165,7 +157,7 @@ def pick_blocks(
         rank = _larger(others.to(tl.int64) * 32 - i, best.to(tl.int64) * 32 - i)
         bound = tl.maximum(tl.sum(tl.where(rank == FREE - 1, others, 0), 0), 0)
         bits = pinned(tl.sum((lines >= bound).to(tl.int32) << tl.arange(0, WIDTH)[None, :], 1), INTERPRETED)
-        ones = _ones(bits)
+        ones = popcount(bits)
         behind, count = tl.cumsum(ones, 0), tl.sum(ones, 0)
     if (FREE <= MOST_FREE) & (count <= 32):
         at = pinned(_nth_set(bits, ones, behind, LINES, WIDTH), INTERPRETED)

@@ -296,13 +296,12 @@ def _mark_kernel(
 
 
 @triton.jit
-def popcount(x):
-    x = x.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    return ((x + (x >> 16)) & 0x3F).to(tl.int32)
+def popcount(bits):
+    """How many bits of 32 are set; the compiler knows this form, and makes one instruction of it."""
+    bits = bits.to(tl.uint32, bitcast=True)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["spans", "blocks"])
