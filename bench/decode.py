@@ -31,8 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.shapes import SPEC, Shape
 from bench.timing import graph_ms, machine
 from nsa.ops import PagedKV, RingKV, compressed_attention, nsa_attention, nsa_decode, paged_attention, select_blocks
-from nsa.ops.decode import decode_with_blocks
 from nsa.ops.layout import num_compressed
+from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
 from nsa.ops.triton.launch import Launch
 
@@ -109,16 +109,16 @@ class Step:
         pools = [x for kv in (self.cmp, self.sel, self.win) for x in vars(kv).values()]
         return [self.q, self.gates, *pools, self.positions]
 
-    def rows(self, count: int) -> tuple[Any, ...]:
-        """The first sequences alone, in float64; of the pages only those that they have."""
+    def rows(self, count: int) -> list[Tensor]:
+        """`tensors` of the first sequences alone, in float64; of the pages only those that they have."""
 
-        def double(kv: PagedKV | RingKV) -> PagedKV | RingKV:
+        def double(kv: PagedKV | RingKV) -> tuple[Tensor, ...]:
             places = vars(kv)["table" if isinstance(kv, PagedKV) else "slots"][:count]
             mine, numbered = places.flatten().long(), torch.arange(places.numel(), device="cuda", dtype=torch.int32)
-            return type(kv)(kv.k[mine].double(), kv.v[mine].double(), numbered.view(places.shape))
+            return kv.k[mine].double(), kv.v[mine].double(), numbered.view(places.shape)
 
-        pools = (double(self.cmp), double(self.sel), double(self.win))
-        return self.q[:count].double(), self.gates[:count].double(), *pools, self.positions[:count], SPEC
+        pools = (*double(self.cmp), *double(self.sel), *double(self.win))
+        return [self.q[:count].double(), self.gates[:count].double(), *pools, self.positions[:count]]
 
 
 def copies(bytes_read: float) -> int:
@@ -160,7 +160,7 @@ def check_layout(heads: int, groups: int, dim: int) -> dict[str, float]:
     pages = -(-tokens // PAGE)
     order = torch.randperm(pages, generator=generator, device="cuda") + 1
 
-    def paged(k: Tensor, v: Tensor, page: int) -> PagedKV:
+    def paged(k: Tensor, v: Tensor, page: int) -> list[Tensor]:
         pools = []
         for x in (k, v):
             pool = x.new_full((pages + 1, page, groups, dim), torch.nan)
@@ -168,7 +168,7 @@ def check_layout(heads: int, groups: int, dim: int) -> dict[str, float]:
             full[: x.shape[1]] = x[0]
             pool[order] = full.view(pages, page, groups, dim)
             pools.append(pool)
-        return PagedKV(*pools, order.to(torch.int32).expand(len(lengths), pages).contiguous())
+        return [*pools, order.to(torch.int32).expand(len(lengths), pages).contiguous()]
 
     rings = []
     for x in (k_win, v_win):
@@ -179,9 +179,9 @@ def check_layout(heads: int, groups: int, dim: int) -> dict[str, float]:
         rings.append(ring)
     slots = torch.arange(len(lengths), device="cuda", dtype=torch.int32)
     at = torch.tensor(lengths, device="cuda") - 1
-    got, chosen = decode_with_blocks(
-        q[0, at].unsqueeze(1), gates[0, at].unsqueeze(1), paged(k_cmp, v_cmp, PAGE // SPEC.cmp_stride),
-        paged(k_sel, v_sel, PAGE), RingKV(*rings, slots), at[:, None].to(torch.int32), SPEC, backend="triton",
+    got, chosen = decode.nsa(
+        q[0, at].unsqueeze(1), gates[0, at].unsqueeze(1), *paged(k_cmp, v_cmp, PAGE // SPEC.cmp_stride),
+        *paged(k_sel, v_sel, PAGE), *rings, slots, at[:, None].to(torch.int32), SPEC,
     )  # fmt: skip
     return {
         "o": relative(got[:, 0], want[0, at]),
@@ -192,11 +192,12 @@ def check_layout(heads: int, groups: int, dim: int) -> dict[str, float]:
 def check_step(step: Step) -> dict[str, float]:
     """The first sequences of a timed step against the float64 reference, and dense attention over its pages."""
     count = min(2, step.q.shape[0])
-    got, chosen = decode_with_blocks(*step.arguments(), backend="triton")
+    got, chosen = decode.nsa(*step.tensors(), SPEC)
     exact = step.rows(count)
-    want, blocks = decode_with_blocks(*exact, backend="reference")
+    want, blocks = reference.nsa(*exact, SPEC)
     dense = paged_attention(step.q, step.sel, step.positions, backend="triton")
-    wanted = paged_attention(exact[0], exact[3], exact[5], backend="reference")
+    q, _, *pools, positions = exact
+    wanted = reference.paged(q, *pools[3:6], positions, None)
     return {
         "o": relative(got[:count], want),
         "blocks": float((chosen[:count] != blocks).any(-1).float().mean()),
@@ -335,7 +336,7 @@ class Tuned:
         self.steps = Step.layers(shape)
         self.repeats = repeats
         self.default = launches_for(self.steps[0])
-        self.want, self.blocks = decode_with_blocks(*self.steps[0].rows(1), backend="reference")
+        self.want, self.blocks = reference.nsa(*self.steps[0].rows(1), SPEC)
         self.found: list[tuple[float, str, str, decode.Launches]] = []
 
     def time(self, kernel: str, text: str, params: decode.Launches) -> None:

@@ -63,21 +63,6 @@ def nsa_decode(
     sequence, -1 for padding, whose output is 0. The pages of `cmp` hold compressed tokens, page // cmp_stride of them
     where those of `sel` hold page tokens; page is a multiple of sel_block. A ring must hold window + n - 1 tokens.
     """
-    return decode_with_blocks(q, gates, cmp, sel, win, positions, spec, backend=backend)[0]
-
-
-def decode_with_blocks(
-    q: Tensor,
-    gates: Tensor,
-    cmp: PagedKV,
-    sel: PagedKV,
-    win: PagedKV | RingKV,
-    positions: Tensor,
-    spec: NSASpec,
-    *,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `nsa_decode`, with the blocks each query read: int32 [B,n,G,num_selected], as `select_blocks` gives them."""
     _check_queries(q, positions)
     operators._check_gates(gates, q)
     for name, kv in (("cmp", cmp), ("sel", sel), ("win", win)):
@@ -97,10 +82,11 @@ def decode_with_blocks(
                 f"{name}.v",
                 f"must have sel.v's heads and head size {list(sel.v.shape[2:])}, got {list(kv.v.shape[2:])}",
             )
-    o, indices = library.nsa_decode(
+    o: Tensor
+    o, _ = library.nsa_decode(
         q.detach(), gates.detach(), *_tensors(cmp), *_tensors(sel), *_tensors(win), positions, spec.as_ints(), backend
     )
-    return o, indices
+    return o
 
 
 def paged_attention(

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from nsa.ops import NSASpec, PagedKV, RingKV, nsa_decode, paged_attention
-from nsa.ops.decode import decode_with_blocks
+from nsa.ops.reference import decode as reference
+from nsa.ops.triton import decode
 from tests.ops.triton.branch_cases import LIMIT
-from tests.ops.triton.test_decode import check, inputs
+from tests.ops.triton.test_decode import check, double, inputs, tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,8 +68,9 @@ def relative(got, want):
 def test_long_caches_agree_with_float64(heads, groups, dim):
     cache = LongCache(3, 65_536, heads, groups, dim)
     positions = torch.tensor([[65_535], [40_000], [2_047]], device="cuda", dtype=torch.int32)
-    got, blocks = decode_with_blocks(*cache.arguments(), positions, SPEC, backend="triton")
-    want, wanted = decode_with_blocks(*cache.arguments(torch.float64), positions, SPEC, backend="reference")
+    arguments = tensors(cache)
+    got, blocks = decode.nsa(*arguments, positions, SPEC)
+    want, wanted = reference.nsa(*double(arguments), positions, SPEC)
     assert torch.equal(blocks, wanted)
     assert relative(got, want) <= LIMIT[torch.bfloat16]
     exact = cache.arguments(torch.float64)
