@@ -32,6 +32,7 @@ Stats = TypeVar("Stats", GateStats, SelectionStats)
 _CHUNK = 64 * 2**20  # bytes that are read at once; every line is shorter
 MISSING = "missing"
 SAMPLES_SHOWN = 8
+_COUNTS = ("rows", "max_distinct", "count")  # columns of samples
 _FINGERPRINT = 256  # bytes before the offset that must still be there
 _ROUTINE = re.compile(
     rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)"(?:, "clock": (\d+\.\d+))?.*\}'
@@ -184,13 +185,16 @@ class StepTable(TableFile):
 
 
 class SampleTable(TableFile):
-    """Any number of rows per step, kept by step."""
+    """Any number of rows per step, kept by step. A row whose counts are none is damaged: with it, its step would have
+    no sample, and be the newest."""
 
     def clear(self) -> None:
         super().clear()
         self.rows: dict[int, list[Row]] = {}
 
     def take(self, row: Row) -> None:
+        if not all(0 <= row[name] < math.inf for name in _COUNTS if name in row):
+            raise ValueError
         self.rows.setdefault(int(row["step"]), []).append(row)
 
 

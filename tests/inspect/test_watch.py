@@ -409,12 +409,38 @@ def test_one_wild_row_costs_only_itself(tmp_path):
     assert view.problems == {"training.csv": "2 damaged rows left out"}
 
 
-@pytest.mark.parametrize("rows", ["", "inf", "-inf", "0"])
-def test_a_sample_without_a_sound_count_of_rows_is_not_shown_or_weighs_nothing(tmp_path, rows):
+@pytest.mark.parametrize("step", [40, 10000])
+@pytest.mark.parametrize("rows", ["", "inf", "-inf", "-1"])
+def test_a_sample_without_a_sound_count_of_rows_costs_only_itself(tmp_path, rows, step):
     now = live_run(tmp_path / "run")
+    sound = read_run(tmp_path / "run", now)
+    assert list(sound.gates) == ["blocks.0.attention", "blocks.1.attention", "all"]
+    zeros = ",".join("0" * len(schema.DISTANCE_COLUMNS))
+    for name, sample in (
+        ("gate_stats.csv", f"{step},all,{rows},1,1,1,0,0.3,0.3,0.4"),
+        ("k_stats.csv", f"{step},{rows},4.0,5,0.5,0.5,0.5,{zeros}"),
+        ("k_stats_layers.csv", f"{step},blocks.0.attention,9,4.0,{rows},0.5,0.5,0.5,{zeros}"),
+        ("fallback_counters.csv", f"{step},sel,too wide,{rows}"),
+    ):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write(sample + "\n")
+    view = read_run(tmp_path / "run", now)
+    assert (view.gates, view.selection, view.layer_selection) == (sound.gates, sound.selection, sound.layer_selection)
+    assert view.fallbacks == sound.fallbacks
+    assert "gates at step 40" in text_of(view)
+    assert set(view.problems.values()) - set(sound.problems.values()) == {"1 damaged rows left out"}
+    assert len(view.problems) == len(sound.problems) + 4
+
+
+def test_a_sample_of_no_rows_weighs_nothing(tmp_path):
+    now = live_run(tmp_path / "run")
+    before = read_run(tmp_path / "run", now).gates["all"]
     with (tmp_path / "run" / "gate_stats.csv").open("a") as file:
-        file.write(f"10000,all,{rows},1,1,1,0,0.3,0.3,0.4\n")
-    assert "step 40" in text_of(read_run(tmp_path / "run", now))
+        file.write("40,all,0,1,1,1,0,0.3,0.3,0.4\n")
+    after = read_run(tmp_path / "run", now).gates["all"]
+    assert after.rows == before.rows
+    assert after.shares == pytest.approx(before.shares)
+    assert after.mean_entropy == pytest.approx(before.mean_entropy)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
