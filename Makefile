@@ -19,12 +19,13 @@ train: setup
 	@echo "Everything is in $(RUN): model.safetensors, config.yaml, training.csv, metrics.json." \
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
-# Triton's interpreter is switched on for a whole process. tests/conftest.py shares the tests out to the workers: three
-# for two cores where some tests wait. Rewriting all asserts takes 6 s in each, so compiled files are kept.
+# Triton's interpreter is switched on for a whole process, which must not see a GPU: the tests would run on that.
+# tests/conftest.py shares the tests out to the workers: three for two cores where some tests wait. Rewriting all
+# asserts takes 6 s in each, so compiled files are kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 test: setup-dev
 	$(PYTEST) -n 3 --ignore=tests/ops/triton
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/ops/triton
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/ops/triton
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
@@ -33,7 +34,7 @@ test-gpu: setup-dev
 # The full matrices behind docs/reliability.md: before a release.
 test-long: setup-dev
 	$(PYTEST) -n 2 -m long --ignore=tests/ops/triton
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m long tests/ops/triton
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 -m long tests/ops/triton
 
 bench: setup
 	$(BIN)/python -m bench.attention

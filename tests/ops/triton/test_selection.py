@@ -259,6 +259,7 @@ def test_float64_is_refused_with_a_reason():
     assert selection.refusal(q.float(), q.float(), SMALL) is None
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(INTERPRET, reason="needs a GPU")
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(64, 4, 128), (12, 2, 64), (16, 1, 192)])
 def test_real_sizes_differ_only_between_close_scores(heads, groups, dim):
