@@ -78,7 +78,6 @@ def test_what_cannot_fit_is_not_tried(tmp_path, monkeypatch):
 
 
 def test_one_rank_computes_its_share_and_counts_its_bytes(tmp_path):
-    pytest.importorskip("nsa.parallel.context")
     options = long.argparse.Namespace(config="configs/m7c_125m_1m.yaml", device="cpu", override=TINY, steps=1, ranks=2)
     share = long.rank_share(1536, options)
     assert share["sent_bytes_forward"] > 1536 // 2 * 16 * 2 * 2

@@ -37,7 +37,6 @@ from tests.checkpoint.helpers import (
     rows_of,
     saved_steps,
     small,
-    train_until,
 )
 
 
@@ -283,11 +282,3 @@ def test_fresh_trains_anew_over_damaged_checkpoints(crashed_run, whole_run):
         cut(checkpoint_of(crashed_run, step) / SHARD)
     train(small(), crashed_run, fresh=True)
     assert_same_run(crashed_run, whole_run)
-
-
-def test_an_interrupted_run_has_not_lost_a_row_of_what_it_saved(tmp_path):
-    """Rows are flushed before the checkpoint that counts them, never after."""
-    train_until(5, tmp_path)
-    newest = committed(tmp_path / FOLDER)[0]
-    assert step_of(newest) == 4
-    assert [row["step"] for row in rows_of(tmp_path)] == ["1", "2", "3", "4", "5"]

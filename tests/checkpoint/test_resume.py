@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+import nsa.parallel.numerics
 import nsa.train.loop
 from nsa.checkpoint.format import BEST, FOLDER, LATEST, name_of
 from nsa.checkpoint.load import read_random, read_state, saved_shapes
@@ -123,11 +124,16 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", marked(VARIANTS, {"no validation", "every step saved"}))
-def test_every_kind_of_run_resumes_to_the_same_bits(variant, tmp_path):
+def test_every_kind_of_run_resumes_to_the_same_bits(variant, tmp_path, whole_run, monkeypatch):
+    # A CPU without bf16 instructions would compute in fp32; so few products may be emulated.
+    monkeypatch.setattr(nsa.parallel.numerics, "cpu_has_bf16", lambda: True)
     train(small(*VARIANTS[variant]), tmp_path / "whole")
     interrupt("step.begin:raise:hit=6", tmp_path / "cut", *VARIANTS[variant])
     train(small(*VARIANTS[variant]), tmp_path / "cut")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    if variant.startswith("bf16"):
+        rounded, exact = (float(rows_of(run)[0]["loss"]) for run in (tmp_path / "whole", whole_run))
+        assert 1e-5 < abs(rounded / exact - 1) < 1e-2, "it was bf16, and not only another order of sums"
 
 
 def test_frozen_parameters_have_no_optimizer_state_before_and_after(tmp_path):

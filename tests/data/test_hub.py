@@ -34,16 +34,17 @@ def test_the_server_of_these_tests_also_serves_the_hub_library(served, mirror):
         assert file.read(5000) == (mirror[0] / FIRST).read_bytes()[1000:6000]
 
 
+STILL_S = 20.0  # of a server: much longer than its client waits
 FAULTS = {
     "429": {"status": 429},
     "429 and a time to wait": {"status": 429, "retry_after": "0"},
     "429 and a date": {"status": 429, "retry_after": "Wed, 21 Oct 2015 07:28:00 GMT"},
     "500": {"status": 500},
     "503 four times": {"status": 503, "times": 4},
-    "no answer in time": {"sleep": 0.4},
+    "no answer in time": {"sleep": STILL_S},
     "cut before the body": {"cut": 0},
     "cut in the body": {"cut": 100},
-    "a body that stops to come": {"cut": 100, "sleep": 0.4},
+    "a body that stops to come": {"cut": 100, "sleep": STILL_S},
     "reset before the answer": {"reset": True, "times": 2},
 }
 
@@ -61,8 +62,14 @@ def test_a_fault_that_passes_changes_nothing(served, monkeypatch, side, match, f
     server, texts = served
     monkeypatch.setattr(hub, "ATTEMPT_S", 0.2)
     server.fault(side=side, match=match, **fault)
-    assert texts_of(fineweb_edu(deadline_s=30)) == texts
+    began = time.monotonic()
+    assert texts_of(fineweb_edu(deadline_s=300)) == texts
+    assert time.monotonic() - began < STILL_S, "a server that is still is not waited for"
     assert server.faults[0].times == 0
+    if fault == FAULTS["no answer in time"]:
+        asked = [(r.path.partition("?")[0], r.range, r.status) for r in server.log]  # without signatures
+        (path, wanted, _), *_ = (request for request in asked if request[2] == 0)
+        assert {status for *what, status in asked if what == [path, wanted]} & {200, 206, 302}, "asked for again"
 
 
 def test_a_fault_amid_row_groups_changes_nothing(served):
@@ -360,10 +367,18 @@ def test_what_is_waited_for_can_be_seen_from_outside(served, clock, monkeypatch)
     assert source.waiting_for() is None, "not slow yet"
     clock.now += 3
     assert source.waiting_for() == f"{FIRST}, row group 1: try 1, 3 s, last: HTTP 503"
-    server.fault(sleep=0.5)
+    send, asked, answered = hub.Hub._send, threading.Event(), threading.Event()
+
+    def held(self, request):
+        asked.set()
+        assert answered.wait(30)
+        return send(self, request)
+
+    monkeypatch.setattr(hub.Hub, "_send", held)
     released.set()
-    shown = f"{FIRST}, row group 1: try 2, 3 s, last: HTTP 503"
-    assert wait_until(lambda: source.waiting_for() == shown or None)
+    assert asked.wait(30)
+    assert source.waiting_for() == f"{FIRST}, row group 1: try 2, 3 s, last: HTTP 503"
+    answered.set()
     assert reader.result(20) == texts[50:100]
     assert source.waiting_for() is None
 

@@ -286,10 +286,31 @@ def test_several_folders_are_one_corpus(source, tmp_path):
     assert training.num_documents + validation.num_documents == 2 * len(once.lengths)
 
 
-def test_the_plan_depends_on_sizes_alone(source):
+def test_the_division_depends_on_sizes_alone(source, tmp_path):
+    def plan_after(sizes):
+        """The plan when every file has so many bytes, of which nothing can be read."""
+        for file, size in enumerate(sizes):
+            (tmp_path / "texts" / f"{file}.jsonl").write_bytes(b"x" * size)
+        plan = make_plan(source, TOKENIZER, SHARD_BYTES)
+        assert [u for shard in plan.shards for u in shard] == list(source.units())
+        return plan
+
+    whole = make_plan(source, TOKENIZER, SHARD_BYTES)
+    assert plan_after([unit.size for unit in source.units()]).shards == whole.shards
+    half = SHARD_BYTES // 2
+    fitting = plan_after([half, half, half, half + 1, 2 * SHARD_BYTES, 1])
+    assert [len(shard) for shard in fitting.shards] == [2, 1, 1, 1, 1]
+    smaller = plan_after([half - 1, half, half, half, 2 * SHARD_BYTES, 1])
+    assert [len(shard) for shard in smaller.shards] == [2, 2, 1, 1]
+
+
+def test_a_plan_has_another_name_for_files_that_were_written_since(source, tmp_path):
     plan = make_plan(source, TOKENIZER, SHARD_BYTES)
-    assert plan == make_plan(source, TOKENIZER, SHARD_BYTES)
-    assert [u for shard in plan.shards for u in shard] == list(source.units())
+    os.utime(tmp_path / "texts" / "3.jsonl", (1, 1))
+    touched = make_plan(source, TOKENIZER, SHARD_BYTES)
+    assert touched.shards == plan.shards
+    assert touched.name != plan.name
+    assert make_plan(source, TOKENIZER, 1 << 20).name != touched.name, "another division"
 
 
 def nsa_data(*arguments):

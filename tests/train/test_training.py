@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import nsa.parallel.numerics
 from nsa.checkpoint.export import load_weights, serialize_weights
 from nsa.checkpoint.format import write_atomically
 from nsa.cli.main import app
@@ -134,17 +135,21 @@ def test_the_gradient_norm_is_the_true_one_and_clipping_bounds_the_step():
     assert after == pytest.approx(0.01, rel=1e-3)
 
 
-# A CPU without instructions for fp16 takes some 200 times as long for a product: few tokens, at a higher rate.
+# A CPU without instructions for fp16 or bf16 takes some 200 times as long for a product: few tokens, at a higher rate.
 FEW_TOKENS = ["train.steps=12", "train.seq_len=32", "train.batch_size=1", "train.eval_sequences=1", "train.lr=2e-2"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_training_lowers_the_loss_in_every_precision(trained, tmp_path, precision):
+def test_training_lowers_the_loss_in_every_precision(trained, tmp_path, precision, monkeypatch):
+    monkeypatch.setattr(nsa.parallel.numerics, "cpu_has_bf16", lambda: True)  # else bf16 would be fp32
     if precision != "fp32":
-        size = FEW_TOKENS if precision == "fp16" else ["train.steps=30"]
-        train(tiny(*size, f"runtime.precision={precision}"), tmp_path)
+        train(tiny(*FEW_TOKENS, f"runtime.precision={precision}"), tmp_path)
     losses = [float(row["loss"]) for row in rows_of(trained if precision == "fp32" else tmp_path)]
     assert losses[-1] < losses[0] - 1.0
+    if precision == "bf16":
+        _, data, state = setup("runtime.precision=fp32", *FEW_TOKENS)
+        exact = train_step(state, iter([data.train.batch(0, 1)]), 32, lr=0.0).loss
+        assert 1e-6 < abs(losses[0] / exact - 1) < 1e-2, "products were rounded"
 
 
 @pytest.mark.parametrize("options", [["nsa.phi=mean"], ["nsa.phi=mlp"], ["model.attention=dense"]], ids=str)
