@@ -111,7 +111,7 @@ def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
 
     # The last two time the whole backward pass.
     for name, run, more in (("forward", forward, others), ("dq", dq, others), ("dkv", dkv, [])):
-        modes = (("split", False), ("branch", False), ("branch", True))  # the last: loads by the TMA
+        modes = (("always", False), ("branch", False), ("branch", True))  # the last: loads by the TMA
         candidates = [
             Launch(*size, mask, tma=tma and q.dtype != torch.float32)
             for size, (mask, tma) in itertools.product(FLASH[name], modes)

@@ -19,8 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops.layout import TokenLayout, cached_with, token_layout, visible_compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import launch
-from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, NEVER, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
-from nsa.ops.triton.flash_tma_kernels import dkv_tma_kernel
+from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
 from nsa.ops.triton.launch import Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
 
 FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
@@ -29,19 +28,19 @@ PART_BYTES = 512 << 20  # of dK and dV in parts
 SUM_BLOCK = 1024  # elements of a program that adds parts
 CACHED_BYTES = 256 << 20  # of q and dO: with more, programs of compressed attention that read the same rows run at once
 
-_MASKS = {"split": NEVER.value, "always": ALWAYS.value, "branch": EDGES.value}
+_MASKS = {"always": ALWAYS.value, "branch": EDGES.value}
 
-# The tests look for two traps: a split loop that the assembler serializes on sm_90, and a branch that makes it spill on
-# sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
+# The tests look for two traps of a branch around the mask: products that the assembler then serializes on sm_90 (heads
+# over 128), and spills on sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
 LAUNCHES = LaunchTable({
     ("cmp_forward", "sm90"): {
         64: Launch(128, 64, 8, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
-        192: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 2)},
+        192: Launch(128, 64, 8, 2, "branch"), 256: Launch(64, 64, 8, 2, "branch")},
     ("cmp_dq", "sm90"): {
         64: Launch(128, 64, 4, 3, "branch", tma=True), 128: Launch(128, 64, 8, 3, "branch", tma=True),
-        192: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 2)},
+        192: Launch(128, 32, 8, 2, "branch"), 256: Launch(64, 32, 8, 2)},
     ("cmp_dkv", "sm90"): {
-        64: Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3),
+        64: Launch(64, 64, 4, 3, tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3, "branch"),
         256: Launch(32, 64, 8, 2)},
     ("win_forward", "sm90"): {
         64: Launch(64, 64, 4, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
@@ -50,8 +49,8 @@ LAUNCHES = LaunchTable({
         64: Launch(64, 32, 4, 4, "branch", tma=True), 128: Launch(64, 64, 4, 2, "branch", tma=True),
         192: Launch(128, 32, 8, 2, "branch"), 256: Launch(64, 32, 8, 2)},
     ("win_dkv", "sm90"): {
-        64: Launch(64, 64, 4, 3, "always", tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3, "branch"),
-        256: Launch(32, 64, 8, 2, "always")},
+        64: Launch(64, 64, 4, 3, tma=True, maxnreg=168), 128: Launch(64, 128, 8, 3, "branch"),
+        256: Launch(32, 64, 8, 2)},
     ("cmp_forward", "sm80"): {
         64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 192: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 2)},
     ("cmp_dq", "sm80"): {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
@@ -198,12 +197,14 @@ class Branch:
                     lo_ptr=key_range.lo, hi_ptr=key_range.hi, **_tma_keys(k, v, dq_params), lanes=lanes, tiles=tiles,
                     **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, key_range, dq_params),
                 )  # fmt: skip
-            kernel, of_queries = _dkv(q, do, rows, _shape_args(q, k, v, key_range, dkv_params), dkv_params)
+            row_tiles = _row_tiles(rows, key_range, dkv_params)
             for key in range(0, num_keys if batch * groups else 0, at_once):
                 keys = min(at_once, num_keys - key)
-                kernel[(batch * groups * splits * cdiv(keys, dkv_params.columns),)](
-                    **shared, **of_queries, dk_ptr=dk_parts, dv_ptr=dv_parts, first_ptr=first, behind_ptr=behind,
-                    lanes=batch * groups, splits=splits, first_key=key, part_keys=keys, **_strides(k=k, v=v),
+                dkv_kernel[(batch * groups * splits * cdiv(keys, dkv_params.columns),)](
+                    **shared, q_ptr=q, do_ptr=do, **row_tiles, dk_ptr=dk_parts, dv_ptr=dv_parts,
+                    first_ptr=first, behind_ptr=behind, lanes=batch * groups, splits=splits, first_key=key,
+                    part_keys=keys, **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
+                    maxnreg=dkv_params.maxnreg,
                 )  # fmt: skip
                 for parts, out in ((dk_parts, dk), (dv_parts, dv)) if splits > 1 else ():
                     of_key = groups * out.shape[3]
@@ -252,19 +253,14 @@ def _rows_of(
     return (q_rows, do_rows), (q_rows, do_rows)
 
 
-def _dkv(
-    q: Tensor, do: Tensor, rows: tuple[Tensor, Tensor] | None, shape: dict[str, Any], params: Launch
-) -> tuple[Any, dict[str, Any]]:
-    """The kernel of dK and dV, and its arguments that are of the queries."""
+def _row_tiles(rows: tuple[Tensor, Tensor] | None, key_range: KeyRange, params: Launch) -> dict[str, Any]:
+    """The arguments of dK and dV that say how q and dO are read: in the order of rows by the tensor memory accelerator,
+    or by threads where that is not asked for."""
     if rows is None:
-        return dkv_kernel, {"q_ptr": q, "do_ptr": do, **_strides(q=q, do=do), **shape}
-    tiles = {
-        name: TensorDescriptor.from_tensor(x, [1, shape["BLOCK_M"], padded(x.shape[2])])
-        for name, x in zip(("q_rows", "do_rows"), rows, strict=True)
-    }
-    shape = {name: value for name, value in shape.items() if name not in ("HEADS", "QUERIES", "PRECISION")}
-    is_long = not shape["WINDOW"] and sum(x.numel() * x.element_size() for x in rows) > CACHED_BYTES
-    return dkv_tma_kernel, {**tiles, **shape, "BY_SPLIT": is_long, "maxnreg": params.maxnreg}
+        return {"q_tma": None, "do_tma": None, "BY_SPLIT": False}
+    q_tma, do_tma = (TensorDescriptor.from_tensor(x, [1, params.rows, padded(x.shape[2])]) for x in rows)
+    is_long = not key_range.window and sum(x.numel() * x.element_size() for x in rows) > CACHED_BYTES
+    return {"q_tma": q_tma, "do_tma": do_tma, "BY_SPLIT": is_long}
 
 
 def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: Card) -> int:
@@ -326,13 +322,10 @@ def _shape_constants(
 ) -> dict[str, object]:
     """Computed once for every shape; callers only read them."""
     (tokens, all_heads, dk), (num_keys, groups) = query, keys
-    per_group = all_heads // groups
-    heads = min(per_group, params.rows)
     span, stride, window = (min(distance, FAR) for distance in ends)
     return {
         "S": tokens, "N": num_keys, "G": groups, "scale": dk**-0.5, "SPAN": span, "STRIDE": stride, "WINDOW": window,
-        "PER_GROUP": per_group, "HEADS": heads, "QUERIES": params.rows // heads,
-        "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv),
+        "PER_GROUP": all_heads // groups, "DK": dk, "DV": dv, "BLOCK_DK": padded(dk), "BLOCK_DV": padded(dv),
         "BLOCK_M": params.rows, "BLOCK_N": params.columns, "MASK": _MASKS[params.mask],
         "PRECISION": "ieee" if exact else "tf32",
         "num_warps": params.num_warps, "num_stages": params.num_stages,

@@ -1,11 +1,12 @@
 """The kernels of `flash.py`: attention in which every query sees one interval of keys, forward and backward.
 
-The rows of a tile are queries x heads of one group, so that all of them read the same keys. Keys that all rows of a
-tile see are handled without masks. Every sum has a fixed order: results are the same from run to run.
+The rows of a tile are queries x heads of one group, so that all of them read the same keys. Every sum has a fixed
+order: results are the same from run to run.
 
 Legend: B batch, S tokens, N keys, G key/value heads, h query heads per group (PER_GROUP), H = G*h.
-A tile has BLOCK_M rows = QUERIES x HEADS (row r: query r // HEADS, head r % HEADS; rows left over are idle);
-HEADS < h only where a group has more heads than a tile has rows. DK, DV: head sizes, BLOCK_D* padded.
+A tile of forward and dQ has BLOCK_M rows = QUERIES x HEADS (row r: query r // HEADS, head r % HEADS; rows left over are
+idle); HEADS < h only where a group has more heads than a tile has rows. A tile of dK and dV has any BLOCK_M consecutive
+rows of a group (row r: query r // h, head r % h). DK, DV: head sizes, BLOCK_D* padded.
 """
 
 import triton
@@ -14,8 +15,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-# When a loop masks: in no tile, in every tile, in those tiles that not all rows see whole.
-NEVER, ALWAYS, EDGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# When a loop masks: in every tile, in those tiles that not all rows see whole.
+ALWAYS, EDGES = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
@@ -50,9 +51,8 @@ def seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constexp
 
 @triton.jit
 def _tile_rows(
-    tile, head_tile, S, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    tile, head_tile, S, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Query, head inside the group and liveness of each row. Idle rows repeat a live one: safe to read."""
     r = tl.arange(0, BLOCK_M)
     t = tile * QUERIES + r // HEADS
@@ -85,30 +85,6 @@ def store_rows(ptr, row, x, row_mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def inside(start, stop, full_lo, full_hi, STEP: tl.constexpr):
-    """Cuts start..stop, taken in steps, at a and b: the steps of a..b lie wholly inside full_lo..full_hi."""
-    a = start + (tl.maximum(full_lo - start, 0) + STEP - 1) // STEP * STEP
-    a = tl.minimum(a, tl.maximum(stop, start))
-    b = a + tl.maximum(tl.minimum(full_hi, stop) - a, 0) // STEP * STEP
-    return a, b
-
-
-@triton.jit
-def part_of(part: tl.constexpr, start, a, z, stop, MASK: tl.constexpr):
-    """Where part 0 (left edge), 1 (inside) or 2 (right edge) of start..stop begins and ends; an uncut loop
-    is all inside."""
-    if MASK != NEVER:
-        begin, end = start, stop
-    elif part == 0:
-        begin, end = start, tl.minimum(a, stop)
-    elif part == 1:
-        begin, end = a, z
-    else:
-        begin, end = z, stop
-    return begin, end
-
-
-@triton.jit
 def _attend(
     acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b, k_column, v_column, k_sn, v_sn, start, stop, lo, hi,
     full_lo, full_hi, scale, MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -126,8 +102,8 @@ def _attend(
             k = k_tma.load([b, n0, k_column]).reshape(BLOCK_N, BLOCK_DK)
             v = v_tma.load([b, n0, v_column]).reshape(BLOCK_N, BLOCK_DV)
         else:
-            k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
-            v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+            k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, True)
+            v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASK == ALWAYS:
             s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
@@ -136,7 +112,7 @@ def _attend(
                 s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
         peak_new = tl.maximum(peak, tl.max(s, 1) * scale)
         # A row that has seen nothing yet: any finite reference will do, all its terms are 0.
-        reference = peak_new if MASK == NEVER else tl.where(peak_new == -INF, 0.0, peak_new)
+        reference = tl.where(peak_new == -INF, 0.0, peak_new)
         p = tl.exp2(s * scale - reference[:, None])
         alpha = tl.exp2(peak - reference)
         total = total * alpha + tl.sum(p, 1)
@@ -150,13 +126,14 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr, k_tma, v_tma,
     q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg,
     S, N, G, lanes, tiles, scale,
-    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PER_GROUP: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one group. MASK == NEVER cuts the loop into masked edges and an unmasked inside. The tensor
-    memory accelerator loads keys and values from k_tma and v_tma, [B, N, heads], where these are given."""
+    """One query tile of one group. The tensor memory accelerator loads keys and values from k_tma and v_tma,
+    [B, N, heads], where these are given."""
+    HEADS: tl.constexpr = PER_GROUP if PER_GROUP < BLOCK_M else BLOCK_M
+    QUERIES: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0)
     tile = tiles - 1 - pid // lanes  # late queries see most: start them first
@@ -179,17 +156,11 @@ def forward_kernel(
     peak = tl.full([BLOCK_M], -INF, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     scale *= LOG2E
-    a, z = inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
-    for part in tl.static_range(0 if WINDOW > 0 or lo_ptr is not None else 1, 3):
-        if MASK == NEVER or part == 1:
-            start, stop = part_of(part, lo_min, a, z, hi_max, MASK)
-            acc, peak, total = _attend(
-                acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32), k_column.to(tl.int32),
-                v_column.to(tl.int32), k_sn, v_sn,
-                start, stop, lo, hi, lo_max, hi_min, scale,
-                MASK if MASK != NEVER or part == 1 else ALWAYS,
-                BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
-            )  # fmt: skip
+    acc, peak, total = _attend(
+        acc, peak, total, q, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32), k_column.to(tl.int32),
+        v_column.to(tl.int32), k_sn, v_sn, lo_min, hi_max, lo, hi, lo_max, hi_min, scale, MASK,
+        BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
+    )  # fmt: skip
 
     seen = total > 0
     total = tl.where(seen, total, 1.0)
@@ -218,8 +189,8 @@ def _pull(
             k = k_tma.load([b, n0, k_column]).reshape(BLOCK_N, BLOCK_DK)
             v = v_tma.load([b, n0, v_column]).reshape(BLOCK_N, BLOCK_DV)
         else:
-            k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, MASK != NEVER)
-            v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, MASK != NEVER)
+            k = load_tile(k_ptr + (zero + n0) * k_sn + k_offsets, key < stop, dk, DK, BLOCK_DK, True)
+            v = load_tile(v_ptr + (zero + n0) * v_sn + v_offsets, key < stop, dv, DV, BLOCK_DV, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         p = tl.exp2(s * scale - lse[:, None])
@@ -239,14 +210,15 @@ def dq_kernel(
     k_tma, v_tma,
     q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
     S, N, G, lanes, tiles, scale,
-    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PER_GROUP: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile of one group. Leaves each row's sum of dO*O and its log-sum-exp in base 2 for dK
     and dV, as [B, G, S, h], and q and dO in the same order where asked; a row that sees nothing gets +inf for its
     log-sum-exp, which makes all its probabilities 0."""
+    HEADS: tl.constexpr = PER_GROUP if PER_GROUP < BLOCK_M else BLOCK_M
+    QUERIES: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0)
     tile = tiles - 1 - pid // lanes
@@ -283,77 +255,101 @@ def dq_kernel(
     v_ptr += b * v_sb + v_column
     acc = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
     scale2 = scale * LOG2E
-    a, z = inside(lo_min, hi_max, lo_max, hi_min, BLOCK_N)
-    for part in tl.static_range(0 if WINDOW > 0 or lo_ptr is not None else 1, 3):
-        if MASK == NEVER or part == 1:
-            start, stop = part_of(part, lo_min, a, z, hi_max, MASK)
-            acc = _pull(
-                acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32), k_column.to(tl.int32),
-                v_column.to(tl.int32), k_sn, v_sn,
-                start, stop, lo, hi, lo_max, hi_min, scale2,
-                MASK if MASK != NEVER or part == 1 else ALWAYS,
-                BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
-            )  # fmt: skip
+    acc = _pull(
+        acc, q, do, lse, delta, k_ptr, v_ptr, k_tma, v_tma, b.to(tl.int32), k_column.to(tl.int32),
+        v_column.to(tl.int32), k_sn, v_sn, lo_min, hi_max, lo, hi, lo_max, hi_min, scale2, MASK,
+        BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
+    )  # fmt: skip
     store_rows(dq_ptr, row, acc * scale, live, DK, BLOCK_DK)
 
 
 @triton.jit
+def _row_pointers(ptr, r0, s_token, s_head, PER_GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Where rows r0 .. r0 + BLOCK_M - 1 of a group begin: row r is query r // PER_GROUP, head r % PER_GROUP."""
+    i = tl.arange(0, BLOCK_M)
+    zero = tl.zeros([], tl.int64)
+    if BLOCK_M % PER_GROUP == 0:  # every tile begins with a query: nothing is divided in the loop over r0
+        offsets = (i // PER_GROUP).to(tl.int64) * s_token + (i % PER_GROUP).to(tl.int64) * s_head
+        rows = ptr + (zero + r0 // PER_GROUP) * s_token + offsets
+    else:
+        r = r0 + i
+        rows = ptr + (r // PER_GROUP).to(tl.int64) * s_token + (r % PER_GROUP).to(tl.int64) * s_head
+    return rows
+
+
+@triton.jit
 def _push(
-    dk_acc, dv_acc, k, v, q_ptr, do_ptr, lse2_ptr, delta_ptr, q_ss, do_ss, q_offsets, do_offsets, place, head,
-    live, start, stop, first, behind, full_lo, full_hi, S, scale,
-    MASK: tl.constexpr, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, FULL_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    dk_acc, dv_acc, k, v, q_ptr, do_ptr, q_tma, do_tma, lse2_ptr, delta_ptr, lane, q_ss, q_sh, do_ss, do_sh,
+    start, stop, first, behind, full_lo, full_hi, scale, MASK: tl.constexpr, PER_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dV += P^T @ dO and dK += dS^T @ Q over queries start..stop, with keys as rows: no result is transposed.
-    An idle row of a query tile carries a log-sum-exp of +inf, so its probabilities are 0 without any mask."""
+    """dV += P^T @ dO and dK += dS^T @ Q over rows start..stop of a lane, with keys as rows: no result is transposed.
+    Rows from `stop` on carry a log-sum-exp of +inf, so their probabilities are 0 without any mask."""
+    i = tl.arange(0, BLOCK_M)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     zero = tl.zeros([], tl.int64)
-    for t0 in tl.range(start, stop, QUERIES):
-        t = t0 + place
-        there = live & (t < S)
-        q_tile = q_ptr + (zero + t0) * q_ss + q_offsets[:, None] + dk[None, :]
-        do_tile = do_ptr + (zero + t0) * do_ss + do_offsets[:, None] + dv[None, :]
-        stat = (zero + t0) * PER_GROUP + place * PER_GROUP + head
-        q = load_tile(q_tile, there, dk, DK, BLOCK_DK, MASK != NEVER)
-        do = load_tile(do_tile, there, dv, DV, BLOCK_DV, MASK != NEVER)
-        if MASK == NEVER and FULL_ROWS:
-            lse = tl.load(lse2_ptr + stat)
-            delta = tl.load(delta_ptr + stat)
+    for r0 in tl.range(start, stop, BLOCK_M):
+        r = r0 + i
+        if q_tma is not None:
+            q = q_tma.load([lane, r0, 0]).reshape(BLOCK_M, BLOCK_DK)
+            do = do_tma.load([lane, r0, 0]).reshape(BLOCK_M, BLOCK_DV)
         else:
-            lse = tl.load(lse2_ptr + stat, mask=there, other=INF)
-            delta = tl.load(delta_ptr + stat, mask=there, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        p = tl.exp2(s * scale - lse[None, :])
+            q_rows = _row_pointers(q_ptr, r0, q_ss, q_sh, PER_GROUP, BLOCK_M)
+            do_rows = _row_pointers(do_ptr, r0, do_ss, do_sh, PER_GROUP, BLOCK_M)
+            q = load_tile(q_rows[:, None] + dk[None, :], r < stop, dk, DK, BLOCK_DK, True)
+            do = load_tile(do_rows[:, None] + dv[None, :], r < stop, dv, DV, BLOCK_DV, True)
+        lse = tl.load(lse2_ptr + (zero + r0) + i, mask=r < stop, other=INF)
+        delta = tl.load(delta_ptr + (zero + r0) + i, mask=r < stop, other=0.0)
+        # By the TMA, products start from -lse and -delta, which then take no registers beside the result: more programs
+        # fit a multiprocessor. They hide that Triton loads ahead only what the factors of a product depend on.
+        if q_tma is not None:
+            s = tl.broadcast_to((lse / -scale)[None, :], [BLOCK_N, BLOCK_M])
+            s = tl.dot(k, tl.trans(q), s, input_precision=PRECISION)
+            p = tl.exp2(s * scale)
+        else:
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            p = tl.exp2(s * scale - lse[None, :])
         if MASK == ALWAYS:
-            p = tl.where((t[None, :] >= first[:, None]) & (t[None, :] < behind[:, None]), p, 0.0)
+            p = tl.where((r[None, :] >= first[:, None]) & (r[None, :] < behind[:, None]), p, 0.0)
         elif MASK == EDGES:
-            if (t0 < full_lo) | (t0 + QUERIES > full_hi):
-                p = tl.where((t[None, :] >= first[:, None]) & (t[None, :] < behind[:, None]), p, 0.0)
+            if (r0 < full_lo) | (r0 + BLOCK_M > full_hi):
+                p = tl.where((r[None, :] >= first[:, None]) & (r[None, :] < behind[:, None]), p, 0.0)
         dv_acc = tl.dot(p.to(do.dtype), do, dv_acc, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk_acc = tl.dot(ds.to(q.dtype), q, dk_acc, input_precision=PRECISION)
+        if q_tma is not None:
+            dp = tl.broadcast_to(-delta[None, :], [BLOCK_N, BLOCK_M])
+            dp = tl.dot(v, tl.trans(do), dp, input_precision=PRECISION)
+        else:
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :]
+        dk_acc = tl.dot((p * dp).to(q.dtype), q, dk_acc, input_precision=PRECISION)
     return dk_acc, dv_acc
 
 
 @triton.jit(do_not_specialize=["S", "N", "G", "lanes", "splits", "first_key", "part_keys"])
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, first_ptr, behind_ptr,
-    q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, do_sb, do_ss, do_sh,
-    S, N, G, lanes, splits, first_key, part_keys, scale,
-    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    q_tma, k_ptr, v_ptr, do_tma, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, first_ptr, behind_ptr,
+    k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, S, N, G, lanes, splits, first_key, part_keys, scale,
+    q_ptr, do_ptr, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh,
+    SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PER_GROUP: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    BY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile of one group from one part of the queries that see it. The parts, `splits` of them, of
-    keys `first_key` and the `part_keys` - 1 after it, are written one after the other: [splits, B, part_keys, G, D]."""
-    HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
-    FULL_ROWS: tl.constexpr = QUERIES * HEADS == BLOCK_M and PER_GROUP % HEADS == 0
+    """dK and dV of one key tile of one group from one part of the rows that see it. The parts, `splits` of them, of
+    keys `first_key` and the `part_keys` - 1 after it, are written one after the other: [splits, B, part_keys, G, D].
+
+    The tensor memory accelerator loads tiles of rows from q_tma and do_tma, [B * G, S * h, D], where these are given:
+    with 0 behind the end, and without addresses in registers, which leaves room for another program on each
+    multiprocessor. BY_SPLIT: all key tiles of one part of the rows run side by side, so that the rows, many more than
+    fit the cache, are read into it once. Otherwise every key tile has parts of equal length."""
     pid = tl.program_id(0)
     lane = pid % lanes
-    split = pid // lanes % splits
-    n_start = first_key + pid // lanes // splits * BLOCK_N  # early keys are seen by most: start them first
+    key_tiles = (part_keys + BLOCK_N - 1) // BLOCK_N
+    if BY_SPLIT:
+        split, key_tile = splits - 1 - pid // lanes // key_tiles, pid // lanes % key_tiles
+    else:
+        split, key_tile = pid // lanes % splits, pid // lanes // splits  # early keys are seen by most: start them first
+    n_start = first_key + key_tile * BLOCK_N
     b, g = (lane // G).to(tl.int64), lane % G
     n_last = tl.minimum(n_start + BLOCK_N, N) - 1
     n = n_start + tl.arange(0, BLOCK_N)
@@ -362,41 +358,30 @@ def dkv_kernel(
     first_min, behind_min = seen_by(n_start, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
     first_max, behind_max = seen_by(n_last, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
     first, behind = seen_by(n, first_ptr, behind_ptr, S, SPAN, STRIDE, WINDOW)
-    query_tiles = (tl.maximum(behind_max - first_min, 0) + QUERIES - 1) // QUERIES
-    share = (query_tiles + splits - 1) // splits
-    start = first_min + split * share * QUERIES
-    stop = tl.minimum(start + share * QUERIES, behind_max)
-    a, z = inside(start, stop, first_max, behind_min, QUERIES)
+    start, stop = first_min * PER_GROUP, behind_max * PER_GROUP
+    begin = 0 if BY_SPLIT else start
+    rows = S * PER_GROUP if BY_SPLIT else tl.maximum(stop - start, 0)
+    share = ((rows + BLOCK_M - 1) // BLOCK_M + splits - 1) // splits * BLOCK_M
+    start = tl.maximum(start, begin + split * share)
+    stop = tl.minimum(stop, begin + split * share + share)
 
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_rows = k_ptr + b * k_sb + g.to(tl.int64) * k_sg + n.to(tl.int64) * k_sn
     v_rows = v_ptr + b * v_sb + g.to(tl.int64) * v_sg + n.to(tl.int64) * v_sn
     k = load_tile(k_rows[:, None] + dk[None, :], real, dk, DK, BLOCK_DK, False)
     v = load_tile(v_rows[:, None] + dv[None, :], real, dv, DV, BLOCK_DV, False)
+    q_ptr += b * q_sb + (g * PER_GROUP).to(tl.int64) * q_sh
+    do_ptr += b * do_sb + (g * PER_GROUP).to(tl.int64) * do_sh
+    before = lane * S * PER_GROUP  # 32 bits will do: 2^31 rows of q, o and dQ fit no card
+    lse2_ptr += before
+    delta_ptr += before
     dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    scale2 = scale * LOG2E
-    r = tl.arange(0, BLOCK_M)
-    place = tl.minimum(r // HEADS, QUERIES - 1)
-    q_ptr += b * q_sb
-    do_ptr += b * do_sb
-    lse2_ptr += (b * G + g) * S * PER_GROUP
-    delta_ptr += (b * G + g) * S * PER_GROUP
-    for head_tile in range(HEAD_TILES):
-        head = head_tile * HEADS + r % HEADS
-        live = (r < QUERIES * HEADS) & (head < PER_GROUP)
-        head = tl.minimum(head, PER_GROUP - 1)
-        q_offsets = place.to(tl.int64) * q_ss + (g * PER_GROUP + head).to(tl.int64) * q_sh
-        do_offsets = place.to(tl.int64) * do_ss + (g * PER_GROUP + head).to(tl.int64) * do_sh
-        for part in tl.static_range(3):
-            if MASK == NEVER or part == 1:
-                begin, end = part_of(part, start, a, z, stop, MASK)
-                dk_acc, dv_acc = _push(
-                    dk_acc, dv_acc, k, v, q_ptr, do_ptr, lse2_ptr, delta_ptr, q_ss, do_ss, q_offsets,
-                    do_offsets, place, head, live, begin, end, first, behind, first_max, behind_min,
-                    S, scale2, MASK if MASK != NEVER or part == 1 else ALWAYS,
-                    PER_GROUP, QUERIES, DK, DV, BLOCK_DK, BLOCK_DV, FULL_ROWS, PRECISION,
-                )  # fmt: skip
+    dk_acc, dv_acc = _push(
+        dk_acc, dv_acc, k, v, q_ptr, do_ptr, q_tma, do_tma, lse2_ptr, delta_ptr, lane, q_ss, q_sh, do_ss, do_sh,
+        start, stop, first * PER_GROUP, behind * PER_GROUP, first_max * PER_GROUP, behind_min * PER_GROUP,
+        scale * LOG2E, MASK, PER_GROUP, BLOCK_M, BLOCK_N, DK, DV, BLOCK_DK, BLOCK_DV, PRECISION,
+    )  # fmt: skip
 
     row = ((split * (lanes // G) + b) * part_keys + (n - first_key)) * G + g  # of [splits, B, part_keys, G]
     store_rows(dk_ptr, row, dk_acc * scale, real, DK, BLOCK_DK)

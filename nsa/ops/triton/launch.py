@@ -28,20 +28,19 @@ class Launch:
     num_warps      warps of a program
     num_stages     depth of the software pipeline over tiles
     depth          terms of a sum that one step of a product adds, where that is a choice
-    mask           "split": separate loops for the masked edges and the unmasked inside; "branch": one loop, the
-                   mask computed only in tiles that need it; "always": one loop, always masked, as is dK and dV by
-                   the TMA with "split". Of flash.py.
+    mask           "always": every tile is masked; "branch": only tiles that need it, which are found at run time. Of
+                   flash.py.
     tma            tiles are loaded by the tensor memory accelerator (sm_90 and later), where memory is laid out for it.
                    Of flash.py.
     maxnreg        registers of a thread, where fewer than the compiler would take let another program run beside. Of
-                   dK and dV by the TMA, of block scores, and of selected attention by tiles.
+                   dK and dV in flash.py, of block scores, and of selected attention by tiles.
     """
 
     rows: int
     columns: int
     num_warps: int = 4
     num_stages: int = 3
-    mask: str = "split"
+    mask: str = "always"
     depth: int = 64
     tma: bool = False
     maxnreg: int | None = None

@@ -64,7 +64,7 @@ def compiler():
 def check(compiler, archs, plan, spilled, only=()):
     kernels = compiler.taken(archs, plan, only)
     for arch in archs:
-        found = {k.kernel.replace("_tma_", "_") for k in kernels if k.arch == arch}
+        found = {k.kernel for k in kernels if k.arch == arch}
         parts = PARTS_KERNELS if arch in (90, 100) and plan == UNUSUAL[0] else set()
         assert found >= set(only or (DECODE_KERNELS if plan.new else KERNELS | parts))
     for kernel in kernels:

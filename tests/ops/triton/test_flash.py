@@ -62,10 +62,8 @@ def test_agrees_for_every_head_size(branch, dk, dv):
 @pytest.mark.parametrize(
     ("rows", "columns", "splits", "mask"),
     [
-        (16, 32, 1, "split"),
         (32, 16, 3, "branch"),
         (16, 32, 1, "always"),
-        long(32, 16, 3, "split"),
         long(16, 32, 1, "branch"),
         long(32, 16, 3, "always"),
     ],
@@ -85,12 +83,12 @@ SOME, EVEN = (0, 3, 3, 41, 42, 70), tuple(range(0, 71, 7))
 @pytest.mark.parametrize(
     ("mask", "borders"),
     [
-        ("split", (0, 70)),
-        ("split", SOME),
+        ("always", (0, 70)),
+        ("always", SOME),
         ("branch", SOME),
         ("branch", (0, 0, 8, 16, 70, 70)),
-        ("split", EVEN),
-        *(long("branch", (0, 70)), long("split", (0, 0, 8, 16, 70, 70)), long("branch", EVEN)),
+        ("always", EVEN),
+        *(long("branch", (0, 70)), long("always", (0, 0, 8, 16, 70, 70)), long("branch", EVEN)),
     ],
 )
 def test_agrees_on_packed_documents(branch, borders, mask):
@@ -107,7 +105,7 @@ LOADED = [
     Case(tokens=70, heads=6, batch=2, dk=32, dv=16, splits=3, launch=TMA),
     Case(tokens=40, heads=6, dk=32, dv=48, launch=TMA),  # keys and values by threads, rows by the TMA
     Case(tokens=45, heads=3, groups=1, launch=replace(TMA, mask="always")),  # read in place
-    Case(tokens=70, heads=4, borders=SOME, splits=2, launch=replace(TMA, mask="split")),
+    Case(tokens=70, heads=4, borders=SOME, splits=2, launch=replace(TMA, mask="always")),
 ]
 
 
@@ -128,10 +126,8 @@ def test_agrees_where_the_tensor_memory_accelerator_loads(branch, case, cached_b
 @pytest.mark.parametrize(
     ("tma", "groups", "mask"),
     [
-        *((False, 2, "split"), (True, 1, "branch"), (True, 2, "split"), (True, 2, "always")),
-        *(long(False, 2, mask) for mask in ("branch", "always")),
-        *(long(True, 1, mask) for mask in ("split", "always")),
-        long(True, 2, "branch"),
+        *((False, 2, "always"), (True, 1, "branch"), (True, 2, "always")),
+        *(long(False, 2, "branch"), long(True, 1, "always"), long(True, 2, "branch")),
     ],
 )
 def test_nothing_of_the_next_sequence_or_group_reaches_a_tile(branch, mask, tma, groups):

@@ -50,12 +50,10 @@ def test_every_candidate_of_compressed_and_window_attention_is_launched(branch):
             for launch in (case.default, *(c for c in case.candidates if c != tune.CUDNN)):
                 launches.clear()
                 case.run(launch)
-                by_tma = kernel == "dkv" and launch.tma
-                name = f"{kernel}_tma_kernel" if by_tma else f"{kernel}_kernel"
-                options = launched(launches, name)
+                options = launched(launches, f"{kernel}_kernel")
                 assert options["MASK"] == flash._MASKS[launch.mask]
-                assert by_tma or kernel == "dkv" or (options["k_tma"] is not None) == launch.tma
-                assert_launched(launches, name, launch, lambda o: o["BLOCK_M"], lambda o: o["BLOCK_N"])
+                assert (options["q_tma" if kernel == "dkv" else "k_tma"] is not None) == launch.tma
+                assert_launched(launches, f"{kernel}_kernel", launch, lambda o: o["BLOCK_M"], lambda o: o["BLOCK_N"])
 
 
 def test_every_candidate_of_selection_is_launched():
