@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.checkpoint.helpers import saved_steps
 from tests.distributed.launching import rows_of, run_ranks
 from tests.faults.kills import (
     END_POINTS,
@@ -45,6 +46,13 @@ def test_twenty_kills_of_one_process_change_no_bit(tmp_path, unbroken):
         assert_prefix_equal(tmp_path / "killed", whole)
     runs.finish("killed")
     assert_equal_to_the_bit(tmp_path / "killed", whole, 1)
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path):
+    """The first write of rows takes three seconds, in which the first checkpoint comes due; it must wait."""
+    make_runs(tmp_path, "single").kill("killed", "rows.write:sleep:seconds=3,save.renamed:kill")
+    assert saved_steps(tmp_path / "killed") == [2]
+    assert [row["step"] for row in rows_of(tmp_path / "killed")][:2] == ["1", "2"]
 
 
 @pytest.mark.parametrize(
