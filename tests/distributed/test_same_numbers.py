@@ -29,7 +29,7 @@ DEEP = {
     "train": {"steps": 20, "eval_every": 10, "schedule": "constant", "lr": 2e-3},
     "checkpoint": {"every": 0},
 }
-SIX = {"train": {"steps": 6, "eval_every": 6}}
+SIX = {"train": {"steps": 6, "eval_every": 3}}
 FEW = {"train": {"steps": 2}}  # the first steps of DEEP: the second shows the gradients of the first
 PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
 SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
