@@ -38,7 +38,7 @@ SMALLEST_FILE, LARGEST_FILE = 4 << 10, 512 << 10
 LARGEST_DOCUMENT = 1 << 20
 VOCABULARY = 16_384
 BASE = (
-    "data.source=prepared data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 "
+    "data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 "
     "train.lr=6e-4 train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
     "runtime.precision=bf16 runtime.compile=true checkpoint.every=100 checkpoint.keep=2 telemetry.tensorboard=false"
 )
@@ -143,10 +143,10 @@ def folders(root: Path) -> Iterator[str]:
 
 def data_of(work: Path, options: argparse.Namespace) -> list[str]:
     shards = shards_of(work, options.tokenizer)
-    chosen = [f"data.paths=[{shards}]"]
+    chosen = ["data.source=prepared", f"data.paths=[{shards}]"]
     if options.action == "recall":
         mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall, weight: 3}}"
-        chosen = ["data.source=recall", f"data.mixture=[{mixture}]", *RECALL.split()]
+        chosen = [f"data.mixture=[{mixture}]", *RECALL.split()]
     return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
 
 

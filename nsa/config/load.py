@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from nsa.config.environment import environment_settings
-from nsa.config.schema import Config, MixturePart
+from nsa.config.schema import Config, MixturePart, SourceConfig
 from nsa.errors import ConfigError
 from nsa.files import read_regular
 from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
@@ -92,16 +92,21 @@ def parse_config(
     for override in overrides:
         keys, value = _parse_override(override)
         _section_of(tree, keys, f"override '{override}'")[keys[-1]] = value
-        applied.append((keys, override))
+        applied.append((keys, f"override '{override}'"))
     for variable, key, value, message in environment_settings(environment or {}):
         if key is not None:
             message = _fill(tree, key, value, variable)
+            applied += [] if message else [(key, variable)]
         if message:
             warnings.warn(message, ConfigWarning, stacklevel=2)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_describe(error, origin, applied)))) from None
+    for keys, setter in applied if config.data.mixture else ():
+        if keys[0] == "data" and keys[-1] in SourceConfig.model_fields:
+            raise ConfigError(f"{setter}: is not read beside data.mixture; add data.mixture=[], or change the mixture")
+    return config
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -218,14 +223,14 @@ def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str
 
 
 def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...], str]]) -> str | None:
-    """The last override of these keys, of a key inside or around them, or of a field that a rule names."""
-    for path, override in reversed(applied):
+    """What set these keys last, or a key inside or around them, or a field that a rule names; None: the file."""
+    for path, setter in reversed(applied):
         shared = min(len(path), len(keys))
         if path[:shared] == keys[:shared]:
-            return f"override '{override}'"
-    for path, override in reversed(applied):
+            return setter
+    for path, setter in reversed(applied):
         if path[:-1] == keys[:-1] and re.search(rf"\b{re.escape(path[-1])}\b", text):
-            return f"override '{override}'"
+            return setter
     return None
 
 

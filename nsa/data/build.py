@@ -115,7 +115,7 @@ class _Builder:
         if source.source == "recall":
             return self._recall(source)
         if source.source == "prepared":
-            shards, fingerprint = open_shards([Path(path) for path in source.paths], self.tokenizer)
+            shards, fingerprint = open_shards(source.paths, self.tokenizer)
             progress = self.activity.add("prepared", Progress("shards checked"))
             list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
             return self._from_documents("prepared", shards, fingerprint)
@@ -155,7 +155,7 @@ class _Builder:
         return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}")
 
     def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
-        training, validation = documents.split(self.data.validation_fraction)
+        training, validation = documents.split(self.data.validation_fraction, is_only=not self.data.mixture)
         self._check_length(training, "training", "use more text or a smaller train.seq_len")
         parts = [f"{training.num_documents:,} training documents, {training.num_tokens:,} tokens"]
         if self.data.validation_fraction:
@@ -188,6 +188,8 @@ class _Builder:
         index = LengthIndex(folder, self.rank, _digest(fingerprint, self.tokenizer.fingerprint, str(fraction)))
         reader = UnitReader(source, self.tokenizer, fraction, self.data.workers, index)
         self.activity.add(source.name, reader.tokenised)
+        if not reader.units:
+            raise DataError(f"data.source: {source.name} holds no rows; give files with text in them")
         lanes = choose_lanes(self.train.batch_size, len(reader.units))
         sequences = StreamedSequences(reader, self.train.seq_len, self.train.seed, lanes)
         rows = sum(unit.stop - unit.start for unit in reader.units)

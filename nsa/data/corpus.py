@@ -1,7 +1,7 @@
 """Tokenised documents, and their split into training and validation by what they contain.
 
 A document's side depends on a hash of its text alone: equal documents are always on one side, so the two
-never overlap, and adding documents moves none.
+never overlap, and adding documents moves none. The exception is a source whose documents are all above the threshold.
 """
 
 import hashlib
@@ -76,9 +76,10 @@ class Tokenised(Generic[Piece]):
         starts = np.cumsum(self.lengths) - self.lengths
         return Corpus(self.pieces, starts[chosen], self.lengths[chosen])
 
-    def split(self, fraction: float) -> tuple[Corpus, Corpus]:
+    def split(self, fraction: float, *, is_only: bool = True) -> tuple[Corpus, Corpus]:
         """(training, validation), which is empty for a fraction of 0. Where the fraction is too small for the corpus,
-        the document closest to the threshold is for validation, with its duplicates."""
+        the document closest to the threshold is for validation, with its duplicates. In a mixture that is an error:
+        another source may train on them."""
         keys = self.keys
         if len(keys) == 0:
             raise DataError(
@@ -94,6 +95,11 @@ class Tokenised(Generic[Piece]):
             if mask.all():
                 raise DataError(
                     "data.validation_fraction: every document fell into validation; choose a smaller fraction"
+                )
+            if not is_only:
+                raise DataError(
+                    f"data.validation_fraction: none of the {len(keys):,} documents of one source of the mixture falls "
+                    "into validation; choose a larger fraction, or 0 for no validation"
                 )
             mask = keys == keys.min()
         return self.select(~mask), self.select(mask)

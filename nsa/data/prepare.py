@@ -71,16 +71,16 @@ def prepare(
     `progress` gets the bytes done, the total (both approximate) and the text bytes written.
     """
     with _claimed(folder):
-        if fresh:
-            _remove(folder)
         plan = make_plan(source, tokenizer, shard_bytes)
         if not plan.shards:
             raise DataError("data.source: there is nothing to prepare; give data.paths with text in them")
+        if fresh:
+            _remove(folder)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         entries = [] if manifest else read_entries(folder)
         if any(found.plan != plan.name for found in ([manifest] if manifest else entries)):
             raise DataError(
-                f"{folder}: holds shards of another preparation (other files, tokenizer or division); "
+                f"{folder}: holds shards of another preparation (other files, text field, tokenizer or division); "
                 "choose another folder, or --fresh to replace them"
             )
         if manifest:
@@ -99,7 +99,8 @@ def prepare(
         entries = [done[number] for number in range(len(plan.shards))]
         if not sum(entry.documents for entry in entries):
             raise DataError("data.source: no document has any text; give data.paths with text in them")
-        write_manifest(folder, plan.name, source.name, tokenizer, entries)
+        with reworded(DataError, f"{folder / MANIFEST}: cannot be written"):
+            write_manifest(folder, plan.name, source.name, tokenizer, entries)
         return read_manifest(folder)
 
 

@@ -13,6 +13,7 @@ data.validation_fraction works with the same shards.
 import hashlib
 import json
 import os
+import resource
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -33,6 +34,7 @@ from nsa.files import replace_file
 MANIFEST = "manifest.json"
 FORMAT = "nsa-shards"
 VERSION = 1
+OTHER_FILES = 64  # that a process has open beside shards
 AGAIN = "prepare the data again"
 
 
@@ -225,20 +227,30 @@ class ShardTokens:
         return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def open_shards(folders: Sequence[Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
+def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
     """Opens every shard: the documents of all, and their fingerprint. Sizes and counts are checked; the caller may
-    `check` the tokens, `verify` checks all."""
+    `check` the tokens, `verify` checks all. Every shard needs a descriptor: the process may then open as many files as
+    the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     pieces: list[ShardTokens] = []
     lengths: list[Counts] = []
     keys: list[Keys] = []
     digest = hashlib.sha256()
-    for folder in folders:
+    for given in folders:
+        folder = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
         manifest = read_manifest(folder)
         made_with = manifest.tokenizer
         if made_with.fingerprint != tokenizer.fingerprint:
             raise DataError(
                 f"data.tokenizer: {folder} was prepared with {made_with.name!r} ({made_with.vocab_size:,} tokens), the "
                 f"run has {tokenizer.name!r} ({tokenizer.vocab_size:,}); set data.tokenizer to it, or prepare again"
+            )
+        if 0 <= most < len(pieces) + len(manifest.shards) + OTHER_FILES:
+            raise DataError(
+                f"data.paths: {len(pieces) + len(manifest.shards):,} shards up to {folder}, and this process may open "
+                f"{most:,} files; prepare them with a larger --shard-mb, or have the hard limit of `ulimit -n` raised"
             )
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)

@@ -93,7 +93,7 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(valid_text(text).encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i != self.separator).decode("utf-8", errors="replace")
+        return bytes(i for i in ids if i < self.separator).decode("utf-8", errors="replace")
 
 
 def tokenizer_for(data: DataConfig) -> Tokenizer:
@@ -283,7 +283,7 @@ class JsonTokenizer(Tokenizer):
         return np.array([j for i in ids.tolist() for j in self._letters.get(i, (i,))], dtype=self.dtype)
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if not self._is_special[i]])
+        return self._tokenizer.decode([i for i in ids if i < self.vocab_size and not self._is_special[i]])
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:

@@ -190,6 +190,8 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         joined = rendezvous(launch, environment, timeout)
         store = {"store": joined, "rank": launch.rank, "world_size": launch.size}
+    elif missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
+        raise LaunchError(f"{', '.join(missing)}: not set although WORLD_SIZE is; start the run with torchrun")
     dist.init_process_group(both, timeout=timeout, device_id=chosen if backend == "nccl" else None, **store)
     group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
     context = None

@@ -12,7 +12,7 @@ from nsa.data.build import Data, build_data
 from nsa.data.loader import Batch, Loader, Prefetcher
 from nsa.data.waiting import Activity, Waiter, WaitStopped
 from nsa.errors import DataError, DataUnavailableError, Interrupted, Preempted
-from nsa.parallel.collectives import sum_over_ranks
+from nsa.parallel.collectives import gather_objects, sum_over_ranks
 from nsa.train.monitor import Monitor
 from nsa.train.signals import StopRequest
 from nsa.train.state import RunState
@@ -109,6 +109,11 @@ class Feed:
     def _check_same_data(self, accept_changes: bool) -> None:
         """The cursor counts sequences of one corpus: it means nothing in another."""
         found, known = self.data.fingerprint, self.state.data
+        if len(set(gather_objects(found, self.state.world))) > 1:
+            raise DataError(
+                "data: ranks read different data; make the files that data.paths names alike on all nodes, or set "
+                "data.revision to a commit"
+            )
         if known is not None and known != found and not accept_changes:
             raise DataError(
                 f"data: the checkpoint was trained on other data than {self.data.summary}: files, tokenizer or split "

@@ -6,6 +6,7 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.config.load import ConfigWarning
+from nsa.errors import ConfigError
 
 
 def kernels(environment, tree=None, overrides=()):
@@ -86,3 +87,8 @@ def test_a_variable_sets_its_key_and_an_explicit_one_wins(variable, value, secti
     with pytest.warns(ConfigWarning, match=rf"{variable}: {section}\.{key} is set to .* explicitly"):
         config = parse_config({}, "test", [f"{section}.{key}={other}"], {variable: value})
     assert read(config) != wanted
+
+
+def test_a_value_that_cannot_be_is_blamed_on_the_variable():
+    with pytest.raises(ConfigError, match=r"^NSA_DDP_BUCKET_MB: parallel\.ddp\.bucket_mb: must be greater"):
+        parse_config({}, "my.yaml", environment={"NSA_DDP_BUCKET_MB": "0"})

@@ -250,6 +250,14 @@ def test_an_error_names_the_override_it_comes_from(mistakes, overrides, culprit,
     assert line.startswith(f"override '{culprit}': {key}: ")
 
 
+@pytest.mark.parametrize("override", ["data.source=text", "data.paths=[books]", "data.text_field=body"])
+def test_an_override_of_a_source_beside_a_mixture_is_refused(mistakes, load, override):
+    mixture = "data: {mixture: [{source: synthetic}], paths: [unused]}"
+    [line] = mistakes(mixture, override)
+    assert line == f"override '{override}': is not read beside data.mixture; add data.mixture=[], or change the mixture"
+    assert load(mixture, override, "data.mixture=[]").data.mixture == []
+
+
 @pytest.mark.parametrize(
     ("text", "override", "key"),
     [

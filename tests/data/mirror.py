@@ -81,6 +81,6 @@ def _table(place, rows, chosen, fat):
     return pa.table(columns, schema=SCHEMA)
 
 
-def fineweb_edu(subset="sample-10BT", *, revision="main", paths=(), deadline_s=60.0):
-    source = SourceConfig(source="fineweb_edu", subset=subset, revision=revision, paths=list(paths))
+def fineweb_edu(subset="sample-10BT", *, paths=(), deadline_s=60.0, **more):
+    source = SourceConfig(source="fineweb_edu", subset=subset, paths=list(paths), **more)
     return open_source(source, deadline_s)

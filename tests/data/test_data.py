@@ -10,6 +10,7 @@ import torch
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.corpus import tokenise
+from nsa.data.prepare import prepare
 from nsa.data.sequences import Concat, SyntheticSequences
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import PythonSource, TextSource
@@ -182,3 +183,33 @@ def test_a_bad_file_is_named_with_the_place(tmp_path):
     broken.write_bytes(b"ab\xffcd")
     with pytest.raises(DataError, match=r"broken\.txt: byte 2 is not valid UTF-8"):
         documents_of(TextSource([str(broken)]), Skipped())
+
+
+def test_ids_that_no_token_has_are_left_out_of_the_text():
+    assert TOKENIZER.decode([104, 105, 255, 256, 319]) == "hi"
+
+
+def test_a_small_source_of_a_mixture_holds_nothing_out_that_another_trains_on():
+    documents = tokenise(numbered(5), TOKENIZER)
+    training, validation = documents.split(1e-9)
+    assert (training.num_documents, validation.num_documents) == (4, 1)
+    with pytest.raises(DataError, match=r"none of the 5 documents of one source of the mixture falls into validation"):
+        documents.split(1e-9, is_only=False)
+
+
+def test_every_source_of_a_mixture_is_split_by_hashes_alone(tmp_path):
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    for path, count in ((few, 3), (many, 60)):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered(count)))
+    parts = [{"source": "text", "paths": [str(path)]} for path in (few, many)]
+    data = DataConfig(mixture=parts, validation_fraction=0.02)
+    with pytest.raises(DataError, match=r"data\.validation_fraction: none of the 3 documents"):
+        build_data(data, TrainConfig(seq_len=32), TOKENIZER)
+
+
+def test_a_prepared_folder_is_found_below_the_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one document " * 20)
+    prepare(TextSource([str(tmp_path / "a.txt")]), TOKENIZER, tmp_path / "shards", workers=1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = DataConfig(source="prepared", paths=["~/shards"], validation_fraction=0.0)
+    assert "1 training documents" in build_data(config, TrainConfig(seq_len=32), TOKENIZER).summary

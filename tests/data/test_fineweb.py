@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nsa.config.schema import DataConfig, TrainConfig
+from nsa.data.build import build_data
 from nsa.data.sources import repository
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.repository import RemoteFile
+from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer, download
-from tests.data.mirror import FIRST, fineweb_edu, texts_of, write_mirror
+from tests.data.mirror import FIRST, SCHEMA, fineweb_edu, texts_of, write_mirror
 
 
 def test_the_hub_gives_the_documents_and_units_that_a_mirror_on_disk_gives(served, mirror):
@@ -223,3 +226,22 @@ def test_a_remote_file_reads_like_one_in_memory(data, kept, reads):
         assert file.read(count) == other.read(count)
     assert file.seek(-len(data), os.SEEK_END) == 0
     assert io.BufferedReader(file, 7).read() == data
+
+
+def test_another_text_field_is_other_data(tmp_path):
+    write_mirror(tmp_path, files=1)
+    by_text, by_url = (fineweb_edu(paths=[str(tmp_path)], text_field=field) for field in ("text", "url"))
+    assert by_text.fingerprint() != by_url.fingerprint()
+    for field in ("text", "url", "text"):  # in one run folder, whose index of lengths is that of the last
+        config = DataConfig(source="fineweb_edu", paths=[str(tmp_path)], text_field=field)
+        data = build_data(config, TrainConfig(seq_len=32), ByteTokenizer(), tmp_path / "run")
+        assert data.train.batch(0, 1).inputs.shape == (1, 32)
+        data.close()
+
+
+def test_files_without_a_row_are_refused(tmp_path):
+    (tmp_path / "sample" / "10BT").mkdir(parents=True)
+    pq.ParquetWriter(tmp_path / "sample" / "10BT" / "000_00000.parquet", SCHEMA).close()
+    config = DataConfig(source="fineweb_edu", paths=[str(tmp_path)])
+    with pytest.raises(DataError, match=r"data\.source: fineweb_edu holds no rows"):
+        build_data(config, TrainConfig(seq_len=32), ByteTokenizer())

@@ -186,6 +186,54 @@ def test_a_source_that_changed_in_between_is_refused(source, tmp_path):
         prepare(source, TOKENIZER, out, workers=1)
 
 
+def test_another_field_of_the_same_files_is_another_preparation(tmp_path):
+    lines = (json.dumps({"text": f"text {n}", "summary": f"summary {n}"}) for n in range(40))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    of_text, of_summary = (TextSource([str(tmp_path / "a.jsonl")], field) for field in ("text", "summary"))
+    prepare(of_text, TOKENIZER, tmp_path / "out", workers=1)
+    with pytest.raises(DataError, match=r"another preparation \(other files, text field"):
+        prepare(of_summary, TOKENIZER, tmp_path / "out", workers=1)
+    prepare(of_summary, TOKENIZER, tmp_path / "out", workers=1, fresh=True)
+    shards, _ = open_shards([tmp_path / "out"], TOKENIZER)
+    assert "summary 39" in TOKENIZER.decode(whole(shards.pieces[0]).tolist())
+
+
+def test_fresh_keeps_the_old_shards_where_the_source_cannot_be_read(source, tmp_path):
+    prepare(source, TOKENIZER, tmp_path / "out", workers=1)
+    before = contents(tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    for wrong in ("nowhere", "empty"):
+        with pytest.raises(DataError, match=r"data\.paths"):
+            prepare(TextSource([str(tmp_path / wrong)]), TOKENIZER, tmp_path / "out", workers=1, fresh=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_more_shards_than_a_process_may_open_files_by_default(tmp_path):
+    shards = 40
+    for number in range(shards):
+        (tmp_path / f"{number}.txt").write_text(f"the text of file {number}")
+    manifest = prepare(TextSource([str(tmp_path)]), TOKENIZER, tmp_path / "out", workers=1, shard_bytes=1)
+    assert len(manifest.shards) == shards
+    program = """
+import resource, sys
+from nsa.data.token_shards import open_shards
+from nsa.data.tokenizers import ByteTokenizer
+shards = int(sys.argv[2])
+for most in (shards + 100, shards):  # the system allows: enough, too few
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, most))
+    try:
+        print(len(open_shards([sys.argv[1]], ByteTokenizer())[0].pieces))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "out"), str(shards)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    opened, refused = done.stdout.splitlines()
+    assert int(opened) == shards
+    assert refused.startswith(f"DataError data.paths: {shards} shards up to {tmp_path / 'out'}, and this process may")
+    assert "--shard-mb" in refused
+
+
 def test_a_bad_file_is_named_and_ends_the_preparation(source, tmp_path):
     (tmp_path / "texts" / "3.jsonl").write_bytes(b'{"text": "a"}\n{"text": \xff}\n')
     for workers in (1, 2):
@@ -194,9 +242,10 @@ def test_a_bad_file_is_named_and_ends_the_preparation(source, tmp_path):
     assert not (tmp_path / "o" / MANIFEST).exists()
 
 
-def test_a_full_disk_ends_the_preparation_and_loses_no_shard(source, tmp_path):
+@pytest.mark.parametrize("point", ["docs", "manifest"])
+def test_a_full_disk_ends_the_preparation_and_loses_no_shard(source, tmp_path, point):
     out = tmp_path / "out"
-    failed = run_cli(out, tmp_path / "texts", "--workers", "1", faults="prepare.docs:enospc", check=False)
+    failed = run_cli(out, tmp_path / "texts", "--workers", "1", faults=f"prepare.{point}:enospc", check=False)
     assert failed.returncode == 3
     assert "No space left" in failed.stderr
     prepare(source, TOKENIZER, out, workers=1)

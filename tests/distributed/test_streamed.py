@@ -4,9 +4,20 @@ import signal
 
 import pytest
 
+from tests import warm
 from tests.data.hub_server import HubServer
 from tests.data.mirror import write_mirror
-from tests.distributed.launching import events_of, metrics_of, numbers_of, rows_of, run_ranks, write_config
+from tests.distributed.launching import (
+    environment,
+    events_of,
+    metrics_of,
+    numbers_of,
+    ranks_environment,
+    rows_of,
+    run_ranks,
+    wait_all,
+    write_config,
+)
 
 pytestmark = pytest.mark.timeout(600)
 TRAIN = {"steps": 6, "seq_len": 64, "batch_size": 4, "lr": 2e-3, "eval_every": 3, "eval_sequences": 5}
@@ -86,3 +97,20 @@ def test_when_one_of_two_ranks_falls_back_both_do(tmp_path, monkeypatch):
     metrics = metrics_of(tmp_path / "run")
     assert metrics["data"]["source"] == "synthetic"
     assert metrics["steps"] == 6
+
+
+def test_ranks_that_read_different_files_are_refused(tmp_path):
+    """Copies on two nodes, one of which is stale: under one cursor some documents would be read twice, some never."""
+    config = write_config(
+        tmp_path, data={"source": "text", "paths": ["~/texts"]}, train={**TRAIN, "out_dir": str(tmp_path / "run")}
+    )
+    ranks = []
+    for place in ranks_environment(2):
+        home = tmp_path / place["RANK"]
+        (home / "texts").mkdir(parents=True)
+        for number in range(20):
+            (home / "texts" / f"{number}.txt").write_text(f"text {number} of rank {place['RANK']} " * 20)
+        ranks.append(warm.start("nsa", "train", config, env=environment(**place, HOME=str(home))))
+    for ended in wait_all(ranks):
+        assert ended.code == 3, ended.output
+        assert "data: ranks read different data; make the files that data.paths names alike" in ended.output

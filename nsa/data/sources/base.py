@@ -90,5 +90,5 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Changes when files are added, removed or changed."""
+        """Changes when files are added, removed or changed, and with the field that is read of them."""
         ...

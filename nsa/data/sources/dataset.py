@@ -74,7 +74,7 @@ class HubDataset:
             yield from parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(b"" if self.text_field == "text" else self.text_field.encode())
         for name, (_, entry) in sorted(self._listed().items()):
             digest.update(f"{name}\0{entry.size}\0{entry.content_id}\n".encode())
         return digest.hexdigest()

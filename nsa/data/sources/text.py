@@ -62,7 +62,8 @@ class TextSource:
                 yield from readers.jsonl_documents(unit.path, file, self.text_field, skipped, unit.start, unit.stop)
 
     def fingerprint(self) -> str:
-        return readers.files_fingerprint(expand_paths(self.paths))
+        found = readers.files_fingerprint(expand_paths(self.paths))
+        return found if self.text_field == "text" else f"{found} {self.text_field}"
 
     def _units_of(self, path: Path) -> list[Unit]:
         kind, codec = _kind_and_codec(path)
