@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -90,6 +91,12 @@ def _written_aside(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
+
+
+def ends_amid_line(file: FileIO) -> bool:
+    """Whether a file that was opened to append ("a+b") has a last line without an end."""
+    size = file.tell()
+    return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -13,7 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nsa.checkpoint.format import FOLDER, MANIFEST_FILE, MODEL, newest_verified, verify, write_atomically
+from nsa.checkpoint.format import (
+    FOLDER,
+    MANIFEST_FILE,
+    MODEL,
+    committed,
+    newest_verified,
+    step_of,
+    verify,
+    write_atomically,
+)
 from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.errors import CheckpointError, reworded
 from nsa.files import regular
@@ -124,13 +133,17 @@ def serialize_weights(tensors: Mapping[str, Tensor], **metadata: Any) -> bytes:
 
 def find_weights(path: Path) -> Path:
     """The safetensors file or the verified checkpoint that `path` names: itself, the weights of a finished run, or the
-    newest sound checkpoint of a run that has checkpoints only."""
+    newest sound checkpoint of one that has not finished, or was resumed since."""
     is_checkpoint, weights = (path / MANIFEST_FILE).exists(), path / WEIGHTS_FILE
     if is_checkpoint or ((path / FOLDER).is_dir() and not weights.exists()):
         return find_checkpoint(path)
     if weights.is_symlink():
         raise CheckpointError(f"{weights}: it is a symbolic link, which is not followed inside a run folder")
-    return weights if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    newest = next(iter(committed(path / FOLDER)), None)
+    step = read_metadata(weights).get("step") if newest else None
+    return find_checkpoint(path) if newest and isinstance(step, int) and step_of(newest) > step else weights
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

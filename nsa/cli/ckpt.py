@@ -30,10 +30,9 @@ def list_checkpoints(run_dir: RunFolder) -> None:
             state = read_state(path)
             progress = state["progress"]
             size = sum(file.stat().st_size for file in path.iterdir()) / 2**20
-            val = progress["val_loss"]
+            loss, val = ("-" if progress[name] is None else f"{progress[name]:.4f}" for name in ("loss", "val_loss"))
             about = (
-                f"{progress['tokens']:,} tokens | loss {progress['loss']:.4f} | "
-                f"validation {'-' if val is None else format(val, '.4f')} | "
+                f"{progress['tokens']:,} tokens | loss {loss} | validation {val} | "
                 f"{state['strategy']} x {state['world_size']} | {size:.1f} MiB"
             )
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:

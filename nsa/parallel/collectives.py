@@ -1,5 +1,6 @@
 """Small agreements between processes. All ranks call each of these together."""
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,7 +57,8 @@ _LOST = ("gloo", "nccl", "connection reset by peer", "connection closed by peer"
 def lost_rank(reason: BaseException | str, rank: int, size: int) -> RankLostError | None:
     """The failure as the loss of another rank, where it looks like one; None where this process itself failed."""
     text = str(reason).strip()
-    is_network = isinstance(reason, str | RuntimeError) and any(word in text.lower() for word in _LOST)
+    said = re.sub(r"'[^']*'", "", text).lower()  # without paths
+    is_network = isinstance(reason, str | RuntimeError) and any(word in said for word in _LOST)
     if size == 1 or isinstance(reason, NSAError) or not (is_network or isinstance(reason, dist.DistError)):
         return None
     first = text.splitlines()[0] if text else type(reason).__name__

@@ -6,6 +6,8 @@ the files, the end of a run waits for every sink, ten seconds at most. An event 
 dropped. A sink that fails three times in a row, other than by a disk error, is removed.
 """
 
+import errno
+import os
 import queue
 import threading
 import time
@@ -14,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nsa.files import regular
+from nsa.files import ends_amid_line, regular
 from nsa.record.failures import Failures
 from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event
 
@@ -180,5 +182,7 @@ class HeartbeatSink(Sink):
         self._path = HEARTBEAT.path(folder, rank)
 
     def write(self, event: Event) -> None:
-        with open(self._path, "a", encoding="utf-8", opener=regular) as file:
-            file.write(format_event(event))
+        with open(self._path, "a+b", buffering=0, opener=regular) as file:
+            text = b"\n" * ends_amid_line(file) + format_event(event).encode()  # a full disk may have cut the last one
+            if file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

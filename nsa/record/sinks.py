@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -99,17 +100,25 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         make_folder(folder / TENSORBOARD_FOLDER)
-        self._writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1)
+        self._open = partial(SummaryWriter, str(folder / TENSORBOARD_FOLDER))
+        self._writer: Any = self._open(purge_step=first_step + 1)
 
     def wants(self, event: Event) -> bool:
         return bool(scalars_of(event))
 
     def write(self, event: Event) -> None:
-        for name, value in scalars_of(event).items():
-            self._writer.add_scalar(name, value, event["step"])
+        if self._writer is None:
+            self._writer = self._open(purge_step=event["step"])
+        try:
+            for name, value in scalars_of(event).items():
+                self._writer.add_scalar(name, value, event["step"])
+        except OSError:  # its thread has ended, and it would raise this for ever
+            self._writer = None
+            raise
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Tracker(Sink):

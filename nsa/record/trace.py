@@ -19,7 +19,6 @@ Nothing is attached for what is not traced. No event calls a collective, and non
 
 import functools
 import json
-import os
 import threading
 import time
 import weakref
@@ -35,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.files import regular
+from nsa.files import ends_amid_line, regular
 from nsa.nn.block import DecoderBlock
 from nsa.record.failures import Failures
 from nsa.record.numbers import plain
@@ -291,9 +290,7 @@ class TraceFile:
     def _write(self, text: bytes) -> None:
         if self._file is None:
             self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
-            size = self._file.tell()
-            is_torn = size > 0 and os.pread(self._file.fileno(), 1, size - 1) != b"\n"
-            text = b"\n" * is_torn + _format_line("start", None, self._header) + text
+            text = b"\n" * ends_amid_line(self._file) + _format_line("start", None, self._header) + text
         try:
             written = self._file.write(text)
             if written < len(text):

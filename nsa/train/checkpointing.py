@@ -8,6 +8,8 @@ that come due in between are tried as well, and do not count if they fail.
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.format import FOLDER, MODEL, STATE_VERSION, newest_verified, optimizer_key, step_of
+from nsa.checkpoint.format import (
+    BEST,
+    FOLDER,
+    MODEL,
+    STATE_VERSION,
+    newest_verified,
+    optimizer_key,
+    step_of,
+    write_atomically,
+)
 from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
 from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
-from nsa.errors import CheckpointError, ConfigError
+from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.train.monitor import Monitor
 from nsa.train.state import Progress, RunState
@@ -51,7 +62,7 @@ class Checkpointing:
 
     def votes(self) -> tuple[int, int]:
         """1 when this rank has written its part of the save that is under way; 1 when it is time for a retry."""
-        return int(self.saver.written), int(self._is_retry_due())
+        return int(self.saver.written), int(self._is_retry_due() and not self.saver.busy)
 
     def after_step(self, written: int, retry: int, *, is_best: bool) -> None:
         """Completes a save that all ranks have `written`, and starts one where it is due or a rank voted to `retry`."""
@@ -80,11 +91,24 @@ class Checkpointing:
             self.monitor.beat(self.state.progress.step, "save")
             # The clocks of two ranks differ: the first decides.
             self._counts = on_first_rank(self.state.world, lambda: not self._failures or self._is_retry_due())
-            self._begin()
+            is_again = self._writing_step == self.state.progress.step
+            self._begin(is_best=self._writing_best and is_again)
             self._complete()
             if self._saved_step != self.state.progress.step:
                 self.pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    @contextmanager
+    def saved_if_data_fails(self) -> Iterator[None]:
+        """The steps that are done are saved where the next one has no data. One rank of several cannot: the others do
+        not know."""
+        try:
+            yield
+        except DataError:
+            if self.state.world.size == 1:
+                with self.monitor.extended_timeout():
+                    self.save_now()
+            raise
 
     def _is_retry_due(self) -> bool:
         return self._failures > 0 and self.clock() >= self._retry_at
@@ -111,7 +135,7 @@ class Checkpointing:
         lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
         if lost is not None:
             raise lost
-        # The retry saves the weights of a later step, which are not the best.
+        # The retry probably saves the weights of a later step, which are not the best.
         unmarked = "; it had the best validation loss" if self._writing_best else ""
         message = f"step {self._writing_step} could not be saved: {failure}{unmarked}"
         self.monitor.incident("save_failed", message, self.state.progress.step)
@@ -148,7 +172,8 @@ def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | Non
         if damage:
             raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")
         return None, [], []
-    changes = differences(read_state(chosen).get("config"), config)
+    saved = read_state(chosen)
+    changes = differences(saved.get("config"), config)
     if any(line.startswith("train.optimizer:") for line in changes):
         raise ConfigError(
             f"train.optimizer: {chosen} holds the state of another optimizer; --fresh starts over, or "
@@ -160,6 +185,8 @@ def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | Non
             f"{chosen}: was saved with another configuration:\n{lines}\n"
             "--accept-changes resumes with the new values, --fresh starts over, train.out_dir chooses another folder"
         )
+    if saved.get("is_best") is True:  # a kill may have come before the mark
+        write_atomically(root / BEST, chosen.name.encode() + b"\n")
     return chosen.name, damage, changes
 
 
@@ -177,6 +204,7 @@ def snapshot(state: RunState, *, is_best: bool) -> Snapshot:
         "world_size": state.world.size,
         "config": state.config.to_dict(),
         "data": state.data,
+        "is_best": is_best,
     }
     return Snapshot(state.progress.step, tensors, saved, read_generators(state.device), is_best)
 

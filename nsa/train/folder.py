@@ -10,10 +10,12 @@ from typing import Any
 
 from nsa.checkpoint.format import write_atomically
 from nsa.config import Config, differences, load_config
-from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError
+from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError, reworded
 from nsa.files import regular, remove_unfinished
 from nsa.plain_yaml import dump_yaml
 from nsa.record.schema import CONFIG_FILE, FOLDERS, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
+
+REMOVED = ".removed"  # what a folder that is being deleted is called
 
 
 @contextmanager
@@ -35,6 +37,7 @@ def claim_folder(folder: Path) -> Iterator[None]:
             raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
         _refuse_links(folder)
         remove_unfinished(folder)
+        shutil.rmtree(folder / REMOVED, ignore_errors=True)
         yield
 
 
@@ -85,10 +88,12 @@ def start_over(folder: Path) -> None:
     """Removes what an earlier run left: first its claim to be finished, then its results."""
     write_json(folder / METRICS_FILE, {"status": "running", "steps": 0})
     for path in [path for pattern in REMOVED_BY_FRESH for path in folder.glob(pattern)]:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        with reworded(LaunchError, f"{path}: cannot be removed", "remove it, or choose another train.out_dir"):
+            if path.is_dir() and not path.is_symlink():
+                path.rename(folder / REMOVED)  # in one go: what is left of a run must not be resumed
+                shutil.rmtree(folder / REMOVED)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def record_end(folder: Path, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,16 +19,15 @@ from torch import Tensor
 
 from nsa import faults
 from nsa.checkpoint.export import serialize_weights, weights_metadata
-from nsa.checkpoint.format import write_atomically
+from nsa.checkpoint.format import committed, write_atomically
 from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, tokenizer_for
 from nsa.data.waiting import WaitStopped
 from nsa.errors import (
-    CheckpointError,
+    DataError,
     Interrupted,
     LaunchError,
-    NumericsError,
     OutOfMemoryError,
     Preempted,
     RankLostError,
@@ -52,7 +52,7 @@ from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
 from nsa.train.signals import StopRequest
 from nsa.train.state import RunState, build_state, micro_batch_size, own_tokens
-from nsa.train.step import StepResult, Validation, train_step, validate
+from nsa.train.step import StepResult, train_step, validate
 from nsa.train.trained import load_teacher
 
 
@@ -119,13 +119,16 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
         with stop, monitor.watchdog:
             micro_batch = micro_batch_size(config, world.data_size)
             monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
-            state = build_state(config, tokenizer_for(config.data), world, monitor.tracer.traced_hook)
+            is_new = on_first_rank(world, lambda: options.fresh or not committed(folder / CHECKPOINTS_FOLDER))
+            hook = monitor.tracer.traced_hook
+            state = build_state(config, tokenizer_for(config.data), world, hook, initialize=is_new)
             state.teacher = load_teacher(state)
             state.graphs = plan_graphs(config, world, micro_batch)
             session = Session(folder, state, micro_batch, monitor, stop, options)
             with monitor.console:
                 while session.step < config.train.steps:
-                    step(session)
+                    with session.checkpointing.saved_if_data_fails():
+                        step(session)
             session.finish(started)
     except BaseException as error:
         # First, while the traceback keeps what was allocated.
@@ -164,8 +167,9 @@ class Session:
         monitor.beat(self.step, "data")
         self.feed = Feed(state, folder, micro_batch, monitor, stop)
         self.feed.open(synthetic_on_fail=options.synthetic_on_fail, accept_changes=options.accept_changes)
-        if options.fresh and state.world.is_first:
-            start_over(folder)
+        monitor.beat(self.step, "start")
+        if options.fresh:
+            on_first_rank(state.world, lambda: start_over(folder))
         monitor.open(state)
         monitor.dump_memory(state, "boot")
         self.first_step = self.step + 1
@@ -197,13 +201,14 @@ class Session:
         self.monitor.beat(self.step, "end")
         with self.monitor.extended_timeout():
             self.checkpointing.save_now()
-        self.monitor.beat(self.step, "end")
-        weights = gather_weights(self.state.parameters, self.state.world)
-        self.feed.close()
-        self.monitor.last_samples()
-        self.monitor.emit("end", self.step)
-        self.monitor.close()
-        on_first_rank(self.state.world, lambda: self._write_results(weights, time.perf_counter() - started))
+            self.monitor.beat(self.step, "end")
+            weights = gather_weights(self.state.parameters, self.state.world)
+            self.feed.close()
+            self.monitor.last_samples()
+            self.monitor.emit("end", self.step)
+            self.monitor.close()
+            self.monitor.beat(self.step, "end")
+            on_first_rank(self.state.world, lambda: self._write_results(weights, time.perf_counter() - started))
 
     def _write_start(self, resumed: str | None) -> None:
         # First: what lies here is not done.
@@ -319,15 +324,12 @@ def step(session: Session) -> None:
     if state.graphs.reason != graphs_off:
         monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
     if not result.moved:
-        _handle_non_finite(session, result)
+        nonfinite.handle(session, result)
     progress.step += 1
     progress.tokens += config.train.batch_size * config.train.seq_len
     progress.sequences += config.train.batch_size
     progress.loss = result.loss
-    row = _row(session, result, lr, targets, time.perf_counter() - began)
-    validation, is_best = _validate_if_due(session)
-    if validation is not None:
-        row = replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte)
+    row, is_best = _validate_if_due(session, _row(session, result, lr, targets, time.perf_counter() - began))
     monitor.step_done(row)
     _dump_if_due(session)
     terminate, interrupt, written, retry = result.votes
@@ -368,53 +370,28 @@ def _row(session: Session, result: StepResult, lr: float, targets: int, elapsed:
     )
 
 
-def _handle_non_finite(session: Session, result: StepResult) -> None:
-    """The weights have not moved. Overflow under fp16 halves its scale; anything else is dumped, then the run stops
-    or skips the step."""
-    config, state = session.config, session.state
-    scale, progress = state.scale, state.progress
-    if scale.enabled and scale.value > scale.SMALLEST:
-        scale.overflowed()  # this is how the scale is found: nothing to report
-        return
-    batches = [batch.to(state.device) for batch in session.feed.again()]
-    try:
-        kept = f"the step is in {nonfinite.dump(session.folder, state, batches, result)}"
-    except (OSError, CheckpointError) as error:
-        kept = f"the step could not be written: {error}"
-    what = f"step {progress.step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}"
-    session.monitor.incident("non_finite", f"{what}; {kept}", progress.step)
-    progress.skipped += 1
-    problem = ""
-    if config.train.non_finite == "stop":
-        problem = f"the weights were not changed by it; {kept}"
-    elif progress.skipped > config.train.max_skips:
-        problem = f"{progress.skipped} steps were skipped, train.max_skips allows no more"
-    if problem:
-        session.checkpointing.settle()  # all ranks are here: a save that is under way is not lost
-        raise NumericsError(f"{what}; {problem}")
-
-
-def _validate_if_due(session: Session) -> tuple[Validation | None, bool]:
-    """Every `eval_every` steps and after the last, where there is a validation split; and whether it was best."""
+def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, bool]:
+    """Every `eval_every` steps and after the last, where there is a validation split: the row with it, and whether it
+    was best."""
     train_config, progress, monitor = session.config.train, session.state.progress, session.monitor
     every = train_config.eval_every
     due = progress.step == train_config.steps or (every and progress.step % every == 0)
     if not due or session.feed.data.validation is None:
-        return None, False
-    with monitor.extended_timeout():  # the first one compiles, and collects its documents where data is streamed
-        validation = validate(
-            session.state,
-            session.feed.ready_validation(),
-            train_config.eval_sequences,
-            session.micro_batch,
-            progressed=lambda: monitor.beat(progress.step, "validate"),
-        )
+        return row, False
+    beat = partial(monitor.beat, progress.step, "validate")
+    try:
+        with monitor.extended_timeout():  # the first one compiles, and collects its documents where data is streamed
+            loader = session.feed.ready_validation()
+            validation = validate(session.state, loader, train_config.eval_sequences, session.micro_batch, beat)
+    except DataError:
+        monitor.step_done(row)  # the step is done
+        raise
     progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
     best = math.inf if progress.best_val_loss is None else progress.best_val_loss
     is_best = validation.loss < best  # never a NaN, which nothing would be better than
     if is_best:
         progress.best_val_loss = validation.loss
-    return validation, is_best
+    return replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte), is_best
 
 
 def _dump_if_due(session: Session) -> None:

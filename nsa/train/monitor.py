@@ -51,12 +51,13 @@ class Monitor:
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._failure_reported = False
-        self._steps_done = 0
+        self._steps_done: int | None = None  # None: not known before the run is resumed
         self._fallbacks_before = Counter(dispatch.counters())  # of whatever the process did before this run
 
     def open(self, state: RunState) -> None:
         """Opens the files of the run, truncated to the step it resumes from."""
         done, wanted = state.progress.step, self.config.telemetry
+        self._steps_done = done
         if self.world.is_first or wanted.per_rank:
             self._tables = [TableSink(self.folder, self.world.rank, table, done) for table in TABLES]
             self.stream.add(*self._tables)

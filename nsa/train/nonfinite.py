@@ -7,7 +7,7 @@ nonfinite/step_00000151/weights.safetensors    the weights before the step
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save
 from torch import Tensor
@@ -18,7 +18,7 @@ from nsa.config import parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.data.tokenizers import tokenizer_for
-from nsa.errors import CheckpointError
+from nsa.errors import CheckpointError, NumericsError
 from nsa.files import make_folder, read_regular
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
@@ -27,7 +27,37 @@ from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
 from nsa.train.trained import load_teacher
 
+if TYPE_CHECKING:
+    from nsa.train.loop import Session
+
 _TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
+
+
+def handle(session: "Session", result: StepResult) -> None:
+    """The weights have not moved. Overflow under fp16 halves its scale; anything else is dumped, then the run stops
+    or skips the step."""
+    config, state = session.config, session.state
+    scale, progress = state.scale, state.progress
+    if scale.enabled and scale.value > scale.SMALLEST:
+        scale.overflowed()  # this is how the scale is found: nothing to report
+        return
+    with session.monitor.extended_timeout():
+        batches = [batch.to(state.device) for batch in session.feed.again()]
+        try:
+            kept = f"the step is in {dump(session.folder, state, batches, result)}"
+        except (OSError, CheckpointError) as error:
+            kept = f"the step could not be written: {error}"
+    what = f"step {progress.step + 1}: the loss is {result.loss} and the gradient norm {result.grad_norm}"
+    session.monitor.incident("non_finite", f"{what}; {kept}", progress.step)
+    progress.skipped += 1
+    problem = ""
+    if config.train.non_finite == "stop":
+        problem = f"the weights were not changed by it; {kept}"
+    elif progress.skipped > config.train.max_skips:
+        problem = f"{progress.skipped} steps were skipped, train.max_skips allows no more"
+    if problem:
+        session.checkpointing.settle()  # all ranks are here: a save that is under way is not lost
+        raise NumericsError(f"{what}; {problem}")
 
 
 def dump(folder: Path, state: RunState, batches: list[Batch], result: StepResult) -> Path:
@@ -67,7 +97,7 @@ def reproduce(dumped: Path) -> StepResult:
         raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
     config = parse_config(given, str(dumped / "report.json"), ["parallel.strategy=single", "parallel.context=1"])
     with numerics(config.runtime):
-        state = build_state(config, tokenizer_for(config.data))
+        state = build_state(config, tokenizer_for(config.data), initialize=False)
         if not (dumped / "weights.safetensors").exists():
             raise CheckpointError(f"{dumped}: has no weights; the dump was cut short")
         load_weights(state.model, dumped / "weights.safetensors")

@@ -101,18 +101,24 @@ class RunState:
 
 
 def build_state(
-    config: Config, tokenizer: Tokenizer, world: World | None = None, wrap_hook: HookWrapper = lambda hook: hook
+    config: Config,
+    tokenizer: Tokenizer,
+    world: World | None = None,
+    wrap_hook: HookWrapper = lambda hook: hook,
+    *,
+    initialize: bool = True,
 ) -> RunState:
     """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`.
 
-    `wrap_hook` gets DDP's communication hook and returns the one to use.
+    `wrap_hook` gets DDP's communication hook and returns the one to use. `initialize`: from train.init_from, which a
+    run that resumes does not need any more.
     """
     world = world or World(pick_device(config.runtime.device))
     precision = compute_precision(config.runtime.precision, world.device)
     model = build_model(
         config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config)
     )
-    if config.train.init_from is not None:
+    if initialize and config.train.init_from is not None:
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
             load_weights(model, find_weights(Path(config.train.init_from)))
     freeze(model, config.train.freeze)

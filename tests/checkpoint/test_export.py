@@ -15,12 +15,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nsa.checkpoint import format
-from nsa.checkpoint.export import export_weights, load_weights, read_tensors, read_weights
+from nsa.checkpoint.export import export_weights, find_weights, load_weights, read_tensors, read_weights
 from nsa.checkpoint.format import FOLDER, MANIFEST_FILE
+from nsa.checkpoint.save import Saver
 from nsa.cli.main import main
+from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError
 from nsa.nn.model import build_model
 from nsa.train import train
+from nsa.train.checkpointing import snapshot
+from nsa.train.state import build_state
 from tests.checkpoint.helpers import (
     KINDS,
     SHARD,
@@ -28,6 +32,7 @@ from tests.checkpoint.helpers import (
     flip_byte,
     rows_of,
     small,
+    train_until,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -287,3 +292,22 @@ def test_starting_from_a_checkpoint_of_another_model_names_the_tensor(change, wh
     with pytest.raises(CheckpointError, match=rf"train\.init_from: .*{WRONG_MODELS[change]}"):
         train(small(change, f"train.init_from={checkpoint_of(whole_run, 6)}"), tmp_path / "run")
     assert not (tmp_path / "run" / "training.csv").exists()
+
+
+def test_of_a_run_that_was_resumed_after_its_end_the_newest_checkpoint_counts(whole_run, tmp_path):
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    assert find_weights(run) == run / "model.safetensors"
+    train_until(2, run, "train.steps=12", accept_changes=True)
+    assert (run / "model.safetensors").exists()
+    assert find_weights(run) == checkpoint_of(run, 8)
+    train(small("train.steps=12"), run)
+    assert find_weights(run) == run / "model.safetensors"
+
+
+def test_the_list_shows_a_checkpoint_from_before_the_first_step(tmp_path, nsa):
+    state = build_state(small(), ByteTokenizer())
+    saver = Saver(tmp_path / FOLDER, 2, None)
+    saver.begin(snapshot(state, is_best=False))
+    assert saver.finish() is None
+    _, out, _ = nsa("ckpt", "list", tmp_path)
+    assert out.startswith("step_00000000 | 0 tokens | loss - | validation - | single x 1 | ")

@@ -1,5 +1,6 @@
 """A run that was interrupted goes on as if nothing had been: to the last bit, and only with what it was told."""
 
+import errno
 import random
 import shutil
 
@@ -10,11 +11,12 @@ import yaml
 
 import nsa.parallel.numerics
 import nsa.train.loop
-from nsa.checkpoint.format import BEST, FOLDER, LATEST, name_of
+from nsa.checkpoint.format import BEST, FOLDER, LATEST, name_of, pointed
 from nsa.checkpoint.load import read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
-from nsa.errors import CheckpointError, ConfigError
+from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.train import train
+from nsa.train.checkpointing import Checkpointing
 from tests.checkpoint.helpers import (
     assert_same_contents,
     assert_same_run,
@@ -22,6 +24,7 @@ from tests.checkpoint.helpers import (
     contents_of,
     faults_armed,
     forget_generators,
+    incidents_of,
     metrics_of,
     rows_of,
     saved_steps,
@@ -311,3 +314,45 @@ def test_a_run_may_be_moved_as_a_whole(finished, tmp_path, capsys):
     said = capsys.readouterr().out
     assert ("this run is done (6 steps)" if finished else f"resume  {name_of(4)}: step 4 of 6 is done") in said
     assert metrics_of(new)["status"] == "done"
+
+
+def test_a_kill_before_the_mark_of_the_best_does_not_lose_it(tmp_path):
+    train_until(3, tmp_path)
+    assert pointed(tmp_path / FOLDER, BEST) == name_of(3)
+    (tmp_path / FOLDER / BEST).write_text(f"{name_of(2)}\n")  # as a kill leaves it when the checkpoint has its name
+    train_until(1, tmp_path)  # one more
+    assert pointed(tmp_path / FOLDER, BEST) == name_of(3)
+
+
+def test_the_best_is_marked_when_its_save_is_tried_again(whole_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpointing, "pause", staticmethod(lambda seconds: None))
+    with faults_armed("save.own:enospc:hit=4"):
+        train(small(), tmp_path)
+    (incident,) = incidents_of(tmp_path)
+    assert "step 6 could not be saved" in incident["message"]
+    assert pointed(tmp_path / FOLDER, BEST) == pointed(whole_run / FOLDER, BEST) == name_of(6)
+
+
+def test_a_run_resumes_without_the_weights_it_started_from(whole_run, tmp_path):
+    source = shutil.copytree(whole_run, tmp_path / "source")
+    train_until(3, tmp_path / "run", f"train.init_from={source}")
+    shutil.rmtree(source)
+    train(small(f"train.init_from={source}"), tmp_path / "run")
+    assert metrics_of(tmp_path / "run")["status"] == "done"
+    with pytest.raises(CheckpointError, match=r"train\.init_from: .*no such file"):
+        train(small(f"train.init_from={source}"), tmp_path / "run", fresh=True)
+
+
+def test_fresh_says_what_it_cannot_remove_and_the_old_run_does_not_come_back(crashed_run, monkeypatch):
+    def refuse(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path / "state.json"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        with pytest.raises(LaunchError, match=r"checkpoints: cannot be removed: Operation not permitted; remove it"):
+            train(small(), crashed_run, fresh=True)
+    assert saved_steps(crashed_run) == []
+    train_until(1, crashed_run)
+    assert rows_of(crashed_run)[0]["step"] == "1"
+    assert not (crashed_run / ".removed").exists()

@@ -7,7 +7,8 @@ import torch
 
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
-from nsa.parallel.launch import Launch, choose_strategy, guard, pick_device, read_launch
+from nsa.parallel.collectives import lost_rank
+from nsa.parallel.launch import Launch, choose_strategy, guard, pick_device, read_launch, start_world
 
 CUDA = torch.device("cuda", 0)
 
@@ -59,3 +60,18 @@ def test_auto_is_single_for_one_rank_and_ddp_for_more():
     assert [choose_strategy(name, 1) for name in ("ddp", "fsdp")] == ["ddp", "fsdp"]
     with pytest.raises(ConfigError, match=r"parallel\.strategy"):
         choose_strategy("single", 2)
+
+
+def test_ranks_without_an_address_are_refused():
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with (
+        pytest.raises(LaunchError, match=r"MASTER_PORT: not set .* torchrun"),
+        start_world(ParallelConfig(), "cpu", environment),
+    ):
+        raise AssertionError("never reached")
+
+
+def test_a_path_does_not_make_a_full_disk_a_lost_rank():
+    for lost in ("[gloo/transport/tcp/pair.cc:533] Connection closed by peer", "NCCL error: remote process exited"):
+        assert lost_rank(RuntimeError(lost), 0, 2) is not None
+    assert lost_rank("[Errno 28] No space left on device: '/data/nccl_runs/a/.writing-step_00000002'", 0, 2) is None

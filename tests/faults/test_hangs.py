@@ -97,3 +97,23 @@ def test_sigusr2_dumps_stacks_and_the_run_goes_on(tmp_path):
     assert ended.code == 0, ended.output
     assert "nsa/train/loop.py" in dumps_of(run, 0)
     assert metrics_of(run)["steps"] == 60
+
+
+def test_writing_the_weights_may_take_longer_than_a_step(tmp_path):
+    config = config_of(tmp_path, steps=2)
+    (ended,) = run_ranks(1, "train", config, faults=f"end.weights:sleep:seconds={FLOOR_S + 4:.0f}")
+    assert ended.code == 0, ended.output
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_hang_before_the_first_step_of_a_resumed_run_records_the_steps_that_are_done(tmp_path):
+    options = {
+        "checkpoint": {"background": False},
+        "telemetry": {"watchdog_floor_s": 1.0, "watchdog_first_step_s": 3.0},
+    }
+    config = write_config(tmp_path, train={"out_dir": str(tmp_path / "run")}, **options)
+    (crashed,) = run_ranks(1, "train", config, faults="step.begin:raise:hit=5")
+    assert crashed.code == 1
+    (stuck,) = run_ranks(1, "train", config, faults="step.begin:sleep:seconds=1000")
+    assert stuck.code == 6, stuck.output
+    assert metrics_of(tmp_path / "run")["steps"] == 4

@@ -1,15 +1,17 @@
 """What a run leaves in its folder besides numbers: its environment, events, curves and profiles."""
 
+import errno
 import json
 import sys
+import time
 import types
 
 import pytest
 
 from nsa.errors import LaunchError, NumericsError
 from nsa.record.events import EventStream, HeartbeatSink
-from nsa.record.schema import TRAINING
-from nsa.record.sinks import TableSink
+from nsa.record.schema import TRAINING, make_event
+from nsa.record.sinks import TableSink, TensorBoard
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
@@ -182,3 +184,41 @@ def test_fresh_under_a_restarting_torchrun_is_refused(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match="--fresh"):
         train(tiny(), tmp_path, fresh=True)
     train(tiny(), tmp_path)
+
+
+def test_an_event_behind_one_that_a_full_disk_cut_can_be_read(tmp_path):
+    stream = EventStream(0, [HeartbeatSink(tmp_path, rank=0)])
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    stream.incident("save_failed", "first", step=1)
+    stream.flush(10.0)
+    with path.open("ab") as file:
+        file.write(b'{"event": "incid')
+    stream.incident("save_failed", "second", step=2)
+    stream.close()
+    first, cut, second = path.read_text().splitlines()
+    assert (json.loads(first)["message"], json.loads(second)["message"]) == ("first", "second")
+    assert cut == '{"event": "incid'
+
+
+def test_tensorboard_goes_on_when_there_is_room_again(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(steps):
+        for step in steps:
+            sink.write(make_event("step", 0, step, **dict.fromkeys(TRAINING.columns[1:], 1.0)))
+            time.sleep(0.01)
+
+    sink, steps = TensorBoard(tmp_path), iter(range(1, 1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", no_space)
+        with pytest.raises(OSError, match="No space"):  # its thread writes: at one of the next events
+            write(steps)
+    later = [next(steps) for _ in range(5)]
+    write(later)
+    sink.close()
+    shown = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [point.step for point in shown.Scalars("train/loss")] == later

@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from nsa.checkpoint.format import committed
 from nsa.config import parse_config
 from nsa.data import build
+from nsa.data.loader import Loader
 from nsa.data.prepare import prepare
 from nsa.data.sources.base import Progress
 from nsa.data.sources.text import TextSource
@@ -191,3 +193,33 @@ def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_pa
     assert stalls[0]["seconds"] >= 0.2
     waits = [float(row["data_wait_s"]) for row in csv.DictReader((tmp_path / "run" / "training.csv").open())]
     assert sum(waits) > 0.5, "three seconds, less what the steps before it took"
+
+
+def test_what_is_done_is_saved_where_validation_has_too_few_documents(tmp_path):
+    """Those of a stream are known at the first validation."""
+    write_mirror(tmp_path / "mirror", files=1, row_groups=2, rows=40)
+    data = {"source": "fineweb_edu", "paths": [str(tmp_path / "mirror")]}
+    few = ["data.validation_fraction=0.02", "train.seq_len=512", "train.steps=4", "train.eval_every=2"]
+    config = parse_config({"data": data}, "test", [*TINY, *few])
+    with pytest.raises(DataError, match=r"the validation documents hold|no validation document"):
+        train(config, tmp_path / "run")
+    assert [path.name for path in committed(tmp_path / "run" / "checkpoints")] == ["step_00000002"]
+    assert len(losses_of(tmp_path / "run")) == 2
+
+
+def test_what_is_done_is_saved_where_a_file_is_damaged_meanwhile(texts, tmp_path, monkeypatch):
+    real = Loader.batch
+
+    def failing(self, first, *more):
+        if first >= 8:
+            raise DataError("shard-00001.tokens: is damaged")
+        return real(self, first, *more)
+
+    monkeypatch.setattr(Loader, "batch", failing)
+    with pytest.raises(DataError, match="is damaged"):
+        train(config_of(texts, "train.eval_every=0"), tmp_path / "run")
+    assert [path.name for path in committed(tmp_path / "run" / "checkpoints")] == ["step_00000002"]
+    monkeypatch.setattr(Loader, "batch", real)
+    train(config_of(texts, "train.eval_every=0"), tmp_path / "run")
+    train(config_of(texts, "train.eval_every=0"), tmp_path / "undisturbed")
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
