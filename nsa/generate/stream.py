@@ -1,6 +1,7 @@
 """Generation as other programs use it: an iterator of tokens and text."""
 
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import Literal, NamedTuple, Protocol
 
 from nsa.data.tokenizers import Tokenizer
@@ -71,9 +72,13 @@ def generate_tokens(
     if len(seeds) != len(prompts):
         raise ArgumentError("seed", f"must be one number, or one for each of {len(prompts)} prompts; got {len(seeds)}")
     texts = [text for text in stop if isinstance(text, str)]
-    stops = {token for token in stop if isinstance(token, int)}
+    wanted = "must be a list of texts that are not empty, or with a model alone of token ids"
     if isinstance(stop, str) or "" in texts or (texts and tokenizer is None):
-        raise ArgumentError("stop", "must be a list of texts that are not empty, or with a model alone of token ids")
+        raise ArgumentError("stop", wanted)
+    try:
+        stops = {index(token) for token in stop if not isinstance(token, str)}
+    except TypeError as error:
+        raise ArgumentError("stop", f"{wanted}: {error}") from None
     ids: list[list[int]] = []
     for prompt in prompts:
         if tokenizer is not None and isinstance(prompt, str):

@@ -70,9 +70,9 @@ class NSACache(Cache):
     Beam search, which reorders rows, is not supported.
     """
 
-    def __init__(self, model: "NSAForCausalLM", batch_size: int, max_length: int):
+    def __init__(self, model: "NSAForCausalLM", batch_size: int, max_length: int, *, slack: int = 64):
         super().__init__(layers=[])
-        self.kv = KVCache(model.decoder, sequences=batch_size, max_length=max_length)
+        self.kv = KVCache(model.decoder, sequences=batch_size, max_length=max_length, slack=slack)
         for _ in range(batch_size):
             self.kv.add()
         self._tokens = 0  # of a row, padding included
@@ -238,7 +238,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 documents = _documents(position_ids, input_ids)
             hidden_BSC = self.decoder.hidden(tokens_BS, documents)
         if order is not None:
-            inverse = torch.argsort(order, dim=1)
+            # At padding stands the row's last token: generate() reads that of rows that are padded behind.
+            last = mask.sum(1, keepdim=True) - 1  # type: ignore[union-attr]
+            inverse = torch.argsort(order, dim=1).minimum(last).clamp(min=0)
             hidden_BSC = hidden_BSC.gather(1, inverse[..., None].expand_as(hidden_BSC))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BSV = self.decoder.head(hidden_BSC[:, kept])
@@ -267,7 +269,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise _refused(f"cache_implementation={generation_config.cache_implementation!r}")
         rows = batch_size * (generation_config.num_return_sequences or 1)
-        model_kwargs["past_key_values"] = NSACache(self, rows, max_cache_length + 1)
+        drafts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens)
+        slack = max(64, *(tokens or 0 for tokens in drafts))  # a draft may be taken back
+        model_kwargs["past_key_values"] = NSACache(self, rows, max_cache_length + 1, slack=slack)
         return None
 
 

@@ -78,8 +78,13 @@ def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) ->
     """Registers `run` as an operator for CPU and CUDA tensors, and `shapes` as what tracing runs in its place."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run_in_own_types(*args: Any) -> Any:
+        with torch._C._DisableAutocast():  # which would round the float32 products of the reference to 16 bits
+            return run(*args)
+
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, key)
+        _LIBRARY.impl(name, run_in_own_types, key)
     operator = getattr(torch.ops.nsa, name).default
     torch.library.register_fake(operator, shapes, lib=_LIBRARY)
     return operator

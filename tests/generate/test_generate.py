@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,14 @@ def test_rows_end_at_their_own_stop_token_and_the_others_go_on(model):
         (last,) = [piece for piece in pieces if piece.prompt == number and piece.end is not None]
         assert (last.end, last.token is None) == (("length", False) if ended is None else ("stop", True))
     assert tokens_of(pieces, 0) == tokens_of(free, 0)[: tokens_of(free, 0).index(stop)]
+
+
+def test_stop_tokens_may_be_numbers_of_numpy_and_torch(model):
+    free = tokens_of(nsa.generate_tokens(model, [[1, 2, 3]], max_tokens=20, seed=1))
+    for stop in (np.array(free[3:4]), torch.tensor(free[3:4]), [np.int64(free[3])]):
+        assert tokens_of(nsa.generate_tokens(model, [[1, 2, 3]], max_tokens=20, seed=1, stop=stop)) == free[:3]
+    with pytest.raises(ArgumentError, match="stop: must be a list of texts"):
+        nsa.generate_tokens(model, [[1, 2, 3]], stop=[1.5])
 
 
 def test_the_first_token_comes_before_the_last_is_computed(model, monkeypatch):

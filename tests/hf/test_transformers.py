@@ -84,6 +84,21 @@ def test_padding_on_either_side_changes_nothing(run, exported):
                 torch.testing.assert_close(logits[i, mask[i].bool()], run.model(row[None])[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_goes_on_behind_padding_on_either_side(exported, use_cache):
+    model = load(exported)
+    rows = [torch.randint(0, 255, (length,)) for length in (70, 33, 1)]
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": use_cache}
+    want = [model.generate(row[None], **options)[0, len(row) :].tolist() for row in rows]
+    for side in ("left", "right"):
+        tokens, mask = torch.zeros(3, 70, dtype=torch.int64), torch.zeros(3, 70, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            at = slice(70 - len(row), None) if side == "left" else slice(0, len(row))
+            tokens[i, at], mask[i, at] = row, 1
+        drawn = model.generate(tokens, attention_mask=mask, **options)[:, 70:].tolist()
+        assert [row[: len(alone)] for row, alone in zip(drawn, want, strict=True)] == want, side
+
+
 def test_positions_that_restart_are_packed_documents(run, exported):
     model = load(exported)
     parts = [torch.randint(0, 255, (1, length)) for length in (70, 41)]
@@ -108,6 +123,9 @@ def test_assisted_decoding_takes_back_rejected_tokens(run, exported):
     plain = model.generate(tokens, max_new_tokens=30, do_sample=False)
     drafted = model.generate(tokens, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(plain, drafted)
+    again = torch.randint(0, 255, (1, 90)).repeat(1, 3)  # the prompt is the draft, more than rings hold by default
+    drafted = model.generate(again, max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=80)
+    assert torch.equal(model.generate(again, max_new_tokens=5, do_sample=False), drafted)
     assisted = model.generate(tokens, max_new_tokens=60, do_sample=False, assistant_model=load(exported))
     assert torch.equal(assisted[:, :90], plain)
 

@@ -378,3 +378,41 @@ print(peak_gib(4096) - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert 0.0 < float(done.stdout) < 0.2
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_autocast_changes_no_bit_of_16_bit_inputs(is_long, monkeypatch):
+    """Scores, softmax and sums stay in float32, forward and backward, and the same blocks are selected."""
+    monkeypatch.setattr(joint, "is_short", lambda q: not is_long)
+    x = make_inputs(150, spec=SMALL, dtype=torch.bfloat16, cu_seqlens=[0, 60, 150])
+    leaves = [tensor.detach().mul(2).requires_grad_() for tensor in x.tensors()]
+    weight = torch.randn(*x.q.shape[:3], x.v_win.shape[3]).bfloat16()
+
+    def results():
+        o = nsa_attention(*leaves, SMALL, cu_seqlens=x.cu_seqlens)
+        k_raw = leaves[3]
+        mean = compress_mean(k_raw, SMALL, cu_seqlens=x.cu_seqlens)
+        contracted = compress_contract(
+            k_raw, torch.ones(SMALL.cmp_block, k_raw.shape[3], 16).bfloat16(), SMALL, cu_seqlens=x.cu_seqlens
+        )
+        loss = (o * weight).sum() + mean.float().square().sum() + contracted.float().square().sum()
+        return [o, mean, contracted, *torch.autograd.grad(loss, leaves)]
+
+    plain = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = results()
+    assert all(torch.equal(a, b) for a, b in zip(plain, under_autocast, strict=True))
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3)])
+def test_compiled_code_takes_gates_in_any_memory_order(order):
+    x = make_inputs(23, batch=2, spec=SMALL, requires_grad=True)
+    *tensors, gates = x.tensors()
+    laid_out = gates.detach().permute(order).contiguous().permute(order).requires_grad_()
+
+    def loss(gates):
+        return nsa_attention(*tensors, gates, SMALL).flatten(2).square().sum()
+
+    (want,) = torch.autograd.grad(loss(gates), gates)
+    (got,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(laid_out), laid_out)
+    torch.testing.assert_close(got, want)
