@@ -141,9 +141,11 @@ def find_weights(path: Path) -> Path:
         raise CheckpointError(f"{weights}: it is a symbolic link, which is not followed inside a run folder")
     if not path.is_dir():
         return path
-    newest = next(iter(committed(path / FOLDER)), None)
-    step = read_metadata(weights).get("step") if newest else None
-    return find_checkpoint(path) if newest and isinstance(step, int) and step_of(newest) > step else weights
+    step = read_metadata(weights).get("step") if committed(path / FOLDER) else None
+    if not isinstance(step, int) or not any(step_of(newer) > step for newer in committed(path / FOLDER)):
+        return weights
+    newest, _ = newest_verified(path / FOLDER)
+    return newest if newest and step_of(newest) > step else weights
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -3,6 +3,7 @@
 A criterion that does not apply reads "n/a" and decides nothing. Thresholds come from the `readiness` section.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -108,6 +109,8 @@ def _utilization(view: RunView, measured: float | None, floor: float) -> Criteri
     name, target = "GPU utilisation", f"> {floor:g} %"
     if not view.on_gpu:
         return Criterion(name, target, "no GPU", None)
+    if measured is not None and math.isnan(measured):
+        return Criterion(name, target, "too few steps to measure", None)
     if measured is None:
         return Criterion(name, target, "not measured", False, "NVML gave no value: is nvidia-ml-py installed?")
     return Criterion(name, target, f"{measured:.0f} %", measured > floor, "", measured, "%", "higher")

@@ -21,13 +21,12 @@ from rich.text import Text
 from nsa.checks.doctor_search import AS_GIVEN, BRANCH_OF, MIN_TOKENS, OPERATORS, SMALL, SYNTHETIC, Case, Cause, search
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import SYNTHETIC_DATA, Outcome, Trial, changed, run_trial, usable_gpus
+from nsa.checks.trials import SYNTHETIC_DATA, Outcome, Trial, changed, remove_weights, run_trial, usable_gpus
 from nsa.config import Config, load_config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.parallel.context import data_ranks
 from nsa.parallel.launch import choose_strategy
 from nsa.record.numbers import one_line
-from nsa.record.schema import CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE
 from nsa.train.state import micro_batch_size
 
 HANG, NON_FINITE, OUT_OF_MEMORY = "hang", "non-finite numbers", "out of memory"
@@ -229,7 +228,7 @@ class Diagnosis:
     def _survey(self) -> Attempt | None:
         """The first trial that fails."""
         nproc, given = self.setup.nproc, self.setup.given
-        ranks = self.setup.config.parallel.context
+        ranks, is_muon = self.setup.config.parallel.context, self.setup.config.train.optimizer == "muon"
         # One process gets the tokens that a rank has: a sequence that is divided may not fit it.
         alone = given.tokens if ranks == 1 else max(2 * ranks, given.tokens // ranks)
         plain = Case(given.layers, alone, branch=given.branch)
@@ -239,7 +238,7 @@ class Diagnosis:
             "single process": plain,
             f"checkpointing ({recompute})": replace(plain, checkpointing=recompute),
             f"ddp x {nproc}": replace(shared, strategy="ddp"),
-            f"fsdp x {nproc}": replace(shared, strategy="fsdp"),
+            **({} if is_muon else {f"fsdp x {nproc}": replace(shared, strategy="fsdp")}),  # it needs whole matrices
             **({"torch.compile": replace(shared, compiled=True)} if given.compiled else {}),
             "the configuration as given": given,
         }
@@ -305,7 +304,7 @@ class Diagnosis:
         folder.mkdir(parents=True, exist_ok=True)  # evidence is read from it even if the run writes nothing
         config, nproc = setup.resolve(case, limit_s, traced=traced), setup.processes(case)
         outcome = run_trial(Trial(config, folder, nproc, limit_s), self.progress.update)
-        _remove_weights(folder, keep_nonfinite=traced)
+        remove_weights(folder, keep_nonfinite=traced)
         losses, norms = list[float](), list[float]()
         if view := outcome.view:
             losses, norms = (view.training.column(column).tolist() for column in ("loss", "grad_norm"))
@@ -345,10 +344,3 @@ def first_difference(losses: list[float], norms: list[float], against: Attempt, 
             if not both_skipped and not math.isclose(mine, other, rel_tol=tolerance):
                 return f"step {step}: {what} {mine:.8g}, in '{against.name}' {other:.8g}"
     return ""
-
-
-def _remove_weights(folder: Path, *, keep_nonfinite: bool) -> None:
-    """Weights are large and are no evidence, except those of a non-finite step."""
-    for name in (CHECKPOINTS_FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    (folder / WEIGHTS_FILE).unlink(missing_ok=True)

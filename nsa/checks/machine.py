@@ -1,6 +1,7 @@
 """The environment guard: does this machine have what the run needs? And how busy its GPUs are while it trains."""
 
 import contextlib
+import math
 import os
 import resource
 import shutil
@@ -111,13 +112,17 @@ class GpuUtilization:
 
     def __init__(self, nproc: int):
         self._samples: list[list[float]] = [[] for _ in range(nproc)]
+        self._asked = False
 
     def sample(self) -> None:
+        self._asked = True
         for index, samples in enumerate(self._samples):
             with contextlib.suppress(Exception):  # no driver, no NVML, or a GPU that gives no value
                 samples.append(float(torch.cuda.utilization(index)))
 
     @property
     def percent(self) -> float | None:
-        """The mean of the least busy GPU; None unless every GPU gave a value."""
+        """The mean of the least busy GPU; None unless every GPU gave a value, NaN where none was asked."""
+        if not self._asked:
+            return math.nan
         return min(map(fmean, self._samples)) if all(self._samples) else None

@@ -29,7 +29,7 @@ from nsa.parallel.numerics import DTYPES
 from nsa.parallel.recompute import Granularity
 from nsa.parallel.strategy import effective
 from nsa.train.optimizer import hidden_matrices
-from nsa.train.state import micro_batch_size
+from nsa.train.state import freeze, micro_batch_size
 
 GIB = 2**30
 # From the most memory to the least, as a rule.
@@ -153,9 +153,18 @@ class Planner:
         self._vocab_size = _vocab_size(config)
         with torch.device("meta"):
             self._model = build_model(config.model, config.nsa, self._vocab_size, seed=0)
+        freeze(self._model, config.train.freeze)
         self._parameters = self._model.num_parameters()
         self._trainable = self._model.num_parameters(trainable_only=True)
         self._traces: dict[tuple[Granularity, int], dict[str, Moment]] = {}
+
+    @property
+    def not_counted(self) -> list[str]:
+        teacher, graphs = self.config.train.teacher, self.config.runtime.cuda_graphs
+        return [
+            *(["train.teacher, whose weights every rank holds in float32, and its forward pass"] if teacher else []),
+            *(["runtime.cuda_graphs=true, which holds the memory of a pass twice"] if graphs is True else []),
+        ]
 
     def estimate(self, micro_batch: int | None = None, checkpointing: Granularity | None = None) -> Estimate:
         size = micro_batch or self.micro_batch
@@ -207,7 +216,7 @@ class Planner:
         _, usable = self.fit(card)
         if usable:
             options[f"train.micro_batch={usable}"] = self.estimate(usable)
-        if self.strategy == "ddp":
+        if self.strategy == "ddp" and self.config.train.optimizer != "muon":
             sharded = _replace(self.config, "parallel", strategy="fsdp")
             options["parallel.strategy=fsdp"] = estimate(sharded, self.nproc)
         fitting = {setting: found for setting, found in options.items() if found.needed_gib <= card.gib}
@@ -270,7 +279,8 @@ class Planner:
         With several passes in a step, all gradients exist from the start of the last one, which is the highest.
         """
         trained = _FLOAT32 * self._trainable
-        created = moment.gradients / (self.param_dtype.itemsize * self._trainable)  # share that backward has created
+        # The share that backward has created, of a pass in which nothing is frozen.
+        created = moment.gradients / (self.param_dtype.itemsize * self._parameters)
         gradients = created * trained / self._shards
         strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes()}[self.strategy]
         if self.strategy == "fsdp" and accumulates:

@@ -39,7 +39,7 @@ class Progress:
         self._printed_at = time.monotonic()
 
     def _show(self, line: Text, *, now: bool = False) -> None:
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live.update(line, refresh=True)
         elif now or time.monotonic() - self._printed_at > PLAIN_EVERY_S:
             self.note(line)

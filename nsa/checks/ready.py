@@ -20,7 +20,7 @@ from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, run_trial
+from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, remove_weights, run_trial
 from nsa.config import Config
 from nsa.errors import printable
 from nsa.inspect.reading import RunView
@@ -125,6 +125,8 @@ class ReadinessCheck:
                 began = time.monotonic()
                 check(phase)
                 phase.seconds = time.monotonic() - began
+                for folder in self.folder.glob(f"{key}*/"):
+                    remove_weights(folder)
             phases.append(phase)
             self.progress.note(phase)
         return phases
@@ -285,7 +287,10 @@ def resumable(config: Config, scale: Scale) -> Config:
     """Deterministic, so that the resumed run can be compared bit by bit. Saves block training, so that a checkpoint
     exists when the kill comes, however fast the steps are."""
     saves = {"checkpoint.every": scale.save_every, "checkpoint.background": False}
-    return changed(short_run(config, scale.resume), {"runtime.deterministic": True, **saves})
+    graphs = config.runtime.cuda_graphs and "auto"  # true would refuse the kill, which is a fault
+    return changed(
+        short_run(config, scale.resume), {"runtime.deterministic": True, "runtime.cuda_graphs": graphs, **saves}
+    )
 
 
 def first_difference(whole: Path, resumed: Path) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from nsa.errors import ConfigError, HangError, LaunchError, reworded
 from nsa.files import make_folder, regular, write_whole
 from nsa.inspect.reading import RunView
 from nsa.plain_yaml import dump_yaml
-from nsa.record.schema import HEARTBEAT, read_events
+from nsa.record.schema import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events
 
 POLL_S = 0.25
 DUMP_S = 3.0  # for the ranks to write their stacks before they are killed
@@ -211,3 +212,10 @@ def _read(reader: RunView) -> RunView | None:
         return reader.refresh()
     except ConfigError:  # the run has written nothing yet
         return None
+
+
+def remove_weights(folder: Path, *, keep_nonfinite: bool = True) -> None:
+    """Weights are large and are no evidence, except those of a non-finite step."""
+    for name in (CHECKPOINTS_FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / WEIGHTS_FILE).unlink(missing_ok=True)

@@ -88,6 +88,7 @@ def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
         },
         "checkpointing": {each.checkpointing: each.peak_gib for each in granularities},
         "compiled": {each.checkpointing: each.compiled_gib for each in granularities},
+        "not_counted": planner.not_counted,
         "reserve": {"context_gib": CONTEXT_GIB, "gaps": GAPS},
         "cards": [
             {
@@ -140,6 +141,8 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
     console.print(f"Kept free: {reserve['context_gib']:g} GiB for CUDA and NCCL, and {reserve['gaps']:.0%} for gaps.")
     if found["compile"] and estimate["compiled_gib"]:
         console.print("Cards are compared with the upper end of the range with runtime.compile.")
+    for line in found["not_counted"]:
+        console.print(f"Not counted: {line}.", soft_wrap=True)
     if planner.config.runtime.device == "cpu":
         console.print("runtime.device is cpu: the figures are what a GPU would need.")
     if found["advice"]:

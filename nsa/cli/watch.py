@@ -28,7 +28,7 @@ def watch(
 
     console, reader = Console(highlight=False), RunView(run_dir)
     plain = console.options.ascii_only
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(frame(reader.refresh(), console.width, max(24, console.height), plain=plain))
         return
     waits = not run_dir.exists() or (run_dir / LOCK_FILE).exists()  # a run that starts has the lock first

@@ -155,7 +155,7 @@ class _Builder:
         return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}")
 
     def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
-        training, validation = documents.split(self.data.validation_fraction, is_only=not self.data.mixture)
+        training, validation = documents.split(self.data.validation_fraction, is_only=len(self.data.mixture) < 2)
         self._check_length(training, "training", "use more text or a smaller train.seq_len")
         parts = [f"{training.num_documents:,} training documents, {training.num_tokens:,} tokens"]
         if self.data.validation_fraction:

@@ -76,6 +76,8 @@ def import_model(
     converted = content["nsa"] | {"shared_kv": shared_kv}
     if described.get("model_type") == OWN_TYPE:
         content |= _own_sections(described, str(source / HF_CONFIG))
+        if base is None:
+            converted = content["nsa"] | {"shared_kv": shared_kv}  # its window layers keep their window
     else:
         content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
     kinds = {content["model"].get("attention", "nsa"), *(content["model"].get("layer_pattern") or [])}

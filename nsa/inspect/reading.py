@@ -79,12 +79,12 @@ class RunView:
         self._documents = {name: read_document(self.folder / name) for name in names}
         self.metrics, self.config, self.env = (content for content, _ in self._documents.values())
         for tables in self._tables:
-            tables.refresh(self.folder, self.world_size)
+            tables.refresh(self.folder, 1 if lookup(self.config, "telemetry.per_rank") is False else self.world_size)
         newest = self.selection_samples.at(self.selection_samples.last_step)
         self.selection = newest.get(schema.ALL_LAYERS)
         self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last is ALL_LAYERS
         self.layer_selection = self.layer_selection_samples.at(self.layer_selection_samples.last_step)
-        self.fallbacks = total_fallbacks(self._fallbacks)  # by branch and reason
+        self.fallbacks = total_fallbacks(self._fallbacks, whole(self._start.get("step"), 0))  # by branch and reason
         own = self._own_heartbeats()
         self.ranks = {rank: file for rank, file in own.items() if file.newest and rank < self.world_size}
         self.timeline = timeline(own)  # the newest first
@@ -155,6 +155,11 @@ class RunView:
     def done(self) -> float:
         """The part of all steps."""
         return min(1.0, self.step / self.steps) if self.steps > 0 else 0.0
+
+    @property
+    def percent(self) -> str:
+        """Of all steps; 100 % only where all are done."""
+        return f"{math.floor(100 * self.done)}%"
 
     @property
     def attempts(self) -> int:

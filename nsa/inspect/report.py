@@ -32,7 +32,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_page(text: str, target: Path) -> None:
     """Whole or not at all."""
     with reworded(LaunchError, f"{target}: cannot be written", "choose another place with --out"):
-        write_whole(target, text)
+        write_whole(target, printable(text))  # a name that is no UTF-8 cannot be written
 
 
 def render(view: RunView) -> str:
@@ -88,7 +88,7 @@ def _header(view: RunView, name: str, links: str) -> str:
         f'<p class="facts">{escape(" · ".join(one_line(fact, 80) for fact in facts))}</p>'
         f'<div class="progress" role="img" aria-label="step {view.step} of {view.steps}">'
         f'<i style="width:{view.done:.2%}"></i></div>'
-        f'<p class="facts">step {view.step:,} of {view.steps:,} ({view.done:.0%})</p><nav>{links}</nav></header>'
+        f'<p class="facts">step {view.step:,} of {view.steps:,} ({view.percent})</p><nav>{links}</nav></header>'
     )
 
 

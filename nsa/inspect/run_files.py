@@ -205,7 +205,7 @@ class RankTables:
         self.table, self.files = table, dict[int, SampleTable]()
 
     def refresh(self, folder: Path, world_size: int) -> None:
-        """Files of ranks that the run no longer has may be of an earlier run: they are ignored."""
+        """Files of ranks that the run no longer has, or does not write, may be of an earlier run: they are ignored."""
         paths = {0: self.table.files.path(folder, 0), **self.table.files.find(folder)}
         ranks = [rank for rank in paths if rank == 0 or rank < world_size]
         self.files = {rank: self.files.get(rank) or SampleTable(paths[rank], self.table) for rank in ranks}
@@ -239,12 +239,13 @@ class Samples(RankTables, Generic[Stats]):
             return {}
 
 
-def total_fallbacks(tables: RankTables) -> dict[tuple[str, str], float]:
+def total_fallbacks(tables: RankTables, started_at: int) -> dict[tuple[str, str], float]:
     """How often a fast kernel was wanted and not used, by branch and reason, over all ranks: the newest counts of
-    each."""
+    each, which are those since the newest start, after step `started_at`."""
     counts: defaultdict[tuple[str, str], float] = defaultdict(float)
     for file in tables.files.values():
-        for row in file.rows[max(file.rows)] if file.rows else ():
+        newest = max(file.rows, default=0)
+        for row in file.rows[newest] if newest > started_at else ():
             counts[row["branch"], row["reason"]] += row["count"]
     return dict(sorted(counts.items()))
 

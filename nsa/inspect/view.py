@@ -69,7 +69,7 @@ def _header(view: RunView, width: int) -> list[Text]:
         f", attempt {view.attempts}" if view.attempts > 1 else "",
     )
     left = "" if view.left_s is None else f", {seconds(view.left_s)} left"
-    progress = f"{view.step} of {view.steps} ({view.done:.0%})" if view.steps > 0 else f"{DASH} of {DASH}"
+    progress = f"{view.step} of {view.steps} ({view.percent})" if view.steps > 0 else f"{DASH} of {DASH}"
     tail = f" step {progress}  elapsed {seconds(view.elapsed_s)}{left}"
     bar = max(0, min(40, width - len(tail) - 2))
     full = round(view.done * bar)

@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from nsa.record.events import Sink
 from nsa.record.schema import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
 MAX_PENDING = 64 * 2**20  # bytes of rows that wait for room on the disk; later ones are lost
+REOPEN_S = 60.0  # until TensorBoard is tried again on a disk that was full
 _TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
 _GATE_SCALARS = GATES.columns[3:]
 _SELECTION_SCALARS = [name for name in SELECTION.columns[2:] if not name.startswith("distance_")]
@@ -102,18 +104,22 @@ class TensorBoard(Sink):
         make_folder(folder / TENSORBOARD_FOLDER)
         self._open = partial(SummaryWriter, str(folder / TENSORBOARD_FOLDER))
         self._writer: Any = self._open(purge_step=first_step + 1)
+        self._newest_step = first_step
+        self._failure, self._reopen_at = OSError(), 0.0
 
     def wants(self, event: Event) -> bool:
         return bool(scalars_of(event))
 
     def write(self, event: Event) -> None:
-        if self._writer is None:
-            self._writer = self._open(purge_step=event["step"])
+        if self._writer is None and time.monotonic() < self._reopen_at:  # every attempt leaves a file
+            raise self._failure
         try:
+            self._writer = self._writer or self._open(purge_step=self._newest_step + 1)
             for name, value in scalars_of(event).items():
                 self._writer.add_scalar(name, value, event["step"])
-        except OSError:  # its thread has ended, and it would raise this for ever
-            self._writer = None
+            self._newest_step = max(self._newest_step, event["step"])
+        except OSError as error:  # its thread has ended, and it would raise this for ever
+            self._writer, self._failure, self._reopen_at = None, error, time.monotonic() + REOPEN_S
             raise
 
     def close(self) -> None:

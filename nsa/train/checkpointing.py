@@ -8,8 +8,7 @@ that come due in between are tried as well, and do not count if they fail.
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from nsa.checkpoint.format import (
 from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
 from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
-from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.train.monitor import Monitor
 from nsa.train.state import Progress, RunState
@@ -62,16 +61,18 @@ class Checkpointing:
 
     def votes(self) -> tuple[int, int]:
         """1 when this rank has written its part of the save that is under way; 1 when it is time for a retry."""
-        return int(self.saver.written), int(self._is_retry_due() and not self.saver.busy)
+        return int(self.saver.written), int(self._is_retry_due())
 
     def after_step(self, written: int, retry: int, *, is_best: bool) -> None:
         """Completes a save that all ranks have `written`, and starts one where it is due or a rank voted to `retry`."""
+        failures = self._failures
         if written == self.state.world.size:
             self._complete()
         every, step = self.config.every, self.state.progress.step
         due = is_best or bool(every and step % every == 0)
         if due and self.saver.busy:
             self._wait_for_the_one_before()
+        retry = retry if self._failures == failures else 0  # the vote came before the end of a save
         if (due or retry) and not self.saver.busy:
             self._counts = bool(retry) or not self._failures
             self._begin(PAUSE_S if self.config.background else 0.0, is_best=is_best)
@@ -98,17 +99,18 @@ class Checkpointing:
                 self.pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    @contextmanager
-    def saved_if_data_fails(self) -> Iterator[None]:
-        """The steps that are done are saved where the next one has no data. One rank of several cannot: the others do
-        not know."""
-        try:
-            yield
-        except DataError:
-            if self.state.world.size == 1:
-                with self.monitor.extended_timeout():
-                    self.save_now()
-            raise
+    def save_if_alone(self) -> None:
+        """One attempt to save the steps that are done, where the next one has no data. One rank of several cannot: the
+        others do not know."""
+        step = self.state.progress.step
+        if self.state.world.size > 1 or step == 0:
+            return
+        with self.monitor.extended_timeout(), suppress(CheckpointError):  # the reason why the run ends is another
+            self.settle()
+            if self._saved_step != step:
+                self._counts = False
+                self._begin()
+                self._complete()
 
     def _is_retry_due(self) -> bool:
         return self._failures > 0 and self.clock() >= self._retry_at
@@ -199,7 +201,7 @@ def snapshot(state: RunState, *, is_best: bool) -> Snapshot:
     saved = {
         "version": STATE_VERSION,
         "progress": asdict(state.progress),
-        "loss_scale": {"value": state.scale.value, "clean_steps": state.scale.clean_steps},
+        "loss_scale": asdict(state.scale),
         "strategy": state.world.strategy,
         "world_size": state.world.size,
         "config": state.config.to_dict(),
@@ -226,8 +228,10 @@ def restore(state: RunState, checkpoint: Path) -> None:
         state.progress = _read_progress(saved["progress"])
         if state.progress.step != step_of(checkpoint):
             raise ValueError(f"progress.step is {state.progress.step}")
-        state.scale.value = float(saved["loss_scale"]["value"])
-        state.scale.clean_steps = int(saved["loss_scale"]["clean_steps"])
+        scale = saved["loss_scale"]
+        factor, clean_steps = float(scale["value"]), int(scale["clean_steps"])
+        if state.scale.enabled and scale.get("enabled", factor != 1.0):  # older checkpoints do not say
+            state.scale.value, state.scale.clean_steps = factor, clean_steps
         state.data = None if saved.get("data") is None else str(saved["data"])
         missing = dict(saved.get("unwritten_rows", {}))  # older checkpoints do not say
         state.unwritten_rows = {str(name): (int(first), int(last)) for name, (first, last) in missing.items()}

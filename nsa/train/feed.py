@@ -111,8 +111,8 @@ class Feed:
         found, known = self.data.fingerprint, self.state.data
         if len(set(gather_objects(found, self.state.world))) > 1:
             raise DataError(
-                "data: ranks read different data; make the files that data.paths names alike on all nodes, or set "
-                "data.revision to a commit"
+                "data: ranks read different data; make the files that data.paths names alike on all nodes, read them "
+                "on all from the hub, its cache or a mirror, and set data.revision to a commit"
             )
         if known is not None and known != found and not accept_changes:
             raise DataError(

@@ -88,7 +88,8 @@ def start_over(folder: Path) -> None:
     """Removes what an earlier run left: first its claim to be finished, then its results."""
     write_json(folder / METRICS_FILE, {"status": "running", "steps": 0})
     for path in [path for pattern in REMOVED_BY_FRESH for path in folder.glob(pattern)]:
-        with reworded(LaunchError, f"{path}: cannot be removed", "remove it, or choose another train.out_dir"):
+        what = f"{path}: cannot be removed by way of {folder / REMOVED}"
+        with reworded(LaunchError, what, "look at both, or choose another train.out_dir"):
             if path.is_dir() and not path.is_symlink():
                 path.rename(folder / REMOVED)  # in one go: what is left of a run must not be resumed
                 shutil.rmtree(folder / REMOVED)

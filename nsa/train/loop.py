@@ -127,8 +127,7 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
             session = Session(folder, state, micro_batch, monitor, stop, options)
             with monitor.console:
                 while session.step < config.train.steps:
-                    with session.checkpointing.saved_if_data_fails():
-                        step(session)
+                    step(session)
             session.finish(started)
     except BaseException as error:
         # First, while the traceback keeps what was allocated.
@@ -310,6 +309,9 @@ def step(session: Session) -> None:
     monitor.tracer.step_begin(progress.step + 1)
     graphs_off = state.graphs.reason
     try:
+        if _validates_after(session, progress.step + 1):  # a stream collects its documents first: there may be too few
+            with monitor.extended_timeout():
+                feed.ready_validation()
         result = train_step(
             state,
             _micro_batches(session),
@@ -320,6 +322,9 @@ def step(session: Session) -> None:
         )
     except WaitStopped:  # its batch does not come: the step counts as not begun
         _save_and_stop(session, Preempted if session.stop.terminate else Interrupted)
+    except DataError:
+        session.checkpointing.save_if_alone()
+        raise
     monitor.tracer.step_end(progress.step + 1, result.loss)
     if state.graphs.reason != graphs_off:
         monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
@@ -370,22 +375,21 @@ def _row(session: Session, result: StepResult, lr: float, targets: int, elapsed:
     )
 
 
+def _validates_after(session: Session, step: int) -> bool:
+    every, last = session.config.train.eval_every, session.config.train.steps
+    return session.feed.data.validation is not None and bool(step == last or (every and step % every == 0))
+
+
 def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, bool]:
     """Every `eval_every` steps and after the last, where there is a validation split: the row with it, and whether it
     was best."""
-    train_config, progress, monitor = session.config.train, session.state.progress, session.monitor
-    every = train_config.eval_every
-    due = progress.step == train_config.steps or (every and progress.step % every == 0)
-    if not due or session.feed.data.validation is None:
+    progress, monitor, sequences = session.state.progress, session.monitor, session.config.train.eval_sequences
+    if not _validates_after(session, progress.step):
         return row, False
     beat = partial(monitor.beat, progress.step, "validate")
-    try:
-        with monitor.extended_timeout():  # the first one compiles, and collects its documents where data is streamed
-            loader = session.feed.ready_validation()
-            validation = validate(session.state, loader, train_config.eval_sequences, session.micro_batch, beat)
-    except DataError:
-        monitor.step_done(row)  # the step is done
-        raise
+    with monitor.extended_timeout():  # the first one compiles
+        loader = session.feed.ready_validation()
+        validation = validate(session.state, loader, sequences, session.micro_batch, beat)
     progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
     best = math.inf if progress.best_val_loss is None else progress.best_val_loss
     is_best = validation.loss < best  # never a NaN, which nothing would be better than

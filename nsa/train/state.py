@@ -138,7 +138,10 @@ def build_state(
         module = wrap_ddp(model, config.parallel.ddp, world, wrap_hook)
     elif world.strategy == "fsdp":
         module = shard(model, config.parallel.fsdp, world, precision)
-    scale = LossScale(enabled=precision == "fp16", value=65536.0 if precision == "fp16" else 1.0)
+    computed = {precision}
+    if world.strategy == "fsdp":
+        computed |= {config.parallel.fsdp.param_dtype, config.parallel.fsdp.reduce_dtype}
+    scale = LossScale(enabled="fp16" in computed, value=65536.0 if "fp16" in computed else 1.0)
     optimizer = build_optimizer(model, config.train)
     return RunState(config, model, module, optimizer, scale, tokenizer, world, precision)
 

@@ -34,13 +34,21 @@ class TrainedRun:
     weights: Path
 
 
-def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iterable[str] = ()) -> TrainedRun:
+def load_run(
+    path: str | Path,
+    *,
+    checkpoint: str | None = None,
+    overrides: Iterable[str] = (),
+    device: torch.device | str | None = None,
+) -> TrainedRun:
     """Loads what a run trained: `model` (in eval mode), `tokenizer`, `config`, and `weights`, where they were read.
 
-    path         a run folder (its model.safetensors, or the newest sound checkpoint of an unfinished run), the folder
-                 of one checkpoint, or a .safetensors file that a run or `nsa ckpt export` wrote
+    path         a run folder (its model.safetensors, or the newest sound checkpoint of a run that has not finished, or
+                 was resumed since), the folder of one checkpoint, or a .safetensors file that a run or `nsa ckpt
+                 export` wrote
     checkpoint   a checkpoint of the run folder instead: its name such as step_00000500, "latest" or "best"
     overrides    `section.key=value`, as on the command line, for example runtime.device=cpu
+    device       where the model is put, for example "cuda:1"; None takes runtime.device
 
     Where there is no GPU, a run that was trained on one is loaded onto the CPU, with a warning, unless an override asks
     for the GPU. Needs the packages of the extra `train`.
@@ -52,7 +60,7 @@ def load_run(path: str | Path, *, checkpoint: str | None = None, overrides: Iter
     size = vocabulary(config, tokenizer)
     model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
     load_weights(model, weights)
-    return TrainedRun(model.to(pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
+    return TrainedRun(model.to(device or pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
 
 
 def load_teacher(state: RunState) -> Decoder | None:
@@ -61,7 +69,8 @@ def load_teacher(state: RunState) -> Decoder | None:
     if config.train.teacher is None:
         return None
     try:
-        run = load_run(config.train.teacher, overrides=[f"runtime.device={state.device.type}"])
+        wanted = [f"runtime.device={state.device.type}"]
+        run = load_run(config.train.teacher, overrides=wanted, device=state.device)
     except NSAError as error:
         raise type(error)(f"train.teacher: {error}") from None
     if not run.tokenizer.encodes_like(state.tokenizer) or run.model.vocab_size != state.model.vocab_size:
@@ -71,7 +80,7 @@ def load_teacher(state: RunState) -> Decoder | None:
         )
     if state.world.context is not None:
         apply_context(run.model, state.world.context)
-    return run.model.to(state.device).requires_grad_(False)
+    return run.model.requires_grad_(False)
 
 
 def in_compute_type(run: TrainedRun) -> TrainedRun:

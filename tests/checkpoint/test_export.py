@@ -300,6 +300,9 @@ def test_of_a_run_that_was_resumed_after_its_end_the_newest_checkpoint_counts(wh
     train_until(2, run, "train.steps=12", accept_changes=True)
     assert (run / "model.safetensors").exists()
     assert find_weights(run) == checkpoint_of(run, 8)
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    flip_byte(checkpoint_of(damaged, 8) / SHARD, 0.5)
+    assert find_weights(damaged) == damaged / "model.safetensors", "an older checkpoint is not newer than it"
     train(small("train.steps=12"), run)
     assert find_weights(run) == run / "model.safetensors"
 

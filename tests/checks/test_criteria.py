@@ -249,6 +249,9 @@ def test_phases_change_only_what_they_must():
     assert short.train.warmup_steps == 2000
     assert short.model == long.model
     assert resumable(long, FULL).runtime.deterministic
+    for given, wanted in ((True, "auto"), ("auto", "auto"), (False, False)):  # a run that is killed refuses `true`
+        asked = parse_config(long.to_dict(), "test", [f"runtime.cuda_graphs={json.dumps(given)}"])
+        assert resumable(asked, FULL).runtime.cuda_graphs == wanted
     for scale in (FULL, QUICK, QUICK_ON_CPU):  # a checkpoint before the kill, steps after it
         assert scale.save_every < scale.killed_at - 1 < scale.resume
     assert not is_deep(long)

@@ -484,3 +484,10 @@ def test_a_search_without_kernels_and_branches_tries_neither():
 
     search(Case(1, 16, "fsdp"), fails, fast=(), branches=False, min_tokens=16)
     assert tried == ["without fsdp"]
+
+
+def test_muon_is_examined_without_the_strategy_that_it_cannot_use(tmp_path):
+    diagnosis, found, _ = diagnose(tmp_path, lambda config: (0, 2.0), train={"optimizer": "muon"})
+    assert found["healthy"]
+    assert "ddp x 2" in [attempt.name for attempt in diagnosis.attempts]
+    assert not any("fsdp" in attempt.name for attempt in diagnosis.attempts)

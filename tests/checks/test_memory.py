@@ -418,6 +418,28 @@ def test_advice_names_no_setting_that_is_refused():
     assert any("gradient_checkpointing=block" in line for line in lines)
     for line in lines:
         config_of(BASE, *SMALL, *shared, line.split(" ")[0])
+    muon = [*SMALL, "train.optimizer=muon", "parallel.strategy=ddp"]
+    planner = Planner(config_of(BASE, *muon), 2)
+    for line in planner.advice(Card("any", planner.estimate().needed_gib - 0.001)):
+        config_of(BASE, *muon, line.split(" ")[0])
+
+
+def test_what_is_not_counted_is_named():
+    assert Planner(config_of(BASE, *SMALL)).not_counted == []
+    teacher, graphs = Planner(
+        config_of(BASE, *SMALL, "train.teacher=runs/dense", "runtime.cuda_graphs=true")
+    ).not_counted
+    assert teacher.startswith("train.teacher")
+    assert graphs.startswith("runtime.cuda_graphs")
+
+
+def test_what_is_frozen_has_no_gradients_and_no_moments():
+    whole, frozen = (Planner(config_of(BASE, *SMALL, *more)) for more in ([], ['train.freeze=["*", "!*.attention.*"]']))
+    share = frozen._trainable / whole._trainable
+    assert 0.1 < share < 0.9
+    for part in ("gradients", "optimizer"):
+        assert frozen.estimate().parts[part] == pytest.approx(share * whole.estimate().parts[part])
+    assert frozen.estimate().parts["weights"] == whole.estimate().parts["weights"]
 
 
 def test_cards_by_name_and_by_size():

@@ -5,10 +5,12 @@ import sys
 import pytest
 import torch
 
+from nsa.checkpoint.load import read_state
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
 from nsa.parallel.collectives import lost_rank
 from nsa.parallel.launch import Launch, choose_strategy, guard, pick_device, read_launch, start_world
+from tests.distributed.launching import run_ranks, write_config
 
 CUDA = torch.device("cuda", 0)
 
@@ -75,3 +77,11 @@ def test_a_path_does_not_make_a_full_disk_a_lost_rank():
     for lost in ("[gloo/transport/tcp/pair.cc:533] Connection closed by peer", "NCCL error: remote process exited"):
         assert lost_rank(RuntimeError(lost), 0, 2) is not None
     assert lost_rank("[Errno 28] No space left on device: '/data/nccl_runs/a/.writing-step_00000002'", 0, 2) is None
+
+
+def test_fp16_parameters_of_fsdp_have_a_loss_scale(tmp_path):
+    sharded = {"strategy": "fsdp", "fsdp": {"param_dtype": "fp16"}}
+    config = write_config(tmp_path, train={"steps": 2, "out_dir": str(tmp_path / "run")}, parallel=sharded)
+    (ended,) = run_ranks(1, "train", config)
+    assert ended.code == 0, ended.output
+    assert read_state(tmp_path / "run" / "checkpoints" / "step_00000002")["loss_scale"]["enabled"]

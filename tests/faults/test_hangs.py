@@ -107,13 +107,10 @@ def test_writing_the_weights_may_take_longer_than_a_step(tmp_path):
 
 
 def test_a_hang_before_the_first_step_of_a_resumed_run_records_the_steps_that_are_done(tmp_path):
-    options = {
-        "checkpoint": {"background": False},
-        "telemetry": {"watchdog_floor_s": 1.0, "watchdog_first_step_s": 3.0},
-    }
-    config = write_config(tmp_path, train={"out_dir": str(tmp_path / "run")}, **options)
+    config = write_config(tmp_path, train={"out_dir": str(tmp_path / "run")}, checkpoint={"background": False})
     (crashed,) = run_ranks(1, "train", config, faults="step.begin:raise:hit=5")
     assert crashed.code == 1
-    (stuck,) = run_ranks(1, "train", config, faults="step.begin:sleep:seconds=1000")
+    watched = ("telemetry.watchdog_first_step_s=3", "telemetry.watchdog_floor_s=3", "--accept-changes")
+    (stuck,) = run_ranks(1, "train", config, *watched, faults="step.begin:sleep:seconds=1000")
     assert stuck.code == 6, stuck.output
     assert metrics_of(tmp_path / "run")["steps"] == 4

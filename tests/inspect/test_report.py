@@ -294,3 +294,11 @@ def test_a_place_that_cannot_be_written_and_a_folder_that_is_no_run_are_errors(f
         write_page(render(read_run(finished)), tmp_path / "nowhere" / "r.html")
     with pytest.raises(ConfigError, match="no folder of a run"):
         read_run(tmp_path)
+
+
+def test_a_name_that_is_no_utf_8_is_shown_escaped(tmp_path):
+    run = long_run(tmp_path / os.fsdecode(b"caf\xe9"), 20, layers=1, every=10)
+    (run / "env.json").write_text(json.dumps({"command": ["nsa", "train", "caf\udce9.yaml"]}))
+    write_page(render(read_run(run)), tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "caf\\udce9.yaml" in page

@@ -298,6 +298,35 @@ def test_a_rising_loss_is_reported_and_a_noisy_one_is_not(tmp_path):
     assert "the loss rises" in unhealthy(read_run(tmp_path / "run", now))[0]
 
 
+def test_tables_of_other_ranks_count_only_where_the_run_writes_them(tmp_path):
+    """Those of an earlier run, which had telemetry.per_rank, stay in the folder."""
+    now = live_run(tmp_path / "run")
+    row = "5000,blocks.0.attention,10,0.1,0.0,1.0,0.75,0.002,0.9,0.098\n"
+    header = (tmp_path / "run" / "gate_stats.csv").read_text().splitlines()[0]
+    (tmp_path / "run" / "gate_stats_rank1.csv").write_text(f"{header}\n{row}")
+    for is_written, newest in (("true", 5000), ("false", 40)):
+        (tmp_path / "run" / "config.yaml").write_text(f"telemetry: {{per_rank: {is_written}}}\n")
+        assert read_run(tmp_path / "run", now).gate_samples.last_step == newest
+
+
+def test_fallbacks_are_those_since_the_newest_start(tmp_path):
+    now = live_run(tmp_path / "run")
+    (tmp_path / "run" / "fallback_counters.csv").write_text("step,branch,reason,count\n30,sel,no triton,12\n")
+    assert read_run(tmp_path / "run", now).fallbacks == {("sel", "no triton"): 12}
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("boot", 0, at=now) + event("start", 40, at=now, world_size=8, steps=80))
+        file.write(event("step", 41, at=now + 1, loss=2.0, mem_gib=31.5, data_wait_s=0.004, toks_per_s=120000.0))
+    assert read_run(tmp_path / "run", now + 1).fallbacks == {}
+
+
+def test_a_run_is_at_100_percent_only_when_all_steps_are_done(tmp_path):
+    now = live_run(tmp_path / "run", steps=200)
+    start = event("start", 0, strategy="fsdp2", world_size=8, steps=201, from_checkpoint=None)
+    path = tmp_path / "run" / "heartbeat_rank0.jsonl"
+    path.write_text(re.sub(r".*\"start\".*\n", lambda _: start, path.read_text()))
+    assert "200 of 201 (99%)" in text_of(read_run(tmp_path / "run", now))
+
+
 def test_collapsed_gates_an_idle_branch_and_fallbacks_on_a_gpu_are_reported(tmp_path):
     now = live_run(tmp_path / "run")
     with (tmp_path / "run" / "gate_stats.csv").open("a") as file:

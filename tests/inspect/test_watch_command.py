@@ -104,3 +104,22 @@ def test_ctrl_c_ends_the_live_view_with_zero(folder):
     os.close(main)
     assert process.wait(20) == 0
     assert b"Traceback" not in seen
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_frame(folder):
+    main, side = pty.openpty()
+    code = f"from pathlib import Path; from nsa.cli.watch import watch; watch(Path({str(folder)!r}), 0.2, False)"
+    environment = {**os.environ, "TERM": "dumb", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=side, stderr=side, stdin=side, env=environment
+    )
+    os.close(side)
+    seen = b""
+    try:
+        while True:
+            seen += os.read(main, 4096)
+    except OSError:
+        pass  # it ended
+    os.close(main)
+    assert process.wait(20) == 0
+    assert b"step 40 of 80" in seen

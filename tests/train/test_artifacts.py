@@ -217,6 +217,10 @@ def test_tensorboard_goes_on_when_there_is_room_again(tmp_path, monkeypatch):
         patch.setattr(RecordWriter, "write", no_space)
         with pytest.raises(OSError, match="No space"):  # its thread writes: at one of the next events
             write(steps)
+    with pytest.raises(OSError, match="No space"):
+        write([next(steps)])
+    assert len(list((tmp_path / "tb").iterdir())) == 1, "no file for every attempt"
+    sink._reopen_at = 0.0  # a minute later
     later = [next(steps) for _ in range(5)]
     write(later)
     sink.close()

@@ -177,3 +177,8 @@ def test_weights_outside_of_a_run_and_a_folder_that_cannot_be_written_do_not_sto
     (run / "samples.jsonl").mkdir()
     with pytest.warns(UserWarning, match=r"samples\.jsonl: the text is not kept: Is a directory"):
         assert generate(run).exit_code == 0
+
+
+def test_a_run_is_loaded_where_it_is_wanted(tmp_path):
+    train(small("train.steps=1"), tmp_path)
+    assert nsa.load_run(tmp_path, device="meta").model.head.weight.device.type == "meta"
