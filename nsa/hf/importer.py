@@ -80,7 +80,7 @@ def import_model(
             converted = content["nsa"] | {"shared_kv": shared_kv}  # its window layers keep their window
     else:
         content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
-    kinds = {content["model"].get("attention", "nsa"), *(content["model"].get("layer_pattern") or [])}
+    kinds = content["model"].get("layer_pattern") or [content["model"].get("attention", "nsa")]
     is_dense = "nsa" not in kinds
     if attention == "nsa":
         if not is_dense:

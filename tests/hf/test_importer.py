@@ -8,7 +8,9 @@ import torch
 
 from nsa import load_run
 from nsa.errors import CheckpointError, ConfigError
+from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
+from tests.hf.runs import VARIANTS, make_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,6 +105,15 @@ def test_a_converted_model_starts_as_the_dense_one_within_its_window(tmp_path, l
         found[name] = float((want.exp() * (want - got)).sum(-1).mean())
     untrained = float((want.exp() * (want + torch.log(torch.tensor(256.0)))).sum(-1).mean())
     assert max(found.values()) < 0.01 * untrained, (found, untrained)
+
+
+def test_window_layers_of_an_own_export_keep_their_window(tmp_path, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "no nsa", {"model": {"layer_pattern": ["dense", "window"]}})
+    export_model(make_run(tmp_path / "run", "no nsa"), tmp_path / "hf")
+    converted = import_model(
+        tmp_path / "hf", tmp_path / "converted", attention="nsa", overrides=["model.layer_pattern=[nsa,window]"]
+    )
+    assert (converted.nsa.window, converted.nsa.shared_kv) == (24, True)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])

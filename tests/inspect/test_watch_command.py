@@ -106,6 +106,7 @@ def test_ctrl_c_ends_the_live_view_with_zero(folder):
     assert b"Traceback" not in seen
 
 
+@pytest.mark.timeout(60)
 def test_a_terminal_that_cannot_move_its_cursor_gets_one_frame(folder):
     main, side = pty.openpty()
     code = f"from pathlib import Path; from nsa.cli.watch import watch; watch(Path({str(folder)!r}), 0.2, False)"
