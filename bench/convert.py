@@ -74,7 +74,7 @@ def import_both(work: Path, options: argparse.Namespace) -> dict[str, Path]:
         sys.exit(f"nsa export {dense} failed; see {log}")
     shared = [
         *DATA.split(),
-        learning.data_of(work, options)[0],
+        f"data.paths=[{learning.shards_of(work, options.tokenizer)}]",
         f"train.seq_len={options.seq_len}",
         f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
         *options.override,
