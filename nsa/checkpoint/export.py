@@ -141,11 +141,13 @@ def find_weights(path: Path) -> Path:
         raise CheckpointError(f"{weights}: it is a symbolic link, which is not followed inside a run folder")
     if not path.is_dir():
         return path
-    step = read_metadata(weights).get("step") if committed(path / FOLDER) else None
-    if not isinstance(step, int) or not any(step_of(newer) > step for newer in committed(path / FOLDER)):
-        return weights
-    newest, _ = newest_verified(path / FOLDER)
-    return newest if newest and step_of(newest) > step else weights
+    checkpoints = committed(path / FOLDER)
+    step = read_metadata(weights).get("step") if checkpoints else None
+    if isinstance(step, int) and step_of(checkpoints[0]) > step:
+        newest, _ = newest_verified(path / FOLDER)
+        if newest and step_of(newest) > step:
+            return newest
+    return weights
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

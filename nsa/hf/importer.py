@@ -73,11 +73,9 @@ def import_model(
     check_new_folder(run)
     described = _read_json(source / HF_CONFIG)
     content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
-    converted = content["nsa"] | {"shared_kv": shared_kv}
+    wanted = content["nsa"]
     if described.get("model_type") == OWN_TYPE:
         content |= _own_sections(described, str(source / HF_CONFIG))
-        if base is None:
-            converted = content["nsa"] | {"shared_kv": shared_kv}  # its window layers keep their window
     else:
         content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
     kinds = content["model"].get("layer_pattern") or [content["model"].get("attention", "nsa")]
@@ -86,7 +84,8 @@ def import_model(
         if not is_dense:
             raise ConfigError(f"{source}: has NSA layers already; leave --attention out")
         content["model"] |= {"attention": "nsa", "layer_pattern": None}
-        content["nsa"] = converted
+        # Without a base, window layers of an own export keep their window.
+        content["nsa"] = (content["nsa"] if base is None else wanted) | {"shared_kv": shared_kv}
     context = described.get("max_position_embeddings")
     if base is None and type(context) is int:
         content["train"] = {"seq_len": context}  # what its export gives as its context again
