@@ -3,13 +3,11 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -24,8 +22,8 @@ from nsa.checkpoint.format import (
     write_atomically,
 )
 from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
+from nsa.checkpoint.storage import open_safetensors
 from nsa.errors import CheckpointError, reworded
-from nsa.files import regular
 from nsa.record.schema import WEIGHTS_FILE
 
 
@@ -92,19 +90,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if "sha256" in about and about.pop("sha256") != _checksum(tensors, about):
         raise CheckpointError(f"{path}: its content differs from the SHA-256 in it; the file is damaged")
     return tensors
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """As the library's `safe_open`. What is damaged, missing or no regular file raises CheckpointError."""
-    damage = (OSError, SafetensorError, ValueError, RecursionError)
-    with reworded(CheckpointError, f"{path}: is no whole safetensors file", caught=damage):
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such file; has the run finished?")
-        with open(path.resolve(), "rb", opener=regular):  # the library would wait for a pipe
-            pass
-        with safe_open(path, "pt") as file:
-            yield file
 
 
 def _about(file: Any) -> dict[str, Any]:

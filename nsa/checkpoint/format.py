@@ -1,15 +1,16 @@
 """What a checkpoint looks like on disk: every name in it, its manifest, and which checkpoints a run folder holds.
 
 checkpoints/step_00000500/   a committed checkpoint
-    __{rank}_*.distcp        tensors, written by torch's distributed checkpoint
-    .metadata                which shard holds which part of which tensor, pickled by torch
+    shard_rank{r}.safetensors  tensors that each rank wrote
+    index.json               which shard holds which part of which tensor
     state.json               progress, loss scale, configuration, fingerprint of the data
     random_rank{r}.json      random state of each rank
     manifest.json            size and SHA-256 of every other file, written last
 checkpoints/latest, best     names of the newest and of the one with the lowest validation loss
 checkpoints/.writing-*       being written or deleted; removed when the next save starts
 
-The manifest has one valid serialization, so that a changed byte anywhere, in itself too, is found.
+The manifest has one valid serialization, so that a changed byte anywhere, in itself too, is found. In a manifest of
+version 1 the tensors are as nsa/checkpoint/legacy.py describes.
 """
 
 import hashlib
@@ -26,11 +27,12 @@ from nsa.record.schema import CHECKPOINTS_FOLDER
 FOLDER = CHECKPOINTS_FOLDER
 LATEST, BEST = "latest", "best"
 MANIFEST_FILE = "manifest.json"
-METADATA_FILE = ".metadata"
+INDEX_FILE = "index.json"
+LEGACY_INDEX_FILE = ".metadata"  # of version 1
 STATE_FILE = "state.json"
 WRITING = ".writing-"
 MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of the names of tensors
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 STATE_VERSION = 1
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -49,9 +51,8 @@ def random_file(rank: int) -> str:
     return f"random_rank{rank}.json"
 
 
-def shards_of(folder: Path, rank: int) -> list[str]:
-    """The files of tensors that this rank wrote."""
-    return [path.name for path in folder.glob(f"__{rank}_*")]
+def shard_file(rank: int) -> str:
+    return f"shard_rank{rank}.safetensors"
 
 
 def optimizer_key(parameter: str, key: str = "") -> str:
@@ -118,25 +119,25 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         version, files = content["version"], content["files"]
         entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}; it is no whole checkpoint") from None
+        raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}; the checkpoint is incomplete") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if version != MANIFEST_VERSION:
-        raise CheckpointError(f"{path}: has version {version!r}, this program reads version {MANIFEST_VERSION}")
+    if version not in (1, MANIFEST_VERSION):
+        raise CheckpointError(f"{path}: has version {version!r}, this program reads versions 1 and {MANIFEST_VERSION}")
     for name in entries:
         if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or not name.isprintable():
-            raise CheckpointError(f"{path}: {name!r} is no name of a file in this folder")
-    if raw != _serialize_manifest(files):
+            raise CheckpointError(f"{path}: {name!r} does not name a file in this folder")
+    if raw != _serialize_manifest(files, version):
         raise CheckpointError(f"{path}: was changed after it was written")
+    for name in (LEGACY_INDEX_FILE if version == 1 else INDEX_FILE, STATE_FILE):
+        if name not in entries:
+            raise CheckpointError(f"{path}: does not list {name}; the checkpoint is incomplete")
     return entries
 
 
 def verify(folder: Path) -> dict[str, FileEntry]:
     """Reads every file and compares; returns the manifest, or raises with the first file that differs."""
     entries = read_manifest(folder)
-    for name in (METADATA_FILE, STATE_FILE):
-        if name not in entries:
-            raise CheckpointError(f"{folder / MANIFEST_FILE}: does not list {name}; it is no whole checkpoint")
     for name, entry in entries.items():
         path = folder / name
         with reworded(CheckpointError, f"{path}: cannot be read"):
@@ -150,7 +151,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def _serialize_manifest(files: Any) -> bytes:
+def _serialize_manifest(files: Any, version: int = MANIFEST_VERSION) -> bytes:
     body = json.dumps(files, sort_keys=True, separators=(",", ":"))
-    content = {"version": MANIFEST_VERSION, "sha256": hashlib.sha256(body.encode()).hexdigest(), "files": files}
+    content = {"version": version, "sha256": hashlib.sha256(body.encode()).hexdigest(), "files": files}
     return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"

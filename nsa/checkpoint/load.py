@@ -1,59 +1,27 @@
-"""Reading a checkpoint that was verified before. Nothing in it is executed.
-
-Torch's distributed checkpoint reshards tensors between world sizes and strategies, but pickles its metadata. Here that
-is read through an allow-list of the types it consists of, entries that are no tensors are refused, and no shard outside
-the manifest is opened.
+"""Loads a checkpoint that was verified before. Nothing in a checkpoint is executed: tensors are in safetensors files,
+everything else is JSON, and no file outside the manifest is opened. Torch's distributed checkpoint reshards the tensors
+between world sizes and strategies.
 """
 
 import logging
+import math
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nsa.checkpoint.format import METADATA_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
+from nsa.checkpoint.format import INDEX_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
+from nsa.checkpoint.legacy import LegacyReader
+from nsa.checkpoint.storage import ShardReader
 from nsa.errors import CheckpointError, reworded
-from nsa.files import LARGEST_DOCUMENT, open_regular
 from nsa.record.schema import read_json
-
-_TYPES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",  # so that the error can name the entry
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-}
-_PROPERTIES = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)  # the state of a TensorProperties
-# Sets hash what they hold, a byte array takes as much memory as it claims, the others call what they name.
-_REFUSED = (
-    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.DICT, pickle.BYTEARRAY8, pickle.NEXT_BUFFER),
-    *(pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX),
-)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -84,8 +52,7 @@ def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
 
 def saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
     """Name and shape of every saved tensor."""
-    entries: Mapping[str, Any] = _Reader(checkpoint).read_metadata().state_dict_metadata
-    return {name: entry.size for name, entry in entries.items()}
+    return {name: torch.Size(tensor.shape) for name, tensor in _reader(checkpoint).tensors.items()}
 
 
 def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -95,9 +62,43 @@ def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup 
     """
     saved = {n: shape for n, shape in saved_shapes(checkpoint).items() if n in tensors or n.startswith(MODEL)}
     refuse_misfit(checkpoint, saved, {name: tensor.shape for name, tensor in tensors.items()})
+    _load(tensors, checkpoint, _reader(checkpoint), group)
+
+
+def check_loadable(checkpoint: Path) -> None:
+    """Reads everything that a resume reads, one tensor at a time, whatever model it belongs to. Raises
+    CheckpointError."""
+    read_step(checkpoint)
+    reader = _reader(checkpoint)
+    for name in read_manifest(checkpoint):
+        if name.startswith("random_"):
+            _read_json(checkpoint / name)
+    for name, tensor in reader.tensors.items():
+        _load({name: torch.empty(tensor.shape, dtype=tensor.dtype)}, checkpoint, reader)
+
+
+def read_back(checkpoint: Path, shard: str) -> None:
+    """Reads the index and one shard, and loads the smallest tensor as a resume does. Raises CheckpointError."""
+    reader = ShardReader(checkpoint, read_manifest(checkpoint))
+    reader.read_shard(shard)
+    name, tensor = min(reader.tensors.items(), key=lambda entry: math.prod(entry[1].shape))
+    _load({name: torch.empty(tensor.shape, dtype=tensor.dtype)}, checkpoint, reader)
+
+
+def _reader(checkpoint: Path) -> ShardReader | LegacyReader:
+    files = read_manifest(checkpoint)
+    return (ShardReader if INDEX_FILE in files else LegacyReader)(checkpoint, files)
+
+
+def _load(
+    tensors: dict[str, Tensor],
+    checkpoint: Path,
+    reader: ShardReader | LegacyReader,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     silence_torch()
     try:
-        load(dict(tensors), storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
+        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         causes = "; ".join(dict.fromkeys(_cause(failure[0]) for failure in error.failures.values()))
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {causes}") from None
@@ -123,7 +124,7 @@ def refuse_misfit(
 def _cause(error: BaseException) -> str:
     """Without torch's advice to load with weights_only=False, which would run the code in the file."""
     if isinstance(error, pickle.UnpicklingError):
-        return "a shard holds something else than a tensor (weights-only loading refuses it)"
+        return "a shard contains an object that is not a tensor (weights-only loading refuses it)"
     return str(error) or type(error).__name__
 
 
@@ -137,132 +138,3 @@ def silence_torch() -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     with reworded(CheckpointError, f"{path}: cannot be read", caught=(OSError, ValueError)):
         return read_json(path)
-
-
-class _Reader(FileSystemReader):
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self._folder = folder
-        self._files = read_manifest(folder)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._folder / METADATA_FILE
-        if METADATA_FILE not in self._files:
-            raise CheckpointError(f"{path}: is not in the manifest")
-        try:
-            with open_regular(path, LARGEST_DOCUMENT) as file:
-                metadata = _Unpickler(file).load()
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
-        tables = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
-        if not isinstance(metadata, Metadata) or not all(isinstance(table, dict) for table in tables):
-            raise CheckpointError(f"{path}: holds no checkpoint metadata")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-                which = repr(name) if isinstance(name, str | int) else f"of type {type(name).__name__}"
-                raise CheckpointError(f"{path}: entry {which} is no tensor; such entries are refused")
-            if not _is_whole(entry):
-                raise CheckpointError(f"{path}: the parts of {name!r} are not the whole tensor")
-        for info in metadata.storage_data.values():
-            shard = getattr(info, "relative_path", None)
-            if not isinstance(shard, str) or shard not in self._files:
-                raise CheckpointError(f"{path}: points to a file that is not in the manifest")
-            if getattr(info, "transform_descriptors", None):
-                raise CheckpointError(f"{path}: asks for a transformation of its shards, which is not supported")
-        metadata.storage_meta = StorageMeta()
-        return metadata
-
-
-class _Unpickler(pickle._Unpickler):
-    """Builds the listed types and nothing else; anything that could run code is an error.
-
-    This is the unpickler in Python: the one in C sets attributes of whatever it found, even of a class. Nothing nested
-    is hashed, compared or printed here: sixty tuples that hold the one before twice would take for ever.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        if name in _TYPES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(f"refused: it asks for {module}.{name}, which no checkpoint of ours needs")
-
-    def load_build(self) -> None:
-        built, state = self.stack[-2:]  # type: ignore[attr-defined]
-        if isinstance(built, type) or not is_dataclass(built):
-            raise CheckpointError("refused: it changes something that was there before")
-        sound = isinstance(state, tuple) and tuple(map(type, state)) == _PROPERTIES
-        if isinstance(built, TensorProperties) and not sound:
-            raise CheckpointError("refused: the properties of a tensor are none")
-        super().load_build()  # type: ignore[misc]
-
-    def load_call(self) -> None:
-        """REDUCE and NEWOBJ: what is called gets nothing, one number, one text or the sizes of a tensor."""
-        function, given = self.stack[-2:]  # type: ignore[attr-defined]
-        if function is _memory_format:
-            return
-        inner = given[0] if isinstance(given, tuple) and len(given) == 1 else given
-        if not (type(inner) in (int, str) or (isinstance(inner, tuple) and all(type(size) is int for size in inner))):
-            raise CheckpointError("refused: it calls something with more than a number, a text or sizes")
-
-    def load_reduce(self) -> None:
-        self.load_call()
-        super().load_reduce()  # type: ignore[misc]
-
-    def load_newobj(self) -> None:
-        self.load_call()
-        super().load_newobj()  # type: ignore[misc]
-
-    def load_setitem(self) -> None:
-        _check_keys(self.stack[-2:-1])  # type: ignore[attr-defined]
-        super().load_setitem()  # type: ignore[misc]
-
-    def load_setitems(self) -> None:
-        _check_keys(self.stack[::2])  # type: ignore[attr-defined]
-        super().load_setitems()  # type: ignore[misc]
-
-    def refuse(self) -> None:
-        raise CheckpointError("refused: it builds something that no checkpoint of ours needs")
-
-    dispatch |= {
-        pickle.BUILD[0]: load_build,
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-        **dict.fromkeys((code[0] for code in _REFUSED), refuse),
-    }
-
-
-def _check_keys(keys: list[Any]) -> None:
-    """Texts, numbers, and where in a tensor a part begins: all are hashed at once."""
-    for key in keys:
-        index = vars(key) if isinstance(key, MetadataIndex) else {}
-        is_index = type(index.get("fqn")) is str and isinstance(index.get("offset"), torch.Size | None)
-        if type(key) not in (str, int) and not is_index:
-            raise CheckpointError(f"refused: a key of its tables is of type {type(key).__name__}")
-
-
-def _memory_format(*given: Any) -> _MEM_FORMAT_ENCODING:
-    """Stands for `getattr`, through which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
-    if len(given) != 2 or given[0] is not _MEM_FORMAT_ENCODING or type(given[1]) is not str:
-        raise CheckpointError("refused: it asks for builtins.getattr of something that is no memory format")
-    return _MEM_FORMAT_ENCODING[given[1]]
-
-
-def _is_whole(entry: TensorStorageMetadata) -> bool:
-    """Whether every part lies within the tensor and the parts have as many numbers: nothing would fill the rest."""
-    try:
-        size, inside = entry.size, True
-        for chunk in entry.chunks:
-            edges = zip(size, chunk.offsets, chunk.sizes, strict=True)
-            inside &= all(offset >= 0 and length >= 0 and offset + length <= edge for edge, offset, length in edges)
-        return isinstance(size, torch.Size) and inside and sum(c.sizes.numel() for c in entry.chunks) == size.numel()
-    except (AttributeError, TypeError, ValueError):
-        return False

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.checkpoint.export import open_safetensors
 from nsa.checkpoint.format import committed, newest_verified, step_of
+from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config
 from nsa.errors import CheckpointError
 from nsa.files import LARGEST_LOG, read_regular

@@ -42,15 +42,17 @@ def list_checkpoints(run_dir: RunFolder) -> None:
 
 @app.command()
 def verify(source: Source) -> None:
-    """Read every byte and compare it with the manifest; exit code 4 if a checkpoint is damaged."""
+    """Compare every byte with the manifest and load what a resume loads; exit code 4 if a checkpoint is damaged."""
     from nsa.checkpoint.format import MANIFEST_FILE, committed
     from nsa.checkpoint.format import verify as verify_one
+    from nsa.checkpoint.load import check_loadable
 
     checkpoints = [source] if (source / MANIFEST_FILE).exists() else committed(_root(source))
     problems: list[str] = []
     for path in checkpoints:
         try:
             files = verify_one(path)
+            check_loadable(path)
         except CheckpointError as error:
             if path.exists():
                 problems.append(str(error))

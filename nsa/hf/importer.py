@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.export import open_safetensors, serialize_weights, weights_metadata
+from nsa.checkpoint.export import serialize_weights, weights_metadata
 from nsa.checkpoint.format import write_atomically
+from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError

@@ -18,13 +18,15 @@ from nsa import faults
 from nsa.checkpoint.export import read_weights
 from nsa.checkpoint.format import (
     FOLDER,
+    INDEX_FILE,
     MANIFEST_FILE,
-    METADATA_FILE,
+    MANIFEST_VERSION,
     STATE_FILE,
+    _serialize_manifest,
     entry_of,
     name_of,
     random_file,
-    write_manifest,
+    shard_file,
 )
 from nsa.checkpoint.load import fill, saved_shapes
 from nsa.config import Config, parse_config
@@ -40,9 +42,9 @@ SMALL = {
     "runtime": {"device": "cpu", "threads": 1},
     "telemetry": {"tensorboard": False},
 }
-SHARD = "__0_0.distcp"
+SHARD = shard_file(0)
 RANDOM_FILE = random_file(0)
-KINDS = (SHARD, METADATA_FILE, STATE_FILE, RANDOM_FILE, MANIFEST_FILE)  # every kind of file in a checkpoint
+KINDS = (SHARD, INDEX_FILE, STATE_FILE, RANDOM_FILE, MANIFEST_FILE)  # every kind of file in a checkpoint
 
 
 def forget_generators() -> None:
@@ -129,9 +131,10 @@ def same_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def sign_again(checkpoint: Path) -> None:
-    """Writes a manifest that fits what lies there now: what somebody does who wants a changed file to be loaded."""
-    write_manifest(checkpoint, {p.name: entry_of(p) for p in checkpoint.iterdir() if p.name != MANIFEST_FILE})
+def sign_again(checkpoint: Path, version: int = MANIFEST_VERSION) -> None:
+    """Writes a manifest that fits the files as they are now, as an attacker would."""
+    files = {p.name: vars(entry_of(p)) for p in sorted(checkpoint.iterdir()) if p.name != MANIFEST_FILE}
+    (checkpoint / MANIFEST_FILE).write_bytes(_serialize_manifest(files, version))
 
 
 def flip_byte(path: Path, share: float) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nsa.checkpoint import format
 from nsa.checkpoint.export import export_weights, find_weights, load_weights, read_tensors, read_weights
-from nsa.checkpoint.format import FOLDER, MANIFEST_FILE
+from nsa.checkpoint.format import FOLDER, INDEX_FILE, MANIFEST_FILE, STATE_FILE
 from nsa.checkpoint.save import Saver
 from nsa.cli.main import main
 from nsa.data.tokenizers import ByteTokenizer
@@ -27,10 +27,12 @@ from nsa.train.checkpointing import snapshot
 from nsa.train.state import build_state
 from tests.checkpoint.helpers import (
     KINDS,
+    RANDOM_FILE,
     SHARD,
     checkpoint_of,
     flip_byte,
     rows_of,
+    sign_again,
     small,
     train_until,
 )
@@ -211,7 +213,7 @@ def test_every_damaged_checkpoint_is_named(crashed_run, nsa):
     exit_code, out, err = nsa("ckpt", "verify", crashed_run)
     assert exit_code == 4
     assert err.splitlines() == [
-        f"error: {checkpoint_of(crashed_run, 4)}: has no manifest.json; it is no whole checkpoint",
+        f"error: {checkpoint_of(crashed_run, 4)}: has no manifest.json; the checkpoint is incomplete",
         f"error: {checkpoint_of(crashed_run, 2) / SHARD}: is missing",
     ]
     assert out.startswith(f"{checkpoint_of(crashed_run, 3)}: ok")
@@ -229,6 +231,31 @@ def test_a_folder_without_checkpoints_exits_with_4(command, folder, tmp_path, ns
     assert err.startswith(f"error: {tmp_path / folder}: holds no ")
     assert "Traceback" not in err
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def damage_index(checkpoint):
+    content = json.loads((checkpoint / INDEX_FILE).read_text())
+    content["tensors"]["model/norm.weight"]["dtype"] = "bfloat16"
+    (checkpoint / INDEX_FILE).write_text(json.dumps(content))
+
+
+def damage_state(checkpoint):
+    (checkpoint / STATE_FILE).write_text("{}")
+
+
+def damage_random_state(checkpoint):
+    (checkpoint / RANDOM_FILE).write_text("[")
+
+
+@pytest.mark.parametrize("damage", [damage_index, damage_state, damage_random_state])
+def test_a_checkpoint_whose_manifest_fits_but_that_cannot_be_loaded_is_named(damage, crashed_run, nsa):
+    checkpoint = checkpoint_of(crashed_run, 4)
+    damage(checkpoint)
+    sign_again(checkpoint)
+    exit_code, out, err = nsa("ckpt", "verify", crashed_run)
+    assert exit_code == 4
+    assert err.startswith(f"error: {checkpoint}")
+    assert len(out.splitlines()) == 2, "the others are sound"
 
 
 def test_a_process_of_its_own_ends_with_the_same_message_and_code(crashed_run):
@@ -276,7 +303,7 @@ def test_a_run_starts_from_a_checkpoint_with_a_tied_head(tmp_path):
 def test_starting_from_a_damaged_checkpoint_is_refused(crashed_run, tmp_path):
     damaged = checkpoint_of(crashed_run, 4)
     flip_byte(damaged / SHARD, 0.5)
-    with pytest.raises(CheckpointError, match=r"train\.init_from: .*__0_0\.distcp: its content differs"):
+    with pytest.raises(CheckpointError, match=r"train\.init_from: .*shard_rank0\.safetensors: its content differs"):
         train(small(f"train.init_from={damaged}"), tmp_path / "run")
 
 

@@ -20,6 +20,7 @@ from nsa.errors import CheckpointError
 from nsa.train import checkpointing, train
 from nsa.train.checkpointing import Checkpointing
 from tests.checkpoint.helpers import (
+    SHARD,
     SMALL,
     checkpoint_of,
     faults_armed,
@@ -193,6 +194,23 @@ def test_the_same_command_goes_on_when_the_disk_is_well_again(tmp_path, undistur
     train(small(ONE_VALIDATION), tmp_path)
     assert rows_of(tmp_path) == rows_of(undisturbed)
     assert (tmp_path / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+def test_a_run_whose_first_checkpoint_cannot_be_read_back_does_not_claim_that_it_was_saved(tmp_path, monkeypatch):
+    """As with a library that reads another form than it writes."""
+    index = b'{"version": 1, "tensors": {"x": 1}}'
+    monkeypatch.setattr(nsa.checkpoint.storage, "serialize_index", lambda tensors: index)
+    with pytest.raises(CheckpointError, match=r"saving failed 3 times.*index\.json: is not the index of a checkpoint"):
+        train(small(), tmp_path)
+    assert not saved_steps(tmp_path)
+
+
+def test_only_the_first_checkpoint_of_a_process_is_read_back(tmp_path, monkeypatch):
+    """Its index and one shard: a run does not read everything again at every save."""
+    read = []
+    monkeypatch.setattr(nsa.checkpoint.save, "read_back", lambda folder, shard: read.append((folder.name, shard)))
+    train(small(), tmp_path)
+    assert read == [(".writing-step_00000002", SHARD)]
 
 
 def test_a_file_where_the_folder_of_checkpoints_should_be_ends_the_run_with_its_name(tmp_path):

@@ -17,7 +17,7 @@ SAVE_POINTS = (
     "save.prepare",
     "save.shard",
     "save.shard_written",
-    "save.metadata",
+    "save.index",
     "save.own",
     "save.state",
     "save.manifest",

@@ -25,7 +25,7 @@ CHAIN = [
     ("save.prepare", 1),
     ("step.optimizer", 3),
     ("save.shard_written", 2),
-    ("save.metadata", 1),
+    ("save.index", 1),
     ("save.own", 2),
     ("step.backward", 3),
     ("save.state", 1),

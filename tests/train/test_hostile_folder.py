@@ -9,7 +9,7 @@ import pytest
 
 import nsa
 from nsa.checkpoint.export import find_checkpoint, load_weights, read_metadata
-from nsa.checkpoint.format import BEST, LATEST, pointed, read_manifest, verify
+from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, pointed, read_manifest, verify
 from nsa.checkpoint.load import read_state, saved_shapes
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError
@@ -98,7 +98,7 @@ def test_a_regular_file_is_opened_through_links_to_its_folder_and_may_be_read_on
 def test_readers_of_a_checkpoint_refuse_what_is_no_file(kind, run, monkeypatch):
     checkpoint = checkpoint_of(run, 6)
     readers = {"manifest.json": (read_manifest, verify, find_checkpoint), "state.json": (read_state, verify)}
-    readers[".metadata"] = (saved_shapes, verify)
+    readers[INDEX_FILE] = (saved_shapes, verify)
     for name, functions in readers.items():
         path = checkpoint / name
         path.rename(run / "aside")
