@@ -1,7 +1,11 @@
-"""Training speed of the 125M model with NSA against its dense twin: `python -m bench.train` on a CUDA GPU.
+"""Training speed of a shipped model with NSA against its dense twin: `python -m bench.train` on a CUDA GPU.
+
+    python -m bench.train                                                       # the 125M model
+    python -m bench.train --config llama_1b --lengths 8192,32768 --compile yes  # the 1B model
 
 Both train in one run on the same synthetic tokens with the trainer's own step: forward, backward, clipping, fused
-AdamW, bf16, with and without CUDA graphs. One step is 32,768 tokens, or one sequence where that is longer.
+AdamW, bf16, with and without CUDA graphs, in one process. One step is 32,768 tokens, or one sequence where that is
+longer. TFLOP/s are the estimate that `nsa train` prints (nsa/nn/flops.py) divided by the step time.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from bench.attention import machine
 from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
+from nsa.nn.flops import flops_per_token
 from nsa.parallel.numerics import numerics
 from nsa.train.graphs import plan_graphs
 from nsa.train.state import build_state
@@ -28,6 +33,7 @@ from nsa.train.step import train_step
 
 STEP_TOKENS = 32_768
 CHECKPOINTED_FROM = 131_072
+PEAK_TFLOPS = 989.0  # of an H200 in bf16 without sparsity
 CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
 
 
@@ -38,11 +44,13 @@ def measure(
     batch_size = max(1, options.step_tokens // seq_len)
     checkpointing = options.checkpointing if seq_len >= CHECKPOINTED_FROM else "none"
     config = load_config(
-        "configs/m7c_125m.yaml",
+        options.config,
         [
             f"model.attention={attention}",
             f"train.seq_len={seq_len}",
             f"train.batch_size={batch_size}",
+            "train.micro_batch=auto",
+            "parallel.strategy=single",
             f"runtime.compile={str(compiled).lower()}",
             f"runtime.cuda_graphs={'auto' if graphs else 'false'}",
             f"runtime.gradient_checkpointing={checkpointing}",
@@ -74,7 +82,9 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
         if step >= 3:
             times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
+    operations = flops_per_token(state.model, config.model, config.nsa, seq_len).sparse * targets
     result = {
+        "parameters": state.model.num_parameters(),
         "attention": config.model.attention,
         "seq_len": seq_len,
         "batch_size": batch_size,
@@ -84,6 +94,8 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
         "gradient_checkpointing": config.runtime.gradient_checkpointing,
         "step_ms": 1000 * median,
         "toks_per_s": targets / median,
+        "tflops": operations / median / 1e12,
+        "share_of_peak": operations / median / 1e12 / PEAK_TFLOPS,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
@@ -104,6 +116,7 @@ def pack(batch_size: int, seq_len: int) -> torch.Tensor:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="m7c_125m", help="a shipped configuration or a YAML file")
     parser.add_argument("--lengths", default="2048,8192,32768,65536,131072")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
@@ -124,8 +137,9 @@ def main() -> int:
             for attention, packed, graphs in product(*choices):
                 results.append(measure(attention, seq_len, compiled, packed, graphs, options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    table = Table(title="Training the 125M model on one GPU, bf16")
-    columns = ("tokens", "attention", "packed", "compiled", "graphs", "checkpointed", "tokens/s", "step ms", "peak GiB")
+    table = Table(title=f"Training {options.config} on one GPU, bf16")
+    columns = ("tokens", "attention", "packed", "compiled", "graphs", "checkpointed", "tokens/s", "step ms")
+    columns += ("TFLOP/s", "of peak", "peak GiB")
     for column in columns:
         table.add_column(column, justify="right")
     for r in results:
@@ -138,11 +152,15 @@ def main() -> int:
             r["gradient_checkpointing"],
             f"{r['toks_per_s']:,.0f}",
             f"{r['step_ms']:.1f}",
+            f"{r['tflops']:.0f}",
+            f"{r['share_of_peak']:.0%}",
             f"{r['peak_gib']:.1f}",
         )
     Console(width=120).print(table)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    options.out.write_text(
+        json.dumps({"machine": machine(), "config": options.config, "results": results}, indent=1) + "\n"
+    )
     return 0
 
 
