@@ -1,6 +1,7 @@
 # make train   set up, train the quickstart model, generate text
 # make test    the test suite      make lint   style, types, import order
 # make test-long   the full matrices of kills, sabotage and torch.compile
+# make test-versions   the core of the suite with the lowest and with the newest versions that pyproject.toml allows
 # make bench   kernels and decoding against dense attention, on a GPU      make test-gpu   kernels at real sizes, on a GPU
 # make docs    the guide and the reference as a site in build/docs
 # make setup   only the environment in .venv
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test test-gpu test-long bench docs lint setup setup-dev clean
+.PHONY: train test test-gpu test-long test-versions test-lowest test-newest bench docs lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -35,6 +36,18 @@ test-gpu: setup-dev
 test-long: setup-dev
 	$(PYTEST) -n 2 -m long --ignore=tests/ops/triton
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 -m long tests/ops/triton
+
+# The core: operators, layers, checkpoints, training, one run of DDP and of FSDP, the wheel. Each set of versions has an
+# environment of its own in build/, which takes several GB: the newest PyTorch comes with CUDA.
+CORE := tests/ops tests/nn tests/checkpoint tests/train tests/faults/test_kills.py tests/packaging
+test-versions: test-lowest test-newest
+
+test-lowest test-newest: test-%:
+	test -d build/$* || $(PYTHON) -m venv build/$*
+	$(if $(filter lowest,$*),$(PYTHON) scripts/lowest_versions.py,true) > build/$*.txt
+	build/$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c build/$*.txt -e '.[dev]'
+	build/$*/bin/python -m pip freeze --exclude-editable | grep -iE '^(torch|triton|transformers|numpy|safetensors)='
+	build/$*/bin/python -m pytest -n 2 --dist loadscope --ignore=tests/ops/triton $(CORE)
 
 bench: setup
 	$(BIN)/python -m bench.attention
