@@ -69,7 +69,8 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
     tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
     if packed:
-        borders = pack(batch_size, seq_len).to("cuda")
+        borders = torch.nn.functional.pad(batch_documents(batch_size, seq_len, packed).cumsum(0), (1, 0))
+        borders = borders.to("cuda", torch.int32)
         batch = Batch(batch.inputs.view(1, -1), batch.targets.view(1, -1), borders, seq_len)
         batch = batch.padded(state.graphs.borders)
     targets = batch.targets.numel()
@@ -82,7 +83,8 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
         if step >= 3:
             times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
-    operations = flops_per_token(state.model, config.model, config.nsa, seq_len).sparse * targets
+    documents = batch_documents(batch_size, seq_len, packed).tolist()
+    operations = sum(n * flops_per_token(state.model, config.model, config.nsa, n).sparse for n in documents)
     result = {
         "parameters": state.model.num_parameters(),
         "attention": config.model.attention,
@@ -106,12 +108,11 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
     return result
 
 
-def pack(batch_size: int, seq_len: int) -> torch.Tensor:
-    """Borders of whole sequences: one in two is a document, the other holds documents of a quarter its length."""
-    starts: list[int] = []
-    for row in range(batch_size):
-        starts += range(row * seq_len, (row + 1) * seq_len, seq_len if row % 2 else max(1, seq_len // 4))
-    return torch.tensor([*starts, batch_size * seq_len], dtype=torch.int32)
+def batch_documents(batch_size: int, seq_len: int, packed: bool) -> torch.Tensor:
+    """Lengths of the documents in a batch. Where they are packed, the first sequence and every second one after it
+    hold four documents of a quarter of its length; the others hold one."""
+    quarters = [seq_len // 4] * 3 + [seq_len - 3 * (seq_len // 4)]
+    return torch.tensor([n for row in range(batch_size) for n in (quarters if packed and row % 2 == 0 else [seq_len])])
 
 
 def main() -> int:
