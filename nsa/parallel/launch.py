@@ -1,15 +1,12 @@
-"""How a process joins a run: rank and world size, the launch guard, the device, the process group.
+"""How a process joins a run: rank and world size, the device, the process group.
 
 `torchrun` sets rank and world size in the environment; without it a run is one process.
 """
 
 import ipaddress
 import os
-import shlex
 import socket
-import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,21 +108,6 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def guard(launch: Launch, device: torch.device, parallel: ParallelConfig, environment: Mapping[str, str]) -> None:
-    """Refuses one process on a node with several GPUs: the others would be idle, unnoticed."""
-    if device.type != "cuda" or launch.size > 1 or parallel.allow_single_rank:
-        return
-    gpus = torch.cuda.device_count()
-    if gpus <= 1:
-        return
-    command = shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(gpus), "-m", "nsa", *sys.argv[1:]])
-    message = f"one process was started on a node with {gpus} GPUs, so {gpus - 1} would be idle"
-    if environment.get("CI"):
-        warnings.warn(f"{message}; all of them: {command}", stacklevel=2)
-        return
-    raise LaunchError(f"{message}; use\n{command}\nor set parallel.allow_single_rank=true to use one GPU on purpose")
-
-
 def choose_strategy(wanted: str, size: int) -> str:
     if wanted == "auto":
         return "single" if size == 1 else "ddp"
@@ -172,7 +154,6 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     """The process group of a run, from its start to its end."""
     launch = read_launch(environment)
     chosen = pick_device(device, launch.local_rank)
-    guard(launch, chosen, parallel, environment)
     data_ranks(parallel.context, launch.size)
     strategy = choose_strategy(parallel.strategy, launch.size)
     if chosen.type == "cuda":

@@ -13,8 +13,8 @@ from nsa.data.loader import Batch, Loader, Prefetcher
 from nsa.data.waiting import Activity, Waiter, WaitStopped
 from nsa.errors import DataError, DataUnavailableError, Interrupted, Preempted
 from nsa.parallel.collectives import gather_objects, sum_over_ranks
+from nsa.supervise.signals import StopRequest
 from nsa.train.monitor import Monitor
-from nsa.train.signals import StopRequest
 from nsa.train.state import RunState
 
 

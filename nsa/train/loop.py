@@ -35,7 +35,7 @@ from nsa.errors import (
 )
 from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
-from nsa.parallel.launch import World, read_launch, start_world
+from nsa.parallel.launch import World, pick_device, read_launch, start_world
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
 from nsa.record.environment import describe_environment
@@ -43,6 +43,8 @@ from nsa.record.guard import kill_stopped_ranks, killed_lines
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
 from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
+from nsa.supervise.launch_guard import refuse_idle_gpus
+from nsa.supervise.signals import StopRequest
 from nsa.train import nonfinite
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
 from nsa.train.feed import Feed
@@ -50,7 +52,6 @@ from nsa.train.folder import claim_folder, is_finished, record_end, start_over, 
 from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
-from nsa.train.signals import StopRequest
 from nsa.train.state import RunState, build_state, micro_batch_size, own_tokens
 from nsa.train.step import StepResult, train_step, validate
 from nsa.train.trained import load_teacher
@@ -83,6 +84,7 @@ def train(
     launch = read_launch(os.environ)
     if fresh and launch.max_restarts > 0:
         raise LaunchError("--fresh: would start over at every restart of torchrun; start without --max-restarts")
+    refuse_idle_gpus(launch.size, pick_device(config.runtime.device, launch.local_rank), config.parallel, os.environ)
     faults.arm(os.environ.get("NSA_FAULTS", ""), launch.rank, launch.attempt)
     try:
         with (

@@ -1,6 +1,4 @@
-"""The launch guard (F6): a job that would leave GPUs idle is stopped with the command to use instead."""
-
-import sys
+"""How a process joins a run: its rank, its device, its strategy, and the loss of another rank."""
 
 import pytest
 import torch
@@ -9,36 +7,13 @@ from nsa.checkpoint.load import read_state
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
 from nsa.parallel.collectives import lost_rank
-from nsa.parallel.launch import Launch, choose_strategy, guard, pick_device, read_launch, start_world
+from nsa.parallel.launch import Launch, choose_strategy, pick_device, read_launch, start_world
 from tests.distributed.launching import run_ranks, write_config
 
-CUDA = torch.device("cuda", 0)
 
-
-@pytest.fixture
-def four_gpus(monkeypatch):
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(sys, "argv", ["nsa", "train", "run.yaml", "train.steps=3"])
-
-
-def test_one_process_on_a_node_with_four_gpus_is_refused_with_the_right_command(four_gpus):
-    with pytest.raises(LaunchError) as refused:
-        guard(Launch(), CUDA, ParallelConfig(), {})
-    assert "torchrun --standalone --nproc-per-node 4 -m nsa train run.yaml train.steps=3" in str(refused.value)
-    assert "parallel.allow_single_rank=true" in str(refused.value)
-    assert refused.value.exit_code == 7
-
-
-def test_it_runs_where_that_is_meant(four_gpus):
-    guard(Launch(), CUDA, ParallelConfig(allow_single_rank=True), {})
-    guard(Launch(), torch.device("cpu"), ParallelConfig(), {})
-    guard(Launch(1, 1, 4), CUDA, ParallelConfig(), {})
-    with pytest.warns(UserWarning, match="3 would be idle"):
-        guard(Launch(), CUDA, ParallelConfig(), {"CI": "true"})
-
-
-def test_more_ranks_than_gpus_are_refused(four_gpus):
     assert pick_device("cuda", 3) == torch.device("cuda", 3)
     with pytest.raises(LaunchError, match="--nproc-per-node 4"):
         pick_device("cuda", 4)
