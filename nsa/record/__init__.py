@@ -1,1 +1,1 @@
-"""Records a run: events, statistics, memory, tracing and the watchdog."""
+"""Records a run: events, statistics, memory and tracing."""

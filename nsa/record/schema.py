@@ -233,7 +233,7 @@ _SELECTION = tuple(f.name for f in fields(SelectionStats))
 
 # The fields of each event beside COMMON_FIELDS.
 EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
-    "boot": ("pid", "host"),
+    "boot": ("pid", "host", "boot_id", "start_ticks"),
     "first_batch": ("seconds", "data"),
     "start": ("strategy", "world_size", "backend", "steps", "fresh", "from_checkpoint", "pid", "host"),
     "step": (*_TRAINING[1:], "telemetry_failures"),
@@ -243,9 +243,7 @@ EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
     "data_stall": ("seconds", "message"),
     "save_wait": ("seconds", "writing"),  # a step waits until the checkpoint of step `writing` is saved
     "incident": ("kind", "message"),
-    # Always written before a hung process ends. `ranks` are tables of rank, step, event, age_s, pid, host, state and
-    # killed; `reported_by` is "thread", or "guard": the helper process that reports where Python cannot.
-    "hang": ("phase", "silent_s", "limit_s", "file", "ranks", "reported_by"),
+    "hang": ("phase", "silent_s", "limit_s", "file", "ranks"),  # tables of rank, step, event, age_s, pid, host, state
     "preempted": (),
     "end": (),
 }

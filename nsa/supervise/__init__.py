@@ -1,1 +1,1 @@
-"""Decides when a process of a run ends, and why: launch guard, signals."""
+"""Decides when a process of a run ends, and why: launch guard, signals, watchdog."""

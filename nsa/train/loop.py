@@ -30,7 +30,6 @@ from nsa.errors import (
     LaunchError,
     OutOfMemoryError,
     Preempted,
-    RankLostError,
     printable,
 )
 from nsa.nn.flops import FlopsPerToken, flops_per_token
@@ -39,11 +38,11 @@ from nsa.parallel.launch import World, pick_device, read_launch, start_world
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
 from nsa.record.environment import describe_environment
-from nsa.record.guard import kill_stopped_ranks, killed_lines
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
 from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
 from nsa.supervise.launch_guard import refuse_idle_gpus
+from nsa.supervise.ranks import identify
 from nsa.supervise.signals import StopRequest
 from nsa.train import nonfinite
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
@@ -120,7 +119,7 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
     try:
         with stop, monitor.watchdog:
             micro_batch = micro_batch_size(config, world.data_size)
-            monitor.emit("boot", 0, pid=os.getpid(), host=socket.gethostname())
+            monitor.emit("boot", 0, **identify(os.getpid()))
             is_new = on_first_rank(world, lambda: options.fresh or not committed(folder / CHECKPOINTS_FOLDER))
             hook = monitor.tracer.traced_hook
             state = build_state(config, tokenizer_for(config.data), world, hook, initialize=is_new)
@@ -137,9 +136,6 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
         monitor.close()
         reason = exhausted or lost_rank(error, world.rank, world.size) or error
         record_end(folder, reason, session.step if session else None, monitor.describe())
-        if isinstance(reason, RankLostError):  # its timeout may be shorter than the hang limit of its guard
-            for line in killed_lines(kill_stopped_ranks(folder)):
-                print(line, flush=True)
         if exhausted is not None:
             raise exhausted from error
         raise

@@ -23,14 +23,13 @@ from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import optimizer_line, write_dtypes_report, write_optimizer_state
 from nsa.record.events import EventStream, HeartbeatSink
-from nsa.record.guard import hang_reason
 from nsa.record.memory_dump import dump_memory, memory_gib
 from nsa.record.profile import StepProfiler
 from nsa.record.run_log import RunLog
 from nsa.record.schema import TABLES, EventKind, GateStats, SelectionStats, TrainingRow
 from nsa.record.sinks import TableSink, TensorBoard, Tracker
 from nsa.record.trace import Tracer
-from nsa.record.watchdog import Watchdog
+from nsa.supervise.watchdog import Watchdog
 from nsa.train.folder import record_end
 from nsa.train.state import RunState
 
@@ -44,7 +43,7 @@ class Monitor:
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         wanted = config.telemetry
         times = {"floor_s": wanted.watchdog_floor_s, "first_step_s": wanted.watchdog_first_step_s}
-        self.watchdog = Watchdog(folder, world.rank, **times, on_hang=self._on_hang, failures=self._failures)
+        self.watchdog = Watchdog(folder, world.rank, **times, on_hang=self._on_hang, counted=self._failures.counted)
         traced = {"grads": wanted.trace_grads, "modules": wanted.trace_modules, "buckets": wanted.trace_buckets}
         self.tracer = Tracer(folder, world.rank, **traced, failures=self._failures)
         self._tables: list[TableSink] = []
@@ -102,9 +101,9 @@ class Monitor:
         """Inside, as much time as for the first step: for what may compile or write much."""
         return self.watchdog.allow(self.config.telemetry.watchdog_first_step_s)
 
-    def _on_hang(self, report: dict[str, Any]) -> None:
+    def _on_hang(self, report: dict[str, Any], message: str) -> None:
         """In the watchdog's thread; the process ends when this returns."""
-        reason = HangError(hang_reason(self.world.rank, report))
+        reason = HangError(f"{message}; the same command resumes from the last checkpoint")
         self.stream.emit("hang", **report)
         record_end(self.folder, reason, self._steps_done, self.describe())
         self.stream.flush(3.0)

@@ -1,4 +1,5 @@
-"""Two ranks, one of which gets stuck: found in time, stacks of both, exit code 6, nobody left."""
+"""Two ranks, one of which gets stuck: found in time, stacks of both, exit code 6, nobody left. A rank that is stopped:
+test_ranks.py."""
 
 import time
 
@@ -71,15 +72,6 @@ def test_a_data_worker_that_never_answers(tmp_path):
     assert_found(ended, run, "in _load", "in train_step")
     assert ended[1].code == 6, ended[1].output
     assert "phase data" in ended[1].output
-
-
-def test_a_rank_that_is_stopped_is_recorded_and_ended(tmp_path):
-    ended, run = run_stuck(tmp_path, "step.forward:stop:hit=4:rank=1")
-    assert ended[0].code == 6, ended[0].output
-    assert ended[1].code == -9, "a stopped process cannot end itself"
-    dump = dumps_of(run, 0)
-    assert "rank 1: step 3" in dump
-    assert "stopped" in dump
 
 
 def test_sigusr2_dumps_stacks_and_the_run_goes_on(tmp_path):

@@ -35,23 +35,46 @@ def test_survivors_of_a_lost_rank_end_with_code_8_and_the_reason(tmp_path, strat
     assert metrics_of(tmp_path / "run")["exit_code"] == 8
 
 
-def test_a_stopped_rank_is_given_up_after_the_timeout_and_killed(tmp_path):
+def test_a_stopped_rank_is_given_up_after_the_timeout(tmp_path):
     config = write_config(tmp_path, parallel={"strategy": "ddp", "timeout_s": 5.0}, train={"steps": 8})
-    processes = start_ranks(
+    waiting, other = start_ranks(
         2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="step.backward:stop:hit=3:rank=1"
     )
-    ended = wait_all(processes, timeout_s=60)
-    assert [e.code for e in ended] == [8, -9], ended[0].output
-    assert "rank 1 was stopped and could not end itself: killed" in ended[0].output
+    [ended] = wait_all([waiting], timeout_s=60)
+    assert ended.code == 8, ended.output
+    assert stopped(other.pid), "only its parent may end it: torchrun's agent, here this test"
+    other.kill()
+    assert other.wait(10) == -9
     assert len(rows_of(tmp_path / "run")) == 2
 
 
 STATIC = "parallel.ddp.static_graph=true"
 
 
-def torchrun(*arguments, **more):
+def torchrun(*arguments, module="torch.distributed.run", **more):
     """`torchrun`; its ranks start at once."""
-    return warm.start("torch.distributed.run", *arguments, env=environment(**more), starts_others=True)
+    return warm.start(module, *arguments, env=environment(**more), starts_others=True)
+
+
+def test_a_stopped_rank_is_found_and_torchruns_agent_ends_it(tmp_path):
+    run, watched = tmp_path / "run", {"watchdog_floor_s": 3.0, "watchdog_first_step_s": 60.0}
+    config = write_config(tmp_path, train={"steps": 200, "eval_every": 0, "out_dir": str(run)}, telemetry=watched)
+    job = torchrun(
+        *("--standalone", "--nproc-per-node", "2", "-m", "nsa", "train", config),
+        module="tests.faults.impatient_torchrun",
+        NSA_FAULTS="step.forward:stop:hit=4:rank=1",
+    )
+    [ended] = wait_all([job])
+    assert ended.code == 1, ended.output
+    assert "hang: rank 0: no progress for" in ended.output
+    [hang] = [event for event in events_of(run) if event["event"] == "hang"]
+    assert metrics_of(run)["exit_code"] == 6
+    other = hang["ranks"][1]
+    assert (other["step"], other["event"], other["state"]) == (3, "step", "stopped")
+    [dump] = run.glob("stackdump_*_rank0.txt")
+    assert "in train_step" in dump.read_text()
+    assert f"process {other['pid']} on {other['host']}: stopped\n" in dump.read_text()
+    assert not Path(f"/proc/{other['pid']}").exists(), "nobody is left"
 
 
 def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_resumes(tmp_path, unbroken):

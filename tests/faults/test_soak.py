@@ -146,8 +146,10 @@ def disturb(job, draw, kind):
         job.signal(signal.SIGSTOP, rank)
         job.watch(draw.uniform(0.5, 3))
         job.signal(signal.SIGCONT, rank)
-    else:  # for good: the other rank's guard finds it
+    else:  # for good: the other rank ends, then the parent kills this one, as torchrun's agent does
         job.signal(signal.SIGSTOP, rank)
+        job.ranks[1 - rank].wait(END_S)
+        job.signal(signal.SIGKILL, rank)
     return kind in ("close", "disk", "descriptors", "pause")
 
 

@@ -37,9 +37,7 @@ def test_files_have_a_name_per_rank_and_are_found_by_it(tmp_path):
 
 def test_an_event_reads_back_as_it_was_written():
     ranks = [{"rank": 1, "state": "gone"}]
-    event = schema.make_event(
-        "hang", 3, 7, phase="step", silent_s=math.inf, limit_s=6.0, file=None, ranks=ranks, reported_by="guard"
-    )
+    event = schema.make_event("hang", 3, 7, phase="step", silent_s=math.inf, limit_s=6.0, file=None, ranks=ranks)
     assert tuple(event) == (*schema.COMMON_FIELDS, *schema.EVENT_FIELDS["hang"])
     line = schema.format_event(event)
     assert schema.parse_event(line) == {**event, "silent_s": "inf"}

@@ -5,15 +5,15 @@ import json
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from nsa.record import watchdog
-from nsa.record.watchdog import Watchdog
+from nsa.record.failures import Failures
+from nsa.supervise.ranks import identify
+from nsa.supervise.watchdog import Watchdog
 
 FLOOR_S = 0.5
 LONG_S = 1000
@@ -34,10 +34,6 @@ def gil(dog: Watchdog) -> None:
     mutex = (ctypes.c_char * 64)()
     for _ in range(2):  # the second time it waits for ever, whatever signal comes
         keeping_the_gil.pthread_mutex_lock(mutex)  # here: gil
-
-
-def gil_without_exit_switch(dog: Watchdog) -> None:
-    gil(dog)
 
 
 def gil_again_and_again(dog: Watchdog) -> None:
@@ -63,31 +59,21 @@ def data_thread(dog: Watchdog) -> None:
 
 def report_that_never_ends(dog: Watchdog) -> None:
     """As when the file system does not answer."""
-    dog._on_hang = lambda report: time.sleep(LONG_S)
+    dog._on_hang = lambda report, message: time.sleep(LONG_S)
     sleeping(dog)
 
 
 def end_while_it_is_reported(dog: Watchdog) -> None:
-    """As when the guard has killed the rank that this one waited for."""
+    """As when the rank that this one waited for goes on."""
     reported, record = threading.Event(), dog._on_hang
 
-    def slowly(report: dict[str, object]) -> None:
+    def slowly(report: dict[str, object], message: str) -> None:
         reported.set()
         time.sleep(0.2)
-        record(report)
+        record(report, message)
 
     dog._on_hang = slowly
     reported.wait()
-
-
-def end_while_it_is_reported_without_exit_switch(dog: Watchdog) -> None:
-    end_while_it_is_reported(dog)
-
-
-def end_before_it_is_reported(dog: Watchdog) -> None:
-    """The guard asks for a report when the process is about to leave the watchdog."""
-    dog._closing = True
-    dog._thread.join()
 
 
 def device(dog: Watchdog) -> None:
@@ -125,6 +111,11 @@ def allowed(dog: Watchdog) -> None:
         time.sleep(1.5 * FLOOR_S)
 
 
+def allowed_for_long(dog: Watchdog) -> None:
+    with dog.allow(LONG_S):
+        time.sleep(LONG_S)  # here: allowed_for_long
+
+
 def after_allowed(dog: Watchdog) -> None:
     allowed(dog)
     sleeping(dog)
@@ -139,11 +130,6 @@ def working(dog: Watchdog) -> None:
         dog.beat(step, "step")
         time.sleep(0.05)
     print("stopped itself", flush=True)
-
-
-def working_then_gil(dog: Watchdog) -> None:
-    working(dog)
-    gil(dog)
 
 
 def aborting(dog: Watchdog) -> None:
@@ -161,33 +147,31 @@ def nothing(dog: Watchdog) -> None:
 def emit(folder: Path, rank: int, **values: object) -> None:
     """A line as a run writes it."""
     with suppress(OSError), (folder / f"heartbeat_rank{rank}.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.time(), "rank": rank, **values}) + "\n")
+        file.write(json.dumps({"time": time.time(), "clock": time.monotonic(), "rank": rank, **values}) + "\n")
 
 
 def main(how: str, folder: Path, rank: int = 0) -> None:
-    if how.endswith("_without_exit_switch"):
-        watchdog.arm_exit_switch = lambda code: None
-    emit(folder, rank, event="start", step=0, pid=os.getpid(), host=socket.gethostname())
+    emit(folder, rank, event="boot", step=0, **identify(os.getpid()))
     emit(folder, rank, event="step", step=11)
     before = signal.getsignal(signal.SIGUSR2), threading.active_count()
-    dog = Watchdog(
-        folder,
-        rank,
-        floor_s=FLOOR_S,
-        first_step_s=20 * FLOOR_S if how == "first_step" else FLOOR_S,
-        on_hang=lambda report: emit(folder, rank, event="hang", **report),
-    )
+    failures, first_step_s = Failures(), 20 * FLOOR_S if how == "first_step" else FLOOR_S
+    common = {
+        "floor_s": FLOOR_S,
+        "on_hang": lambda report, message: emit(folder, rank, event="hang", **report),
+        "counted": failures.counted,
+    }
+    dog = Watchdog(folder, rank, first_step_s=first_step_s, **common)
     try:
         with dog:
             dog.beat(12, "backward")
             print("armed", flush=True)
             globals()[how](dog)
     except KeyError:
-        time.sleep(2.5 * FLOOR_S)
-    with Watchdog(folder, rank, floor_s=FLOOR_S, first_step_s=FLOOR_S) as second:
+        time.sleep(5 * FLOOR_S)
+    with Watchdog(folder, rank, first_step_s=FLOOR_S, **common) as second:
         second.beat(13, "step")
     assert (signal.getsignal(signal.SIGUSR2), threading.active_count()) == before
-    print(f"done with {dog.failures.count} failures")
+    print(f"done with {failures.count} failures")
 
 
 if __name__ == "__main__":
