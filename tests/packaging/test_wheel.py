@@ -51,13 +51,20 @@ def pip(*arguments):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy: building writes into the folder."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory):
+    """A copy of the checkout, named `nsa` as a clone is: building writes into the folder."""
+    source = tmp_path_factory.mktemp("projects") / "nsa"
+    source.mkdir()
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     for folder in ("nsa", "configs"):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out, source)
     return next(out.glob("*.whl"))
 
@@ -81,6 +88,14 @@ def test_the_wheel_has_the_configurations_the_types_and_nothing_beside_the_packa
     assert "nsa/py.typed" in names
     assert f"{wheel.name}[train]" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert {name.partition("/")[0] for name in names} == {"nsa", f"nsa-{__version__}.dist-info"}
+
+
+def test_an_editable_install_is_found_in_the_folder_that_holds_the_clone(source, tmp_path):
+    packages = tmp_path / "packages"
+    pip("install", "--no-deps", "--no-build-isolation", "--no-index", "--target", packages, "--editable", source)
+    program = f"import site; site.addsitedir({str(packages)!r}); import nsa; print(nsa.__file__)"
+    found = run(sys._base_executable, "-c", program, cwd=source.parent)  # without the packages of this environment
+    assert found.strip() == str(source / "nsa" / "__init__.py")
 
 
 def test_configurations_are_found_by_name(programs, tmp_path):
