@@ -6,6 +6,8 @@ Importing this package does no I/O, starts no CUDA and sets no environment varia
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nsa.errors import missing_module
+
 if TYPE_CHECKING:
     from nsa.generate.stream import generate_tokens
     from nsa.train.trained import load_run
@@ -19,7 +21,13 @@ _MODULES = {"generate_tokens": "nsa.generate.stream", "load_run": "nsa.train.tra
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'nsa' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        problem = missing_module(error, f"nsa.{name}")
+        if problem is None:
+            raise
+        raise ModuleNotFoundError(problem, name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -20,8 +20,7 @@ import typer
 from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, eval, generate, hf, memory, ready, report, trace, train, watch
 from nsa.cli.output import say
-from nsa.cli.start import missing_module
-from nsa.errors import NSAError, Preempted, printable
+from nsa.errors import NSAError, Preempted, missing_module, printable
 from nsa.record.run_log import CONSOLE_THREAD
 
 THREADS_END_S = 1.0

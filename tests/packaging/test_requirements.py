@@ -1,5 +1,6 @@
 """What is needed without the extras, and what a command says that needs more."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,8 +9,9 @@ from importlib.metadata import packages_distributions
 
 import pytest
 
+from nsa import __version__
 from nsa.cli.main import main
-from nsa.cli.start import TRAIN_PACKAGES
+from nsa.errors import TRAIN_PACKAGES
 from tests.docs.pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -23,6 +25,15 @@ x = torch.randn(1, 20, 32, requires_grad=True)
 NSAAttention(dim=32, num_heads=4, num_kv_heads=2, head_dim_k=16, spec=spec)(x).sum().backward()
 q, k = torch.randn(1, 20, 4, 16), torch.randn(1, 20, 2, 16)
 print(x.grad.abs().sum() > 0, window_attention(q, k, k, spec).shape == q.shape, file=sys.stderr)
+"""
+FUNCTIONS = """
+import nsa
+
+for name in ("load_run", "generate_tokens"):
+    try:
+        getattr(nsa, name)
+    except ModuleNotFoundError as error:
+        print(error)
 """
 
 
@@ -50,6 +61,17 @@ def test_the_known_packages_are_those_of_the_extra():
 def test_the_layer_and_the_operators_run_with_torch_alone():
     done = run_without({*TRAIN_PACKAGES, "triton"}, LAYER_AND_OPERATORS)
     assert done.stderr.splitlines()[-1] == "tensor(True) True", done.stderr
+
+
+def test_the_version_needs_no_extra():
+    program = "import runpy; sys.argv = ['nsa', '--version']; runpy.run_module('nsa', run_name='__main__')"
+    assert run_without({*TRAIN_PACKAGES, "torch"}, program).stdout == f"nsa {__version__}\n"
+
+
+def test_a_function_names_the_extra_that_is_missing():
+    done = run_without(TRAIN_PACKAGES, FUNCTIONS)
+    told = r"the package '\w+' is not installed; nsa.{} needs it: pip install 'nsa\[train\]'\n"
+    assert re.fullmatch(told.format("load_run") + told.format("generate_tokens"), done.stdout), done.stderr
 
 
 @pytest.mark.parametrize("package", ["typer", "pydantic", "yaml"])
