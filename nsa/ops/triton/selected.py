@@ -132,7 +132,9 @@ def _attend_kernel(
     k_base = k_ptr + batch * stride_kb + group * stride_kg
     v_base = v_ptr + batch * stride_vb + group * stride_vg
 
-    keys = q_offset + tokens  # the queries are the last tokens of the sequence
+    # The queries are the last tokens of the sequence. What lies after the tile's last query, perhaps the next document,
+    # is not loaded: a weight of 0 would not keep out a NaN.
+    keys = q_offset + tl.minimum(tokens, tile * QUERIES + QUERIES)
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
     top = tl.full([ROWS], -float("inf"), tl.float32)  # running maximum, in base-2 units

@@ -46,7 +46,7 @@ def query_grads_kernel(
 
     k_base = k_ptr + batch * stride_kb + group * stride_kg
     v_base = v_ptr + batch * stride_vb + group * stride_vg
-    keys = q_offset + tokens
+    keys = q_offset + tl.minimum(tokens, tile * QUERIES + QUERIES)  # as in the forward kernel
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
     dq = tl.zeros([ROWS, BLOCK_DK], tl.float32)
