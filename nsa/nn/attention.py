@@ -141,6 +141,13 @@ class NSAAttention(nn.Module):
         cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
                      output is that of the whole sequence at these tokens, without a gradient
 
+        A NaN or an infinity in x_BSC makes the output NaN for the tokens that attend to it, and in backward the
+        gradients of the tokens that these attend to; parameters are shared by all tokens, so their gradients become NaN
+        too. The reference, which runs on a CPU, leaves every bit of earlier tokens and of other documents as it is. The
+        Triton kernels compute neighbouring tokens together, in tiles of up to 128 queries and 128 keys (in the
+        compressed branch 128 blocks): on a GPU a NaN also reaches other tokens of a tile, earlier ones and those of
+        documents next to its own.
+
         Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
         inside `nsa.ops.checked_values()`.
         """

@@ -85,7 +85,8 @@ class DenseAttention(nn.Module):
         max_seqlen: int | None = None,
     ) -> Tensor:
         """x_BSC [batch, tokens, dim] -> the same shape, `cache` and `cu_seqlens`, as for `NSAAttention.forward`.
-        `max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row."""
+        `max_seqlen` bounds the length of a packed document; without it, kernels assume the whole row. A NaN spreads as
+        there, but with neither `window` nor `cu_seqlens`, PyTorch's kernels carry it to earlier tokens on a CPU too."""
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
         return self.whole(x_BSC, cu_seqlens, max_seqlen) if cache is None else attend(self, x_BSC, cache, cu_seqlens)

@@ -76,3 +76,23 @@ def test_a_projection_that_casts_by_itself_decides_which_types_it_takes(layer):
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype),))
     assert layer(X.bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("make", [*LAYERS.values(), lambda: NSAAttention(24, 4, 2, 16, 32, SMALL, phi="mean_mlp")])
+def test_a_token_that_is_not_finite_changes_no_other_document(make, value):
+    layer, borders = make(), torch.tensor([0, 9, 20, 33], dtype=torch.int32)
+    x = torch.randn(1, 33, 24)
+    changed = x.index_fill(1, torch.tensor([13]), value)
+    (got, grad), (wanted, wanted_grad) = (_output_and_gradient(layer, x, borders) for x in (changed, x))
+    for document in (slice(0, 9), slice(20, 33)):
+        assert torch.equal(got[:, document], wanted[:, document])
+        assert torch.equal(grad[:, document], wanted_grad[:, document])
+    assert torch.equal(got[:, 9:13], wanted[:, 9:13])
+    assert got[:, 13].isnan().all()
+
+
+def _output_and_gradient(layer, x, borders):
+    x = x.clone().requires_grad_()
+    y = layer(x, cu_seqlens=borders)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]

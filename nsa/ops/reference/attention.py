@@ -3,6 +3,10 @@
 A branch is a rule for which keys a chunk of queries reads: `compressed`, `selected` and `window` at the end of this
 file. Probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S.
 
+A NaN or an infinity reaches the queries that read it, and in backward the keys that these queries read: no earlier
+token and no other document. A weight of 0 does not keep it out of a product, since 0 times NaN is NaN. Products
+therefore take their second factor with 0 in its place (`finite`), and the weights of what is read become NaN.
+
 Legend: B batch, R query rows of a chunk, K keys of a chunk, G key/value heads, h query heads per group,
 H = G*h, D head size (keys), E head size (values).
 """
@@ -70,6 +74,16 @@ def keys_first(x: Tensor, keys: slice) -> Tensor:
     return x[:, keys].transpose(1, 2).to(accumulation_dtype(x.dtype))
 
 
+def finite(x: Tensor) -> Tensor:
+    """x with 0 in place of NaN and infinities."""
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def nan_or_zero(x: Tensor) -> Tensor:
+    """[..., D] -> [..., 1], NaN for vectors that hold a NaN or an infinity, else 0."""
+    return (x * 0.0).sum(-1, keepdim=True)
+
+
 def chunk_scores(q_rows: Tensor, k_keys: Tensor, unseen: Tensor, per_group: int) -> Tensor:
     """Scaled scores [B, G, h, R, K], -inf where a key is unseen."""
     scores: Tensor = (q_rows * q_rows.shape[-1] ** -0.5) @ k_keys.transpose(-1, -2)
@@ -85,13 +99,13 @@ def exp_minus(scores: Tensor, row: Tensor) -> Tensor:
 
 def weigh(scores: Tensor, v_keys: Tensor) -> tuple[Tensor, Tensor]:
     """Scores [B,G,h,R,K], overwritten, and values [B,G,K,E] -> their mean by softmax [B,G,h*R,E] and the log-sum-exp
-    [B,G,h,R]; 0 and -inf in rows that read nothing."""
+    [B,G,h,R]; 0 and -inf in rows that read nothing. The scores of values that are not finite must be NaN."""
     if scores.shape[-1] == 0:
         return scores.flatten(2, 3) @ v_keys, scores.logsumexp(-1)
     top = scores.amax(dim=-1)
     p = exp_minus(scores, top)
     total = p.sum(dim=-1)  # at least 1, which is the maximum's
-    mixed = p.flatten(2, 3) @ v_keys
+    mixed = p.flatten(2, 3) @ finite(v_keys)
     mixed /= total.clamp(min=1.0).flatten(2).unsqueeze(-1)
     return mixed, top + total.log()
 
@@ -103,8 +117,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, chunks: Iterator[Chunk]) -> tuple[Te
     o = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, tokens, heads, dtype=accumulation_dtype(q.dtype))
     for chunk in chunks:
-        scores = chunk_scores(fold_heads(q[:, chunk.rows], groups), keys_first(k, chunk.keys), ~chunk.mask, per_group)
-        mixed, row_lse = weigh(scores, keys_first(v, chunk.keys))
+        k_keys, v_keys = keys_first(k, chunk.keys), keys_first(v, chunk.keys)
+        k_keys = k_keys + nan_or_zero(v_keys)
+        scores = chunk_scores(fold_heads(q[:, chunk.rows], groups), k_keys, ~chunk.mask, per_group)
+        mixed, row_lse = weigh(scores, v_keys)
         o[:, chunk.rows] = unfold_heads(mixed, heads).to(o.dtype)
         lse[:, chunk.rows] = row_lse.permute(0, 3, 1, 2).flatten(2)
     return o, lse
@@ -124,9 +140,11 @@ def attend_backward(
         q_rows, do_rows = fold_heads(q[:, chunk.rows], groups), fold_heads(do[:, chunk.rows], groups)
         k_keys, v_keys = keys_first(k, chunk.keys), keys_first(v, chunk.keys)
         row_lse = lse[:, chunk.rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
-        scores = chunk_scores(q_rows, k_keys, ~chunk.mask, per_group)
-        p = exp_minus(scores, row_lse).flatten(2, 3)  # [B, G, h*R, K]
         delta = (do_rows * fold_heads(o[:, chunk.rows], groups)).sum(-1, keepdim=True)
+        # Where do or o is not finite, what the row reads scores NaN, and the log-sum-exp may be any number.
+        scores = chunk_scores(q_rows + nan_or_zero(delta), k_keys, ~chunk.mask, per_group)
+        p = exp_minus(scores, finite(row_lse)).flatten(2, 3)  # [B, G, h*R, K]
+        q_rows, k_keys, v_keys, do_rows, delta = map(finite, (q_rows, k_keys, v_keys, do_rows, delta))
         ds = (do_rows @ v_keys.transpose(-1, -2)).sub_(delta).mul_(p).mul_(q.shape[3] ** -0.5)
         dq[:, chunk.rows] = unfold_heads(ds @ k_keys, heads).to(q.dtype)
         dk[:, :, chunk.keys] += ds.transpose(-1, -2) @ q_rows

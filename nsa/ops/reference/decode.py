@@ -16,6 +16,7 @@ from nsa.ops.reference.attention import (
     chunk_scores,
     exp_minus,
     fold_heads,
+    nan_or_zero,
     row_slices,
     unfold_heads,
     weigh,
@@ -90,9 +91,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Te
     """q [B,n,H,D], k [B,G,T,D], v [B,G,T,E], unseen [B, 1 or G, n, T] -> o [B,n,H,E], and [B,G,h,n,T] and [B,G,h,n]
     scores with their log-sum-exp."""
     groups, acc = k.shape[1], accumulation_dtype(q.dtype)
-    scores = chunk_scores(fold_heads(q, groups), k.to(acc), unseen.unsqueeze(2), q.shape[2] // groups)
-    v = v.masked_fill(unseen.all(2).unsqueeze(-1), 0.0)  # what nobody sees may be NaN, of which 0 times is NaN
-    mixed, lse = weigh(scores.clone(), v.to(acc))
+    k, v = k.to(acc), v.to(acc)
+    scores = chunk_scores(fold_heads(q, groups), k + nan_or_zero(v), unseen.unsqueeze(2), q.shape[2] // groups)
+    mixed, lse = weigh(scores.clone(), v)
     return unfold_heads(mixed, q.shape[2]).to(q.dtype), scores, lse
 
 
