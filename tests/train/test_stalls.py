@@ -144,8 +144,8 @@ def test_a_run_whose_hub_stalls_ends_with_the_code_for_data(hub, tmp_path):
     config = write_config(tmp_path, data=data, train={"out_dir": str(tmp_path / "run")})
     (ended,) = run_ranks(1, "train", config)
     assert ended.code == 3, ended.output
-    last = ended.output.splitlines()[-1]
-    assert last.startswith("error: ")
+    # One error. With Triton 3.9, leaks that Triton's own bindings report may follow it.
+    (last,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     assert "row group" in last
     assert "data.first_batch_s" in last
     assert "data: waiting for the first batch since" in ended.output
