@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError
 
-SMALLEST_TEMPERATURE = 1e-30  # below it, dividing by it would overflow: as 0
+# In float32 a smaller temperature would overflow a quotient, and a smaller top_p could round to 0.
+SMALLEST_TEMPERATURE = SMALLEST_TOP_P = 1e-30
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Sampling:
 
     temperature   0 always takes the likeliest token
     top_k         draws from the k likeliest only; None from all
-    top_p         draws from the fewest likeliest that make up this share; after top_k
+    top_p         draws from the fewest likeliest that make up this share, at least one; after top_k
     """
 
     temperature: float = 1.0
@@ -60,7 +61,7 @@ def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
     values = values.float() / sampling.temperature
     p = values[:, : sampling.top_k].softmax(-1)
     # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
-    p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
+    p = p.masked_fill(p.cumsum(-1) - p >= max(sampling.top_p, SMALLEST_TOP_P), 0.0)
     # The token whose share of the sum, laid end to end, the uniform number falls into.
     ends = p.cumsum(-1)
     drawn = torch.searchsorted(ends, uniform_B1.to(ends) * ends[:, -1:], right=True)

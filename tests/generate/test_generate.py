@@ -150,6 +150,8 @@ def test_temperature_top_k_and_top_p_cut_the_distribution():
     assert seen(temperature=0.0) == {1}
     for tiny in (0.01, 1e-29, 1e-40, 1e-300):
         assert seen(temperature=tiny) == {1}
+    for tiny in (1e-29, 1e-46, 1e-300):
+        assert seen(top_p=tiny) == {1}, "the likeliest token always stays"
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.999}, {"top_k": 3}], ids=str)
