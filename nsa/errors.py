@@ -5,8 +5,10 @@ A message says what was wrong, where, and what to do about it. Asserts elsewhere
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import index
+from typing import SupportsIndex
 
 # What acts on a terminal: controls other than a tab and the end of a line, marks that reverse the direction of text,
 # and halves of a pair, which cannot be encoded (a file name that is no UTF-8 has them).
@@ -138,6 +140,33 @@ class ArgumentError(NSAError, ValueError):
     def __init__(self, argument: str, message: str):
         super().__init__(f"{argument}: {message}")
         self.argument = argument
+
+
+def whole_number(argument: str, value: SupportsIndex, least: int = 1, most: int | None = None) -> int:
+    """The argument as an int, from any integer type such as numpy's; within the bounds."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise ArgumentError(argument, f"must be a whole number, got {value!r}") from None
+    if number < least:
+        raise ArgumentError(argument, f"must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ArgumentError(argument, f"must be at most {most}, got {number}")
+    return number
+
+
+def whole_numbers(
+    argument: str, value: SupportsIndex | Iterable[SupportsIndex], count: int, least: int = 0, most: int | None = None
+) -> list[int]:
+    """An argument that is one number for all of `count`, or a list of numbers."""
+    try:
+        given = [index(value)] * count  # type: ignore[arg-type]
+    except TypeError:
+        try:
+            given = list(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise ArgumentError(argument, f"must be a whole number or a list of them, got {value!r}") from None
+    return [whole_number(argument, number, least, most) for number in given]
 
 
 class CacheFullError(NSAError, RuntimeError):

@@ -19,7 +19,7 @@ from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
-from nsa.nn.cache import KVCache
+from nsa.nn.cache import LONGEST, KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import build_model
 from nsa.ops import dispatch
@@ -187,11 +187,18 @@ class Planner:
 
     def estimate_cache(self, tokens: int) -> CacheEstimate:
         """Nothing is allocated."""
-        if tokens < 1:
-            raise ConfigError(f"--cache: must be at least 1 token, got {tokens}")
+        if not 1 <= tokens <= LONGEST:
+            raise ConfigError(f"--cache: must be from 1 to {LONGEST} tokens, got {tokens}")
         dtype = DTYPES[self.precision]
-        one, two = (KVCache(self._model, sequences=n, max_length=tokens, dtype=dtype).memory() for n in (1, 2))
-        parts = {part: two[part] - one[part] for part in one}
+
+        def cache(sequences: int, max_length: int) -> KVCache:
+            return KVCache(self._model, sequences=sequences, max_length=max_length, dtype=dtype)
+
+        # Pages are alike: those of a long sequence need not be listed to count them.
+        page = cache(1, 1).page_size
+        one, two, longer = (cache(*sizes).memory() for sizes in ((1, page), (2, page), (1, 2 * page)))
+        more_pages = -(-tokens // page) - 1
+        parts = {part: two[part] - one[part] + more_pages * (longer[part] - one[part]) for part in one}
         return CacheEstimate(tokens, self.precision, parts, self._parameters * dtype.itemsize)
 
     def fit(self, card: Card) -> tuple[int, int]:

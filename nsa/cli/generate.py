@@ -29,7 +29,7 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="More prompts, one in each line; lines without text are left out."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write for each prompt.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Most tokens to write for each prompt.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest only.")] = None,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this share.")] = 0.95,

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nsa.errors import ArgumentError, NumericsError
+from nsa.errors import ArgumentError, NumericsError, OutOfMemoryError, reworded
 from nsa.generate.sampling import Sampling, draw, uniform
-from nsa.nn.cache import CacheStep, KVCache
+from nsa.nn.cache import KVCache
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.model import Decoder
+
+FIRST_ROOM = 4096  # new tokens of each prompt that a cache begins with room for; it doubles
 
 
 class TokenBatch:
-    """Continues prompts of any lengths, each as if it were alone.
+    """Continues prompts of any lengths, each as if it were alone. The cache grows with the text, so that a large
+    `max_tokens` costs nothing by itself.
 
     `next()` gives a new token for every row in `rows`, `end(row)` takes a row out. On a CPU the model runs when tokens
     are asked for. On a GPU a step and the choice of its tokens are one CUDA graph; the tokens stay there for the next
@@ -35,12 +39,13 @@ class TokenBatch:
         self.rows = list(range(len(prompts)))
         self._model, self._sampling, self._max_tokens = model, sampling, max_tokens
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        lengths = [len(prompt) for prompt in prompts]
-        total = sum(lengths) + len(prompts) * max_tokens
-        self._cache = KVCache(model, sequences=len(prompts), max_length=max(lengths) + max_tokens, tokens=total)
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._room = min(max_tokens, FIRST_ROOM)
+        max_length, tokens = self._limits()
+        self._cache = KVCache(model, sequences=len(prompts), max_length=max_length, tokens=tokens)
         self._sequences = [self._cache.add() for _ in prompts]
         is_cuda = self._cache.device.type == "cuda"
-        logits_BV = self._read(prompts, lengths)
+        logits_BV = self._read(prompts)
         self._graphs = DecodeGraphs(model, self._cache, self._sequences, sampling) if is_cuda else None
         tokens_B = draw(logits_BV, sampling, uniform(self._generators))
         if self._graphs is not None:
@@ -61,14 +66,26 @@ class TokenBatch:
         self.rows.remove(row)
         self._cache.free(self._sequences[row])
 
+    def _limits(self) -> tuple[int, int]:
+        """`max_length` and `tokens` of a cache with room for `_room` new tokens of each prompt."""
+        return max(self._lengths) + self._room, sum(self._lengths) + len(self._lengths) * self._room
+
+    def _grow(self) -> None:
+        written, self._room = self._room, min(2 * self._room, self._max_tokens)
+        problem = f"no memory for more than {written} new tokens of each prompt"
+        with reworded(OutOfMemoryError, problem, caught=(ArgumentError, torch.OutOfMemoryError)):
+            self._cache.grow(*self._limits())
+            if self._graphs is not None:
+                self._graphs.capture()
+
     @torch.no_grad()
-    def _read(self, prompts: Sequence[Sequence[int]], lengths: list[int]) -> Tensor:
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Fills the cache; logits [B, V] after every prompt."""
         tokens_BS = pad_sequence([torch.tensor(prompt, device="cpu") for prompt in prompts], batch_first=True)
-        step = self._cache.append(lengths, self._sequences)
+        step = self._cache.append(self._lengths, self._sequences)
         hidden_BSC = self._model.hidden(tokens_BS.to(self._cache.device), cache=step)
         logits_BV: Tensor = self._model.head(
-            torch.stack([hidden_BSC[row, length - 1] for row, length in enumerate(lengths)])
+            torch.stack([hidden_BSC[row, length - 1] for row, length in enumerate(self._lengths)])
         )
         return logits_BV
 
@@ -76,6 +93,8 @@ class TokenBatch:
     def _draw(self) -> "Pending":
         """One more token for every row in `rows`."""
         self._count += 1
+        if self._count > self._room:
+            self._grow()
         numbers = uniform([self._generators[row] for row in self.rows])
         if self._graphs is not None:
             return Pending(range(len(self._sequences)), self._graphs.run(self.rows, numbers))
@@ -121,9 +140,17 @@ class DecodeGraphs:
         self._drawn_B = torch.zeros_like(self._tokens_B1[:, 0])
         # Deterministic sums are those of the CPU, where a graph does not reach.
         self._draws_inside = not torch.are_deterministic_algorithms_enabled()
+        self.capture()
+
+    def capture(self) -> None:
+        """Also after the cache has grown, since graphs read its tensors. What the next step reads stays."""
+        tokens_B1 = self._tokens_B1.clone()
+        self._count_B.zero_()
+        self._rows: list[int] = []
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # frees the graphs before, and their pool
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = {completes: self._capture(completes) for completes in (True, False)}
-        self._rows: list[int] = []
+        self._tokens_B1.copy_(tokens_B1)
 
     def feed(self, tokens_B: Tensor) -> None:
         """Tokens that the next step reads, instead of those that the last one drew."""

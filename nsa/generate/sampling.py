@@ -6,13 +6,14 @@ the CPU's on every device.
 Legend: B rows, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nsa.errors import ArgumentError
+from nsa.errors import ArgumentError, whole_number
 
 # In float32 a smaller temperature would overflow a quotient, and a smaller top_p could round to 0.
 SMALLEST_TEMPERATURE = SMALLEST_TOP_P = 1e-30
@@ -32,10 +33,15 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            try:
+                object.__setattr__(self, name, math.fsum([getattr(self, name)]))  # a float of any number, of no text
+            except (TypeError, OverflowError):
+                raise ArgumentError(name, f"must be a number, got {getattr(self, name)!r:.80}") from None
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
         if not self.temperature >= 0.0:
             raise ArgumentError("temperature", f"must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ArgumentError("top_k", f"must be at least 1, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ArgumentError("top_p", f"must be above 0 and at most 1, got {self.top_p}")
 

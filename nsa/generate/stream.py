@@ -5,11 +5,14 @@ from operator import index
 from typing import Literal, NamedTuple, Protocol
 
 from nsa.data.tokenizers import Tokenizer
-from nsa.errors import ArgumentError
+from nsa.errors import ArgumentError, whole_number, whole_numbers
 from nsa.generate.batch import TokenBatch
 from nsa.generate.sampling import Sampling
 from nsa.generate.text import TextStream
+from nsa.nn.cache import LONGEST
 from nsa.nn.model import Decoder
+
+SEEDS = (-(2**63), 2**64 - 1)  # that a generator of torch takes
 
 
 class Run(Protocol):
@@ -62,34 +65,45 @@ def generate_tokens(
 
     On a GPU a step is the replay of a CUDA graph. Needs the packages of the extra `train`.
     """
-    model, tokenizer = (source, None) if isinstance(source, Decoder) else (source.model, source.tokenizer)
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) == (tokenizer is not None) for prompt in prompts):
-        wanted = "a list of texts" if tokenizer else "a list of lists of token ids, since a model has no tokenizer"
-        raise ArgumentError("prompts", f"must be {wanted}")
-    if max_tokens < 1:
-        raise ArgumentError("max_tokens", f"must be at least 1, got {max_tokens}")
-    seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(prompts):
-        raise ArgumentError("seed", f"must be one number, or one for each of {len(prompts)} prompts; got {len(seeds)}")
-    texts = [text for text in stop if isinstance(text, str)]
-    wanted = "must be a list of texts that are not empty, or with a model alone of token ids"
-    if isinstance(stop, str) or "" in texts or (texts and tokenizer is None):
-        raise ArgumentError("stop", wanted)
-    try:
-        stops = {index(token) for token in stop if not isinstance(token, str)}
-    except TypeError as error:
-        raise ArgumentError("stop", f"{wanted}: {error}") from None
+    model, tokenizer = (source, None) if isinstance(source, Decoder) else _parts(source)
+    wanted = "a list of texts" if tokenizer else "a list of lists of token ids, since a model has no tokenizer"
     ids: list[list[int]] = []
-    for prompt in prompts:
-        if tokenizer is not None and isinstance(prompt, str):
-            ids.append([tokenizer.separator, *tokenizer.encode(prompt).tolist()])  # as the start of a document
-        else:
-            ids.append([int(token) for token in prompt])
+    try:
+        for prompt in [prompts] if isinstance(prompts, str) else prompts:
+            if isinstance(prompt, str) != (tokenizer is not None) or prompt is prompts:
+                raise TypeError(f"got {prompt!r:.80}")
+            if tokenizer is not None and isinstance(prompt, str):
+                ids.append([tokenizer.separator, *tokenizer.encode(prompt).tolist()])  # as the start of a document
+            else:
+                ids.append([index(token) for token in prompt])  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ArgumentError("prompts", f"must be {wanted}: {error}") from None
+    longest = max(map(len, ids), default=0)
+    max_tokens = whole_number("max_tokens", max_tokens, most=LONGEST - longest)
+    seeds = whole_numbers("seed", seed, len(ids), *SEEDS)
+    if len(seeds) != len(ids):
+        raise ArgumentError("seed", f"must be one number, or one for each of {len(ids)} prompts; got {len(seeds)}")
+    try:
+        texts = [text for text in stop if isinstance(text, str)]
+        stops = {index(token) for token in stop if not isinstance(token, str)}
+        if isinstance(stop, str) or "" in texts or (texts and tokenizer is None):
+            raise TypeError(f"got {stop!r:.80}")
+    except TypeError as error:
+        wanted = "must be a list of texts that are not empty, or with a model alone of token ids"
+        raise ArgumentError("stop", f"{wanted}: {error}") from None
     if tokenizer is not None:
         stops.update(tokenizer.ends)
     streams = [TextStream(tokenizer.decode if tokenizer else lambda _: "", texts, prompt) for prompt in ids]
     batch = TokenBatch(model, ids, max_tokens, Sampling(temperature, top_k, top_p), seeds)
     return _generate(batch, streams, stops, max_tokens)
+
+
+def _parts(source: Run) -> tuple[Decoder, Tokenizer]:
+    try:
+        return source.model, source.tokenizer
+    except AttributeError:
+        kind = type(source).__name__
+        raise ArgumentError("source", f"must be what `load_run` returned, or a Decoder; got {kind}") from None
 
 
 def _generate(batch: TokenBatch, streams: list[TextStream], stops: set[int], max_tokens: int) -> Iterator[Generated]:

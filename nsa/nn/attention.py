@@ -4,14 +4,14 @@ Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compr
 """
 
 from collections.abc import Iterator
-from operator import index
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from nsa.errors import ArgumentError
-from nsa.nn.cache import CacheStep, KVCache
+from nsa.errors import ArgumentError, whole_number
+from nsa.nn.cache import KVCache
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import NSALayerCache, decode_backend, write
@@ -86,9 +86,9 @@ class NSAAttention(nn.Module):
         super().__init__()
         if not isinstance(spec, NSASpec | None):
             raise ArgumentError("spec", f"must be an NSASpec or None, got {type(spec).__name__}")
-        dim, num_heads = _whole("dim", dim), _whole("num_heads", num_heads)
-        num_kv_heads = _whole("num_kv_heads", num_kv_heads)
-        _check_layer_arguments(dim, num_heads, num_kv_heads, phi, compress, gate, force_branch)
+        dim, num_heads = whole_number("dim", dim), whole_number("num_heads", num_heads)
+        num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        _check_layer_arguments(num_heads, num_kv_heads, phi, compress, gate, force_branch)
         self.spec = spec or NSASpec()
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim_k = _head_size("head_dim_k", head_dim_k)
@@ -246,11 +246,8 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, NSAAttention]]:
 
 
 def _check_layer_arguments(
-    dim: int, num_heads: int, num_kv_heads: int, phi: str, compress: str, gate: str, force_branch: str | None
+    num_heads: int, num_kv_heads: int, phi: str, compress: str, gate: str, force_branch: str | None
 ) -> None:
-    for name, value in (("dim", dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if value < 1:
-            raise ArgumentError(name, f"must be at least 1, got {value}")
     if num_heads % num_kv_heads:
         raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
     if phi not in ("mean", "mlp", "mean_mlp"):
@@ -263,15 +260,8 @@ def _check_layer_arguments(
         raise ArgumentError("force_branch", f"must be one of {', '.join(BRANCHES)}, got {force_branch!r}")
 
 
-def _whole(name: str, value: int) -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise ArgumentError(name, f"must be a whole number, got {value!r}") from None
-
-
 def _head_size(name: str, size: int) -> int:
-    size = _whole(name, size)
+    size = whole_number(name, size)
     if size < 16 or size > 256 or size % 16:
         raise ArgumentError(name, f"must be a multiple of 16 from 16 to 256, got {size}")
     return size

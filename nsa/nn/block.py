@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nsa.nn.attention import NSAAttention
-from nsa.nn.cache import CacheStep
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.dense import DenseAttention
 from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain, project

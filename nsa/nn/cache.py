@@ -1,31 +1,30 @@
-"""The cache with which a model decodes: who owns which page, how long every sequence is, and one forward pass over it.
+"""The cache with which a model decodes: which sequence has which pages, and how long every sequence is.
 
 A cache serves one model and many sequences, which come and go. Every sequence has a number, a length, and pages of one
 pool; all layers use the same page table, each with tensors of its own (`nsa.nn.layer_cache`). The host decides and
 knows everything here; the device has copies, and nothing is ever read back from it.
-
-Legend: B rows of a forward pass, n tokens of a row.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from copy import copy, deepcopy
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from nsa.errors import ArgumentError, CacheFullError
+from nsa.errors import ArgumentError, CacheFullError, whole_number, whole_numbers
+from nsa.nn.cache_step import CacheStep, other_model
 from nsa.nn.projection import compute_dtype
-from nsa.nn.rope import rotary_tables
 from nsa.ops.decode import PagedKV, RingKV
 from nsa.ops.layout import num_compressed
-from nsa.ops.spec import NSASpec
+from nsa.ops.operators import FLOAT_TYPES
 from nsa.ops.step import Heads, Write
 
 LEAST_PAGE = 64  # tokens
-
-Found = TypeVar("Found")
+LONGEST = 2**31 - 1  # tokens of a sequence: positions are int32, and so are the numbers of sequences
 
 
 class Pool(NamedTuple):
@@ -40,7 +39,7 @@ class Pool(NamedTuple):
         """Of keys, rotated or not, and values."""
         return [Write(k, self.k, self.is_ring, is_rotated), Write(v, self.v, self.is_ring, False)]
 
-    def view(self, step: "CacheStep") -> PagedKV | RingKV:
+    def view(self, step: CacheStep) -> PagedKV | RingKV:
         """The sequences of a pass, as the operators take them."""
         return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)
 
@@ -71,39 +70,35 @@ class KVCache:
         slack: int = 64,
         dtype: torch.dtype | None = None,
     ):
-        given = {"sequences": sequences, "max_length": max_length, "slack": slack, "tokens": tokens}
-        for name, value in given.items():
-            if value is not None and value < 1:
-                raise ArgumentError(name, f"must be at least 1, got {value}")
+        self.max_sequences = whole_number("sequences", sequences, most=LONGEST)
+        self.slack = whole_number("slack", slack)
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-        layers: list[Any] = [m for m in self.model.modules() if hasattr(m, "build_cache")]
+        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
+        layers: list[Any] = [m for m in modules if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
-        self.max_sequences, self.max_length, self.tokens, self.slack = sequences, max_length, tokens, slack
         self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
         # Whole selection blocks of every layer, and enough of them to be read in one go.
         block = math.lcm(*(spec.sel_block for spec in self.specs))
         self.page_size = block * -(-LEAST_PAGE // block)
-        self.width = -(-max_length // self.page_size)  # pages of the longest sequence
-        pages = sequences * self.width
-        if tokens is not None:  # every sequence may leave a page unfinished
-            pages = min(pages, tokens // self.page_size + sequences)
         weight: Tensor = layers[0].q.weight
         devices = {str(layer.q.weight.device) for layer in layers}
         if len(devices) > 1:
             raise ArgumentError("model", f"must be on one device to use a cache; it is on {', '.join(sorted(devices))}")
         self.dtype, self.device = dtype or compute_dtype(weight), weight.device
-        self._num_pages, self._free_pages = pages + 1, list(range(pages, 0, -1))
-        self.layers = {layer: layer.build_cache(self) for layer in layers}
+        if self.dtype not in FLOAT_TYPES:
+            raise ArgumentError("dtype", f"must be a float type of 16, 32 or 64 bits, got {self.dtype}")
+        self.layers: dict[Any, Any] = dict.fromkeys(layers)  # what each layer keeps
+        self._num_pages, self._free_pages = 1, list[int]()
+        self._table = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
+        self._allocate(max_length, tokens)
         self.shortest_ring = min((c.shortest_ring for c in self.layers.values() if c.shortest_ring), default=None)
-        self._free_slots = list(range(sequences - 1, -1, -1))
+        self._free_slots = list(range(self.max_sequences - 1, -1, -1))
         self._pages: dict[int, list[int]] = {}  # by sequence, in the order they were added
-        self._length = [0] * sequences
-        self._longest = [0] * sequences  # since the rings were last whole
-        self._table = torch.zeros(sequences, self.width, dtype=torch.int32, device="cpu")
-        self.table = torch.zeros_like(self._table, device=self.device)
-        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
-        self._stale_table = self._stale_lengths = False  # whether the device's are behind the host's
+        self._length = [0] * self.max_sequences
+        self._longest = [0] * self.max_sequences  # since the rings were last whole
+        self.lengths = torch.zeros(self.max_sequences, dtype=torch.int32, device=self.device)
+        self._stale_lengths = False  # whether the device's are behind the host's
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of the same model that goes on by itself."""
@@ -161,6 +156,7 @@ class KVCache:
         Rings hold the newest tokens alone. Where they have wrapped around, at most `slack` tokens can be taken back,
         counted from the longest that the sequence has been, or all of them.
         """
+        length = whole_number("length", length, least=0)
         if sequence is None:
             chosen = [s for s in self._pages if self._length[s] > length]
         else:
@@ -177,31 +173,55 @@ class KVCache:
                 self._longest[s] = 0
             self._stale_lengths = True
 
-    def grow(self, max_length: int) -> None:
-        """Sequences of up to `max_length` tokens, within the same `tokens`; what the cache holds stays."""
-        new = KVCache(
-            self.model,
-            sequences=self.max_sequences,
-            max_length=max_length,
-            tokens=self.tokens,
-            slack=self.slack,
-            dtype=self.dtype,
-        )
-        for module, kept in self.layers.items():
-            for name, tensors in kept.parts().items():  # pages keep their numbers, rings their shape
-                for old, larger in zip(tensors, new.layers[module].parts()[name], strict=True):
-                    larger[: len(old)].copy_(old)
-        used = {page for pages in self._pages.values() for page in pages}
-        new._free_pages = [page for page in new._free_pages if page not in used]
-        new._table[:, : self.width] = self._table
-        new._pages, new._free_slots = self._pages, self._free_slots
-        new._length, new._longest = self._length, self._longest
-        new._stale_table = new._stale_lengths = True
-        self.__dict__.update(new.__dict__)
+    def grow(self, max_length: int, tokens: int | None = None) -> None:
+        """Sequences of up to `max_length` tokens, and up to `tokens` of all together; None keeps that limit. What the
+        cache holds stays, in new tensors: a CUDA graph over the cache must be captured again."""
+        max_length = whole_number("max_length", max_length, least=self.max_length)
+        if tokens is not None:
+            tokens = whole_number("tokens", tokens, least=self.tokens or self.max_sequences * self.max_length)
+        self._allocate(max_length, tokens or self.tokens)
+
+    def _allocate(self, max_length: int, tokens: int | None) -> None:
+        """Pools and the page table for these limits, with what the cache holds. It replaces the pools of one layer
+        after the other: no more exist twice. Where memory runs out, the cache is as before."""
+        max_length = whole_number("max_length", max_length, most=LONGEST)
+        width = -(-max_length // self.page_size)  # pages of the longest sequence
+        pages = self.max_sequences * width
+        if tokens is not None:  # every sequence may leave a page unfinished
+            tokens = whole_number("tokens", tokens)
+            pages = min(pages, tokens // self.page_size + self.max_sequences)
+        self._check_memory(max_length, width, pages)
+        larger = copy(self)
+        larger._num_pages = pages + 1
+        for layer, kept in self.layers.items():
+            built = layer.build_cache(larger)
+            if kept is not None:  # pages keep their numbers, rings their shape
+                for old, new in zip(*(chain(*each.parts().values()) for each in (kept, built)), strict=True):
+                    new[: len(old)].copy_(old[: len(new)])
+            self.layers[layer] = built
+        table = torch.zeros(self.max_sequences, width, dtype=torch.int32, device="cpu")
+        table[: len(self._table), : self._table.shape[1]] = self._table
+        self._table, self.table = table, table.to(self.device, copy=True)
+        self._stale_table = False  # whether the device's is behind the host's
+        self._free_pages = [*range(pages, self._num_pages - 1, -1), *self._free_pages]
+        self.max_length, self.tokens, self.width, self._num_pages = max_length, tokens, width, pages + 1
+
+    def _check_memory(self, max_length: int, width: int, pages: int) -> None:
+        """Refuses a cache that the device can never hold: without this, the kernel may end the process."""
+        one = copy(self)
+        one.device, one.max_sequences, one._num_pages = torch.device("meta"), 0, 1
+        pools = [pool for layer in self.layers for pool in layer.build_cache(one).pools.values() if pool is not None]
+        needed = 4 * self.max_sequences * width
+        needed += sum((p.k.nbytes + p.v.nbytes) * (1 + (self.max_sequences if p.is_ring else pages)) for p in pools)
+        memory = device_memory(self.device)
+        if needed > memory:
+            problem = f"a cache of sequences={self.max_sequences} and max_length={max_length} needs {needed >> 30} GiB"
+            remedy = "use fewer or shorter sequences, or limit `tokens`"
+            raise ArgumentError("sequences", f"{problem}, and {self.device} has {memory / 2**30:.0f}; {remedy}")
 
     def _check_crop(self, length: int, sequence: int) -> None:
         current = self._length[sequence]
-        if not 0 <= length <= current:
+        if length > current:
             raise ArgumentError("length", f"sequence {sequence} has {current} tokens; cannot crop it to {length}")
         longest, ring = self._longest[sequence], self.shortest_ring
         if length and ring is not None and longest > max(ring, length + self.slack + 1):
@@ -212,7 +232,7 @@ class KVCache:
                 "`slack`",
             )
 
-    def append(self, counts: int | Sequence[int], sequences: Sequence[int] | None = None) -> "CacheStep":
+    def append(self, counts: SupportsIndex | Sequence[int], sequences: Sequence[int] | None = None) -> CacheStep:
         """Room for new tokens, and the forward pass that fills it: pass it to the model as `cache`.
 
         counts      how many tokens each row brings; a row that brings fewer than the longest is padded at the end. The
@@ -221,8 +241,8 @@ class KVCache:
 
         Lengths count the new tokens from now on. Nothing is changed where it raises.
         """
-        rows = self.sequences if sequences is None else list(sequences)
-        new = [counts] * len(rows) if isinstance(counts, int) else list(counts)
+        rows = self.sequences if sequences is None else whole_numbers("sequences", sequences, 1)
+        new = whole_numbers("counts", counts, len(rows))
         starts = self.reserve(new, rows)
         slots = torch.tensor(rows, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True)
         count_B = torch.tensor(new, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True)
@@ -281,115 +301,17 @@ class KVCache:
         )
 
     def _check(self, sequence: int) -> None:
-        if sequence not in self._pages:
+        if whole_number("sequence", sequence, least=0) not in self._pages:
             raise ArgumentError("sequence", f"there is no sequence {sequence}; there are {self.sequences}")
 
 
-class CacheStep:
-    """One forward pass over a cache: what its layers need to know, computed once for all of them.
-
-    slots_B      int32, the sequence of each row
-    positions    int32 [B, n], of every token in its sequence; -1 for padding
-    table        int32 [B, width], the pages of each row
-    is_fresh     whether the sequences had no tokens before: then the pass is that of the whole sequences
-    completes    whether a compressed block may be completed
-
-    Creating it advances the lengths on the device, by `count_B`. It reads no value from the device.
-    """
-
-    def __init__(
-        self, cache: KVCache, slots_B: Tensor, count_B: Tensor, tokens: int, width: int, is_fresh: bool, completes: bool
-    ):
-        self.cache, self.slots_B, self.is_fresh, self.completes = cache, slots_B, is_fresh, completes
-        place_n = torch.arange(tokens, dtype=torch.int32, device=slots_B.device)
-        start_B = cache.lengths.index_select(0, slots_B)
-        self.positions = torch.where(place_n < count_B[:, None], start_B[:, None] + place_n, -1)
-        self.table = cache.table[:, :width].index_select(0, slots_B)
-        cache.lengths.index_add_(0, slots_B, count_B)
-        self._shared: dict[Any, Any] = {}
-
-    def layer(self, module: nn.Module) -> Any:
-        """The tensors of one attention layer."""
-        found = self.cache.layers.get(module)
-        if found is None:
-            raise _other_model(self.cache, module)
-        return found
-
-    def shared(self, key: Any, compute: Callable[[], Found]) -> Found:
-        """`compute()`, once for all layers."""
-        if key not in self._shared:
-            self._shared[key] = compute()
-        found: Found = self._shared[key]
-        return found
-
-    def pieces(self) -> list[tuple[slice, "CacheStep"]]:
-        """The pass in pieces that fit into the slack of rings, each a pass of its own."""
-        tokens, most = self.positions.shape[1], self.cache.slack
-        if tokens <= most:
-            return [(slice(None), self)]
-        return self.shared("pieces", lambda: [self._piece(slice(a, a + most)) for a in range(0, tokens, most)])
-
-    def _piece(self, tokens: slice) -> tuple[slice, "CacheStep"]:
-        piece = copy(self)
-        piece.positions, piece._shared = self.positions[:, tokens].contiguous(), {}
-        return tokens, piece
-
-    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
-        """Rotary tables of the positions; `settings` as for `rotary_tables`."""
-        return self.shared(("rotary", *settings), lambda: rotary_tables(self.positions, *settings))
-
-    def token_index(self, size: int, is_ring: bool) -> Tensor:
-        """[B*n] the place of every token in a pool with pages or rings of this size. A ring keeps only the newest."""
-
-        def compute() -> Tensor:
-            position = self.positions
-            if is_ring:
-                position = position.where(position > position.amax(1, keepdim=True) - size, -1)
-            return self.places(position, size, is_ring).flatten()
-
-        return self.shared(("tokens", size, is_ring), compute)
-
-    def places(self, number: Tensor, size: int, is_ring: bool) -> Tensor:
-        """Where what has this number [B, ...] in its sequence lies in a pool laid end to end, of which a page or a ring
-        holds `size`; a negative number: where nothing is kept."""
-        if is_ring:
-            ring = self.slots_B.view(-1, *[1] * (number.dim() - 1)).to(torch.int64)
-            return torch.where(number >= 0, ring * size + number % size, self.cache.max_sequences * size)
-        page = self.table.gather(1, (number // size).clamp(0, self.table.shape[1] - 1).flatten(1).to(torch.int64))
-        return torch.where(number >= 0, page.view(number.shape).to(torch.int64) * size + number % size, 0)
-
-    def compressed(self, spec: NSASpec) -> "NewCompressed":
-        return self.shared(spec, lambda: NewCompressed(self, spec))
-
-
-class NewCompressed:
-    """The compressed tokens that a pass may complete, m for every row, as many as its shape allows.
-
-    first    [B, m] the position of its first token
-    index    [B*m] its place in the pages of a layer, laid end to end; in page 0 where it is not complete
-    """
-
-    def __init__(self, step: CacheStep, spec: NSASpec):
-        self.spec, position = spec, step.positions
-        tokens = position.shape[1]
-        most = num_compressed(tokens, spec) if step.is_fresh else -(-tokens // spec.cmp_stride)
-        oldest_B = ((position[:, 0] - spec.cmp_block + spec.cmp_stride) // spec.cmp_stride).clamp(min=0)
-        number = oldest_B[:, None] + torch.arange(most, dtype=torch.int32, device=position.device)
-        last = number * spec.cmp_stride + spec.cmp_block - 1
-        self.step, self.first = step, number * spec.cmp_stride
-        number = torch.where(last <= position.amax(1, keepdim=True), number, -1)
-        self.index = step.places(number, step.cache.page_size // spec.cmp_stride, is_ring=False).flatten()
-        place = torch.arange(spec.cmp_block, dtype=torch.int32, device=position.device)
-        self._tokens = self.first[..., None] + place
-
-    def sources(self, size: int, is_ring: bool) -> Tensor:
-        """[B, m, cmp_block] the places of its tokens in a pool with pages or rings of this size."""
-        key = ("sources", self.spec, size, is_ring)
-        return self.step.shared(key, lambda: self.step.places(self._tokens, size, is_ring))
-
-    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
-        """Rotary tables of its key; `settings` as for `rotary_tables`."""
-        return self.step.shared(("compressed", self.spec, *settings), lambda: rotary_tables(self.first, *settings))
+def device_memory(device: torch.device) -> float:
+    """Bytes, used or not; infinite where they are not known."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return math.inf
 
 
 def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: Tensor | None = None) -> CacheStep:
@@ -409,7 +331,7 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
     if not isinstance(cache, KVCache):
         raise ArgumentError("cache", f"must be a KVCache, or what its `append` returned; got {type(cache).__name__}")
     if cache.model is not module:
-        raise _other_model(cache, module)
+        raise other_model(cache, module)
     added = []
     if not cache.sequences and batch <= cache.max_sequences:
         added = [cache.add() for _ in range(batch)]
@@ -422,10 +344,3 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
         for sequence in added:
             cache.free(sequence)
         raise
-
-
-def _other_model(cache: KVCache, module: nn.Module) -> ArgumentError:
-    kind = type(module).__name__
-    if module in cache.layers:  # a layer would advance the lengths of all
-        return ArgumentError("cache", f"is that of a whole model; pass to a {kind} in it what `append` returned")
-    return ArgumentError("cache", f"was made for another model, not for this {kind}; make one with KVCache(model, ...)")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.nn.cache import CacheStep, KVCache
+from nsa.nn.cache import KVCache
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project_heads, reset_parts
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate

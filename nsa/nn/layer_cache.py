@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nsa.errors import ArgumentError
-from nsa.nn.cache import CacheStep, KVCache, Pool
+from nsa.nn.cache import KVCache, Pool
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.rope import rotate
 from nsa.ops.operators import Backend
 from nsa.ops.step import Heads, Write

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from nsa.nn.attention import NSAAttention
 from nsa.nn.block import DecoderBlock, SwiGLU
-from nsa.nn.cache import CacheStep, KVCache, begin
+from nsa.nn.cache import KVCache, begin
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.dense import DenseAttention
 from nsa.nn.loss import HeadLoss
 from nsa.nn.projection import reset_parts

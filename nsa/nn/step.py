@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.nn.cache import CacheStep, KVCache, begin
+from nsa.nn.cache import KVCache, begin
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import decode_backend, write
 from nsa.nn.projection import compute_dtype, is_bare, listed

@@ -545,5 +545,9 @@ def test_the_cache_is_predicted_to_the_byte(nsa_memory):
     assert found["parts"]["sel"] == 2 * 32768 * 2 * (64 + 64) * 2  # layers, tokens, heads, channels, bytes
     assert f"one sequence {sum(found['parts'].values()) / 2**20:.2f}" in " ".join(printed.split())
     assert f"24gb: {found['most_sequences']['24gb']} such sequences at a time" in printed
-    with pytest.raises(ConfigError, match="--cache"):
-        nsa_memory("--cache", "0")
+    for refused in ("0", "2147483648", "1" + 20 * "0"):
+        with pytest.raises(ConfigError, match="--cache: must be from 1 to 2147483647 tokens, got"):
+            nsa_memory("--cache", refused)
+    longest = Planner(config).estimate_cache(2**31 - 1).parts
+    assert longest["sel"] == predicted.parts["sel"] // 1024 * 2**31
+    assert longest["win"] == predicted.parts["win"]

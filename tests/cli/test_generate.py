@@ -95,3 +95,9 @@ def test_prompts_that_cannot_be_read_are_refused(generate, tmp_path, monkeypatch
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=message):
         generate(*arguments)
+
+
+def test_more_tokens_than_a_sequence_can_have_are_refused_by_the_name_of_the_option(generate):
+    done = generate("--prompt", "p", "--max-tokens", "2147483648")
+    assert done.exit_code == 2
+    assert "--max-tokens" in done.stderr

@@ -8,7 +8,7 @@ import torch
 
 import nsa
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import ArgumentError, NumericsError
+from nsa.errors import ArgumentError, NumericsError, OutOfMemoryError
 from nsa.generate import batch
 from nsa.generate.sampling import Sampling, draw, uniform
 from tests.nn.test_cache import VARIANTS, VOCABULARY, small
@@ -110,6 +110,17 @@ def test_texts_in_texts_out(run):
         ([[-1]], {}, "prompts"),
         (["text"], {}, "prompts"),
         ("text", {}, "prompts"),
+        *((prompts, {}, "prompts") for prompts in (None, 5, [5], [None], [[None]], [["a"]], [[1.5]], [[1], "text"])),
+        *(
+            ([[1]], {name: value}, name)
+            for name in ("max_tokens", "temperature", "top_p", "seed", "stop")
+            for value in (None, "text", [None], [1.5], object())
+        ),
+        *(([[1]], {name: 1.5}, name) for name in ("max_tokens", "top_k", "seed", "stop")),
+        *(([[1]], {"top_k": value}, "top_k") for value in ("text", [1])),
+        *(([[1]], {"seed": value}, "seed") for value in (2**64, [2**64], -(2**63) - 1)),
+        ([[1]], {"temperature": 10**400}, "temperature"),
+        ([[1]], {"max_tokens": 2**31 - 1}, "max_tokens"),  # positions are int32
         ([[1]], {"max_tokens": 0}, "max_tokens"),
         ([[1]], {"temperature": -1.0}, "temperature"),
         ([[1]], {"temperature": float("nan")}, "temperature"),
@@ -125,6 +136,20 @@ def test_what_cannot_be_generated_is_refused_at_the_call(model, prompts, options
     with pytest.raises(ArgumentError) as refused:
         nsa.generate_tokens(model, prompts, **options)
     assert refused.value.argument == argument
+
+
+@pytest.mark.parametrize("source", [None, "run", 5])
+def test_a_source_that_is_neither_a_run_nor_a_model_is_refused(source):
+    with pytest.raises(ArgumentError, match="source: must be what `load_run` returned, or a Decoder; got"):
+        nsa.generate_tokens(source, [[1]])
+
+
+def test_numbers_of_other_libraries_are_numbers(model):
+    own = {"max_tokens": 3, "temperature": 1.5, "top_k": 9, "top_p": 0.5, "seed": 7}
+    other = {name: np.array(value)[()] for name, value in own.items()} | {"temperature": torch.tensor(1.5)}
+    want = list(nsa.generate_tokens(model, [[1, 2]], **own))
+    assert list(nsa.generate_tokens(model, np.array([[1, 2]]), **other)) == want
+    assert list(nsa.generate_tokens(model, torch.tensor([[1, 2]]), **(other | {"seed": np.array([7])}))) == want
 
 
 def test_temperature_top_k_and_top_p_cut_the_distribution():
@@ -168,6 +193,7 @@ class Replayed(batch.DecodeGraphs):
     """Computes on the CPU what a GPU would replay, into the same tensors."""
 
     def _capture(self, completes):
+        self._compute(completes)  # as before a capture
         kept = torch.zeros(len(self._sequences), self._model.vocab_size)
         return SimpleNamespace(replay=lambda: kept.copy_(self._compute(completes))), kept
 
@@ -211,6 +237,32 @@ def test_steps_that_are_started_ahead_draw_the_same_tokens(model, replaying, tem
         assert list(nsa.generate_tokens(model, prompts, **options)) == want
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_cache_grows_with_the_text_and_not_with_max_tokens(model, replaying, monkeypatch, is_ahead):
+    """Over the end of a page, while rows end; and with a limit that no memory could hold."""
+    prompts, options = [[1, 2, 3], [9], list(range(40))], {"max_tokens": 45, "seed": [1, 2, 3], "stop": [0]}
+    want = list(nsa.generate_tokens(model, prompts, **options))
+    assert min(len(tokens_of(want, number)) for number in range(3)) < 40
+    rooms, grow = [], batch.KVCache.grow
+    monkeypatch.setattr(batch.KVCache, "grow", lambda self, *to: grow(self, *to) or rooms.append(self.max_length - 40))
+    monkeypatch.setattr(batch, "FIRST_ROOM", 5)
+    if is_ahead:
+        replaying()
+    assert list(nsa.generate_tokens(model, prompts, **options)) == want
+    assert rooms == [10, 20, 40, 45], "in few steps, and not beyond the limit"
+    endless = nsa.generate_tokens(model, prompts, **(options | {"max_tokens": 2**31 - 41}))
+    assert [next(endless)[:2] for _ in range(20)] == [piece[:2] for piece in want[:20]]
+
+
+def test_text_that_outgrows_the_memory_ends_with_an_error_that_says_so(model, monkeypatch):
+    monkeypatch.setattr(batch, "FIRST_ROOM", 5)
+    generated, pieces = nsa.generate_tokens(model, [[1]], max_tokens=10**6), []
+    monkeypatch.setattr("nsa.nn.cache.device_memory", lambda device: 2.0**10)
+    with pytest.raises(OutOfMemoryError, match=r"no memory for more than 5 new tokens of each prompt: .*cpu has 0;"):
+        pieces.extend(generated)
+    assert len(pieces) == 5
 
 
 def test_a_step_is_started_before_the_tokens_of_the_last_are_read_and_none_after_the_end(model, replaying):

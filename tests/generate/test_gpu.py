@@ -8,7 +8,7 @@ from nsa.config.load import parse_config
 from nsa.generate.batch import TokenBatch
 from nsa.generate.sampling import Sampling
 from nsa.nn import Decoder, KVCache
-from nsa.nn.cache import CacheStep
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.model import build_model
 from tests.nn.test_cache import in_chunks, randomize_gates
 
@@ -48,7 +48,9 @@ def test_prompt_and_steps_equal_the_whole_sequence(variant, dtype, most):
     assert (by_position > 3 * most).float().mean() <= (0.0 if variant == "all blocks" else 0.01)
 
 
-def test_graphs_give_the_tokens_of_plain_steps_for_rows_that_end_at_different_times():
+@pytest.mark.parametrize("first_room", [4096, 8])  # the cache grows, and the graphs are captured again
+def test_graphs_give_the_tokens_of_plain_steps_for_rows_that_end_at_different_times(first_room, monkeypatch):
+    monkeypatch.setattr("nsa.generate.batch.FIRST_ROOM", first_room)
     model = model_of("model.layer_pattern=[nsa,dense,window,nsa]", dtype=torch.float32)
     prompts = [torch.randint(0, 512, (n,)).tolist() for n in (1, 31, 500)]
     drawn = []

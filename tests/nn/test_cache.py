@@ -3,6 +3,7 @@
 import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from nsa.config.load import parse_config
 from nsa.errors import ArgumentError, CacheFullError
 from nsa.nn import Decoder, KVCache, NSAAttention
-from nsa.nn.cache import CacheStep
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.dense import DenseAttention
 from nsa.nn.model import build_model
 from nsa.ops import NSASpec
@@ -195,6 +196,60 @@ def test_a_cache_that_grows_keeps_its_tokens_and_their_limit():
     assert cache.free_tokens == (16 - 2 * 7) * cache.page_size
 
 
+def test_a_cache_grows_to_more_tokens_of_all_sequences():
+    model = small(PATTERN, "model.n_layers=3")
+    tokens = torch.randint(0, VOCABULARY, (2, 300))
+    cache = KVCache(model, sequences=2, max_length=100, tokens=120)
+    rows = [cache.add(), cache.add()]
+    model(tokens[:, :60], cache=cache.append(60, rows))
+    with pytest.raises(CacheFullError, match="out of pages"):
+        cache.append(40, rows)
+    cache.grow(300, 600)
+    same(model(tokens[:, 60:], cache=cache.append(240, rows)), model(tokens)[:, 60:])
+    assert cache.lengths.tolist() == [300, 300]
+
+
+def test_a_cache_whose_growth_fails_half_way_goes_on(monkeypatch):
+    model = small(PATTERN, "model.n_layers=3")
+    tokens, built = torch.randint(0, VOCABULARY, (2, 200)), []
+    cache = KVCache(model, sequences=2, max_length=100)
+    model(tokens[:, :60], cache=cache)
+
+    def fail(layer, cache):
+        if cache.device.type != "meta":
+            built.append(layer)
+            raise torch.OutOfMemoryError
+        return DenseAttention.build_cache(layer, cache)
+
+    monkeypatch.setattr(model.blocks[1].attention, "build_cache", fail.__get__(model.blocks[1].attention))
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.grow(1000)
+    assert built
+    monkeypatch.undo()
+    same(model(tokens[:, 60:100], cache=cache), model(tokens[:, :100])[:, 60:])
+    cache.grow(200)
+    same(model(tokens[:, 100:], cache=cache), model(tokens)[:, 100:])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"sequences": 10**9},
+            r"sequences: .* sequences=1000000000 and max_length=64 needs \d+ GiB, and cpu has 64",
+        ),
+        ({"sequences": 2**31 - 1, "max_length": 2**31 - 1}, "sequences: a cache of"),
+        ({"sequences": 10**4, "max_length": 2**31 - 1, "tokens": 64}, "sequences: a cache of"),  # its page table
+        ({"max_length": 2**31}, "max_length: must be at most 2147483647, got 2147483648"),
+        ({"sequences": 10**20}, "sequences: must be at most"),
+    ],
+)
+def test_a_cache_that_no_machine_could_hold_is_refused(sizes, message, monkeypatch):
+    monkeypatch.setattr("nsa.nn.cache.device_memory", lambda device: 2**36)
+    with pytest.raises(ArgumentError, match=message):
+        KVCache(small(), **({"sequences": 1, "max_length": 64} | sizes))
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing():
     model, other = small(), small(seed=1)
     tokens = torch.randint(0, VOCABULARY, (2, 160))
@@ -225,12 +280,38 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         (lambda: cache.append([1, 1, 1]), "counts: must be one for each of 2 sequences, got 3"),
         (lambda: KVCache(nn.Linear(2, 2), sequences=1, max_length=1), "model: has no attention layer"),
         (lambda: KVCache(model, sequences=1, max_length=0), "max_length: must be at least 1"),
+        (lambda: KVCache(None, sequences=1, max_length=1), "model: has no attention layer of nsa: NoneType"),
+        *(
+            (lambda dtype=dtype: KVCache(model, sequences=1, max_length=9, dtype=dtype), "dtype: must be a float type")
+            for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, "float32")
+        ),
+        *(
+            (
+                lambda given=given: KVCache(model, **({"sequences": 1, "max_length": 9} | given)),
+                "must be a whole number",
+            )
+            for given in ({"sequences": 1.5}, {"max_length": None}, {"tokens": "9"}, {"slack": 2.0})
+        ),
+        (lambda: cache.crop(58.5), r"length: must be a whole number, got 58\.5"),
+        (lambda: cache.crop(-1), "length: must be at least 0, got -1"),
+        (lambda: cache.crop(58, "a"), "sequence: must be a whole number, got 'a'"),
+        (lambda: cache.append(1.0), r"counts: must be a whole number or a list of them, got 1\.0"),
+        (lambda: cache.append([1.5, 1]), r"counts: must be a whole number, got 1\.5"),
+        (lambda: cache.append(None), "counts: must be a whole number or a list"),
+        (lambda: cache.append(1, [0.5]), r"sequences: must be a whole number, got 0\.5"),
+        (lambda: cache.grow(149), "max_length: must be at least 150, got 149"),
+        (lambda: cache.grow(150, 149), "tokens: must be at least 150, got 149"),
+        (lambda: cache.grow(151.0), r"max_length: must be a whole number, got 151\.0"),
     ]:
         with pytest.raises(ArgumentError, match=message):
             call()
     with pytest.raises(CacheFullError, match="holds 2 sequences already"):
         cache.add()
     same(model(tokens[:, 60:63], cache=cache), model(tokens[:, :63])[:, -3:])
+    for count in (np.int64(1), torch.tensor(1), np.array([1, 1]), torch.tensor([1, 1])):
+        cache.append(count, np.array([0, 1]))
+    cache.crop(np.int64(63))
+    same(model(tokens[:, 63:66], cache=cache), model(tokens[:, :66])[:, -3:])
 
 
 def test_a_step_belongs_to_its_input_and_its_layers():

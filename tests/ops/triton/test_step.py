@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.errors import ArgumentError
 from nsa.nn import KVCache
-from nsa.nn.cache import CacheStep
+from nsa.nn.cache_step import CacheStep
 from nsa.nn.step import _fits
 from nsa.ops import dispatch
 from nsa.ops.triton import step as kernels

@@ -1,0 +1,142 @@
+"""One forward pass over a cache, on the device: positions, pages and places of its tokens.
+
+Legend: B rows of a forward pass, n tokens of a row, m compressed tokens of a row.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import ArgumentError
+from nsa.nn.rope import rotary_tables
+from nsa.ops.layout import num_compressed
+from nsa.ops.spec import NSASpec
+
+if TYPE_CHECKING:
+    from nsa.nn.cache import KVCache
+
+Found = TypeVar("Found")
+
+
+class CacheStep:
+    """One forward pass over a cache: what its layers need to know, computed once for all of them.
+
+    slots_B      int32, the sequence of each row
+    positions    int32 [B, n], of every token in its sequence; -1 for padding
+    table        int32 [B, width], the pages of each row
+    is_fresh     whether the sequences had no tokens before: then the pass is that of the whole sequences
+    completes    whether a compressed block may be completed
+
+    Creating it advances the lengths on the device, by `count_B`. It reads no value from the device.
+    """
+
+    def __init__(
+        self,
+        cache: "KVCache",
+        slots_B: Tensor,
+        count_B: Tensor,
+        tokens: int,
+        width: int,
+        is_fresh: bool,
+        completes: bool,
+    ):
+        self.cache, self.slots_B, self.is_fresh, self.completes = cache, slots_B, is_fresh, completes
+        place_n = torch.arange(tokens, dtype=torch.int32, device=slots_B.device)
+        start_B = cache.lengths.index_select(0, slots_B)
+        self.positions = torch.where(place_n < count_B[:, None], start_B[:, None] + place_n, -1)
+        self.table = cache.table[:, :width].index_select(0, slots_B)
+        cache.lengths.index_add_(0, slots_B, count_B)
+        self._shared: dict[Any, Any] = {}
+
+    def layer(self, module: nn.Module) -> Any:
+        """The tensors of one attention layer."""
+        found = self.cache.layers.get(module)
+        if found is None:
+            raise other_model(self.cache, module)
+        return found
+
+    def shared(self, key: Any, compute: Callable[[], Found]) -> Found:
+        """`compute()`, once for all layers."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        found: Found = self._shared[key]
+        return found
+
+    def pieces(self) -> list[tuple[slice, "CacheStep"]]:
+        """The pass in pieces that fit into the slack of rings, each a pass of its own."""
+        tokens, most = self.positions.shape[1], self.cache.slack
+        if tokens <= most:
+            return [(slice(None), self)]
+        return self.shared("pieces", lambda: [self._piece(slice(a, a + most)) for a in range(0, tokens, most)])
+
+    def _piece(self, tokens: slice) -> tuple[slice, "CacheStep"]:
+        piece = copy(self)
+        piece.positions, piece._shared = self.positions[:, tokens].contiguous(), {}
+        return tokens, piece
+
+    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
+        """Rotary tables of the positions; `settings` as for `rotary_tables`."""
+        return self.shared(("rotary", *settings), lambda: rotary_tables(self.positions, *settings))
+
+    def token_index(self, size: int, is_ring: bool) -> Tensor:
+        """[B*n] the place of every token in a pool with pages or rings of this size. A ring keeps only the newest."""
+
+        def compute() -> Tensor:
+            position = self.positions
+            if is_ring:
+                position = position.where(position > position.amax(1, keepdim=True) - size, -1)
+            return self.places(position, size, is_ring).flatten()
+
+        return self.shared(("tokens", size, is_ring), compute)
+
+    def places(self, number: Tensor, size: int, is_ring: bool) -> Tensor:
+        """Where what has this number [B, ...] in its sequence lies in a pool laid end to end, of which a page or a ring
+        holds `size`; a negative number: where nothing is kept."""
+        if is_ring:
+            ring = self.slots_B.view(-1, *[1] * (number.dim() - 1)).to(torch.int64)
+            return torch.where(number >= 0, ring * size + number % size, self.cache.max_sequences * size)
+        page = self.table.gather(1, (number // size).clamp(0, self.table.shape[1] - 1).flatten(1).to(torch.int64))
+        return torch.where(number >= 0, page.view(number.shape).to(torch.int64) * size + number % size, 0)
+
+    def compressed(self, spec: NSASpec) -> "NewCompressed":
+        return self.shared(spec, lambda: NewCompressed(self, spec))
+
+
+class NewCompressed:
+    """The compressed tokens that a pass may complete, m for every row, as many as its shape allows.
+
+    first    [B, m] the position of its first token
+    index    [B*m] its place in the pages of a layer, laid end to end; in page 0 where it is not complete
+    """
+
+    def __init__(self, step: CacheStep, spec: NSASpec):
+        self.spec, position = spec, step.positions
+        tokens = position.shape[1]
+        most = num_compressed(tokens, spec) if step.is_fresh else -(-tokens // spec.cmp_stride)
+        oldest_B = ((position[:, 0] - spec.cmp_block + spec.cmp_stride) // spec.cmp_stride).clamp(min=0)
+        number = oldest_B[:, None] + torch.arange(most, dtype=torch.int32, device=position.device)
+        last = number * spec.cmp_stride + spec.cmp_block - 1
+        self.step, self.first = step, number * spec.cmp_stride
+        number = torch.where(last <= position.amax(1, keepdim=True), number, -1)
+        self.index = step.places(number, step.cache.page_size // spec.cmp_stride, is_ring=False).flatten()
+        place = torch.arange(spec.cmp_block, dtype=torch.int32, device=position.device)
+        self._tokens = self.first[..., None] + place
+
+    def sources(self, size: int, is_ring: bool) -> Tensor:
+        """[B, m, cmp_block] the places of its tokens in a pool with pages or rings of this size."""
+        key = ("sources", self.spec, size, is_ring)
+        return self.step.shared(key, lambda: self.step.places(self._tokens, size, is_ring))
+
+    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
+        """Rotary tables of its key; `settings` as for `rotary_tables`."""
+        return self.step.shared(("compressed", self.spec, *settings), lambda: rotary_tables(self.first, *settings))
+
+
+def other_model(cache: "KVCache", module: nn.Module) -> ArgumentError:
+    kind = type(module).__name__
+    if module in cache.layers:  # a layer would advance the lengths of all
+        return ArgumentError("cache", f"is that of a whole model; pass to a {kind} in it what `append` returned")
+    return ArgumentError("cache", f"was made for another model, not for this {kind}; make one with KVCache(model, ...)")
