@@ -109,4 +109,4 @@ def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:
 
 def _training_time(view: RunView) -> Numbers:
     """Seconds spent in steps up to the end of each; without validation and starts."""
-    return np.cumsum(np.nan_to_num(view.training.column("step_s")))
+    return np.cumsum(np.nan_to_num(view.training.column("step_s"), posinf=0.0, neginf=0.0))

@@ -44,7 +44,7 @@ def _not_finite(view: RunView) -> Iterator[str]:
         yield f"the loss of step {view.step} is {losses[-1]}"
     elif bad := int((~np.isfinite(losses)).sum()):
         yield f"the loss was not finite in {bad} of the last {len(losses)} steps"
-    elif left_out := int(np.nansum(skipped)):
+    elif left_out := int((skipped > 0).sum()):
         yield f"{left_out} of the last {len(skipped)} steps were left out: not finite"
 
 

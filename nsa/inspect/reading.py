@@ -224,7 +224,8 @@ class RunView:
     @property
     def save_wait_s(self) -> float:
         """In all."""
-        return float(np.nansum(self.training.column("save_wait_s")))
+        waits = self.training.column("save_wait_s")
+        return float(waits[np.isfinite(waits)].sum())
 
     @property
     def validation(self) -> tuple[int, float, float] | None:

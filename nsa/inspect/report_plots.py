@@ -49,7 +49,7 @@ def missing(view: RunView, file: str, identity: str, title: str) -> str:
 
 def lines(plot: Plot) -> str:
     """A figure of lines, with a legend where there are several; empty where no curve has a value."""
-    named = [(c.name, c.style) for c in plot.curves if np.isfinite(c.y).any()]
+    named = [(c.name, c.style) for c in plot.curves if (np.isfinite(c.x) & np.isfinite(c.y)).any()]
     if not named:
         return ""
     sizes = {"": (WIDTH, HEIGHT)}
@@ -162,7 +162,7 @@ def gate_figures(view: RunView) -> list[str]:
         name: np.array([[getattr(found.get(layer), name, np.nan) for found in samples.values()] for layer in layers])
         for name, *_ in _GATE_FIGURES
     }
-    largest = max(np.nanmax(grids[f"share_{branch}"], initial=0.0) for branch in BRANCHES)
+    largest = max(_largest(grids[f"share_{branch}"]) for branch in BRANCHES)
     shares = (0.0, float(np.ceil(largest * 10) / 10) or 1.0)
     scales = {"collapsed": (0.0, 1.0)}
     scales |= {name: _range(grids[name]) for name in ("mean_entropy", "min_entropy")}
@@ -171,6 +171,11 @@ def gate_figures(view: RunView) -> list[str]:
               scales.get(name, shares), style, how)
         for name, end, title, about, style, how in _GATE_FIGURES
     ]  # fmt: skip
+
+
+def _largest(values: Numbers) -> float:
+    """Of the finite ones; at least 0."""
+    return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def _range(values: Numbers) -> tuple[float, float]:
@@ -215,11 +220,11 @@ def selection_figures(view: RunView) -> list[str]:
     samples = {step: found[ALL_LAYERS] for step, found in view.selection_samples.by_step().items()}
     shares = np.array([found.distances for found in samples.values()]).reshape(-1, len(DISTANCE_BINS)).T  # [bin, step]
     used = np.flatnonzero((shares > 0).any(1)).tolist() or [0]
-    top = float(np.ceil(np.nanmax(shares[used], initial=0.1) * 10) / 10)
+    top = float(np.ceil(max(0.1, _largest(shares[used])) * 10) / 10)
     steps = np.array(list(samples), dtype=float)
 
     def curve(name: str, column: str, style: str, times: float = 1.0) -> Curve:
-        return Curve(name, steps, np.array([getattr(s, column) for s in samples.values()]) * times, style)
+        return Curve(name, steps, np.array([float(getattr(s, column)) for s in samples.values()]) * times, style)
 
     parts = [
         curve("agreement", "agreement", "c1", 100),

@@ -30,6 +30,8 @@ Row = dict[str, Any]  # text columns as text, all others as float
 Stats = TypeVar("Stats", GateStats, SelectionStats)
 
 _CHUNK = 64 * 2**20  # bytes that are read at once; every line is shorter
+# Beyond float32, in which training computes, and small enough that sums and products of two stay finite.
+LARGEST = 1e100
 MISSING = "missing"
 SAMPLES_SHOWN = 8
 _COUNTS = ("rows", "max_distinct", "count")  # columns of samples
@@ -149,7 +151,7 @@ class TableFile(GrowingFile):
             self._header = cells
         elif "step" in self._header:
             found = dict(zip(self._header, cells, strict=True))
-            row: Row = {name: float(found.get(name) or "nan") for name in self._numbers}
+            row: Row = {name: bounded(float(found.get(name) or "nan")) for name in self._numbers}
             if not 0 <= row["step"] < math.inf:
                 raise ValueError
             self.take(row | {name: found.get(name, "") for name in self.table.text})
@@ -326,9 +328,14 @@ def lookup(content: Any, path: str) -> Any:
 def number(value: Any, otherwise: float = math.nan) -> float:
     """A number from a file that anybody may have edited."""
     try:
-        return float(value)
+        return bounded(float(value))
     except (TypeError, ValueError, OverflowError):
         return otherwise
+
+
+def bounded(value: float) -> float:
+    """The number, or infinity where computing with it could overflow."""
+    return value if abs(value) <= LARGEST else value * math.inf
 
 
 def whole(value: Any, otherwise: int) -> int:

@@ -114,7 +114,7 @@ def draw(plot: Plot, width: int, height: int) -> str:
 
 
 def _shown(curve: Curve) -> Curve:
-    known = np.isfinite(curve.y) | (not curve.dots)
+    known = np.isfinite(curve.x) & (np.isfinite(curve.y) | (not curve.dots))
     x, y = thin(curve.x[known], curve.y[known])
     return replace(curve, x=x, y=y)
 

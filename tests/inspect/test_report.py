@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 
 from nsa.cli.report import report
 from nsa.errors import ConfigError, LaunchError
+from nsa.inspect.compare import render_comparison
 from nsa.inspect.reading import read_run
 from nsa.inspect.report import render, write_page
 from nsa.inspect.report_plots import smooth
 from nsa.inspect.svg import log_ticks, thin, ticks
+from nsa.inspect.view import frame
 from nsa.record.samples import Sample
 from tests.inspect.test_recorded import RECORDED
 from tests.record.runs import BEGAN, event, long_run
@@ -214,6 +216,22 @@ def test_a_missing_or_damaged_file_gives_boxes_that_name_it(finished, file, plot
         assert (f"Nothing to show: {file}" in box) == (identity in plots)
     if damage is None:
         assert f"{file}: missing" in page
+
+
+@pytest.mark.parametrize("file", ["training.csv", "gate_stats.csv", "k_stats.csv", "k_stats_layers.csv"])
+@pytest.mark.parametrize("numbers", [("1e308", "-1e308"), ("1e100", "-1e100"), ("1.7e308", "1"), ("inf", "1")], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_size_are_shown(finished, file, numbers):
+    """In every column at once: differences and sums of the largest numbers overflow."""
+    header, *rows = [line.split(",") for line in (finished / file).read_text().splitlines()]
+    for column in (at for at, name in enumerate(header) if name not in ("step", "layer", "rows")):
+        for row, value in zip(rows, numbers * len(rows), strict=False):
+            row[column] = value
+    (finished / file).write_text("\n".join(map(",".join, [header, *rows])) + "\n")
+    view = read_run(finished)
+    assert "</html>" in render(view)
+    assert "</html>" in render_comparison([view, view])
+    assert "loss" in str(frame(view))
 
 
 def test_a_long_run_is_thinned_and_its_spike_stays(tmp_path):
