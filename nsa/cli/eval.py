@@ -1,5 +1,6 @@
 """`nsa eval`."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Questions at every depth and length.")] = 32,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where eval.json and eval.svg go.", show_default="the folder of the run"),
+        typer.Option(metavar="FOLDER", help="Where eval.json and eval.html go.", show_default="the folder of the run"),
     ] = None,
 ) -> None:
     """Measure a trained model: its loss by position in the context, and how well it recalls by depth and length.
@@ -32,19 +33,18 @@ def evaluate(
     from rich.console import Console
 
     from nsa import load_run
-    from nsa.evals.report import FIGURE_FILE, JSON_FILE, draw_figure, evaluate, print_tables, write_json
+    from nsa.evals.report import evaluate, print_tables, write_json
+    from nsa.inspect.report import render_evaluation, write_page
+    from nsa.record.schema import EVALUATION_FILE, EVALUATION_PAGE
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     found = evaluate(run, wanted or [run.config.train.seq_len], samples, say)
     folder = out or (source if source.is_dir() else source.parent)
-    write_json(found, folder / JSON_FILE)
+    write_json(found, folder / EVALUATION_FILE)
     print_tables(found, Console())
-    say(f"{folder / JSON_FILE}: all numbers")
-    try:
-        draw_figure(found, folder / FIGURE_FILE)
-        say(f"{folder / FIGURE_FILE}: the same as a figure")
-    except ModuleNotFoundError as error:
-        say(f"no figure: the package {error.name!r} is not installed: pip install 'nsa[figures]'")
+    say(f"{folder / EVALUATION_FILE}: all numbers")
+    write_page(render_evaluation(found, source.absolute().name, time.time()), folder / EVALUATION_PAGE)
+    say(f"{folder / EVALUATION_PAGE}: the same as figures, which nsa report shows as well")
 
 
 def _parse_lengths(text: str) -> list[int]:

@@ -1,9 +1,8 @@
-"""An evaluation of a run: measured, printed as tables, written as JSON and as a figure."""
+"""An evaluation of a run: measured, printed as tables, written as JSON. `nsa.inspect.evaluation` draws it."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from io import StringIO
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from nsa.train.trained import TrainedRun
 
 DEPTHS = (10, 5, 2)  # parts of a prompt, the most that fit
 KEYS = ("one", "several")
-JSON_FILE, FIGURE_FILE = "eval.json", "eval.svg"
 
 
 def evaluate(
@@ -99,38 +97,3 @@ def write_json(found: dict[str, Any], path: Path) -> None:
     with reworded(DataError, f"{path}: cannot be written", "choose another folder with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found, indent=1) + "\n")
-
-
-def draw_figure(found: dict[str, Any], path: Path) -> None:
-    """Needs matplotlib; a ModuleNotFoundError says so."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    loss, *maps = figure.subplots(1, 3)
-    for row in found["loss"]:
-        middles = [(bucket["first"] * bucket["last"]) ** 0.5 for bucket in row["buckets"]]
-        loss.plot(middles, [bucket["loss"] for bucket in row["buckets"]], "o-", ms=3, label=f"{row['length']:,} tokens")
-    loss.axvline(found["trained_length"], color="gray", lw=0.8, ls="--")
-    loss.set(xscale="log", xlabel="tokens of context", ylabel="loss (nats per token)", title="loss by position")
-    loss.legend()
-    for axes, keys in zip(maps, KEYS, strict=True):
-        rows = [row for row in found["recall"] if row["keys"] == keys]
-        depths = len(rows[0]["by_depth"])
-        image = axes.imshow(
-            [[row["by_depth"][depth] for row in rows] for depth in range(depths)],
-            aspect="auto",
-            vmin=0,
-            vmax=1,
-            cmap="RdYlGn",
-            extent=(0, len(rows), 100, 0),
-        )
-        axes.set_xticks([n + 0.5 for n in range(len(rows))], [f"{row['length']:,}" for row in rows])
-        axes.set(
-            xlabel="tokens", ylabel="depth of the key (%)", title=f"exact answers, {keys} key" + "s" * (keys != "one")
-        )
-    figure.colorbar(image, ax=maps)
-    with rc_context({"svg.fonttype": "none"}):  # text as text: small files
-        text = StringIO()
-        figure.savefig(text, format="svg")
-    write_whole(path, text.getvalue())

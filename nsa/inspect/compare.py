@@ -1,23 +1,24 @@
-"""Several runs beside each other as one HTML file: their numbers in a table, their losses against steps, tokens and
-time. Like a report it needs no script, network or font."""
+"""Several runs beside each other as one HTML file: their numbers and the configuration keys that differ in tables,
+their losses against steps, tokens and time. Like a report it needs no script, network or font."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from typing import Any
 
 import numpy as np
 
 from nsa import __version__
 from nsa.errors import ConfigError
 from nsa.inspect.reading import RunView
-from nsa.inspect.report import grid, page
+from nsa.inspect.report import grid, page, shown_value
 from nsa.inspect.report_plots import lines, smoothed
 from nsa.inspect.run_files import Numbers, number
-from nsa.inspect.svg import Curve, Plot
-from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
+from nsa.inspect.svg import STYLES, Curve, Plot
+from nsa.record.numbers import DASH, clock, exact, one_line, percent, seconds, short
 
 COMPARISON_FILE = "comparison.html"  # where the command was given: it belongs to no run
-STYLES = ("c1", "c2", "c3", "c4", "c1 dash", "c2 dash", "c3 dash", "c4 dash")
+_OWN = ("train.out_dir",)  # of every run another one
 # Dense FLOP/s in 16 bits, as NVIDIA states them. The first part of a name that fits counts.
 _PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 
@@ -32,6 +33,7 @@ def render_comparison(views: Sequence[RunView]) -> str:
     sections = (
         f'<section id="numbers"><h2>Numbers</h2>{_table(views, names)}</section>'
         f'<section id="curves"><h2>Curves</h2>{grid(_figures(views, names))}</section>'
+        f'<section id="configuration"><h2>Configuration</h2>{_differences(views, names)}</section>'
     )
     source = f"Written {clock(views[0].now)} by nsa {__version__} from {', '.join(str(v.folder) for v in views)}"
     return page(f"{title} - nsa report", header, sections, source)
@@ -57,12 +59,14 @@ def _names(views: Sequence[RunView]) -> list[str]:
 
 
 def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
-    heads = ("run", "status", "steps", "tokens", "loss", "validation", "bits/byte", "tokens/s", "MFU", "GiB", "time")
+    heads = ("run", "status", "parameters", "steps", "tokens", "loss", "validation", "bits/byte", "tokens/s", "MFU",
+             "GiB", "time")  # fmt: skip
     rows = []
     for view, name, style in zip(views, names, STYLES, strict=False):
         _, loss, bits = view.validation or (0, math.nan, math.nan)
         cells = (
             view.status.kind,
+            short(number(view.env.get("parameters"))),
             f"{view.step:,} of {view.steps:,}",
             short(view.now_of("tokens")),
             *(exact(view.loss), exact(loss), exact(bits, ".3f")),
@@ -79,6 +83,35 @@ def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
         "utilisation, where GPU, precision and cost of a token are known. Bits per byte compare between tokenizers."
     )
     return f'<div class="card scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div><p class="about">{about}</p>'
+
+
+def _differences(views: Sequence[RunView], names: Sequence[str]) -> str:
+    """The keys of the configurations that differ, and their values."""
+    settings = [dict(_flat(view.config)) for view in views]
+    keys = dict.fromkeys(key for found in settings for key in found)
+    rows = []
+    for key in (key for key in keys if key not in _OWN):
+        values = [shown_value(found[key]) if key in found else DASH for found in settings]
+        if len({value for value, found in zip(values, settings, strict=True) if found}) > 1:
+            rows.append(f"<tr><th>{escape(key)}</th>{''.join(f'<td>{value}</td>' for value in values)}</tr>")
+    unknown = [name for name, found in zip(names, settings, strict=True) if not found]
+    note = f'<p class="missing">No configuration of {escape(", ".join(unknown))} is known.</p>' if unknown else ""
+    if not rows:
+        return note or '<p class="missing">All runs have the same configuration.</p>'
+    runs = zip(names, STYLES, strict=False)
+    head = "".join(f'<th><i class="key {style}"></i>{escape(name)}</th>' for name, style in runs)
+    about = "Keys whose values differ; all others are the same. A dash: the run's version does not have the key."
+    table = f'<table class="facts-table"><tr><th>key</th>{head}</tr>{"".join(rows)}</table>'
+    return f'<div class="card scroll">{table}</div><p class="about">{about}</p>{note}'
+
+
+def _flat(config: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted key."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
 
 
 def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:

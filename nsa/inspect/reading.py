@@ -17,6 +17,7 @@ import numpy as np
 
 from nsa.errors import ConfigError, HangError, reworded
 from nsa.inspect.run_files import (
+    MISSING,
     GrowingFile,
     HeartbeatFile,
     Numbers,
@@ -78,6 +79,9 @@ class RunView:
         names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
         self._documents = {name: read_document(self.folder / name) for name in names}
         self.metrics, self.config, self.env = (content for content, _ in self._documents.values())
+        self.evaluation, problem = read_document(self.folder / schema.EVALUATION_FILE)
+        if problem != MISSING:  # most runs have none
+            self._documents[schema.EVALUATION_FILE] = self.evaluation, problem
         for tables in self._tables:
             tables.refresh(self.folder, 1 if lookup(self.config, "telemetry.per_rank") is False else self.world_size)
         newest = self.selection_samples.at(self.selection_samples.last_step)

@@ -16,6 +16,7 @@ import yaml
 from nsa import __version__
 from nsa.errors import LaunchError, printable, reworded
 from nsa.files import write_whole
+from nsa.inspect.evaluation import evaluation_facts, evaluation_figures
 from nsa.inspect.health import is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
@@ -43,6 +44,7 @@ def render(view: RunView) -> str:
         ("speed", "Speed", "Speed and memory", grid(speed_figures(view))),
         ("gates", "Gates", "Gates", _gate_table(view) + grid(gate_figures(view))),
         ("selection", "Selection", "Selection", grid(selection_figures(view)) + _layer_selection(view)),
+        *([("evaluation", "Evaluation", "Evaluation", _evaluation(view.evaluation))] if view.evaluation else []),
         *([("samples", "Samples", "Samples", _samples(view))] if view.samples.newest else []),
         ("incidents", "What happened", "What happened", _timeline(view)),
         ("environment", "Environment", "Environment", _environment(view)),
@@ -53,6 +55,14 @@ def render(view: RunView) -> str:
     parts += [f'<section id="{at}"><h2>{title}</h2>{inside}</section>' for at, _, title, inside in sections]
     source = f"Written {clock(view.now)} by nsa {__version__} from {view.folder}"
     return page(f"{name} - nsa report", _header(view, name, links), "".join(parts), source)
+
+
+def render_evaluation(found: dict[str, Any], name: str, now: float) -> str:
+    """A page of what `nsa eval` measured, for those who look at nothing else of the run."""
+    title = escape(one_line(name, 200))
+    header = f'<header><div class="title"><h1>{title}</h1></div><p class="facts">Evaluation</p></header>'
+    source = f"Written {clock(now)} by nsa {__version__}"
+    return page(f"{title} - nsa eval", header, f"<section>{_evaluation(found)}</section>", source)
 
 
 def page(title: str, header: str, inside: str, source: str, more_style: str = "") -> str:
@@ -194,6 +204,13 @@ def _selection_row(layer: str, found: schema.SelectionStats, top: float) -> str:
     )
 
 
+def _evaluation(found: dict[str, Any]) -> str:
+    try:
+        return grid(evaluation_figures(found)) + evaluation_facts(found)
+    except ValueError as error:
+        return f'<p class="missing">{schema.EVALUATION_FILE} {escape(str(error))}</p>'
+
+
 def _samples(view: RunView) -> str:
     """The newest texts first, each behind its prompt."""
     cards = []
@@ -240,7 +257,7 @@ def _environment(view: RunView) -> str:
         env["data"] = view.metrics["data"]
     if not env:
         return _missing(view, schema.ENVIRONMENT_FILE)
-    rows = "".join(f"<tr><th>{escape(str(key))}</th><td>{_value(value)}</td></tr>" for key, value in env.items())
+    rows = "".join(f"<tr><th>{escape(str(key))}</th><td>{shown_value(value)}</td></tr>" for key, value in env.items())
     return f'<div class="card scroll"><table class="facts-table">{rows}</table></div>'
 
 
@@ -248,11 +265,11 @@ def _missing(view: RunView, file: str) -> str:
     return f'<p class="missing">{file} {escape(view.problems.get(file, "is empty"))}</p>'
 
 
-def _value(value: Any) -> str:
+def shown_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "<br>".join(f"{escape(str(k))} {_value(v)}" for k, v in value.items()) or "none"
+        return "<br>".join(f"{escape(str(k))} {shown_value(v)}" for k, v in value.items()) or "none"
     if isinstance(value, list):
-        return "<br>".join(_value(v) for v in value) or "none"
+        return "<br>".join(shown_value(v) for v in value) or "none"
     return escape("none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str))
 
 

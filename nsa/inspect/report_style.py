@@ -59,6 +59,7 @@ margin:10px 0 0;overflow-wrap:anywhere}
 background:linear-gradient(90deg,transparent,currentColor)}
 .tick{font-size:12px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .unit{font-size:12px;fill:var(--soft)}
+.cell{font-size:12px;fill:var(--text);font-variant-numeric:tabular-nums}.cell.deep{fill:var(--card)}
 .plate{fill:none;stroke:var(--line)}.grid{stroke:var(--grid)}.axis{stroke:var(--soft);stroke-opacity:.6}
 .line{fill:none;stroke:currentColor;stroke-width:1.6;stroke-linejoin:round}
 .faint.line{stroke-width:1;stroke-opacity:.35}.key.faint{opacity:.4}

@@ -1,9 +1,9 @@
-"""Plots as SVG text: axes with ticks and units, curves that keep their spikes, heat maps. Colours are CSS classes of
+"""Plots as SVG text: axes with ticks and units, curves that keep their spikes, heat maps. Colors are CSS classes of
 the page, so that it can be light or dark. Everything that comes from a file is escaped."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
@@ -15,7 +15,10 @@ from nsa.record.numbers import short
 
 MAX_POINTS = 1000  # of a curve
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 22, 32
+STYLES = ("c1", "c2", "c3", "c4", "c1 dash", "c2 dash", "c3 dash", "c4 dash")  # of curves that are told apart
 _LEVELS = 20  # shades of a heat map
+_DEEP = 13  # from this shade on, the text of a cell has the color of the page
+_CELL, _LABEL = 24, 42  # the least width of a cell with a number in it, and of a label of the axis
 _BANDS = 60  # parts of a plot that show their values under a pointer
 _LOG_FROM = 30  # how far above its median a curve must reach for a logarithmic axis
 
@@ -39,15 +42,19 @@ class Frame:
     y: tuple[float, float]
     log: bool = False
     along: str = "step"  # what the horizontal axis counts
+    log_x: bool = False
 
     def across(self, value: float) -> float:
-        low, high = self.x
-        return LEFT + (value - low) / ((high - low) or 1.0) * (self.width - LEFT - RIGHT)
+        return LEFT + _share(value, self.x, self.log_x) * (self.width - LEFT - RIGHT)
 
     def down(self, value: float) -> float:
-        low, high = (math.log10(v) for v in self.y) if self.log else self.y
-        value = math.log10(value) if self.log else value
-        return self.height - BOTTOM - (value - low) / ((high - low) or 1.0) * (self.height - TOP - BOTTOM)
+        return self.height - BOTTOM - _share(value, self.y, self.log) * (self.height - TOP - BOTTOM)
+
+
+def _share(value: float, ends: tuple[float, float], log: bool) -> float:
+    """Of the way from one end of an axis to the other."""
+    low, high, at = (math.log10(v) if log else v for v in (*ends, value))
+    return (at - low) / ((high - low) or 1.0)
 
 
 @dataclass
@@ -63,6 +70,7 @@ class Plot:
     marks: list[tuple[float, str]] = field(default_factory=list)
     may_be_log: bool = False
     along: str = "step"
+    log_x: bool = False
 
 
 def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
@@ -130,7 +138,8 @@ def _frame(plot: Plot, values: Numbers, xs: Numbers, width: int, height: int) ->
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         low, high = (low if plot.from_zero and low == 0.0 else low - room), high + room
     first, last = float(xs.min()), float(xs.max())
-    return Frame(width, height, (first, last if last > first else first + 1.0), (low, high), log, plot.along)
+    ends = (first, last if last > first else first + 1.0)
+    return Frame(width, height, ends, (low, high), log, plot.along, plot.log_x)
 
 
 def _axes(frame: Frame, unit: str) -> str:
@@ -140,20 +149,21 @@ def _axes(frame: Frame, unit: str) -> str:
         y = frame.down(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
-    steps = ticks(*frame.x, most=max(3, frame.width // 100))
-    parts.append(_step_axis(frame, ((frame.across(x), x) for x in steps if x == int(x) or frame.along != "step")))
+    steps = log_ticks(*frame.x) if frame.log_x else ticks(*frame.x, most=max(3, frame.width // 100))
+    shown = [x for x in steps if x == int(x) or frame.along != "step"]
+    parts.append(_step_axis(frame, ((frame.across(x), short(x)) for x in shown)))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     note = f"{unit}, logarithmic" if frame.log and unit else "logarithmic" if frame.log else unit
     parts.append(f'<text class="unit" x="4" y="12">{escape(note)}</text>')
     return "".join(parts)
 
 
-def _step_axis(frame: Frame, marks: Iterable[tuple[float, float]]) -> str:
-    """`marks` are places across and their steps."""
+def _step_axis(frame: Frame, marks: Iterable[tuple[float, str]]) -> str:
+    """`marks` are places across and their labels."""
     bottom, parts = frame.height - BOTTOM, []
-    for x, value in marks:
+    for x, label in marks:
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{short(value)}</text>')
+        parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{bottom + 17}">{label}</text>')
     end = f'x="{frame.width - RIGHT}" y="{frame.height - 2}"'
     return "".join(parts) + f'<text class="unit" text-anchor="end" {end}>{escape(frame.along)}</text>'
 
@@ -179,7 +189,8 @@ def _curve(frame: Frame, curve: Curve) -> str:
 def _bands(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
     """Invisible strips whose titles show the values there: a pointer reads the plot without any script."""
     parts = []
-    for start, end in pairwise(np.linspace(*frame.x, _BANDS + 1).tolist()):
+    space = np.geomspace if frame.log_x else np.linspace
+    for start, end in pairwise(space(*frame.x, _BANDS + 1).tolist()):
         ranges = [line for curve in curves if (line := _range_text(curve, start, end))]
         if ranges:
             x, wide = frame.across(start), frame.across(end) - frame.across(start)
@@ -200,29 +211,47 @@ def _range_text(curve: Curve, start: float, end: float) -> str:
 
 
 def heat_map(
-    steps: Numbers, names: Sequence[str], values: Numbers, scale: tuple[float, float], width: int, style: str
+    steps: Numbers,
+    names: Sequence[str],
+    values: Numbers,
+    scale: tuple[float, float],
+    width: int,
+    style: str,
+    along: str = "step",
+    written: Callable[[float], str] | None = None,
 ) -> tuple[int, str]:
-    """Its height, and rows of cells: `values` [row, step] over the range `scale` as depth of colour."""
+    """Its height, and rows of cells: `values` [row, step] over the range `scale` as depth of color, and as the text
+    that `written` makes of each; None writes none."""
     rows, columns = values.shape
     low, high = scale
     height = TOP + BOTTOM + max(110, min(420, rows * 17))
-    frame = Frame(width, height, (0.0, float(columns)), (0.0, 1.0))
+    frame = Frame(width, height, (0.0, float(columns)), (0.0, 1.0), along=along)
     tall, wide = (height - TOP - BOTTOM) / rows, (width - LEFT - RIGHT) / columns
     shades = np.round(_LEVELS * np.clip((values - low) / ((high - low) or 1.0), 0.0, 1.0))
     levels: defaultdict[int, list[str]] = defaultdict(list)
+    texts = []
     for row, column in np.argwhere(np.isfinite(values)).tolist():
         corner = f"M{frame.across(column):.1f} {TOP + row * tall:.1f}"
         levels[int(shades[row, column])].append(f"{corner}h{wide + 0.3:.1f}v{tall - 0.6:.1f}h-{wide + 0.3:.1f}z")
+        if written and wide >= _CELL:
+            deep = " deep" if shades[row, column] >= _DEEP else ""
+            place = f'x="{frame.across(column + 0.5):.1f}" y="{TOP + (row + 0.5) * tall + 4:.1f}"'
+            texts.append(
+                f'<text class="cell{deep}" text-anchor="middle" {place}>{escape(written(values[row, column]))}</text>'
+            )
     parts = [
         f'<path class="{style} heat" fill-opacity="{level / _LEVELS:.2f}" d="{"".join(cells)}"/>'
         for level, cells in sorted(levels.items())
     ]
     room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'
     plate = f'<rect class="plate" {room}/>'  # else a map of zeros would look like none
-    # Samples lie side by side at equal widths; the ticks show their steps, evenly from the newest back.
-    ticked = range(len(steps) - 1, -1, -max(1, math.ceil((len(steps) - 1) / 4)))
-    axis = _step_axis(frame, ((frame.across(at + 0.5), steps[at]) for at in ticked))
-    return height, plate + "".join(parts) + _row_labels(frame, names, values, tall) + axis
+    # Samples lie side by side at equal widths; the ticks show their steps, evenly from the newest back. Columns with
+    # numbers in them are few, and each has a label where there is room.
+    every = math.ceil(_LABEL / wide) if written else math.ceil((len(steps) - 1) / 4)
+    ticked = range(len(steps) - 1, -1, -max(1, every))
+    label = "{:,.0f}".format if written else short
+    axis = _step_axis(frame, ((frame.across(at + 0.5), label(steps[at])) for at in ticked))
+    return height, plate + "".join([*parts, *texts]) + _row_labels(frame, names, values, tall) + axis
 
 
 def _row_labels(frame: Frame, names: Sequence[str], values: Numbers, tall: float) -> str:
@@ -235,7 +264,8 @@ def _row_labels(frame: Frame, names: Sequence[str], values: Numbers, tall: float
                 f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y + tall / 2 + 4:.1f}">{escape(label)}</text>'
             )
         known = values[row][np.isfinite(values[row])]
-        range_ = f"{known.min():.3f} to {known.max():.3f}, last {known[-1]:.3f}" if len(known) else "no value"
+        range_ = f"{known.min():.3f} to {known.max():.3f}" if len(known) else "no value"
+        range_ += f", last {known[-1]:.3f}" if len(known) and frame.along == "step" else ""
         box = f'x="{LEFT}" y="{y:.1f}" width="{frame.width - LEFT - RIGHT}" height="{tall:.1f}"'
         parts.append(f'<rect class="band" {box}><title>{escape(f"{name}: {range_}")}</title></rect>')
     return "".join(parts)

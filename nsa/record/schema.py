@@ -28,6 +28,8 @@ OPTIMIZER_STATE_FILE = "opt_state_mb.txt"
 WEIGHTS_FILE = "model.safetensors"
 REPORT_FILE = "report.html"
 SAMPLES_FILE = "samples.jsonl"  # written by `nsa generate`; see record/samples.py
+EVALUATION_FILE = "eval.json"  # written by `nsa eval`
+EVALUATION_PAGE = "eval.html"
 TRACKER_FILE = "tracker_id.txt"
 LOCK_FILE = ".lock"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -86,7 +88,8 @@ def stack_dumps(stamp: str = "*") -> RankFiles:
 
 # A new run in the same folder (--fresh) removes these; the others are appended to, replaced or begun again.
 REMOVED_BY_FRESH = (
-    *(CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, TRACKER_FILE, SAMPLES_FILE),
+    *(CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, TRACKER_FILE),
+    *(SAMPLES_FILE, EVALUATION_FILE, EVALUATION_PAGE),
     *(OUT_OF_MEMORY.pattern, MEMORY_PATTERN),
 )
 

@@ -219,6 +219,7 @@ class Session:
         flops = flops_per_token(self.state.model, config.model, config.nsa, config.train.seq_len)
         graphs = str(self.state.graphs)
         known = {"precision": self.state.precision, "flops_per_token": flops.sparse, "cuda_graphs": graphs}
+        known["parameters"] = self.state.model.num_parameters()
         write_json(self.folder / ENVIRONMENT_FILE, environment | known)
         for line in self._describe(resumed, flops):
             self.monitor.log(line)

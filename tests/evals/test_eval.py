@@ -1,8 +1,7 @@
-"""`nsa eval`: the numbers of a loop written by hand, in a table, a JSON file and a figure."""
+"""`nsa eval`: the numbers of a loop written by hand, in tables, a JSON file and figures."""
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from nsa.data.recall import Prompts
 from nsa.data.sources.text import TextSource
 from nsa.data.token_shards import ShardTokens
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError
 from nsa.evals import scoring
 from nsa.evals.report import DEPTHS
 from nsa.train import train
@@ -109,8 +108,7 @@ def test_recall_equals_greedy_decoding_of_every_answer(several, folder, monkeypa
     assert found == [count / samples for count in exact]
 
 
-def test_the_command_writes_tables_json_and_a_figure(folder, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
     result = evaluate(folder, "--out", tmp_path / "new", "--lengths", "600,640", "--samples", 2)
     assert result.exit_code == 0
     assert "600 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
@@ -122,16 +120,15 @@ def test_the_command_writes_tables_json_and_a_figure(folder, tmp_path):
         (length, keys) for length in (600, 640) for keys in ("one", "several")
     ]
     assert all(len(row["by_depth"]) == DEPTHS[0] for row in found["recall"])
-    assert "<svg" in (tmp_path / "new" / "eval.svg").read_text()
+    page = (tmp_path / "new" / "eval.html").read_text()
+    assert page.count("<svg") == 3
+    assert page.count('class="cell') == 2 * 2 * DEPTHS[0], "a number for every length and depth"
 
 
-def test_without_matplotlib_the_numbers_are_written_and_the_extra_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
-    assert result.exit_code == 0
-    assert "no figure: the package" in result.output
-    assert "pip install 'nsa[figures]'" in result.output
+def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(folder, tmp_path):
+    (tmp_path / "eval.html").mkdir()
+    with pytest.raises(LaunchError, match=r"eval\.html: cannot be written: .* choose another place with --out"):
+        evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
     assert (tmp_path / "eval.json").exists()
 
 

@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from nsa.cli.report import report
 from nsa.errors import ConfigError
-from nsa.inspect.compare import STYLES, render_comparison, utilisation
+from nsa.inspect.compare import render_comparison, utilisation
 from nsa.inspect.reading import read_run
+from nsa.inspect.svg import STYLES
 from tests.inspect.test_recorded import RECORDED
 from tests.inspect.test_report import EVIL, browse, figure_of
 from tests.record.runs import BEGAN, long_run
@@ -47,6 +49,35 @@ def test_the_page_has_the_numbers_and_curves_of_every_run(views):
     for identity, along in (("plot-loss", "step"), ("plot-loss-tokens", "tokens"), ("plot-loss-time", "min")):
         assert re.search(rf">[^<]*{along}</text>", figure_of(page, identity)), identity
     assert not re.search(r"https?://|@import|url\(|<script|<iframe", page)
+
+
+def test_parameters_and_the_keys_that_differ_are_shown(tmp_path):
+    folders = [shutil.copytree(RECORDED, tmp_path / name) for name in "abc"]
+    config = yaml.safe_load((RECORDED / "config.yaml").read_text())
+    config["train"]["out_dir"], config["train"]["seed"], config["data"]["paths"] = "elsewhere", 77, ["x", EVIL]
+    del config["model"]["tied_head"]  # of another version
+    (folders[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    (folders[1] / "env.json").write_text(json.dumps({"parameters": 124_000_000}))
+
+    def shown(*names):
+        page = render_comparison([read_run(tmp_path / name) for name in names])
+        section = re.search(r'<section id="configuration">.*?</section>', page)[0]
+        return page, dict(re.findall(r"<tr><th>([^<]*)</th>(.*?)</tr>", section)), section
+
+    page, keys, _ = shown("a", "b")
+    assert '<td class="num">124M</td>' in page
+    assert keys == {
+        "model.tied_head": "<td>false</td><td>-</td>",
+        "data.paths": f"<td>none</td><td>x<br>{html.escape(EVIL)}</td>",
+        "train.seed": "<td>0</td><td>77</td>",
+        "key": keys["key"],  # the names of the runs
+    }
+    assert "All runs have the same configuration" in shown("a", "c")[2]
+    (folders[2] / "config.yaml").unlink()
+    _, keys, section = shown("a", "b", "c")
+    assert keys["train.seed"] == "<td>0</td><td>77</td><td>-</td>"
+    assert "train.steps" not in keys, "a run whose configuration is not known differs in no key"
+    assert "No configuration of c is known" in section
 
 
 def test_time_is_that_of_the_steps(views):

@@ -149,6 +149,60 @@ def test_the_newest_texts_are_shown_with_control_characters_visible(finished):
     page.encode("utf-8")
 
 
+MEASURED = {
+    "weights": f"runs/{EVIL}",
+    "trained_length": 32,
+    "samples": 8,
+    "loss": [
+        {"length": length, "loss": 2.0, "buckets": [
+            {"first": 2**n, "last": 2 ** (n + 1) - 1, "tokens": 9, "loss": 3.0 - n / 4} for n in range(4)
+        ]}
+        for length in (600, 12_000)
+    ],
+    "recall": [
+        {"length": length, "keys": keys, "by_depth": [1.0, 0.5, share]}
+        for length, share in ((600, 0.0), (12_000, 0.25)) for keys in ("one", "several")
+    ],
+}  # fmt: skip
+
+
+def test_an_evaluation_is_part_of_the_page_with_its_numbers(finished):
+    assert 'id="evaluation"' not in render(read_run(finished))
+    (finished / "eval.json").write_text(json.dumps(MEASURED))
+    page = render(read_run(finished))
+    assert EVIL not in page
+    for keys in ("one", "several"):
+        svg = figure_of(page, f"plot-recall-{keys}")
+        cells = re.findall(r'class="cell( deep)?" [^>]*>([^<]*)<', svg)
+        assert cells == [(" deep", "100")] * 2 + [("", "50")] * 2 + [("", "0"), ("", "25")]  # row by row
+        assert all(f">{label}</text>" in svg for label in ("0-33", "33-66", "66-100", "600", "12,000"))
+    losses = figure_of(page, "plot-position")
+    (line, _) = (re.findall(r"[\d.]+", d) for d in re.findall(r'<path class="c\d line" d="([^"]*)"', losses))
+    steps = np.diff([float(x) for x in line[::2]])
+    assert len(steps) == 3
+    assert steps.max() / steps.min() < 1.4, "buckets that double lie evenly on the axis"
+    assert "12,000 tokens</li>" in losses
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"x": 1},
+        MEASURED | {"recall": [{"length": 5, "keys": "one", "by_depth": d} for d in ([1], [1, 2])]},
+        MEASURED | {"recall": [{"length": 5, "keys": 7, "by_depth": [1]}]},
+        MEASURED | {"recall": [{"length": 5, "keys": "one", "by_depth": [0.5] * 500}]},
+        MEASURED | {"loss": "none"},
+        MEASURED | {"loss": []},
+    ],
+    ids=lambda content: str(content)[-60:],
+)
+def test_a_file_that_holds_no_evaluation_is_named(finished, content):
+    (finished / "eval.json").write_text(json.dumps(content))
+    assert "eval.json holds no evaluation" in render(read_run(finished))
+    (finished / "eval.json").write_text("{")
+    assert read_run(finished).problems["eval.json"] == "damaged: cannot be parsed"
+
+
 def test_the_page_holds_the_numbers_of_the_files(finished):
     view = read_run(finished)
     page = render(view)

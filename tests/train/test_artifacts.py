@@ -27,6 +27,7 @@ def test_env_json_records_what_a_run_was_started_with(tmp_path, monkeypatch):
     assert told["strategy"] == "single"
     assert isinstance(told["command"], list)
     assert f"cost    {told['flops_per_token']:.3g} FLOPs per token, " in (tmp_path / "run.log").read_text()
+    assert f"model   {told['parameters']:,} parameters, " in (tmp_path / "run.log").read_text()
 
 
 def test_profiled_steps_leave_a_trace_and_the_ten_costliest_operators(tmp_path):
@@ -100,11 +101,13 @@ def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
     kept = (tmp_path / "run.log").read_text()
     assert printed
     assert printed in kept
-    (tmp_path / "samples.jsonl").write_text("{}\n")
+    written = [tmp_path / name for name in ("samples.jsonl", "eval.json", "eval.html")]
+    for path in written:
+        path.write_text("{}\n")
     with pytest.raises(NumericsError):
         train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path, fresh=True)
     assert "ended by NumericsError: step" in (tmp_path / "run.log").read_text()
-    assert not (tmp_path / "samples.jsonl").exists(), "other weights wrote them"
+    assert not any(path.exists() for path in written), "they are of other weights"
 
 
 def test_a_log_that_cannot_be_written_changes_nothing(tmp_path, capsys, no_room):
