@@ -1,4 +1,5 @@
-"""The folder of a run: who owns it, whether it is done, and how it ended. record/schema.py names its files."""
+"""The folder of a run: whether a run may use it, who owns it, whether it is done, and how it ended. record/schema.py
+names its files."""
 
 import fcntl
 import json
@@ -8,14 +9,63 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint.format import write_atomically
+from nsa.checkpoint.format import BEST, LATEST, MANIFEST_FILE, committed, write_atomically
 from nsa.config import Config, differences, load_config
+from nsa.data.tokenizers import TOKENIZER_FILE
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError, reworded
 from nsa.files import regular, remove_unfinished
 from nsa.plain_yaml import dump_yaml
-from nsa.record.schema import CONFIG_FILE, FOLDERS, LOCK_FILE, METRICS_FILE, REMOVED_BY_FRESH, RunStatus, read_json
+from nsa.record.schema import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    FOLDERS,
+    HEARTBEAT,
+    LOCK_FILE,
+    METRICS_FILE,
+    REMOVED_BY_FRESH,
+    REPLACED,
+    TABLES,
+    WEIGHTS_FILE,
+    RunStatus,
+    read_json,
+)
 
 REMOVED = ".removed"  # what a folder that is being deleted is called
+# Files that a run would replace or remove, and a Hugging Face model, which would load the weights of the run instead.
+_AT_RISK = (
+    *(*REPLACED, *REMOVED_BY_FRESH, TOKENIZER_FILE, *(table.files.pattern for table in TABLES)),
+    *("config.json", "*.safetensors"),
+)
+
+
+def refuse_foreign(folder: Path, *, fresh: bool) -> None:
+    """Refuses a folder that holds files at risk and is not that of a run. Every run begins with a lock and a heartbeat;
+    a copy may lack the lock, which is hidden, and somebody may have kept the checkpoints alone."""
+    if not folder.is_dir():
+        return
+    _refuse_links(folder)
+    root = folder / CHECKPOINTS_FOLDER
+    saved = committed(root)
+    known = {LATEST, BEST, *(path.name for path in saved)}
+    others = {path.name for path in root.glob("[!.]*")} - known
+    if fresh and others:
+        raise LaunchError(
+            f"train.out_dir: {root} holds {_listed(others)}, which no run wrote and --fresh would delete; "
+            "move that away or choose another folder"
+        )
+    found = {path.name for pattern in _AT_RISK for path in folder.glob(pattern)}
+    is_run = (folder / LOCK_FILE).exists() or any(folder.glob(HEARTBEAT.pattern))
+    if not found or is_run or any((path / MANIFEST_FILE).exists() for path in saved):
+        return
+    remedy = "did you mean train.init_from? Otherwise " if {CONFIG_FILE, WEIGHTS_FILE} <= found else ""
+    raise LaunchError(
+        f"train.out_dir: {folder} is not the folder of a run and holds {_listed(found)}, which a run would replace, "
+        f"remove or mix with its own files; {remedy}choose another folder"
+    )
+
+
+def _listed(names: set[str], most: int = 5) -> str:
+    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @contextmanager
@@ -35,7 +85,6 @@ def claim_folder(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
-        _refuse_links(folder)
         remove_unfinished(folder)
         shutil.rmtree(folder / REMOVED, ignore_errors=True)
         yield

@@ -47,7 +47,15 @@ from nsa.supervise.signals import StopRequest
 from nsa.train import nonfinite
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
 from nsa.train.feed import Feed
-from nsa.train.folder import claim_folder, is_finished, record_end, start_over, write_config, write_json
+from nsa.train.folder import (
+    claim_folder,
+    is_finished,
+    record_end,
+    refuse_foreign,
+    start_over,
+    write_config,
+    write_json,
+)
 from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
@@ -91,6 +99,7 @@ def train(
             start_world(config.parallel, config.runtime.device) as world,
             ExitStack() as held,
         ):
+            on_first_rank(world, lambda: refuse_foreign(folder, fresh=fresh))
             on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
             done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)

@@ -215,6 +215,7 @@ def test_only_the_first_checkpoint_of_a_process_is_read_back(tmp_path, monkeypat
 
 def test_a_file_where_the_folder_of_checkpoints_should_be_ends_the_run_with_its_name(tmp_path):
     (tmp_path / FOLDER).write_text("not a folder")
+    (tmp_path / ".lock").touch()  # a run was here
     with pytest.raises(CheckpointError, match=r"3 times in a row.*checkpoints.*the last good checkpoint: none"):
         train(small(), tmp_path)
     assert (tmp_path / FOLDER).read_text() == "not a folder"

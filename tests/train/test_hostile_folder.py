@@ -22,7 +22,7 @@ from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
 from nsa.record.schema import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_events, read_json
 from nsa.train import train
-from nsa.train.folder import claim_folder
+from nsa.train.folder import claim_folder, refuse_foreign
 from tests.checkpoint.helpers import checkpoint_of, small
 
 REFUSED = r"it is no regular file|it is a symbolic link|it has more than"
@@ -194,6 +194,7 @@ def test_no_write_of_a_run_leaves_its_folder(tmp_path):
 @pytest.mark.parametrize("name", [".lock", "training.csv", "gate_stats.csv"])
 def test_a_linked_file_that_a_run_needs_ends_it_with_a_launch_error(name, tmp_path):
     folder, victims = linked_folder(tmp_path, (name,))
+    (folder / "heartbeat_rank0.jsonl").touch()  # a run was here
     with pytest.raises(LaunchError, match=r"it is a symbolic link"):
         train(small(), folder)
     assert victims[name].read_bytes() == VICTIM
@@ -243,3 +244,69 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
         (tmp_path / name).write_bytes(VICTIM)
     with claim_folder(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {".lock", *kept}
+
+
+IMPORTED = ("config.yaml", "model.safetensors", "tokenizer.json")
+# Folders of others, and a file or folder that the message must name.
+FOREIGN = {
+    "imported": (IMPORTED, "model.safetensors"),
+    "hugging face": (("config.json", "model.safetensors", "tokenizer.json"), "model.safetensors"),
+    "hugging face, shards": (("config.json", "model-00001-of-00002.safetensors"), "config.json"),
+    "checkpoints": (("checkpoints/step_1000/model.pt",), "checkpoints"),
+    "checkpoints named as ours": (("checkpoints/step_00001000/weights.bin",), "checkpoints"),
+    "metrics": (("metrics.json", "notes.txt"), "metrics.json"),
+    "table": (("training.csv",), "training.csv"),
+    "removed by --fresh": (("mem_notes.txt",), "mem_notes.txt"),
+}
+
+
+def fill_folder(folder: Path, names: tuple[str, ...]) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(VICTIM)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_folder_that_no_run_wrote_is_refused_and_stays_as_it_is(kind, fresh, tmp_path):
+    names, named = FOREIGN[kind]
+    fill_folder(tmp_path, names)
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):  # the first refusal leaves nothing that lets the second start pass
+        with pytest.raises(LaunchError, match=rf"train\.out_dir: .*{named}") as refused:
+            train(small(), tmp_path, fresh=fresh)
+        assert ("did you mean train.init_from?" in str(refused.value)) == (kind == "imported")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert all((tmp_path / name).read_bytes() == VICTIM for name in names)
+
+
+# What a run leaves that was killed early, what a copy without hidden files has, and what may lie there before a run.
+OWN = {
+    "missing": None,
+    "empty": (),
+    "killed at the start": (".lock",),
+    "killed early": (".lock", "run.log", "heartbeat_rank0.jsonl", "data_index_1/a.docs", "training.csv"),
+    "first version": (".lock", "training.csv", "config.yaml", "metrics.json", "model.safetensors"),
+    "copied without hidden files": ("heartbeat_rank0.jsonl", "config.yaml", "metrics.json", "checkpoints/latest"),
+    "checkpoints alone": ("checkpoints/step_00000006/manifest.json", "checkpoints/latest"),
+    "log of a launcher": ("run.log", "slurm-17.out", "nohup.out", "none_abc/attempt_0/0/stdout.log", "README.md"),
+    "index of data": ("data_index_1/a.docs", "tb/events", "wandb/latest-run/logs"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_folder_of_a_run_or_without_anything_to_lose_is_taken(kind, tmp_path):
+    if (names := OWN[kind]) is not None:
+        fill_folder(tmp_path / "run", names)
+    for fresh in (False, True):
+        refuse_foreign(tmp_path / "run", fresh=fresh)
+
+
+def test_fresh_never_deletes_what_others_put_beside_the_checkpoints(run):
+    fill_folder(run / "checkpoints", ("mine/precious",))
+    with pytest.raises(LaunchError, match=r"train\.out_dir: .*checkpoints holds mine"):
+        train(small(), run, fresh=True)
+    assert (run / "checkpoints" / "mine" / "precious").read_bytes() == VICTIM
+    assert nsa.load_run(run, checkpoint="latest").model is not None
+    train(small(), run)  # without --fresh nothing is deleted
