@@ -95,7 +95,7 @@ def _written_aside(path: Path) -> Iterator[Path]:
 
 def ends_amid_line(file: FileIO) -> bool:
     """Whether a file that was opened to append ("a+b") has a last line without an end."""
-    size = file.tell()
+    size = os.fstat(file.fileno()).st_size
     return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
 
 

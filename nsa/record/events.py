@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +173,38 @@ def close_writers(writers: Sequence[Writer], failures: Failures) -> list[Writer]
     return late
 
 
-class HeartbeatSink(Sink):
+class FileSink(Sink):
+    """A file that grows. It stays open, so that the lines of a run reach their own folder after somebody renamed it."""
+
+    def __init__(self, path: Path):
+        self.name, self._path = path.name, path
+        self._file: FileIO | None = None
+
+    def append(self, text: bytes, *, on_new_line: bool = False) -> None:
+        try:
+            if self._file is None:
+                self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
+            if on_new_line and ends_amid_line(self._file):  # a full disk may have cut the last one
+                text = b"\n" + text
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class HeartbeatSink(FileSink):
     """`heartbeat_rank{r}.jsonl`: every event, a line each. The numbers of single layers are in the tables."""
 
-    name = "heartbeat"
     is_awaited = True
 
     def __init__(self, folder: Path, rank: int):
-        self._path = HEARTBEAT.path(folder, rank)
+        super().__init__(HEARTBEAT.path(folder, rank))
 
     def write(self, event: Event) -> None:
-        with open(self._path, "a+b", buffering=0, opener=regular) as file:
-            text = b"\n" * ends_amid_line(file) + format_event(event).encode()  # a full disk may have cut the last one
-            if file.write(text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.append(format_event(event).encode(), on_new_line=True)

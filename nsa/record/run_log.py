@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 from nsa.errors import printable
-from nsa.files import regular
-from nsa.record.events import Sink, Writer, close_writers, late_writers
+from nsa.record.events import FileSink, Sink, Writer, close_writers, late_writers
 from nsa.record.failures import Failures
 from nsa.record.schema import RUN_LOG, Event
 
@@ -69,13 +68,9 @@ class RunLog:
         late_writers(self._writers, lambda sink: sink.flush(), FLUSH_S)
 
 
-class _LogFile(Sink):
-    def __init__(self, path: Path):
-        self.name, self._path = path.name, path
-
+class _LogFile(FileSink):
     def write(self, event: Event) -> None:
-        with open(self._path, "a", encoding="utf-8", errors="replace", opener=regular) as file:
-            file.write(event["text"])
+        self.append(event["text"].encode(errors="replace"))
 
 
 class _Stream(Sink):

@@ -92,11 +92,8 @@ REMOVED_BY_FRESH = (
     *(SAMPLES_FILE, EVALUATION_FILE, EVALUATION_PAGE),
     *(OUT_OF_MEMORY.pattern, MEMORY_PATTERN),
 )
-# A run replaces these.
-REPLACED = (
-    *(CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, DTYPES_FILE, OPTIMIZER_STATE_FILE),
-    *(PROFILE_TRACE.pattern, PROFILE_TABLE.pattern),
-)
+# A run also replaces these.
+REPLACED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, DTYPES_FILE, OPTIMIZER_STATE_FILE)
 
 # ------------------------------------------------------------------------------------------------------ documents
 

@@ -98,6 +98,7 @@ class Checkpointing:
             if self._saved_step != self.state.progress.step:
                 self.pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self.monitor.claim.check(self.state.world)  # what was saved can be found
 
     def save_if_alone(self) -> None:
         """One attempt to save the steps that are done, where the next one has no data. One rank of several cannot: the
@@ -124,6 +125,7 @@ class Checkpointing:
         self.monitor.log(f"step {step:04d} | waited {seconds:.1f} s for the save of step {before}; saving this one now")
 
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
+        self.monitor.claim.check(self.state.world)
         saved = snapshot(self.state, is_best=is_best)
         saved.state["unwritten_rows"] = self.monitor.flush()  # those that the checkpoint counts must be on the disk
         self.saver.begin(saved, pause_s=pause_s)

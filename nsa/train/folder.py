@@ -3,17 +3,20 @@ names its files."""
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nsa.checkpoint.format import BEST, LATEST, MANIFEST_FILE, committed, write_atomically
 from nsa.config import Config, differences, load_config
 from nsa.data.tokenizers import TOKENIZER_FILE
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError, reworded
 from nsa.files import regular, remove_unfinished
+from nsa.parallel.collectives import on_first_rank
+from nsa.parallel.launch import World
 from nsa.plain_yaml import dump_yaml
 from nsa.record.schema import (
     CHECKPOINTS_FOLDER,
@@ -68,8 +71,41 @@ def _listed(names: set[str], most: int = 5) -> str:
     return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+class Claim:
+    """A folder that a run holds. Rank 0 has the lock; it tells the other ranks when the folder is lost."""
+
+    def __init__(self, folder: Path, lock: IO[str] | None = None):
+        self.folder, self._lock, self._lost = folder, lock, False
+
+    def is_lost(self) -> bool:
+        """Whether the path no longer leads to the folder: somebody renamed, deleted or replaced it, and a second run
+        may hold what is there now. Storage that does not answer is not a loss."""
+        if self._lock is not None and not self._lost:
+            try:
+                found = (self.folder / LOCK_FILE).lstat()
+                self._lost = not os.path.samestat(found, os.fstat(self._lock.fileno()))
+            except (FileNotFoundError, NotADirectoryError):
+                self._lost = True
+            except OSError:
+                pass
+        return self._lost
+
+    def check(self, world: World) -> None:
+        """Before a write that cannot be taken back. All ranks call this together, and all end if the folder is lost."""
+        self.end_if(on_first_rank(world, self.is_lost))
+
+    def end_if(self, lost: bool) -> None:
+        if lost:
+            self._lost = True
+            raise LaunchError(
+                f"train.out_dir: {self.folder} was renamed, deleted or replaced while the run wrote into it; nothing "
+                "was written to what is there now. Give the folder its name back, or set train.out_dir to its new "
+                "one, and the run resumes from its last checkpoint"
+            )
+
+
 @contextmanager
-def claim_folder(folder: Path) -> Iterator[None]:
+def claim_folder(folder: Path) -> Iterator[Claim]:
     """Holds the folder for this process. A second run in it is refused while the first lives."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +123,7 @@ def claim_folder(folder: Path) -> Iterator[None]:
             raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
         remove_unfinished(folder)
         shutil.rmtree(folder / REMOVED, ignore_errors=True)
-        yield
+        yield Claim(folder, lock)
 
 
 def _refuse_links(folder: Path) -> None:
@@ -146,11 +182,14 @@ def start_over(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def record_end(folder: Path, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:
+def record_end(claim: Claim, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:
     """Writes why the run ended, with `telemetry`. The rank that failed knows better than those that lost it.
 
     Without a `step` the run never began: the summary of a finished run stays, and so do the steps of an unfinished one.
     """
+    folder = claim.folder
+    if claim.is_lost():
+        return
     try:
         now = read_metrics(folder)
         if isinstance(error, RankLostError) and now.get("status") not in ("running", None):

@@ -48,6 +48,7 @@ from nsa.train import nonfinite
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
 from nsa.train.feed import Feed
 from nsa.train.folder import (
+    Claim,
     claim_folder,
     is_finished,
     record_end,
@@ -99,15 +100,21 @@ def train(
             start_world(config.parallel, config.runtime.device) as world,
             ExitStack() as held,
         ):
-            on_first_rank(world, lambda: refuse_foreign(folder, fresh=fresh))
-            on_first_rank(world, lambda: held.enter_context(claim_folder(folder)))
+            claim = Claim(folder)
+
+            def hold() -> None:
+                nonlocal claim
+                refuse_foreign(folder, fresh=fresh)
+                claim = held.enter_context(claim_folder(folder))
+
+            on_first_rank(world, hold)
             done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if not done:  # else nothing of the finished run is touched
                 held.enter_context(log)
             print(world.banner(), flush=True)
             if not done:
-                _run(config, folder, world, log, stop, StartOptions(fresh, accept_changes, synthetic_on_fail))
+                _run(config, claim, world, log, stop, StartOptions(fresh, accept_changes, synthetic_on_fail))
             elif world.is_first:
                 steps = config.train.steps
                 print(printable(f"{folder}: this run is done ({steps} steps); --fresh trains it again from the start"))
@@ -118,10 +125,10 @@ def train(
         raise lost from error
 
 
-def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequest, options: StartOptions) -> None:
+def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequest, options: StartOptions) -> None:
     """The whole run; where it does not reach its end, the reason is recorded."""
-    started = time.perf_counter()
-    monitor = Monitor(config, folder, world, log)
+    started, folder = time.perf_counter(), claim.folder
+    monitor = Monitor(config, claim, world, log)
     state: RunState | None = None
     session: Session | None = None
     micro_batch = 1
@@ -144,7 +151,7 @@ def _run(config: Config, folder: Path, world: World, log: RunLog, stop: StopRequ
         exhausted = _out_of_memory(error, config, folder, world, state, micro_batch)
         monitor.close()
         reason = exhausted or lost_rank(error, world.rank, world.size) or error
-        record_end(folder, reason, session.step if session else None, monitor.describe())
+        record_end(claim, reason, session.step if session else None, monitor.describe())
         if exhausted is not None:
             raise exhausted from error
         raise
@@ -174,6 +181,7 @@ class Session:
         self.feed = Feed(state, folder, micro_batch, monitor, stop)
         self.feed.open(synthetic_on_fail=options.synthetic_on_fail, accept_changes=options.accept_changes)
         monitor.beat(self.step, "start")
+        monitor.claim.check(state.world)  # the source may have taken long to open
         if options.fresh:
             on_first_rank(state.world, lambda: start_over(folder))
         monitor.open(state)
@@ -214,6 +222,7 @@ class Session:
             self.monitor.emit("end", self.step)
             self.monitor.close()
             self.monitor.beat(self.step, "end")
+            self.monitor.claim.check(self.state.world)
             on_first_rank(self.state.world, lambda: self._write_results(weights, time.perf_counter() - started))
 
     def _write_start(self, resumed: str | None) -> None:
@@ -325,7 +334,10 @@ def step(session: Session) -> None:
             _micro_batches(session),
             targets,
             lr,
-            votes=lambda: (int(session.stop.terminate), int(session.stop.interrupt), *session.checkpointing.votes()),
+            votes=lambda: (
+                *(int(session.stop.terminate), int(session.stop.interrupt), int(monitor.claim.is_lost())),
+                *session.checkpointing.votes(),
+            ),
             observer=monitor.observer(progress.step + 1),
         )
     except WaitStopped:  # its batch does not come: the step counts as not begun
@@ -333,6 +345,8 @@ def step(session: Session) -> None:
     except DataError:
         session.checkpointing.save_if_alone()
         raise
+    terminate, interrupt, lost, written, retry = result.votes
+    monitor.claim.end_if(lost > 0)
     monitor.tracer.step_end(progress.step + 1, result.loss)
     if state.graphs.reason != graphs_off:
         monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
@@ -345,7 +359,6 @@ def step(session: Session) -> None:
     row, is_best = _validate_if_due(session, _row(session, result, lr, targets, time.perf_counter() - began))
     monitor.step_done(row)
     _dump_if_due(session)
-    terminate, interrupt, written, retry = result.votes
     began = time.perf_counter()
     monitor.beat(progress.step, "save")
     with monitor.extended_timeout():

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from nsa.config import Config
@@ -30,13 +29,14 @@ from nsa.record.schema import TABLES, EventKind, GateStats, SelectionStats, Trai
 from nsa.record.sinks import TableSink, TensorBoard, Tracker
 from nsa.record.trace import Tracer
 from nsa.supervise.watchdog import Watchdog
-from nsa.train.folder import record_end
+from nsa.train.folder import Claim, record_end
 from nsa.train.state import RunState
 
 
 class Monitor:
-    def __init__(self, config: Config, folder: Path, world: World, printed: RunLog):
-        self.config, self.folder, self.world, self._printed = config, folder, world, printed
+    def __init__(self, config: Config, claim: Claim, world: World, printed: RunLog):
+        folder = claim.folder
+        self.config, self.claim, self.folder, self.world, self._printed = config, claim, folder, world, printed
         self._failures = printed.failures
         self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)], self._failures)
         self.console = RunConsole(config.train.steps, printed, silent=not world.is_first)
@@ -105,7 +105,7 @@ class Monitor:
         """In the watchdog's thread; the process ends when this returns."""
         reason = HangError(f"{message}; the same command resumes from the last checkpoint")
         self.stream.emit("hang", **report)
-        record_end(self.folder, reason, self._steps_done, self.describe())
+        record_end(self.claim, reason, self._steps_done, self.describe())
         self.stream.flush(3.0)
 
     def dump_memory(self, state: RunState, label: str) -> None:

@@ -20,8 +20,8 @@ from nsa.inspect.report import render, write_page
 from nsa.inspect.run_files import HeartbeatFile
 from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
-from nsa.record.schema import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_events, read_json
-from nsa.train import train
+from nsa.record.schema import CONFIG_FILE, METRICS_FILE, TRAINING, WEIGHTS_FILE, read_events, read_json, read_rows
+from nsa.train import loop, train
 from nsa.train.folder import claim_folder, refuse_foreign
 from tests.checkpoint.helpers import checkpoint_of, small
 
@@ -310,3 +310,69 @@ def test_fresh_never_deletes_what_others_put_beside_the_checkpoints(run):
     assert (run / "checkpoints" / "mine" / "precious").read_bytes() == VICTIM
     assert nsa.load_run(run, checkpoint="latest").model is not None
     train(small(), run)  # without --fresh nothing is deleted
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def deleted(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def renamed(folder: Path, other: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def replaced(folder: Path, other: Path) -> None:
+    renamed(folder, other)
+    shutil.copytree(other, folder)
+
+
+def linked(folder: Path, other: Path) -> None:
+    renamed(folder, other)
+    folder.symlink_to(shutil.copytree(other, folder.with_name("other")))
+
+
+# With a checkpoint after the step, after the next one, and at the end only.
+@pytest.mark.parametrize(("what", "every"), [(deleted, 1), (renamed, 2), (replaced, 0), (linked, 1)])
+def test_a_run_whose_folder_is_taken_away_ends_and_writes_nothing_at_its_path(
+    what, every, original, tmp_path, monkeypatch
+):
+    folder, moved, at_path, step = tmp_path / "run", tmp_path / "moved", [], loop.train_step
+
+    def train_step(state, *args, **kwargs):
+        if state.progress.step == 3:
+            what(folder, original)
+            at_path.append(everything_in(folder))
+        return step(state, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    config = small(f"checkpoint.every={every}", "train.eval_every=0", "telemetry.mem_dump_every=1")
+    with pytest.raises(LaunchError, match=r"train\.out_dir: .*run was renamed, deleted or replaced") as ended:
+        train(config, folder)
+    assert ended.value.exit_code == 7
+    assert at_path == [everything_in(folder)]
+    assert folder.exists() == (what in (replaced, linked))
+    if what is not deleted:
+        assert "ended by LaunchError: train.out_dir" in (moved / "run.log").read_text()
+        monkeypatch.undo()
+        train(config, moved)
+        assert [int(row["step"]) for row in read_rows(moved, TRAINING)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_whose_folder_is_gone_after_its_last_save_has_not_succeeded(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "gather_weights", lambda *_: renamed(tmp_path / "run", tmp_path))
+    with pytest.raises(LaunchError, match="was renamed, deleted or replaced"):
+        train(small(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_storage_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
+    with claim_folder(tmp_path / "run") as claim:
+        monkeypatch.setattr(Path, "lstat", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        assert not claim.is_lost()
+        monkeypatch.undo()
+        assert not claim.is_lost()
+        renamed(tmp_path / "run", tmp_path)
+        assert claim.is_lost()

@@ -22,6 +22,7 @@ from nsa.record.attention_stats import Sample
 from nsa.record.run_log import RunLog
 from nsa.record.schema import GateStats
 from nsa.train import train
+from nsa.train.folder import Claim
 from nsa.train.monitor import Monitor
 from tests.distributed.launching import events_of, metrics_of, run_ranks, write_config
 from tests.train.test_training import rows_of, tiny
@@ -166,7 +167,7 @@ def test_a_rank_that_waits_for_one_without_data_leaves_the_decision_to_it_and_bo
 
 def test_the_summary_is_json_whatever_the_gates_are(tmp_path):
     world = World(torch.device("cpu"))
-    monitor = Monitor(tiny(), tmp_path, world, RunLog(tmp_path, 0))
+    monitor = Monitor(tiny(), Claim(tmp_path), world, RunLog(tmp_path, 0))
     stats = GateStats(10, math.nan, 0.0, math.inf, 0.0, 0.2, 0.3, 0.5)
     monitor._emit_sample(Sample(1, {"a": stats, "all": stats}, {}))
     monitor.close()
