@@ -19,6 +19,11 @@ LARGEST_LOG = 4 * 2**30  # of one that is read line by line
 _UNFINISHED = re.compile(r"\..+\.(docs|json|safetensors|txt|yaml)\.\d+")
 
 
+def expand_home(path: str) -> Path:
+    """The path with `~` as the home folder. An unknown user's `~name` stays, where Path.expanduser would fail."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def regular(path: str | Path, flags: int) -> int:
     """An opener for `open`: a regular file, never one behind a link, which could lead a write out of the folder.
     A pipe does not block it. Raises OSError."""

@@ -1,5 +1,6 @@
 """`nsa train`."""
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import typer
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
 from nsa.config import load_config
 from nsa.config.load import warn_if_unlikely
+from nsa.files import expand_home
 
 
 def train(
@@ -27,14 +29,14 @@ def train(
     given = all_overrides(overrides, override)
     resolved = load_config(config, given)
     if resolved.train.out_dir is None:
-        given.append(f"train.out_dir={Path('runs') / config.stem}")
+        given.append(f"train.out_dir={json.dumps(str(Path('runs') / config.stem), ensure_ascii=False)}")
     resolved = load_config(config, given, os.environ)
     warn_if_unlikely(resolved, str(config))
     from nsa.train import train as train_model
 
     train_model(
         resolved,
-        Path(str(resolved.train.out_dir)),
+        expand_home(str(resolved.train.out_dir)),
         fresh=fresh,
         accept_changes=accept_changes,
         synthetic_on_fail=synthetic_on_fail,

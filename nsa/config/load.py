@@ -185,7 +185,19 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     keys = tuple(key.strip().split("."))
     if not equals or not all(keys):
         raise ConfigError(f"override '{override}': write it as section.key=value, for example train.steps=10")
-    return keys, _parse_yaml(value, f"override '{override}'")
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"override '{override}': is not valid UTF-8; rename what it names, in UTF-8") from None
+    parsed = _parse_yaml(value, f"override '{override}'")
+    if isinstance(parsed, str) and parsed != value:
+        first = value.lstrip()[0]
+        if first not in "'\"|>" or (first in "'\"" and "\n" in value):
+            raise ConfigError(
+                f"override '{override}': YAML reads {parsed!r} here; put the value in double quotes, with \\n for the "
+                f"end of a line: {key}='\"...\"'"
+            )
+    return keys, parsed
 
 
 def _section_of(tree: dict[str, Any], keys: tuple[str, ...], origin: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
+from nsa.files import expand_home
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
 from nsa.parallel.context_layers import apply_context
@@ -120,7 +120,7 @@ def build_state(
     )
     if initialize and config.train.init_from is not None:
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
-            load_weights(model, find_weights(Path(config.train.init_from)))
+            load_weights(model, find_weights(expand_home(config.train.init_from)))
     freeze(model, config.train.freeze)
     if world.context is not None:
         apply_context(model, world.context)

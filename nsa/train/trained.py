@@ -15,7 +15,7 @@ from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
 from nsa.errors import CheckpointError, ConfigError, NSAError
-from nsa.files import LARGEST_DOCUMENT
+from nsa.files import LARGEST_DOCUMENT, expand_home
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context_layers import apply_context
 from nsa.parallel.launch import pick_device
@@ -70,7 +70,7 @@ def load_teacher(state: RunState) -> Decoder | None:
         return None
     try:
         wanted = [f"runtime.device={state.device.type}"]
-        run = load_run(config.train.teacher, overrides=wanted, device=state.device)
+        run = load_run(expand_home(config.train.teacher), overrides=wanted, device=state.device)
     except NSAError as error:
         raise type(error)(f"train.teacher: {error}") from None
     if not run.tokenizer.encodes_like(state.tokenizer) or run.model.vocab_size != state.model.vocab_size:

@@ -334,6 +334,27 @@ def test_training_warns_of_a_warm_up_that_never_ends(tmp_path, monkeypatch, caps
     assert "run.yaml: train.warmup_steps: 9 is more than the" in stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "folder"),
+    [
+        ("run", ["train.out_dir=~/runs/x"], "HOME/runs/x"),
+        ("run", ["train.out_dir=~nobody_here/x"], "~nobody_here/x"),
+        ("run #1", [], "runs/run #1"),
+        ("a: b", [], "runs/a: b"),
+        ("new\nline", [], "runs/new\nline"),
+        ("17", [], "runs/17"),
+    ],
+)
+def test_a_run_gets_the_folder_that_was_named(name, overrides, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folders = []
+    monkeypatch.setattr("nsa.train.train", lambda config, folder, **options: folders.append(folder))
+    Path(f"{name}.yaml").write_text(BASE.replace(", out_dir: OUT_DIR", ""))
+    exit_code, stderr = run_here(["train", f"{name}.yaml", *overrides], monkeypatch, capsys)
+    assert (exit_code, stderr, folders) == (0, "", [Path(folder.replace("HOME", str(tmp_path / "home")))])
+
+
 @pytest.mark.parametrize(("arguments", "culprit"), MISTYPED, ids=[" ".join(words) for words, _ in MISTYPED])
 def test_a_mistyped_command_line_names_the_argument(arguments, culprit, monkeypatch, capsys):
     exit_code, stderr = run_here(arguments, monkeypatch, capsys)

@@ -1,5 +1,6 @@
 """Loading YAML and overrides: what is read, what wins, and what an error contains."""
 
+import json
 import math
 import subprocess
 import sys
@@ -151,6 +152,24 @@ def test_an_override_replaces_a_whole_section(load):
 
 def test_an_override_can_set_a_key_back_to_nothing(load):
     assert load("train: {out_dir: here}", "train.out_dir=null").train.out_dir is None
+
+
+@pytest.mark.parametrize("value", ["run #1", "new\nline", '"new\nline"', " run", "run "])
+def test_a_text_that_yaml_would_change_is_refused(load, value):
+    with pytest.raises(ConfigError, match=r"YAML reads '.*' here; put the value in double quotes") as told:
+        load("", f"train.out_dir={value}")
+    assert f"override 'train.out_dir={value}'" in str(told.value)
+    assert load("", f"train.out_dir={json.dumps(value)}").train.out_dir == value
+
+
+@pytest.mark.parametrize("value", ["~/x", "run#1", "my run", "C:\\x", "caf\u00e9", "a'b", 'it "is"'])
+def test_a_text_without_quotes_arrives_as_it_is(load, value):
+    assert load("", f"train.out_dir={value}").train.out_dir == value
+
+
+def test_an_override_that_is_not_utf8_says_so(load):
+    with pytest.raises(ConfigError, match=r"override 'train\.out_dir=caf\\udce9': is not valid UTF-8"):
+        load("", "train.out_dir=caf\udce9")
 
 
 # One string of overrides
