@@ -30,9 +30,11 @@ from nsa.checkpoint.format import (
 from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
 from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
+from nsa.config.schema import TrainConfig
 from nsa.errors import CheckpointError, ConfigError
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.train.monitor import Monitor
+from nsa.train.schedule import learning_rate
 from nsa.train.state import Progress, RunState
 
 RETRY_S = (60.0, 120.0)  # from a failed save to the next that counts; storage that is full now may have room later
@@ -170,7 +172,7 @@ def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: b
 
 
 def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | None, list[str], list[str]]:
-    """The checkpoint to resume from, why newer ones are not used, and the configuration keys that changed since."""
+    """The checkpoint to resume from, why newer ones are not used, and what changed since in the configuration."""
     chosen, damage = newest_verified(root)
     if chosen is None:
         if damage:
@@ -191,7 +193,18 @@ def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | Non
         )
     if saved.get("is_best") is True:  # a kill may have come before the mark
         write_atomically(root / BEST, chosen.name.encode() + b"\n")
-    return chosen.name, damage, changes
+    return chosen.name, damage, changes + _changed_rate(saved, step_of(chosen), config.train)
+
+
+def _changed_rate(saved: dict[str, Any], step: int, now: TrainConfig) -> list[str]:
+    """The learning rate of the step after `step` as it was planned and as it is now, if the schedule changed."""
+    with suppress(ValueError, LookupError, TypeError, AttributeError):  # of a version with other keys, or damaged
+        known = {key: value for key, value in saved["config"]["train"].items() if key in TrainConfig.model_fields}
+        then = TrainConfig.model_validate(known)
+        old, new = learning_rate(step, then), learning_rate(step, now)
+        if (then.steps, old) != (now.steps, new):
+            return [f"learning rate of step {step + 1}: {old:.2e} then, {new:.2e} now"]
+    return []
 
 
 def snapshot(state: RunState, *, is_best: bool) -> Snapshot:

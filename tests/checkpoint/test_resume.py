@@ -16,7 +16,7 @@ from nsa.checkpoint.load import read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
 from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.train import train
-from nsa.train.checkpointing import Checkpointing
+from nsa.train.checkpointing import Checkpointing, _choose
 from tests.checkpoint.helpers import (
     assert_same_contents,
     assert_same_run,
@@ -221,6 +221,7 @@ def test_accepted_changes_are_said_and_used_from_the_checkpoint_on(crashed_run, 
     said = capsys.readouterr().out
     assert "changed train.lr: 0.01 then, 0.005 now" in said
     assert "changed train.schedule: 'cosine' then, 'constant' now" in said
+    assert "changed learning rate of step 5: 1.86e-03 then, 5.00e-03 now" in said
     rows = rows_of(crashed_run)
     assert rows[:4] == rows_of(whole_run)[:4]
     assert [row["lr"] for row in rows[4:]] == ["0.005", "0.005"]
@@ -228,6 +229,20 @@ def test_accepted_changes_are_said_and_used_from_the_checkpoint_on(crashed_run, 
     assert read_state(checkpoint_of(crashed_run, 6))["config"]["train"]["lr"] == 0.005
     train(small(*changes), crashed_run)
     assert "this run is done (6 steps)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.steps=9", "learning rate of step 5: 1.86e-03 then, 5.50e-03 now"),
+        ("train.lr=5e-3", "learning rate of step 5: 1.86e-03 then, 9.30e-04 now"),
+        ("train.log_every=3", None),
+    ],
+)
+def test_a_change_that_moves_the_schedule_says_the_old_and_the_new_rate(override, line, crashed_run):
+    name, _, changes = _choose(crashed_run / FOLDER, small(override), accept_changes=True)
+    assert name == checkpoint_of(crashed_run, 4).name
+    assert changes[1:] == ([line] if line else [])
 
 
 def test_a_finished_run_goes_on_when_more_steps_are_accepted(tmp_path):
