@@ -88,6 +88,8 @@ def write_whole(path: Path, text: str) -> None:
 @contextmanager
 def _written_aside(path: Path) -> Iterator[Path]:
     """The place beside `path` to write to; it becomes `path` at the end, and is removed where that fails."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield aside

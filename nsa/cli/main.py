@@ -4,7 +4,9 @@ Heavy imports happen inside the commands, so that `nsa --version` and `nsa confi
 """
 
 import atexit
+import errno
 import os
+import resource
 import select
 import signal
 import sys
@@ -13,6 +15,7 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,7 +23,7 @@ import typer
 from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, eval, generate, hf, memory, ready, report, trace, train, watch
 from nsa.cli.output import say
-from nsa.errors import NSAError, Preempted, missing_module, printable
+from nsa.errors import LaunchError, NSAError, Preempted, missing_module, printable
 from nsa.record.run_log import CONSOLE_THREAD
 
 THREADS_END_S = 1.0
@@ -88,8 +91,23 @@ def main(command: typer.Typer = app) -> None:
     except KeyboardInterrupt:
         _leave(130, "interrupted\n")
     except Exception as error:
+        if problem := _machine_problem(error):
+            _leave(LaunchError.exit_code, f"error: {problem}\n")
         problem = missing_module(error)  # anything else is a bug, or a broken machine: show the whole traceback
         _leave(1, f"error: {problem}\n" if problem else traceback.format_exc())
+
+
+def _machine_problem(error: Exception) -> str | None:
+    """What the process was started without, where that made any part of Python or of a package fail."""
+    if os.strerror(errno.EMFILE) in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process may open {limit} files, which is too few; raise the limit in this shell: ulimit -n 4096"
+    if isinstance(error, FileNotFoundError):
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            return "the working directory was deleted; change to one that exists, then start the command again"
+    return None
 
 
 def _leave(code: int, message: str = "") -> NoReturn:

@@ -125,6 +125,12 @@ def test_an_export_into_a_folder_that_is_not_there_is_refused(whole_run, tmp_pat
     assert err == f"error: {tmp_path / 'no' / 'out.safetensors'}: cannot be written: No such file or directory\n"
 
 
+@pytest.mark.parametrize("target", ["/", ".", "/tmp"])
+def test_an_export_onto_a_folder_is_refused(target, whole_run, nsa):
+    exit_code, _, err = nsa("ckpt", "export", whole_run, target)
+    assert (exit_code, err) == (4, f"error: {target}: cannot be written: Is a directory\n")
+
+
 def test_the_list_says_what_each_checkpoint_is(whole_run, nsa):
     exit_code, out, err = nsa("ckpt", "list", whole_run)
     assert (exit_code, err) == (0, "")

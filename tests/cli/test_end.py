@@ -58,3 +58,25 @@ def test_a_signal_ends_a_process_that_waits_for_its_threads():
     # Once they are over, the code stands.
     late = "cli.main(lambda: sys.exit(5))"
     assert run("atexit.register(os.kill, os.getpid(), signal.SIGTERM); " + late).returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); cli.main(os.getcwd)",
+            "working directory was deleted",
+        ),
+        (
+            "cli.resource.setrlimit(cli.resource.RLIMIT_NOFILE, (20, 20)); "
+            "cli.main(lambda: [open(os.devnull) for _ in range(20)])",
+            "may open 20 files, which is too few; raise the limit in this shell: ulimit -n",
+        ),
+    ],
+    ids=["no working directory", "few open files"],
+)
+def test_a_process_that_lacks_what_every_command_needs_says_so_without_a_traceback(code, said, tmp_path):
+    done = run(code, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (7, 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from nsa.data.recall import Prompts
 from nsa.data.sources.text import TextSource
 from nsa.data.token_shards import ShardTokens
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError
 from nsa.evals import scoring
 from nsa.evals.report import DEPTHS
 from nsa.train import train
@@ -130,6 +131,16 @@ def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(fo
     with pytest.raises(LaunchError, match=r"eval\.html: cannot be written: .* choose another place with --out"):
         evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
     assert (tmp_path / "eval.json").exists()
+
+
+def test_a_disk_that_fills_up_is_an_error_that_names_the_file(folder, tmp_path, no_room):
+    names = ("eval.svg", "eval.html")  # written aside first
+    no_room(*(f".{name}.{os.getpid()}" for name in names))
+    with pytest.raises(
+        NSAError, match=r"eval\.(svg|html): cannot be written: No space left on device; choose another .*--out"
+    ):
+        evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
+    assert json.loads((tmp_path / "eval.json").read_text())["loss"]
 
 
 def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
