@@ -33,12 +33,12 @@ def doctor(
     from nsa.checks.doctor_report import verdict, write_page
     from nsa.checks.progress import Progress
     from nsa.checks.trials import prepare_to_launch
-    from nsa.train.folder import claim_folder
+    from nsa.train.folder import Claim
 
     prepare_to_launch()
     folder = out or Path("runs") / f"{config.stem}-doctor"
     setup = load_setup(config, all_overrides(overrides, override), folder, nproc, steps, limit)
-    with claim_folder(folder):
+    with Claim(folder).hold():
         with Progress(Console(highlight=False, soft_wrap=True)) as progress:
             diagnosis = Diagnosis(setup, progress)
             diagnosis.run()

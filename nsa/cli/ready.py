@@ -42,7 +42,7 @@ def ready(
     from nsa.checks.ready import FULL, QUICK, QUICK_ON_CPU, ReadinessCheck
     from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
     from nsa.checks.trials import prepare_to_launch, usable_gpus
-    from nsa.train.folder import claim_folder
+    from nsa.train.folder import Claim
 
     prepare_to_launch()
     before = read_baseline(baseline) if baseline else None
@@ -52,7 +52,7 @@ def ready(
     scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
     console = Console(highlight=False)
-    with claim_folder(folder), Progress(console) as progress:
+    with Claim(folder).hold(), Progress(console) as progress:
         check = ReadinessCheck(resolved, folder, processes, scale, progress, arguments)
         result = build_result(check, check.run(), config, tuple(given))
         if before is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from nsa.files import ends_amid_line, regular
 from nsa.record.failures import Failures
-from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event
+from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
 
 MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
 MAX_ERRORS = 3
@@ -208,3 +208,16 @@ class HeartbeatSink(FileSink):
 
     def write(self, event: Event) -> None:
         self.append(format_event(event).encode(), on_new_line=True)
+
+    def withdraw_boot(self) -> None:
+        """Removes the events of a start that was refused: this process's `boot`, and `first_batch` after it."""
+        if self._file is None:
+            return
+        end = os.fstat(self._file.fileno()).st_size
+        for line in reversed(os.pread(self._file.fileno(), 2**16, max(0, end - 2**16)).splitlines(keepends=True)):
+            end -= len(line)
+            event = next(iter(parse_events([line])), {})
+            if event.get("event") == "boot" and event.get("pid") == os.getpid():
+                os.ftruncate(self._file.fileno(), end)
+            if event.get("event") != "first_batch":
+                return

@@ -72,10 +72,37 @@ def _listed(names: set[str], most: int = 5) -> str:
 
 
 class Claim:
-    """A folder that a run holds. Rank 0 has the lock; it tells the other ranks when the folder is lost."""
+    """The folder of a run, which rank 0 holds by a lock. It tells the other ranks when the folder is lost."""
 
-    def __init__(self, folder: Path, lock: IO[str] | None = None):
-        self.folder, self._lock, self._lost = folder, lock, False
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._lock: IO[str] | None = None
+        self._lost = False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Holds the folder for this process. A second run in it is refused while the first lives."""
+        folder = self.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
+        except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+            raise LaunchError(
+                f"train.out_dir: {str(folder)!r} cannot be used: {error}; choose another folder"
+            ) from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LaunchError(
+                    f"train.out_dir: another run is writing into {folder}; wait for it or choose another folder"
+                ) from None
+            except OSError as error:
+                raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
+            remove_unfinished(folder)
+            shutil.rmtree(folder / REMOVED, ignore_errors=True)
+            self._lock = lock
+            yield
 
     def is_lost(self) -> bool:
         """Whether the path no longer leads to the folder: somebody renamed, deleted or replaced it, and a second run
@@ -102,28 +129,6 @@ class Claim:
                 "was written to what is there now. Give the folder its name back, or set train.out_dir to its new "
                 "one, and the run resumes from its last checkpoint"
             )
-
-
-@contextmanager
-def claim_folder(folder: Path) -> Iterator[Claim]:
-    """Holds the folder for this process. A second run in it is refused while the first lives."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
-    except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
-        raise LaunchError(f"train.out_dir: {str(folder)!r} cannot be used: {error}; choose another folder") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError(
-                f"train.out_dir: another run is writing into {folder}; wait for it or choose another folder"
-            ) from None
-        except OSError as error:
-            raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
-        remove_unfinished(folder)
-        shutil.rmtree(folder / REMOVED, ignore_errors=True)
-        yield Claim(folder, lock)
 
 
 def _refuse_links(folder: Path) -> None:

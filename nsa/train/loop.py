@@ -47,16 +47,7 @@ from nsa.supervise.signals import StopRequest
 from nsa.train import nonfinite
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
 from nsa.train.feed import Feed
-from nsa.train.folder import (
-    Claim,
-    claim_folder,
-    is_finished,
-    record_end,
-    refuse_foreign,
-    start_over,
-    write_config,
-    write_json,
-)
+from nsa.train.folder import Claim, is_finished, record_end, refuse_foreign, start_over, write_config, write_json
 from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
@@ -101,13 +92,8 @@ def train(
             ExitStack() as held,
         ):
             claim = Claim(folder)
-
-            def hold() -> None:
-                nonlocal claim
-                refuse_foreign(folder, fresh=fresh)
-                claim = held.enter_context(claim_folder(folder))
-
-            on_first_rank(world, hold)
+            on_first_rank(world, lambda: refuse_foreign(folder, fresh=fresh))
+            on_first_rank(world, lambda: held.enter_context(claim.hold()))
             done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if not done:  # else nothing of the finished run is touched
@@ -149,8 +135,10 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
     except BaseException as error:
         # First, while the traceback keeps what was allocated.
         exhausted = _out_of_memory(error, config, folder, world, state, micro_batch)
-        monitor.close()
         reason = exhausted or lost_rank(error, world.rank, world.size) or error
+        if session is None:
+            monitor.withdraw_start(reason)
+        monitor.close()
         record_end(claim, reason, session.step if session else None, monitor.describe())
         if exhausted is not None:
             raise exhausted from error

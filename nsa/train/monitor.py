@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nsa.config import Config
-from nsa.errors import HangError
+from nsa.errors import CheckpointError, ConfigError, DataError, HangError, LaunchError, SpecError
 from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
@@ -38,7 +38,8 @@ class Monitor:
         folder = claim.folder
         self.config, self.claim, self.folder, self.world, self._printed = config, claim, folder, world, printed
         self._failures = printed.failures
-        self.stream = EventStream(world.rank, [HeartbeatSink(folder, world.rank)], self._failures)
+        self._heartbeat = HeartbeatSink(folder, world.rank)
+        self.stream = EventStream(world.rank, [self._heartbeat], self._failures)
         self.console = RunConsole(config.train.steps, printed, silent=not world.is_first)
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         wanted = config.telemetry
@@ -215,6 +216,13 @@ class Monitor:
         emitted = self.stream.last_steps
         waiting = {table.name: table.unwritten(emitted.get(table.table.event, 0)) for table in self._tables}
         return {name: steps for name, steps in waiting.items() if steps}
+
+    def withdraw_start(self, reason: BaseException) -> None:
+        """Before the run began: a process that was refused for what the user gave it does not count as a start."""
+        if isinstance(reason, (ConfigError, SpecError, DataError, CheckpointError, LaunchError)):
+            with self._failures.counted():
+                self.stream.flush()
+                self._heartbeat.withdraw_boot()
 
     def close(self) -> None:
         self.tracer.close()

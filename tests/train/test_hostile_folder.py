@@ -22,7 +22,7 @@ from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
 from nsa.record.schema import CONFIG_FILE, METRICS_FILE, TRAINING, WEIGHTS_FILE, read_events, read_json, read_rows
 from nsa.train import loop, train
-from nsa.train.folder import claim_folder, refuse_foreign
+from nsa.train.folder import Claim, refuse_foreign
 from tests.checkpoint.helpers import checkpoint_of, small
 
 REFUSED = r"it is no regular file|it is a symbolic link|it has more than"
@@ -223,7 +223,7 @@ def test_a_tokenizer_of_any_size_is_not_read(run):
 
 def test_a_lock_is_not_emptied_before_it_is_held(tmp_path):
     (tmp_path / ".lock").write_bytes(VICTIM)
-    with claim_folder(tmp_path), pytest.raises(LaunchError, match="another run"), claim_folder(tmp_path):
+    with Claim(tmp_path).hold(), pytest.raises(LaunchError, match="another run"), Claim(tmp_path).hold():
         pass
     assert (tmp_path / ".lock").read_bytes() == VICTIM
 
@@ -242,7 +242,7 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     kept = {"kept.txt", ".hidden", ".notes.1", "model.safetensors"}
     for name in (".model.safetensors.123", ".metrics.json.77", *kept):
         (tmp_path / name).write_bytes(VICTIM)
-    with claim_folder(tmp_path):
+    with Claim(tmp_path).hold():
         assert {path.name for path in tmp_path.iterdir()} == {".lock", *kept}
 
 
@@ -369,7 +369,8 @@ def test_a_run_whose_folder_is_gone_after_its_last_save_has_not_succeeded(tmp_pa
 
 
 def test_storage_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, monkeypatch):
-    with claim_folder(tmp_path / "run") as claim:
+    claim = Claim(tmp_path / "run")
+    with claim.hold():
         monkeypatch.setattr(Path, "lstat", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         assert not claim.is_lost()
         monkeypatch.undo()

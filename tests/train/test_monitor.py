@@ -13,7 +13,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nsa.errors import NumericsError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import read_run
 from nsa.parallel.launch import World
@@ -24,6 +24,7 @@ from nsa.record.schema import GateStats
 from nsa.train import train
 from nsa.train.folder import Claim
 from nsa.train.monitor import Monitor
+from tests.checkpoint.helpers import small, train_until
 from tests.distributed.launching import events_of, metrics_of, run_ranks, write_config
 from tests.train.test_training import rows_of, tiny
 
@@ -94,6 +95,34 @@ def test_a_run_that_is_started_fresh_does_not_show_the_incidents_of_the_one_befo
     view = read_run(tmp_path)
     assert [h.kind for h in view.timeline] == ["end", "start"]
     assert (view.attempts, unhealthy(view)) == (1, [])
+
+
+def test_a_start_that_is_refused_is_not_counted_as_one(tmp_path, monkeypatch):
+    heartbeat = tmp_path / "heartbeat_rank0.jsonl"
+    with pytest.raises(CheckpointError, match="gone"):
+        train(small("train.init_from=gone"), tmp_path)
+    assert heartbeat.read_bytes() == b""
+    train_until(3, tmp_path)
+    before = heartbeat.read_bytes()
+    mistakes = (
+        ("train.lr=1.0", ConfigError),
+        ("train.teacher=gone", CheckpointError),
+        ("data.tokenizer=gone/tokenizer.json", DataError),
+        ("data.mixture=[{source: text, paths: [gone]}]", DataError),
+    )
+    for mistake, kind in mistakes:
+        with pytest.raises(kind):
+            train(small(mistake), tmp_path, accept_changes=kind is DataError)
+        assert heartbeat.read_bytes() == before, mistake
+    monkeypatch.setattr(Monitor, "open", lambda *_: (_ for _ in ()).throw(LaunchError("no room for the tables")))
+    with pytest.raises(LaunchError, match="no room"):
+        train(small(), tmp_path)  # after its first batch
+    monkeypatch.undo()
+    assert heartbeat.read_bytes() == before
+    view = read_run(tmp_path)
+    assert (view.attempts, view.status.kind, view.status.reason) == (1, "failed", "no room for the tables")
+    train(small(), tmp_path)
+    assert read_run(tmp_path).attempts == 2
 
 
 def test_every_step_counts_what_could_not_be_written_so_far(tmp_path, no_room):

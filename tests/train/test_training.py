@@ -18,7 +18,7 @@ from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.nn.model import build_model
 from nsa.record.schema import MACHINE_COLUMNS
 from nsa.train import train
-from nsa.train.folder import claim_folder
+from nsa.train.folder import Claim
 from nsa.train.state import build_state
 from nsa.train.step import train_step, validate
 from tests import warm
@@ -203,7 +203,7 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
-    with claim_folder(tmp_path), pytest.raises(LaunchError, match=r"train\.out_dir: another run"):
+    with Claim(tmp_path).hold(), pytest.raises(LaunchError, match=r"train\.out_dir: another run"):
         train(tiny(), tmp_path)
     train(tiny(), tmp_path)
 
