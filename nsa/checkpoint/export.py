@@ -12,11 +12,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nsa.checkpoint.format import (
+    BEST,
     FOLDER,
+    LATEST,
     MANIFEST_FILE,
     MODEL,
     committed,
     newest_verified,
+    pointed,
     step_of,
     verify,
     write_atomically,
@@ -24,7 +27,15 @@ from nsa.checkpoint.format import (
 from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.checkpoint.storage import open_safetensors
 from nsa.errors import CheckpointError, reworded
-from nsa.record.schema import WEIGHTS_FILE
+from nsa.record.schema import WEIGHTS_FILE, reading_run
+
+
+def resolve_pointer(path: Path) -> Path:
+    """The checkpoint that a pointer file, `latest` or `best`, names; any other path as it is. It must exist."""
+    with reading_run(path):
+        path.stat()
+    name = pointed(path.parent, path.name) if path.name in (LATEST, BEST) else None
+    return path if name is None else path.parent / name
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -32,6 +43,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Every damaged one that is newer gives a warning.
     """
+    path = resolve_pointer(path)
     if (path / MANIFEST_FILE).exists():
         verify(path)
         return path
@@ -119,6 +131,7 @@ def serialize_weights(tensors: Mapping[str, Tensor], **metadata: Any) -> bytes:
 def find_weights(path: Path) -> Path:
     """The safetensors file or the verified checkpoint that `path` names: itself, the weights of a finished run, or the
     newest sound checkpoint of one that has not finished, or was resumed since."""
+    path = resolve_pointer(path)
     is_checkpoint, weights = (path / MANIFEST_FILE).exists(), path / WEIGHTS_FILE
     if is_checkpoint or ((path / FOLDER).is_dir() and not weights.exists()):
         return find_checkpoint(path)

@@ -18,7 +18,7 @@ from nsa.checks.pages import Section, write_files
 from nsa.checks.trials import format_command, last_lines
 from nsa.config import load_config
 from nsa.config.load import flat
-from nsa.errors import ConfigError, printable
+from nsa.errors import NSAError, printable
 from nsa.inspect.trace_report import explain
 from nsa.plain_yaml import parse_yaml
 from nsa.record.numbers import clock, one_line, plain, seconds
@@ -188,7 +188,7 @@ def _threads(text: str) -> list[list[str]]:
 def _explain_trace(folder: Path) -> list[str]:
     try:
         return list(explain(folder))
-    except (ConfigError, ValueError):  # it ended before it traced anything
+    except (NSAError, ValueError):  # it ended before it traced anything
         return []
 
 

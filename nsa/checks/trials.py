@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from nsa.config import Config, parse_config
-from nsa.errors import ConfigError, HangError, LaunchError, reworded
+from nsa.errors import CheckpointError, HangError, LaunchError, reworded
 from nsa.files import make_folder, regular, write_whole
 from nsa.inspect.reading import RunView
 from nsa.plain_yaml import dump_yaml
@@ -210,7 +210,7 @@ def _dump_stacks(trial: Trial, process: subprocess.Popen[bytes]) -> None:
 def _read(reader: RunView) -> RunView | None:
     try:
         return reader.refresh()
-    except ConfigError:  # the run has written nothing yet
+    except CheckpointError:  # the run has written nothing yet
         return None
 
 

@@ -43,10 +43,12 @@ def list_checkpoints(run_dir: RunFolder) -> None:
 @app.command()
 def verify(source: Source) -> None:
     """Compare every byte with the manifest and load what a resume loads; exit code 4 if a checkpoint is damaged."""
+    from nsa.checkpoint.export import resolve_pointer
     from nsa.checkpoint.format import MANIFEST_FILE, committed
     from nsa.checkpoint.format import verify as verify_one
     from nsa.checkpoint.load import check_loadable
 
+    source = resolve_pointer(source)
     checkpoints = [source] if (source / MANIFEST_FILE).exists() else committed(_root(source))
     problems: list[str] = []
     for path in checkpoints:
@@ -78,8 +80,11 @@ def export(
 
 def _root(run_dir: Path) -> Path:
     from nsa.checkpoint.format import FOLDER, committed
+    from nsa.record.schema import reading_run
 
     root = run_dir / FOLDER
+    with reading_run(run_dir):
+        run_dir.stat()
     if not committed(root):
         raise CheckpointError(f"{run_dir}: holds no checkpoint; give the out_dir of a run")
     return root

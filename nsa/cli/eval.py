@@ -35,11 +35,11 @@ def evaluate(
     from nsa import load_run
     from nsa.evals.report import evaluate, print_tables, write_json
     from nsa.inspect.report import render_evaluation, write_page
-    from nsa.record.schema import EVALUATION_FILE, EVALUATION_PAGE
+    from nsa.record.schema import EVALUATION_FILE, EVALUATION_PAGE, run_of
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     found = evaluate(run, wanted or [run.config.train.seq_len], samples, say)
-    folder = out or (source if source.is_dir() else source.parent)
+    folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
     write_json(found, folder / EVALUATION_FILE)
     print_tables(found, Console())
     say(f"{folder / EVALUATION_FILE}: all numbers")

@@ -62,8 +62,9 @@ def export(
         say(f"{target}: {export_weights(found, target)} tensors of {found}")
         return
     from nsa import load_run
-    from nsa.hf.exporter import export_model
 
     run = load_run(source, overrides=["runtime.device=cpu"])
+    from nsa.hf.exporter import export_model  # takes seconds to import
+
     export_model(run, target)
     say(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}, for AutoModelForCausalLM")

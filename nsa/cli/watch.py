@@ -21,7 +21,7 @@ def watch(
     from rich.live import Live
     from rich.text import Text
 
-    from nsa.errors import ConfigError
+    from nsa.errors import CheckpointError
     from nsa.inspect.reading import RunView
     from nsa.inspect.view import frame
     from nsa.record.schema import LOCK_FILE
@@ -37,7 +37,7 @@ def watch(
         try:
             # The last line stays free: a terminal scrolls when it is written to.
             return frame(reader.refresh(), console.width, console.height - 1, plain=plain)
-        except ConfigError as error:
+        except CheckpointError as error:
             if not waits:
                 raise
             return Text(f"waiting for a run; Ctrl-C ends\n{error}")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from nsa.errors import ConfigError, HangError, reworded
+from nsa.errors import CheckpointError, HangError
 from nsa.inspect.run_files import (
     MISSING,
     GrowingFile,
@@ -97,11 +97,11 @@ class RunView:
 
     def _find_heartbeats(self) -> dict[int, Path]:
         """Refuses a folder that is no run."""
-        with reworded(ConfigError, f"{self.folder}: cannot be read", "give the out_dir of a run"):
+        with schema.reading_run(self.folder):
             found = schema.HEARTBEAT.find(self.folder)
         names = (schema.TRAINING.file, schema.METRICS_FILE, schema.ENVIRONMENT_FILE)
         if not found and not any((self.folder / name).exists() for name in names):
-            raise ConfigError(
+            raise CheckpointError(
                 f"{self.folder}: is no folder of a run (no {', '.join(names)} or {schema.HEARTBEAT.pattern}); "
                 "give the out_dir of a run"
             )

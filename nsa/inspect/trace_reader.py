@@ -9,9 +9,9 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
-from nsa.errors import ConfigError, reworded
+from nsa.errors import ConfigError
 from nsa.files import open_regular
-from nsa.record.schema import OLDER_TRACE, TRACE
+from nsa.record.schema import OLDER_TRACE, TRACE, reading_run
 
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -139,7 +139,7 @@ def _hash_of_digest(event: dict[str, Any]) -> int:
 def read_traces(folder: Path) -> tuple[list[RankTrace], int]:
     """A trace for every rank that left one, by rank, and how many lines were damaged. Raises ConfigError if there are
     none."""
-    with reworded(ConfigError, f"{folder}: cannot be read", "give the out_dir of a run"):
+    with reading_run(folder):
         if ranks := list(TRACE.find(folder)):
             traces, damaged = zip(*(_read(folder, rank) for rank in ranks), strict=True)
             return list(traces), sum(damaged)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nsa.files import regular
-from nsa.record.schema import CONFIG_FILE, SAMPLES_FILE
+from nsa.record.schema import SAMPLES_FILE, run_of
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,10 @@ class Sample:
 def record_samples(weights: Path, prompts: Sequence[str], texts: Sequence[str], **settings: Any) -> None:
     """Adds what followed each prompt to the run that the weights belong to; nothing is kept for weights outside of one.
     Warns where that cannot be written."""
-    weights = weights.absolute()
-    folder = weights.parent.parent if weights.is_dir() else weights.parent
-    if not (folder / CONFIG_FILE).is_file():
+    folder = run_of(weights)
+    if folder is None:
         return
-    name = weights.relative_to(folder).as_posix()
+    name = weights.absolute().relative_to(folder).as_posix()
     lines = (Sample(time.time(), name, *pair, settings).to_line() for pair in zip(prompts, texts, strict=True))
     try:
         with open(folder / SAMPLES_FILE, "a", encoding="utf-8", opener=regular) as file:

@@ -10,11 +10,12 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from nsa.errors import CheckpointError, reworded
 from nsa.files import open_regular, read_regular, regular
 from nsa.record.numbers import plain
 
@@ -94,6 +95,19 @@ REMOVED_BY_FRESH = (
 )
 # A run also replaces these.
 REPLACED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, DTYPES_FILE, OPTIMIZER_STATE_FILE)
+
+
+def reading_run(path: Path) -> AbstractContextManager[None]:
+    """Around the first look at a run that somebody named: every command says alike that there is none."""
+    return reworded(CheckpointError, f"{path}: cannot be read", "give the out_dir of a run")
+
+
+def run_of(weights: Path) -> Path | None:
+    """The run folder that a checkpoint or a file of weights lies in; None outside of one."""
+    weights = weights.absolute()
+    folder = weights.parent.parent if weights.is_dir() else weights.parent
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
 
 # ------------------------------------------------------------------------------------------------------ documents
 

@@ -20,7 +20,7 @@ from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context_layers import apply_context
 from nsa.parallel.launch import pick_device
 from nsa.parallel.numerics import compute_precision
-from nsa.record.schema import CONFIG_FILE
+from nsa.record.schema import CONFIG_FILE, reading_run, run_of
 from nsa.train.state import AUTOCAST_TYPES, RunState, chosen_kernels, vocabulary
 
 
@@ -44,8 +44,8 @@ def load_run(
     """Loads what a run trained: `model` (in eval mode), `tokenizer`, `config`, and `weights`, where they were read.
 
     path         a run folder (its model.safetensors, or the newest sound checkpoint of a run that has not finished, or
-                 was resumed since), the folder of one checkpoint, or a .safetensors file that a run or `nsa ckpt
-                 export` wrote
+                 was resumed since), one checkpoint (its folder, checkpoints/latest or checkpoints/best), or a
+                 .safetensors file that a run or `nsa ckpt export` wrote
     checkpoint   a checkpoint of the run folder instead: its name such as step_00000500, "latest" or "best"
     overrides    `section.key=value`, as on the command line, for example runtime.device=cpu
     device       where the model is put, for example "cuda:1"; None takes runtime.device
@@ -95,6 +95,8 @@ def in_compute_type(run: TrainedRun) -> TrainedRun:
 
 def _named_checkpoint(path: Path, name: str) -> Path:
     root = path / FOLDER
+    with reading_run(path):
+        path.stat()
     if name == LATEST:
         return find_checkpoint(root)
     names = [found.name for found in committed(root)]
@@ -133,10 +135,9 @@ def _without_missing_gpu(config: Config, overrides: list[str]) -> Config:
 
 def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tokenizer:
     """The run's own copy of a tokenizer.json, unless an override names another."""
-    folder = weights.parent.parent if weights.is_dir() else weights.parent
-    kept = folder / TOKENIZER_FILE
-    is_run = kept.is_file() and not kept.is_symlink() and (folder / CONFIG_FILE).is_file()
-    if config.data.tokenizer in BUILT_IN or not is_run or _is_overridden("data.tokenizer", overrides):
+    kept = (run_of(weights) or weights) / TOKENIZER_FILE
+    has_own = kept.is_file() and not kept.is_symlink()
+    if config.data.tokenizer in BUILT_IN or not has_own or _is_overridden("data.tokenizer", overrides):
         return tokenizer_for(config.data)
     if kept.stat().st_size > LARGEST_DOCUMENT:
         raise CheckpointError(

@@ -125,6 +125,21 @@ def test_an_export_into_a_folder_that_is_not_there_is_refused(whole_run, tmp_pat
     assert err == f"error: {tmp_path / 'no' / 'out.safetensors'}: cannot be written: No such file or directory\n"
 
 
+def test_a_pointer_stands_for_the_checkpoint_that_it_names(whole_run, tmp_path, nsa):
+    (pointers := tmp_path / FOLDER).mkdir()
+    shutil.copytree(checkpoint_of(whole_run, 3), pointers / "step_00000003")
+    (pointers / "best").write_text("step_00000003\n")
+    (pointers / "latest").write_text("step_00000099\n")
+    exit_code, out, _ = nsa("ckpt", "verify", pointers / "best")
+    assert (exit_code, out.split(": ")[0]) == (0, str(pointers / "step_00000003"))
+    assert nsa("ckpt", "export", pointers / "best", tmp_path / "out")[0] == 0
+    assert load_file(tmp_path / "out").keys() == read_weights(pointers / "step_00000003").keys()
+    for arguments in (("verify", pointers / "latest"), ("export", pointers / "latest", tmp_path / "none")):
+        exit_code, _, err = nsa("ckpt", *arguments)
+        assert exit_code == 4
+        assert "step_00000099" in err
+
+
 @pytest.mark.parametrize("target", ["/", ".", "/tmp"])
 def test_an_export_onto_a_folder_is_refused(target, whole_run, nsa):
     exit_code, _, err = nsa("ckpt", "export", whole_run, target)
@@ -234,7 +249,7 @@ def test_a_folder_without_checkpoints_exits_with_4(command, folder, tmp_path, ns
     target = [tmp_path / "out.safetensors"] if command == "export" else []
     exit_code, out, err = nsa("ckpt", command, tmp_path / folder, *target)
     assert (exit_code, out) == (4, "")
-    assert err.startswith(f"error: {tmp_path / folder}: holds no ")
+    assert err.startswith(f"error: {tmp_path / folder}: {'cannot be read' if folder == 'missing' else 'holds no '}")
     assert "Traceback" not in err
     assert not (tmp_path / "out.safetensors").exists()
 

@@ -366,7 +366,7 @@ def test_a_run_resumes_without_the_weights_it_started_from(whole_run, tmp_path):
     shutil.rmtree(source)
     train(small(f"train.init_from={source}"), tmp_path / "run")
     assert metrics_of(tmp_path / "run")["status"] == "done"
-    with pytest.raises(CheckpointError, match=r"train\.init_from: .*no such file"):
+    with pytest.raises(CheckpointError, match=r"train\.init_from: .*No such file"):
         train(small(f"train.init_from={source}"), tmp_path / "run", fresh=True)
 
 

@@ -386,7 +386,7 @@ def assert_refused(arguments: list[str], name: str, hint: str, monkeypatch, caps
 
 def test_training_from_weights_that_are_missing_is_refused(run_folder, tmp_path, monkeypatch, capsys):
     arguments = ["train", str(run_folder / "config.yaml"), f"train.init_from={tmp_path / 'gone.safetensors'}"]
-    assert_refused(arguments, "gone.safetensors", "no such file", monkeypatch, capsys)
+    assert_refused(arguments, "gone.safetensors", "No such file", monkeypatch, capsys)
     assert not list(tmp_path.rglob("training.csv"))
 
 
@@ -397,9 +397,25 @@ def test_training_from_weights_of_another_model_is_refused(run_folder, tmp_path,
     assert not list(tmp_path.rglob("training.csv"))
 
 
-@pytest.mark.parametrize("folder", ["no_such_folder", "."])
-def test_generating_from_a_folder_that_is_no_run_is_refused(folder, tmp_path, monkeypatch, capsys):
-    assert_refused(["generate", str(tmp_path / folder)], "no config.yaml", "give the out_dir", monkeypatch, capsys)
+def test_generating_from_a_folder_that_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
+    assert_refused(["generate", str(tmp_path)], "no config.yaml", "give the out_dir", monkeypatch, capsys)
+
+
+TAKES_A_RUN = (
+    *("generate RUN", "eval RUN", "report RUN", "watch RUN --once", "trace RUN", "ckpt list RUN", "ckpt verify RUN"),
+    *("ckpt export RUN out", "export RUN out", "export RUN out --format safetensors"),
+    *("train CONFIG train.init_from=RUN", "train CONFIG train.teacher=RUN"),
+)
+
+
+@pytest.mark.parametrize("command", TAKES_A_RUN)
+def test_every_command_says_alike_that_there_is_no_such_run(command, run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = command.replace("CONFIG", str(run_folder / "config.yaml")).replace("RUN", "runs/gone")
+    key = f"{given.split()[-1].partition('=')[0]}: " if "=" in given else ""
+    exit_code, stderr = run_here(given.split(), monkeypatch, capsys)
+    said = f"error: {key}runs/gone: cannot be read: No such file or directory; give the out_dir of a run\n"
+    assert (exit_code, stderr) == (CHECKPOINT, said)
 
 
 def test_generating_from_a_run_without_weights_is_refused(run_folder, monkeypatch, capsys):

@@ -145,9 +145,12 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_file(folder, tmp_path, 
 
 def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
     train_until(3, tmp_path / "run")
-    evaluate(tmp_path / "run", "--lengths", "256", "--samples", 1)
-    found = json.loads((tmp_path / "run" / "eval.json").read_text())
-    assert found["weights"].endswith("step_00000003")
+    for source in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "latest"):
+        evaluate(source, "--lengths", "256", "--samples", 1)
+        found = json.loads((tmp_path / "run" / "eval.json").read_text())
+        assert found["weights"].endswith("step_00000003")
+        (tmp_path / "run" / "eval.json").unlink()
+    assert not list((tmp_path / "run" / "checkpoints").rglob("eval.*"))
 
 
 @pytest.mark.parametrize("text", ["", "many", "128,,256", "0", "-5", "1"])

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from nsa.cli.report import report
-from nsa.errors import ConfigError, LaunchError
+from nsa.errors import CheckpointError, LaunchError
 from nsa.inspect.compare import render_comparison
 from nsa.inspect.reading import read_run
 from nsa.inspect.report import render, write_page
@@ -364,7 +364,7 @@ def test_the_command_writes_into_the_run_or_to_the_file_it_is_given(finished, tm
 def test_a_place_that_cannot_be_written_and_a_folder_that_is_no_run_are_errors(finished, tmp_path):
     with pytest.raises(LaunchError, match="--out"):
         write_page(render(read_run(finished)), tmp_path / "nowhere" / "r.html")
-    with pytest.raises(ConfigError, match="no folder of a run"):
+    with pytest.raises(CheckpointError, match="no folder of a run"):
         read_run(tmp_path)
 
 

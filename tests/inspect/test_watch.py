@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.view import frame
@@ -474,7 +474,7 @@ def test_a_sample_of_no_rows_weighs_nothing(tmp_path):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="give the out_dir of a run"):
+        with pytest.raises(CheckpointError, match="give the out_dir of a run"):
             read_run(folder)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from nsa.cli.watch import watch
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError
 from tests.record.runs import long_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,9 +76,9 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(folder, starting, tmp_path
     watch(run)
     assert all("waiting for a run; Ctrl-C ends" in look for look in looks[:2])
     assert "step 40 of 80" in looks[2]
-    with pytest.raises(ConfigError, match="No such file or directory; give the out_dir of a run"):
+    with pytest.raises(CheckpointError, match="No such file or directory; give the out_dir of a run"):
         watch(tmp_path / "never", once=True)
-    with pytest.raises(ConfigError, match="is no folder of a run"):
+    with pytest.raises(CheckpointError, match="is no folder of a run"):
         watch(tmp_path)
 
 

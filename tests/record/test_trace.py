@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from nsa.cli.trace import trace as trace_command
 from nsa.config import parse_config
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
 from nsa.parallel.recompute import apply_recompute
@@ -419,7 +419,7 @@ def test_the_command_prints_at_most_eighty_columns_or_how_to_switch_tracing_on(t
         assert done.output.startswith("trace    2 of 2 ranks since")
         assert max(map(len, done.output.splitlines())) <= 80
         assert len(done.output.splitlines()) < 24
-    for folder in (tmp_path, tmp_path / "nowhere"):
+    for folder, kind in ((tmp_path, ConfigError), (tmp_path / "nowhere", CheckpointError)):
         failed = CliRunner().invoke(app, [str(folder)])
-        assert isinstance(failed.exception, ConfigError)
+        assert isinstance(failed.exception, kind)
     assert "telemetry.trace_grads=true" in str(CliRunner().invoke(app, [str(tmp_path)]).exception)

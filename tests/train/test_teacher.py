@@ -7,7 +7,7 @@ import torch
 
 from nsa import load_run
 from nsa.data.loader import Batch
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.nn.loss import divergence_sum
 from nsa.train import train
 from nsa.train.state import build_state
@@ -81,7 +81,7 @@ def test_patterns_that_make_no_sense_are_refused(tmp_path, patterns, message):
 def test_a_teacher_of_another_vocabulary_is_refused(dense, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.teacher: .* another vocabulary"):
         train(small("model.vocab_size=300", f"train.teacher={dense}"), tmp_path / "run")
-    with pytest.raises(Exception, match=r"train\.teacher: .*no run folder"):
+    with pytest.raises(CheckpointError, match=r"train\.teacher: .*nowhere: cannot be read"):
         train(small(f"train.teacher={tmp_path / 'nowhere'}"), tmp_path / "run2")
 
 

@@ -74,10 +74,17 @@ def test_a_checkpoint_is_loaded_by_its_name(name, step, run):
     loaded = nsa.load_run(run, checkpoint=name)
     assert loaded.weights == wanted
     assert same_weights(loaded.model, read_weights(wanted))
-    by_path = nsa.load_run(wanted)
-    assert same_weights(by_path.model, read_weights(wanted))
-    assert by_path.config == loaded.config
-    assert by_path.tokenizer.fingerprint == loaded.tokenizer.fingerprint
+    for path in (wanted, run / "checkpoints" / name):  # latest and best are files that hold the name of another
+        by_path = nsa.load_run(path)
+        assert by_path.weights == wanted
+        assert same_weights(by_path.model, read_weights(wanted))
+        assert by_path.config == loaded.config
+        assert by_path.tokenizer.fingerprint == loaded.tokenizer.fingerprint
+
+
+def test_the_tokenizer_of_a_run_is_found_from_the_folder_of_its_checkpoints(run, monkeypatch):
+    monkeypatch.chdir(run / "checkpoints")
+    assert nsa.load_run("latest").tokenizer.vocab_size == 280
 
 
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(run):
