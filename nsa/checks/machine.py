@@ -18,7 +18,7 @@ import torch
 from nsa.config import Config
 from nsa.nn.model import build_model
 from nsa.parallel.context import data_ranks
-from nsa.train.state import micro_batch_size
+from nsa.train.state import describe_batch
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 OLDEST_GPU = (8, 0)
@@ -43,13 +43,11 @@ def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -
         model = build_model(config.model, config.nsa, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
     groups = data_ranks(config.parallel.context, nproc)
-    micro = micro_batch_size(config, groups)  # a ConfigError where the ranks cannot share the batch evenly
-    passes = config.train.batch_size // groups // micro
-    shared = f", each over {config.parallel.context} ranks" if groups < nproc else ""
+    batch = describe_batch(config, groups)  # a ConfigError where the ranks cannot share the batch evenly
     return [
         *_versions(),
         *_gpus(config, nproc),
-        Finding("batch", True, f"{groups} ranks x {passes} passes x {micro} sequences{shared}"),
+        Finding("batch", True, batch),
         *_room(folder, (config.checkpoint.keep + 2) * state + SPARE_BYTES, 2 * state),
     ]
 

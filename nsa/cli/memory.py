@@ -10,6 +10,7 @@ import typer
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
 from nsa.cli.output import say
 from nsa.config import load_config
+from nsa.record.numbers import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +126,7 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
         left = "" if card["left_gib"] is None else f"{card['left_gib']:.1f}"
         fits, usable = "fits" if card["fits"] else "TOO LARGE", str(card["usable_micro_batch"] or "none")
         cards.add_row(card["name"], f"{card['gib']:.1f}", fits, str(card["largest_micro_batch"]), usable, left)
-    processes = f"{planner.nproc} process{'es' if planner.nproc > 1 else ''}"
+    processes = counted(planner.nproc, "process", "processes")
     compiled = ", compiled" if found["compile"] else ""
     say(f"{file}: {processes}, {planner.strategy}, {planner.precision}{compiled}")
     ranks = planner.config.parallel.context

@@ -28,6 +28,11 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """1 rank, 2 ranks, 1,024 passes (with `many` where an s is not enough)."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def exact(value: float, spec: str = ".4f") -> str:
     return format(value, spec) if math.isfinite(value) else (DASH if math.isnan(value) else str(value))
 

@@ -39,6 +39,7 @@ from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
 from nsa.record.environment import describe_environment
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
+from nsa.record.numbers import counted
 from nsa.record.run_log import RunLog
 from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
 from nsa.supervise.launch_guard import refuse_idle_gpus
@@ -51,7 +52,7 @@ from nsa.train.folder import Claim, is_finished, record_end, refuse_foreign, sta
 from nsa.train.graphs import plan_graphs
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
-from nsa.train.state import RunState, build_state, micro_batch_size, own_tokens
+from nsa.train.state import RunState, build_state, describe_batch, micro_batch_size, own_tokens
 from nsa.train.step import StepResult, train_step, validate
 from nsa.train.trained import load_teacher
 
@@ -265,7 +266,7 @@ class Session:
         yield f"data    {self.feed.data.summary}"
         yield f"first   batch after {self.feed.first_batch_s:.2f} s"
         yield (
-            f"model   {state.model.num_parameters():,} parameters, {config.model.n_layers} layers, "
+            f"model   {state.model.num_parameters():,} parameters, {counted(config.model.n_layers, 'layer')}, "
             f"{layers} attention, {state.precision} on {state.device}"
         )
         if state.device.type == "cuda":
@@ -277,12 +278,10 @@ class Session:
             f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
             f"at {config.train.seq_len} tokens (estimates, forward and backward)"
         )
-        yield (
-            f"batch   {config.train.batch_size} sequences a step: {state.world.data_size} ranks x {self.feed.passes} "
-            f"passes x {self.micro_batch}"
-        )
+        sequences = counted(config.train.batch_size, "sequence")
+        yield f"batch   {sequences} a step: {describe_batch(config, state.world.data_size)}"
         if state.world.context is not None:
-            yield f"context each of these is {state.world.context.size} ranks, which share every sequence"
+            yield "context the ranks of a group share every sequence"
         if config.parallel.ddp.safe_mode:
             used = effective(config.parallel.ddp)
             yield (

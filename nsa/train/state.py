@@ -22,6 +22,7 @@ from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import HookWrapper, shard, wrap_ddp
 from nsa.record.memory_dump import run_tensors
+from nsa.record.numbers import counted
 from nsa.train.graphs import StepGraphs
 from nsa.train.optimizer import build_optimizer
 
@@ -195,6 +196,14 @@ def micro_batch_size(config: Config, world_size: int) -> int:
             "parallel.ddp.static_graph: works with one pass a step only; leave train.micro_batch at auto or turn it off"
         )
     return size
+
+
+def describe_batch(config: Config, world_size: int) -> str:
+    """How the sequences of a step are divided, such as 2 groups of 4 ranks x 1 pass x 8 sequences."""
+    size = micro_batch_size(config, world_size)
+    passes, shared = config.train.batch_size // world_size // size, config.parallel.context
+    ranks = counted(world_size, "rank") if shared == 1 else f"{counted(world_size, 'group')} of {shared} ranks"
+    return f"{ranks} x {counted(passes, 'pass', 'passes')} x {counted(size, 'sequence')}"
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:

@@ -23,7 +23,7 @@ def test_a_machine_that_fits_the_run_has_no_bad_finding(tmp_path):
     findings = found(tmp_path)
     assert {"python", "torch", "triton", "device", "batch", "disk", "host memory", "open files"} <= set(findings)
     assert [finding for finding in findings.values() if not finding.ok] == []
-    assert findings["batch"].found == "1 ranks x 1 passes x 4 sequences"
+    assert findings["batch"].found == "1 rank x 1 pass x 4 sequences"
     assert str(tmp_path) in findings["disk"].found, "the folder is created later: its parent counts"
 
 

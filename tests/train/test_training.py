@@ -19,7 +19,7 @@ from nsa.nn.model import build_model
 from nsa.record.schema import MACHINE_COLUMNS
 from nsa.train import train
 from nsa.train.folder import Claim
-from nsa.train.state import build_state
+from nsa.train.state import build_state, describe_batch
 from nsa.train.step import train_step, validate
 from tests import warm
 from tests.distributed.launching import environment, wait_all
@@ -200,6 +200,19 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 6, "a summary without steps is written again"
     train(tiny(), tmp_path, fresh=True)
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups", "said"),
+    [
+        ((), 1, "1 rank x 1 pass x 4 sequences"),
+        (("train.micro_batch=1",), 2, "2 ranks x 2 passes x 1 sequence"),
+        (("parallel.context=2",), 1, "1 group of 2 ranks x 1 pass x 4 sequences"),
+        (("parallel.context=4", "train.micro_batch=2"), 2, "2 groups of 4 ranks x 1 pass x 2 sequences"),
+    ],
+)
+def test_the_start_says_how_a_batch_is_divided(overrides, groups, said):
+    assert describe_batch(tiny("train.batch_size=4", *overrides), groups) == said
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
