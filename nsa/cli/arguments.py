@@ -1,7 +1,7 @@
 """Arguments that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,10 +11,14 @@ ConfigFile = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="YAML file of the run, or a name of `nsa config list`.", show_default=False),
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides such as train.steps=10.", show_default=False),
-]
+
+
+def overrides_such_as(example: str) -> Any:
+    """The argument for overrides, with one that the command makes use of."""
+    return typer.Argument(metavar="KEY=VALUE", help=f"Overrides such as {example}.", show_default=False)
+
+
+Overrides = Annotated[list[str] | None, overrides_such_as("train.steps=10")]
 JoinedOverrides = Annotated[
     list[str] | None,
     typer.Option("--override", metavar="'KEY=VALUE ...'", help="The same as one string.", show_default=False),
@@ -23,7 +27,8 @@ TrainedModel = Annotated[
     Path,
     typer.Argument(
         metavar="RUN_DIR|CHECKPOINT|FILE",
-        help="A run (its weights, else its newest checkpoint), one checkpoint, or a .safetensors file of a run.",
+        help="A run (its weights, else its newest checkpoint), one checkpoint (its folder, or checkpoints/latest or "
+        "checkpoints/best), or a .safetensors file of a run.",
         show_default=False,
     ),
 ]

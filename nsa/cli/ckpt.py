@@ -1,7 +1,7 @@
 """`nsa ckpt list`, `nsa ckpt verify`, `nsa ckpt export`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,11 @@ from nsa.errors import CheckpointError
 app = typer.Typer(help="Look at, check and export checkpoints.", no_args_is_help=True)
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)]
-Source = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run (its newest) or one checkpoint.", show_default=False)
-]
+
+
+def _source(of_a_run: str) -> Any:
+    about = f"A run ({of_a_run}) or one checkpoint: its folder, or checkpoints/latest or checkpoints/best."
+    return typer.Argument(metavar="RUN_DIR|CHECKPOINT", help=about, show_default=False)
 
 
 @app.command("list")
@@ -41,7 +43,7 @@ def list_checkpoints(run_dir: RunFolder) -> None:
 
 
 @app.command()
-def verify(source: Source) -> None:
+def verify(source: Annotated[Path, _source("all its checkpoints")]) -> None:
     """Compare every byte with the manifest and load what a resume loads; exit code 4 if a checkpoint is damaged."""
     from nsa.checkpoint.export import resolve_pointer
     from nsa.checkpoint.format import MANIFEST_FILE, committed
@@ -68,7 +70,7 @@ def verify(source: Source) -> None:
 
 @app.command()
 def export(
-    source: Source,
+    source: Annotated[Path, _source("its newest sound checkpoint")],
     target: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="The file to write.", show_default=False)],
 ) -> None:
     """Write a checkpoint's weights as one safetensors file: `nsa export --format safetensors` of a checkpoint."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
+from nsa.cli.arguments import JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.config import load_config, parse_config
 from nsa.config.schema import Config
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Prepare, inspect and verify training data.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the shards.", show_default=False)]
+DataOverrides = Annotated[list[str] | None, overrides_such_as("data.source=python")]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="CONFIG", help="YAML file whose data section to start from.")
 ]
@@ -30,7 +31,7 @@ ConfigOption = Annotated[
 @app.command()
 def prepare(
     folder: Folder,
-    overrides: Overrides = None,
+    overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     workers: Annotated[
@@ -72,7 +73,7 @@ def prepare(
 @app.command()
 def tokenizer(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The tokenizer.json to write.", show_default=False)],
-    overrides: Overrides = None,
+    overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, the 256 bytes and the separator included.")] = 32768,
@@ -103,7 +104,7 @@ def stats(
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; unset: the source.", show_default=False)
     ] = None,
-    overrides: Overrides = None,
+    overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.arguments import ConfigFile, JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 
 
 def doctor(
     config: ConfigFile,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, overrides_such_as("parallel.strategy=fsdp")] = None,
     override: JoinedOverrides = None,
     nproc: Annotated[
         int | None,

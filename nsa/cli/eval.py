@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
+from nsa.cli.arguments import JoinedOverrides, TrainedModel, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.errors import ConfigError
 
 
 def evaluate(
     source: TrainedModel,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, overrides_such_as("data.source=python")] = None,
     override: JoinedOverrides = None,
     lengths: Annotated[
         str | None,

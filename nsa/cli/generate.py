@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
+from nsa.cli.arguments import JoinedOverrides, TrainedModel, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.errors import ConfigError, reworded
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def generate(
     source: TrainedModel,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, overrides_such_as("runtime.device=cpu")] = None,
     override: JoinedOverrides = None,
     prompt: Annotated[
         list[str] | None,

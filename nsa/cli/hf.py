@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nsa.cli.arguments import JoinedOverrides, Overrides, TrainedModel, all_overrides
+from nsa.cli.arguments import JoinedOverrides, TrainedModel, all_overrides, overrides_such_as
 from nsa.cli.output import say
 
 
@@ -15,7 +15,7 @@ def import_(
         typer.Argument(metavar="DIR", help="Folder of a Llama, Mistral, Qwen2 or Qwen3 model.", show_default=False),
     ],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="New folder to write.", show_default=False)],
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, overrides_such_as("nsa.window=512")] = None,
     override: JoinedOverrides = None,
     attention: Annotated[
         Literal["nsa"] | None, typer.Option(help="nsa converts the attention layers; as they are when unset.")

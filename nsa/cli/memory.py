@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.arguments import ConfigFile, JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.config import load_config
 from nsa.record.numbers import counted
@@ -38,7 +38,7 @@ _CACHE_ROWS = {
 
 def memory(
     config: ConfigFile,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, overrides_such_as("train.seq_len=65536")] = None,
     override: JoinedOverrides = None,
     nproc: Annotated[int, typer.Option("--nproc", metavar="N", help="Processes, one GPU each.")] = 1,
     card: Annotated[

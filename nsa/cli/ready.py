@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
+from nsa.cli.arguments import ConfigFile, JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.config import load_config
 from nsa.errors import printable
@@ -14,7 +14,7 @@ from nsa.errors import printable
 
 def ready(
     config: ConfigFile,
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, overrides_such_as("train.batch_size=16")] = None,
     override: JoinedOverrides = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few steps: a GO clears the quick check only.")] = False,
     nproc: Annotated[

@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
+from nsa.config import parse_config
 
 
 def commands(command, path=()):
@@ -43,3 +44,35 @@ def test_help_shows_every_text_in_full(path):
 def test_the_example_of_prepare_keeps_its_brackets():
     result = CliRunner().invoke(app, ["data", "prepare", "--help"], catch_exceptions=False)
     assert "data.paths=[books] data.tokenizer=gpt2" in words_of(result.output)
+
+
+# The section whose keys each command makes use of.
+OVERRIDES = {
+    "train": "train", "config show": "train", "memory": "train", "ready": "train", "doctor": "parallel",
+    "generate": "runtime", "eval": "data", "import": "nsa",
+    "data prepare": "data", "data tokenizer": "data", "data stats": "data",
+}  # fmt: skip
+
+
+def test_the_example_of_an_override_fits_its_command():
+    examples = {
+        " ".join(path): re.fullmatch(r"Overrides such as (.+)\.", parameter.help)[1]
+        for path, command in COMMANDS.items()
+        for parameter in command.params
+        if parameter.metavar == "KEY=VALUE"
+    }
+    assert {name: example.partition(".")[0] for name, example in examples.items()} == OVERRIDES
+    assert {name for name, example in examples.items() if "train.steps" in example} == {"train", "config show"}
+    for example in examples.values():
+        parse_config({}, "help", [example])
+
+
+def test_the_help_of_checkpoints_says_which_are_read():
+    for command, said in (("verify", "A run (all its checkpoints)"), ("export", "A run (its newest sound checkpoint)")):
+        assert said in words_of(CliRunner().invoke(app, ["ckpt", command, "--help"]).output)
+
+
+def test_a_configuration_that_is_not_trained_by_itself_says_so_in_the_list():
+    listed = dict(line.split(None, 1) for line in CliRunner().invoke(app, ["config", "list"]).output.splitlines())
+    assert listed["convert"].startswith("For `nsa import --config convert`, not to train by itself")
+    assert not [name for name, about in listed.items() if not about.endswith(".")], "each is a sentence"
