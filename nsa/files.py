@@ -7,6 +7,7 @@ folder itself may be reached through links. All functions raise OSError.
 import errno
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,8 @@ from typing import BinaryIO, cast
 
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a file that is read whole
 LARGEST_LOG = 4 * 2**30  # of one that is read line by line
-_UNFINISHED = re.compile(r"\..+\.(docs|json|safetensors|txt|yaml)\.\d+")
+# Names of `open_replacement`; version 0.1 put the process id in place of the random part.
+_UNFINISHED = re.compile(r"\..+\.(docs|json|safetensors|txt|yaml)\.([0-9a-f]{16}|\d+)")
 
 
 def expand_home(path: str) -> Path:
@@ -74,27 +76,34 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes beside the place, flushes, renames: a reader sees the old file or the new one, after a crash too."""
-    with _written_aside(path) as aside:
-        write_flushed(aside, content)
+    with open_replacement(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     flush_folder(path.parent)
 
 
 def write_whole(path: Path, text: str) -> None:
     """The same without waiting for the disk: after a crash of the machine the file may be lost."""
-    with _written_aside(path) as aside, open(aside, "w", encoding="utf-8", opener=regular) as file:
-        file.write(text)
+    with open_replacement(path) as file:
+        file.write(text.encode())
 
 
 @contextmanager
-def _written_aside(path: Path) -> Iterator[Path]:
-    """The place beside `path` to write to; it becomes `path` at the end, and is removed where that fails."""
+def open_replacement(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file beside `path` for writing. At the end it replaces `path`; if anything raises, it is removed.
+
+    A process id would not make the name unique: containers that share a volume have the same ids.
+    """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    file = open(aside, "xb", opener=regular)  # noqa: SIM115  (closed below)
     try:
-        yield aside
+        with file:
+            yield file
         aside.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise

@@ -1,6 +1,7 @@
 """Writes what a run trained as a folder that transformers loads."""
 
 import json
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,7 @@ def export_model(run: TrainedRun, folder: Path) -> None:
     with torch.device("meta"):
         model = NSAForCausalLM(config)
     model.decoder = run.model
-    aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         aside.mkdir(parents=True)
         model.save_pretrained(aside, max_shard_size=LARGEST_SHARD)

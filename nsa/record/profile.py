@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.files import write_whole
+from nsa.files import open_replacement, write_whole
 from nsa.record.schema import PROFILE_TABLE, PROFILE_TRACE
 
 
@@ -35,8 +35,6 @@ class StepProfiler:
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=key, row_limit=10)
         write_whole(self._table, table)
-        beside = self._trace.with_name(f".{self._trace.name}")
-        beside.unlink(missing_ok=True)  # torch would follow a link
-        recorded.export_chrome_trace(str(beside))
-        beside.replace(self._trace)
+        with open_replacement(self._trace) as file:  # torch would follow a link
+            recorded.export_chrome_trace(str(file.name))
         return self._trace

@@ -37,6 +37,16 @@ def load(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
+def test_an_export_leaves_the_files_of_another_one_alone(run, tmp_path):
+    """Of one into the same folder that is being written by another process."""
+    other = tmp_path / ".model.part" / "config.json"
+    other.parent.mkdir()
+    other.write_text("{}")
+    export_model(run, tmp_path / "model")
+    assert other.read_text() == "{}"
+    assert {path.name for path in tmp_path.iterdir()} == {"model", ".model.part"}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_text_survive_the_round_trip(tmp_path, variant):
     run = make_run(tmp_path / "run", variant)

@@ -13,7 +13,7 @@ from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, pointed, read_manife
 from nsa.checkpoint.load import read_state, saved_shapes
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError
-from nsa.files import make_folder, open_regular, read_regular, regular
+from nsa.files import make_folder, open_regular, read_regular, regular, replace_file, write_whole
 from nsa.inspect import run_files
 from nsa.inspect.reading import read_run
 from nsa.inspect.report import render, write_page
@@ -162,11 +162,11 @@ def test_a_log_without_line_ends_is_read_in_bounded_pieces(tmp_path, monkeypatch
 
 
 VICTIM = b"precious\n"
-# Whatever a run appends to, replaces or writes beside; a file per name lies outside and must not change.
+# Whatever a run appends to or replaces; a file per name lies outside and must not change.
 LINKED = (
     *("run.log", "heartbeat_rank0.jsonl", "opt_state_mb.txt", "dtypes_report.txt", "metrics.json", "config.yaml"),
     *("env.json", "mem_boot.txt", "mem_boot.json", "mem_step1.txt", "model.safetensors", "profile_rank0.json"),
-    *("profile_rank0.txt", "trace_rank0.jsonl", f".metrics.json.{os.getpid()}"),
+    *("profile_rank0.txt", "trace_rank0.jsonl"),
 )
 
 
@@ -239,8 +239,9 @@ def test_a_report_is_not_written_through_a_link(run, tmp_path):
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
-    kept = {"kept.txt", ".hidden", ".notes.1", "model.safetensors"}
-    for name in (".model.safetensors.123", ".metrics.json.77", *kept):
+    kept = {"kept.txt", ".hidden", ".notes.1", "model.safetensors", ".metrics.json.orig"}
+    random, of_version_0_1 = f".metrics.json.{'0a' * 8}", (".model.safetensors.123", ".metrics.json.77")
+    for name in (random, *of_version_0_1, *kept):
         (tmp_path / name).write_bytes(VICTIM)
     with Claim(tmp_path).hold():
         assert {path.name for path in tmp_path.iterdir()} == {".lock", *kept}
@@ -377,3 +378,44 @@ def test_storage_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, 
         assert not claim.is_lost()
         renamed(tmp_path / "run", tmp_path)
         assert claim.is_lost()
+
+
+def write_text(path: Path, content: bytes) -> None:
+    write_whole(path, content.decode())
+
+
+@pytest.mark.parametrize("write", [replace_file, write_text])
+def test_processes_with_one_id_do_not_write_into_each_others_files(write, tmp_path, monkeypatch):
+    """Two containers on a shared volume: the second writes the same file while the first has not renamed its own."""
+    path, rename = tmp_path / "metrics.json", Path.replace
+
+    def interrupted(aside: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", rename)
+        write(path, b"second")
+        assert path.read_bytes() == b"second"
+        return rename(aside, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    write(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("write", [replace_file, write_text])
+def test_a_temporary_file_that_exists_is_neither_written_nor_removed(write, tmp_path, monkeypatch):
+    path, aside = tmp_path / "metrics.json", tmp_path / ".metrics.json.0123456789abcdef"
+    aside.write_bytes(VICTIM)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0123456789abcdef")
+    with pytest.raises(FileExistsError):
+        write(path, b"new")
+    assert aside.read_bytes() == VICTIM
+    assert list(tmp_path.iterdir()) == [aside]
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "report.html"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "not UTF-8: \udc80")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
