@@ -8,7 +8,6 @@ For each it says how much neighbouring queries agree. `--peers` times the public
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench import peers
+from bench.output import Results, add_dirty_option
 from bench.shapes import BEST_PUBLIC, SHAPES, SPEC, Inputs, Shape, agreement, make_inputs
-from bench.timing import machine, median_ms
+from bench.timing import median_ms
 from bench.trained import Recording
 from nsa.nn.rope import rotate
 from nsa.ops import compressed_attention, nsa_attention, select_blocks
@@ -324,6 +324,7 @@ def main() -> int:
     parser.add_argument("--no-parts", action="store_true")
     parser.add_argument("--peers", action="store_true", help="also time the public implementations; see bench.peers")
     parser.add_argument("--checkout", action="append", default=[], help="NAME=PATH, where a peer lies")
+    add_dirty_option(parser)
     options = parser.parse_args()
     options.checkouts = {name: Path(path) for name, _, path in (given.partition("=") for given in options.checkout)}
     if set(options.checkouts) - set(peers.PEERS):
@@ -334,14 +335,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench.attention needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
+    file = Results(options.out, options.allow_dirty)
     recording = Recording(options.run, options.layer) if options.run else None
     results: list[dict[str, Any]] = []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     for shape in (s for s in SHAPES if any(part in s.name for part in options.shapes.split(","))):
         makers = makers_of(shape, kinds, recording)
         if makers:
             results.append(measure(shape, makers, options))
-            options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+            file.write(results=results)
             print(f"done {shape.name}", file=sys.stderr, flush=True)
     console = Console(width=200)
     console.print(table(results))

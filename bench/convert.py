@@ -14,7 +14,6 @@ run that was stopped goes on.
 
 import argparse
 import hashlib
-import json
 import shutil
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from bench import learning
 from bench.learning import read_results, run_logged, validations
+from bench.output import Results, add_dirty_option
 
 RESULTS = Path("bench/results/convert-h200.jsonl")
 FIGURE, PAGE = Path("docs/img/convert.svg"), Path("docs/huggingface.md")
@@ -184,23 +184,22 @@ def run(work: Path, options: argparse.Namespace) -> None:
     rows = options.rows.split(",")
     if unknown := [row for row in rows if row not in (*ROWS, "dense")]:
         sys.exit(f"--rows: {unknown[0]!r} is no row; there are dense, {', '.join(ROWS)}")
+    results = Results(options.results, options.allow_dirty)
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [row for row in rows if key_of(result_of(row, options, 0, 0.0, [])) not in done]
     if "dense" in wanted:
-        record(dense_run(work, options), options.results)
+        record(dense_run(work, options), results)
         wanted.remove("dense")
     if not wanted:
         return
     models = import_both(work, options)
     with ThreadPoolExecutor(options.jobs) as pool:
         for finished in as_completed([pool.submit(convert, row, models, options) for row in wanted]):
-            record(finished.result(), options.results)
+            record(finished.result(), results)
 
 
-def record(result: dict[str, Any], results: Path) -> None:
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("a") as file:
-        file.write(json.dumps(result) + "\n")
+def record(result: dict[str, Any], results: Results) -> None:
+    results.append(result)
     print(f"{result['row']}: {result['val_loss']} after {result['seconds']} s", flush=True)
 
 
@@ -301,6 +300,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="conversions at once on the GPU")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("override", nargs="*", help="further overrides of every run")
+    add_dirty_option(parser)
     return parser.parse_intermixed_args(arguments)
 
 

@@ -8,10 +8,8 @@ best of several, because other programs only ever make them worse. Exit code 1 w
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -34,6 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.output import Results, add_dirty_option
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import Data, build_data
 from nsa.data.corpus import Tokenised
@@ -42,7 +41,6 @@ from nsa.data.token_shards import ShardTokens, open_shards, write_manifest, writ
 from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
 from nsa.data.waiting import Activity, Waiter
 from nsa.errors import NSAError
-from nsa.record.environment import commit
 
 SEQ_LEN, BATCH = 2048, 16
 THREADS = 2  # of a rank, as data.workers has it by default; also the processes of `nsa data prepare`
@@ -393,16 +391,6 @@ def bench_first(work: Path, sizes: Sizes, library: str) -> Iterator[Result]:
 # --- the report ---
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "tiktoken", "tokenizers", "torch")},
-        "commit": commit() or "unknown",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
 def shown(value: float, unit: str) -> str:
     if unit == "tokens/s":
         return f"{value / 1e6:.2f} M tokens/s"
@@ -430,7 +418,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="smaller corpora, each figure once, exit code 0")
     parser.add_argument("--only", default="load,prepare,stream,first", help="parts, with commas between them")
     parser.add_argument("--out", type=Path, default=Path("bench/results/data.json"))
+    add_dirty_option(parser)
     options = parser.parse_args()
+    file = Results(options.out, options.allow_dirty)
     sizes = QUICK if options.quick else Sizes()
     library = library_text()
     results: list[Result] = []
@@ -449,10 +439,7 @@ def main() -> int:
                 results.append(result)
             print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     print_table(results)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    written = [{**asdict(result), "met": result.met} for result in results]
-    content = {"machine": machine(), "quick": options.quick, "results": written}
-    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    file.write(quick=options.quick, results=[{**asdict(result), "met": result.met} for result in results])
     missed = [result.name for result in results if not result.met]
     if missed:
         print(f"missed{' (small corpora)' if options.quick else ''}: {'; '.join(missed)}", file=sys.stderr)

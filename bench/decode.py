@@ -10,7 +10,6 @@ which calls take turns on caches that together exceed the GPU's. Prints a table 
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -28,8 +27,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.output import Results, add_dirty_option
 from bench.shapes import SPEC, Shape
-from bench.timing import graph_ms, machine
+from bench.timing import graph_ms
 from nsa.ops import PagedKV, RingKV, compressed_attention, nsa_attention, nsa_decode, paged_attention, select_blocks
 from nsa.ops.layout import num_compressed
 from nsa.ops.reference import decode as reference
@@ -418,6 +418,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=420.0, help="of --tune; compiling takes at most half of it")
     parser.add_argument("--worker", type=int)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 4))
+    add_dirty_option(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.decode needs a CUDA GPU; none is visible", file=sys.stderr)
@@ -428,6 +429,7 @@ def main() -> int:
             sys.exit(f"--shapes: there are {', '.join(s.name for s in TUNE_SHAPES)}")
         tune(shapes, options.repeats, options.worker, options.workers, options.seconds)
         return 0
+    file = Results(options.out, options.allow_dirty)
     lengths, batches = ((8192, 65536), (1, 32)) if options.quick else (LENGTHS, BATCHES)
     results = []
     for heads in HEADS[:1] if options.quick else HEADS:
@@ -441,8 +443,7 @@ def main() -> int:
                 results.append(measure(Shape(batch, tokens, *heads), options.repeats))
                 print(f"done {results[-1]['shape']}", file=sys.stderr, flush=True)
     show(results)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    file.write(results=results)
     return 1 if any("wrong" in r for r in results) else 0
 
 

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.timing import machine
+from bench.output import Results, add_dirty_option
 from nsa.config import Config, load_config
 from nsa.generate.batch import DecodeGraphs, Pending
 from nsa.generate.sampling import Sampling, uniform
@@ -142,10 +142,12 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s of the GPU's memory; an H200's unless given")
     parser.add_argument("--out", type=Path, default=Path("bench/results/generate.json"))
+    add_dirty_option(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.generate needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
+    file = Results(options.out, options.allow_dirty)
     results: list[dict[str, Any]] = []
     columns = ("tokens/s", "step ms", "launches", "in kernels", "limit ms", "of limit")
     table = Table("model", "attention", "context", "batch", *columns)
@@ -170,8 +172,7 @@ def main() -> int:
         place = [row["model"], row["attention"], f"{row['context']:,}", str(row["batch"])]
         table.add_row(*place, *numbers, f"{row['of_limit']:.2f}x")
     Console(width=120).print(table)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({**machine(), "bandwidth_tbs": options.bandwidth, "results": results}, indent=1))
+    file.write(bandwidth_tbs=options.bandwidth, results=results)
     return 0
 
 

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from bench.output import Results, add_dirty_option
 from nsa.record.schema import HEARTBEAT, read_events
 
 RESULTS = Path("bench/results/learning-h200.jsonl")
@@ -244,6 +245,7 @@ def run(work: Path, options: argparse.Namespace) -> None:
     unknown = [row for row in options.rows.split(",") if row not in ROWS]
     if unknown:
         sys.exit(f"--rows: {unknown[0]!r} is no row; there are {', '.join(ROWS)}")
+    results = Results(options.results, options.allow_dirty)
     tokens = steps_of(options) * options.seq_len * options.batch_size
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [
@@ -252,13 +254,11 @@ def run(work: Path, options: argparse.Namespace) -> None:
         for row in options.rows.split(",")
         if (row, options.tokenizer, options.seq_len, tokens, seed) not in done
     ]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         running = [pool.submit(run_row, work, row, options, seed) for row, seed in wanted]
         for finished in as_completed(running):
             result = finished.result()
-            with options.results.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            results.append(result)
             print(
                 f"{result['row']} seed {result['seed']}: {result['val_loss']} after {result['seconds']} s", flush=True
             )
@@ -331,6 +331,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("override", nargs="*", help="further overrides of every row")
+    add_dirty_option(parser)
     options = parser.parse_intermixed_args(arguments)
     is_recall = options.action == "recall"
     options.rows = options.rows or ("pattern-1-1,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")

@@ -12,7 +12,6 @@ writes JSON after every result.
 
 import argparse
 import gc
-import json
 import math
 import sys
 import time
@@ -30,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench.output import Results, add_dirty_option
 from bench.shapes import SPEC, Inputs, Shape, make_inputs
-from bench.timing import machine
 from nsa.checks.memory import estimate
 from nsa.config import Config, load_config
 from nsa.data.loader import Batch
@@ -296,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--override", nargs="*", default=[], help="settings such as runtime.compile=false")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results/long.json"))
+    add_dirty_option(parser)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("bench.long needs a CUDA GPU; none is visible", file=sys.stderr)
@@ -303,19 +303,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = [int(length) for length in options.lengths.split(",")]
     if options.quick:
         lengths, options.steps = lengths[:1], 1
-    about = machine() if options.device == "cuda" else {"torch": torch.__version__}
-    content: dict[str, Any] = {"machine": about, "quick": options.quick, "checks": run_checks(options, lengths)}
+    file = Results(options.out, options.allow_dirty)
+    content: dict[str, Any] = {"quick": options.quick, "checks": run_checks(options, lengths)}
     failed = {place: names for place, errors in content["checks"].items() if (names := wrong(errors))}
     results = content["results"] = []
     shares = content["rank_shares"] = []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     for length in [] if failed else lengths:
         for checkpointing in options.checkpointing.split(","):
             results.append(measure(length, checkpointing, options))
-            options.out.write_text(json.dumps(content, indent=1) + "\n")
+            file.write(**content)
         if options.ranks and find_spec("nsa.parallel.context") is not None:
             shares.append(rank_share(length, options))
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    file.write(**content)
     print_tables(results, shares)
     for place, names in failed.items():
         print(f"wrong, {place}: {', '.join(names)}; nothing was timed", file=sys.stderr)

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import machine
+from bench.output import Results, add_dirty_option
 from nsa.config import load_config
 from nsa.ops.observe import Observer
 from nsa.record.schema import EventKind, TrainingRow
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=12, help="of blocks, each run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    add_dirty_option(parser)
     given = parser.parse_args()
     overrides = [*OVERRIDES, *WAITING, *given.overrides]
     config = load_config(given.config, overrides)
@@ -168,6 +169,7 @@ def main() -> None:
         loop.Monitor = SwitchedMonitor  # type: ignore[attr-defined]
         loop.train(config, given.worker)
         return
+    results = Results(given.out, given.allow_dirty) if given.out else None
     every = config.telemetry.every
     file, steps = Path(given.config).resolve(), every * (2 * given.pairs + 4)
     arguments = ["--config", str(file), *given.overrides, f"train.steps={steps}"]
@@ -186,10 +188,8 @@ def main() -> None:
     cost, error, median = (told[f"cost_percent{kind}"] for kind in ("", "_error", "_median"))
     print(f"cost {cost:+.2f} % +- {error:.2f} (median {median:+.2f}) over {told['pairs']} pairs of {every} steps")
     print(f"{told['inside_percent']:.2f} % of a step is spent in the call that ends it")
-    if given.out:
-        where = machine() if torch.cuda.is_available() else {"gpu": "none"}
-        result = {"machine": where, "config": given.config, "overrides": overrides, "steps_a_block": every}
-        given.out.write_text(json.dumps(result | told | {"blocks": pairs}, indent=1) + "\n")
+    if results:
+        results.write(config=given.config, overrides=overrides, steps_a_block=every, **told, blocks=pairs)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""What the benchmarks of kernels share: times of a GPU, and which machine they are from."""
+"""What the benchmarks of kernels share: times of a GPU."""
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 import triton
-
-from nsa.record.environment import commit
 
 
 def median_ms(function: Callable[[], Any], rep: int) -> float:
@@ -37,14 +34,3 @@ def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
         stop.record()
     torch.cuda.synchronize()
     return float(median(start.elapsed_time(stop) for start, stop in events)) / len(calls)
-
-
-def machine() -> dict[str, str]:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "commit": commit() or "unknown",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

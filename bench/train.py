@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.attention import machine
+from bench.output import Results, add_dirty_option
 from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
@@ -127,10 +127,12 @@ def main() -> int:
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
     parser.add_argument("--checkpointing", default="block", help=f"of sequences from {CHECKPOINTED_FROM:,} tokens on")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
+    add_dirty_option(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.train needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
+    file = Results(options.out, options.allow_dirty)
     results = []
     for seq_len in map(int, options.lengths.split(",")):
         for compiled in CHOICES[options.compile]:
@@ -158,10 +160,7 @@ def main() -> int:
             f"{r['peak_gib']:.1f}",
         )
     Console(width=120).print(table)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(
-        json.dumps({"machine": machine(), "config": options.config, "results": results}, indent=1) + "\n"
-    )
+    file.write(config=options.config, results=results)
     return 0
 
 

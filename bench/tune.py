@@ -9,7 +9,6 @@ sequence, "cudnn" is cuDNN instead of a launch.
 
 import argparse
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.output import Results, add_dirty_option
 from bench.shapes import SPEC, Shape, make_inputs
 from bench.timing import median_ms
 from nsa.ops.dispatch import kernels_for
@@ -255,11 +255,13 @@ def main() -> None:
     parser.add_argument("--worker", type=int)
     parser.add_argument("--workers", type=int, default=min(8, max(1, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--out", type=Path)
+    add_dirty_option(parser)
     options = parser.parse_args()
     what, dims = options.what.split(","), options.dims.split(",")
     if options.worker is not None:
         compile_share(what, dims, options.worker, options.workers)
         return
+    file = Results(options.out, options.allow_dirty) if options.out else None
     end = time.monotonic() + options.seconds
     command = [sys.executable, "-m", "bench.tune", "--what", options.what, "--dims", options.dims]
     processes = [
@@ -285,8 +287,8 @@ def main() -> None:
         others = [row for row in rows if "checked in" in row[1] or "WRONG" in row[1] or CUDNN in row[1]]
         for ms, text in sorted(rows)[:4] + others:
             print(f"  {ms:8.3f}  {text}", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(everything, indent=1))
+    if file:
+        file.write(results=everything)
 
 
 if __name__ == "__main__":

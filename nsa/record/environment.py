@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,7 @@ import torch
 
 from nsa import __version__
 
-_PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "pyarrow", "tokenizers")
+_PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "pyarrow", "tokenizers", "tiktoken")
 
 
 def describe_environment(config: dict[str, Any], world_size: int, strategy: str) -> dict[str, Any]:
@@ -42,18 +43,17 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the checkout that holds this package, or None; ends in "-dirty" if files differ from it."""
-    folder = Path(__file__).parents[2]
+    """Of the checkout that holds this package, or None; ends in "-dirty" if tracked files differ from it. Results of
+    benchmarks and the pages about them do not count: they change while one commit is measured."""
+    folder, others = Path(__file__).parents[2], (":!bench/results", ":!docs")
+    status = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]
     try:
-        asked = subprocess.run(  # noqa: S603
-            ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        asked = subprocess.run([*status, *others], capture_output=True, text=True, timeout=10)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    head = re.match(r"# branch\.oid ([0-9a-f]+)\n", asked.stdout)
+    is_dirty = any(not line.startswith("#") for line in asked.stdout.splitlines())
+    return head[1] + "-dirty" * is_dirty if head else None
 
 
 def _driver() -> str | None:

@@ -16,7 +16,7 @@ TINY = [
 
 
 def run(out, *arguments):
-    tiny = ["--device", "cpu", "--lengths", "1536", "--quick", "--out", str(out), "--override", *TINY]
+    tiny = ["--device", "cpu", "--lengths", "1536", "--quick", "--allow-dirty", "--out", str(out), "--override", *TINY]
     return long.main([*arguments, *tiny])
 
 

@@ -36,6 +36,21 @@ def test_changed_files_do_not_pass_for_the_commit(checkout):
     assert environment.describe_environment({}, 1, "single")["commit"] == git(checkout, "rev-parse", "HEAD") + "-dirty"
 
 
+def test_results_and_pages_are_no_code(checkout):
+    """Benchmarks write them, one command after the other, without a commit in between."""
+    for name in ("bench/results/a.json", "docs/a.md"):
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).write_text("first\n")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "second")
+    for name in ("bench/results/a.json", "docs/a.md"):
+        (checkout / name).write_text("second\n")
+    assert environment.commit() == git(checkout, "rev-parse", "HEAD")
+    (checkout / "nsa" / "telemetry" / "environment.py").write_text("second\n")
+    git(checkout, "add", ".")
+    assert environment.commit() == git(checkout, "rev-parse", "HEAD") + "-dirty"
+
+
 def test_outside_a_repository_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "c.py"))
     assert environment.describe_environment({}, 1, "single")["commit"] is None
