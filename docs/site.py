@@ -30,6 +30,7 @@ API = {
 PLACES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changes.md",
     "LICENSE": "source/LICENSE.txt",
     "nsa/config/schema.py": "reference/configuration.md",

@@ -70,7 +70,7 @@ def commands(command, *names: str) -> Iterator[str]:
 
 def test_every_page_of_the_guide_is_in_the_site(site):
     guide = {path.stem for path in ROOT.glob("docs/*.md")}
-    assert {*guide, "index", "contributing", "changes"} <= {path.stem for path in site.glob("*.html")}
+    assert {*guide, "index", "contributing", "security", "changes"} <= {path.stem for path in site.glob("*.html")}
 
 
 def test_links_lead_to_files_of_the_site(site):
