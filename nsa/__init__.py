@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nsa.generate.stream import generate_tokens
     from nsa.train.trained import load_run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", "generate_tokens", "load_run"]
 
 _MODULES = {"generate_tokens": "nsa.generate.stream", "load_run": "nsa.train.trained"}  # imported when they are used

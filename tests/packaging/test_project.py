@@ -1,10 +1,11 @@
-"""The files around the package: the same versions, and commands that exist."""
+"""The files around the package: they name the same versions, and their commands exist."""
 
 import re
 
 import pytest
 import yaml
 
+from nsa import __version__
 from tests.docs.pages import ROOT
 
 
@@ -16,6 +17,12 @@ def test_pre_commit_and_make_lint_use_the_same_ruff():
     hooks = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"][0]["hooks"]
     installed = re.search(r"^ruff==.*$", read("constraints.txt"), re.MULTILINE)[0]
     assert [hook["additional_dependencies"] for hook in hooks] == [[installed]] * 2
+
+
+def test_every_file_names_this_version():
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
+    assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)[1] == __version__
+    assert set(re.findall(r"nsa-([0-9.]+)-py3", read("README.md"))) == {__version__}
 
 
 @pytest.mark.parametrize(
