@@ -4,6 +4,7 @@ that keeps all test processes busy to the end."""
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -35,14 +36,16 @@ def _fixed_seed():
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """`no_room("run.log")`: what is written into files of that name finds the disk full, or whatever `instead` is."""
+    """`no_room("run.log")`: writes into files of that name, or into replacements of them, find the disk full, or
+    whatever `instead` is."""
 
     def take(*names: str, instead: str = "/dev/full") -> None:
         real = files.regular
 
         def opened(path, flags):
-            written = flags & (os.O_WRONLY | os.O_RDWR) and Path(path).name in names
-            return os.open(instead, flags) if written else real(path, flags)
+            name = re.sub(r"\.(.+)\.[0-9a-f]{16}", r"\1", Path(path).name)  # of files.open_replacement
+            written = flags & (os.O_WRONLY | os.O_RDWR) and name in names
+            return os.open(instead, flags & ~os.O_EXCL) if written else real(path, flags)
 
         for module in [m for m in sys.modules.values() if getattr(m, "regular", None) is real]:
             monkeypatch.setattr(module, "regular", opened)
