@@ -426,5 +426,5 @@ def test_generating_from_a_run_without_weights_is_refused(run_folder, monkeypatc
 def test_generating_from_a_truncated_weights_file_is_refused(kept, run_folder, monkeypatch, capsys):
     whole = save({"weight": torch.zeros(9)})
     (run_folder / "model.safetensors").write_bytes(whole[:kept])
-    hint = "is no whole safetensors file"
+    hint = "is not a complete safetensors file"
     assert_refused(["generate", str(run_folder)], "model.safetensors", hint, monkeypatch, capsys)

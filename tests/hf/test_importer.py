@@ -192,7 +192,7 @@ def _no_config(folder):
         (_pickle, "is a pickle, which can execute code"),
         (_traversal, "is no name of a safetensors file in this folder"),
         (_missing_shard, "shard model-00001-of-00002.safetensors .* is missing"),
-        (_cut, "is no whole safetensors file"),
+        (_cut, "is not a complete safetensors file"),
         (_deep, "cannot be read"),
         (_no_config, "no such file"),
     ],
