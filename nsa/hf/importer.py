@@ -17,7 +17,7 @@ from nsa.checkpoint.format import write_atomically
 from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
-from nsa.errors import CheckpointError, ConfigError
+from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.nn.gate import BranchGate
 from nsa.nn.model import build_model
 from nsa.record.schema import WEIGHTS_FILE, read_json
@@ -32,7 +32,7 @@ HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 GATE_LOGITS = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 _OWN = "decoder."  # before every name that `nsa export` writes
-_LAYER = re.compile(r"(?:model\.layers|decoder\.blocks)\.(\d{1,6})\.(.+)\.(weight|bias)")
+_HF_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.+)\.(weight|bias)")
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "norm.weight",
@@ -73,9 +73,10 @@ def import_model(
     """
     check_new_folder(run)
     described = _read_json(source / HF_CONFIG)
+    is_own = described.get("model_type") == OWN_TYPE
     content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
     wanted = content["nsa"]
-    if described.get("model_type") == OWN_TYPE:
+    if is_own:
         content |= _own_sections(described, str(source / HF_CONFIG))
     else:
         content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
@@ -93,7 +94,8 @@ def import_model(
     keys, kept = _tokenizer(source, content["model"]["vocab_size"], described)
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
     config = parse_config(content, str(source), list(overrides))
-    weights = converted_weights(source, config, converts=is_dense and "nsa" in config.model.layer_kinds())
+    converts = is_dense and "nsa" in config.model.layer_kinds()
+    weights = converted_weights(source, config, is_own=is_own, converts=converts)
     run.mkdir(parents=True, exist_ok=True)
     if kept:
         write_atomically(run / TOKENIZER_FILE, kept)
@@ -203,34 +205,40 @@ def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
     return found
 
 
-def converted_weights(source: Path, config: Config, *, converts: bool) -> dict[str, Tensor]:
-    """Every parameter of the decoder that `config` describes: from the folder, or as initialised where a dense model
-    `converts` to NSA."""
+def converted_weights(source: Path, config: Config, *, is_own: bool, converts: bool) -> dict[str, Tensor]:
+    """Every parameter of the decoder that `config` describes: from the folder, whose tensors have the names of
+    `nsa export` (`is_own`) or of transformers, or as initialised where a dense model `converts` to NSA."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in build_model(config.model, config.nsa, vocab_size, 0).named_parameters()}
+    if config.model.tied_head:
+        shapes["head.weight"] = shapes["embedding.weight"]  # some files hold it too
     found: dict[str, Tensor] = {}
-    own_head: Tensor | None = None
-    kinds = config.model.layer_kinds()
-    for name, tensor in _read_tensors(source):
+    origins: dict[str, str] = {}  # of the tensors found
+    for file, name, tensor in _read_tensors(source):
         if name.endswith("rotary_emb.inv_freq"):  # a table that old versions saved
-            continue
-        targets = _targets(name, kinds, config.nsa.shared_kv)
-        if config.model.tied_head and targets == ["head.weight"]:
-            own_head = tensor
             continue
         if not tensor.is_floating_point():
             raise CheckpointError(f"{source}: {name} holds {tensor.dtype}, not floating-point numbers")
+        targets = [target for target in _targets(name, is_own=is_own, converts=converts) if target in shapes]
+        if not targets:
+            raise CheckpointError(f"{source}: {name} has no place in the model of {HF_CONFIG}; remove the tensor")
         for place, target in enumerate(targets):
-            if target not in shapes:
-                raise CheckpointError(f"{source}: {name} has no place in a model of {HF_CONFIG}'s kind")
             if shapes[target] != tensor.shape:
                 wanted = f"{list(shapes[target])} by {HF_CONFIG}"
                 raise CheckpointError(f"{source}: {name} is {list(tensor.shape)} in its file and {wanted}")
+            if target in found:
+                raise CheckpointError(
+                    f"{source}: has two tensors for {target}: {origins[target]} and {name} in {file}; remove one"
+                )
             found[target] = tensor.clone() if place else tensor  # one tensor would be stored once
-    if own_head is not None and not torch.equal(own_head, found.get("embedding.weight", own_head[:0])):
-        raise CheckpointError(f"{source}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+            origins[target] = f"{name} in {file}"
+    if config.model.tied_head:
+        shapes.pop("head.weight")
+        head = found.pop("head.weight", None)
+        if head is not None and not torch.equal(head, found.get("embedding.weight", head)):
+            raise CheckpointError(f"{source}: tie_word_embeddings is true, but the head differs from the embedding")
     missing = sorted(set(shapes) - set(found))
     new = re.compile(r"\.attention\.(gate|phi_[kv])\.")
     if lost := [name for name in missing if not converts or not new.search(name)]:
@@ -252,31 +260,34 @@ def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Ten
     return {name: parameters[name].detach() for name in names}
 
 
-def _targets(name: str, kinds: list[Any], shared_kv: bool) -> list[str]:
-    """Our names of a tensor; several where the branches of a layer get a copy each."""
-    if name in _OUTSIDE:
-        return [_OUTSIDE[name]]
-    match = _LAYER.fullmatch(name)
-    if match is None or int(match[1]) >= len(kinds):
-        return [name.removeprefix(_OWN)]  # if it has no place, this is reported
-    layer, part = int(match[1]), _INSIDE.get(match[2], match[2])
-    if part not in _PER_BRANCH or kinds[layer] != "nsa":
-        return [f"blocks.{layer}.{part}.{match[3]}"]
-    return [f"blocks.{layer}.{part}.{branch}.{match[3]}" for branch in range(1 if shared_kv else 3)]
+def _targets(name: str, *, is_own: bool, converts: bool) -> list[str]:
+    """The names that a tensor of the folder may have here. Where a layer `converts`, each branch gets a copy of it."""
+    if is_own:
+        target = name.removeprefix(_OWN) if name.startswith(_OWN) else ""
+    elif match := _HF_LAYER.fullmatch(name):
+        target = f"blocks.{match[1]}.{_INSIDE.get(match[2])}.{match[3]}"
+    else:
+        target = _OUTSIDE.get(name, "")
+    part, _, kind = target.rpartition(".")
+    copied = converts and part.endswith(_PER_BRANCH)
+    return [target, *(f"{part}.{branch}.{kind}" for branch in range(3) if copied)]
 
 
-def _read_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_tensors(source: Path) -> Iterator[tuple[str, str, Tensor]]:
+    """The name of a file, the name of a tensor in it, and the tensor."""
     for path in _weight_files(source):
         with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
-                yield name, file.get_tensor(name)
+                yield path.name, name, file.get_tensor(name)
 
 
 def _weight_files(source: Path) -> list[Path]:
-    if (source / HF_WEIGHTS).is_file():
+    with reworded(CheckpointError, f"{source}: cannot be listed"):
+        present = {path.name for path in source.iterdir()}
+    if HF_WEIGHTS in present:
         return [source / HF_WEIGHTS]
-    if not (source / HF_INDEX).is_file():
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in source.glob(pattern))
+    if HF_INDEX not in present:
+        pickles = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth")))
         why = f"; {pickles[0]} is a pickle, which can execute code and is not read" if pickles else ""
         raise CheckpointError(f"{source}: has neither {HF_WEIGHTS} nor {HF_INDEX}{why}")
     files = _read_json(source / HF_INDEX).get("weight_map")
@@ -284,10 +295,8 @@ def _weight_files(source: Path) -> list[Path]:
         raise CheckpointError(f"{source / HF_INDEX}: has no weight_map")
     names = sorted(set(map(str, files.values())))
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{source / HF_INDEX}: {name!r} is no name of a safetensors file in this folder")
-        if not (source / name).is_file():
-            raise CheckpointError(f"{source}: shard {name} of {HF_INDEX} is missing")
+        if name not in present:
+            raise CheckpointError(f"{source / HF_INDEX}: the folder has no shard {name[:200]!r}; download it")
     return [source / name for name in names]
 
 

@@ -1,10 +1,12 @@
 """Hugging Face models of the Llama family become run folders that compute the same."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nsa import load_run
 from nsa.errors import CheckpointError, ConfigError
@@ -178,6 +180,12 @@ def _cut(folder):
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
+def _long_name(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "a" * 5000 + ".safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def _deep(folder):
     (folder / "config.json").write_text("[" * 100_000)
 
@@ -190,8 +198,9 @@ def _no_config(folder):
     ("damage", "message"),
     [
         (_pickle, "is a pickle, which can execute code"),
-        (_traversal, "is no name of a safetensors file in this folder"),
-        (_missing_shard, "shard model-00001-of-00002.safetensors .* is missing"),
+        (_traversal, "the folder has no shard"),
+        (_missing_shard, "the folder has no shard .model-00001-of-00002.safetensors"),
+        (_long_name, "the folder has no shard"),
         (_cut, "is not a complete safetensors file"),
         (_deep, "cannot be read"),
         (_no_config, "no such file"),
@@ -203,6 +212,49 @@ def test_a_hostile_folder_is_refused(tmp_path, llama, damage, message):
     with pytest.raises(CheckpointError, match=message):
         import_model(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("added", "original"),
+    [
+        ("norm.weight", "model.norm.weight"),
+        ("decoder.norm.weight", "model.norm.weight"),
+        ("model.layers.00.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("model.layers.\u0660.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("model.layers.0.mlp.out.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("decoder.blocks.0.mlp.out.weight", "model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_a_tensor_whose_name_transformers_does_not_know_is_refused(tmp_path, llama, added, original):
+    folder = shutil.copytree(llama[0], tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {added: torch.zeros_like(tensors[original])}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{re.escape(added)} has no place"):
+        import_model(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tensor_in_two_shards_is_refused(tmp_path, tied):
+    make(tmp_path, tie_word_embeddings=tied)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"lm_head.weight": head}, tmp_path / "b.safetensors")
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"two tensors .* lm_head.weight in a.* and lm_head.weight in b"):
+        import_model(tmp_path, tmp_path / "run")
+
+
+def test_two_tensors_of_an_own_export_for_one_place_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "dense", {"model": {"attention": "dense"}})
+    export_model(make_run(tmp_path / "run", "dense"), tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["decoder.blocks.0.attention.k.0.weight"] = tensors["decoder.blocks.0.attention.k.weight"].clone()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="two tensors"):
+        import_model(tmp_path / "hf", tmp_path / "converted", attention="nsa")
 
 
 def test_a_folder_with_content_is_left_alone(tmp_path, llama):
