@@ -37,7 +37,7 @@ def prepare(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that tokenise; as many as there are cores when unset.")
     ] = None,
-    shard_mb: Annotated[int, typer.Option(min=1, help="MiB of text in a shard, about.")] = 64,
+    shard_mb: Annotated[int, typer.Option(min=1, help="MiB of text in a shard, at most.")] = 64,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
 ) -> None:
     """Write a source's documents as token shards; the same command resumes after it was stopped.

@@ -9,13 +9,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.sources.base import Skipped, Source, Unit
+from nsa.data.sources.base import Skipped, Source, Unit, groups
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError
 
@@ -23,6 +23,7 @@ Keys = NDArray[np.uint64]
 Counts = NDArray[np.int64]
 KEY_BITS = 48  # of a document's key that decide its side
 BATCH = 64  # documents that go to the tokenizer at once
+BATCH_CHARS = 1 << 18  # or one document that is longer. As UTF-8 at most 1 MiB, the smallest shard
 
 
 class TokenFile(Protocol):
@@ -117,8 +118,7 @@ def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | 
     lengths: list[int] = []
     keys: list[int] = []
     text_bytes = 0
-    remaining = iter(documents)
-    while texts := list(islice(remaining, BATCH)):
+    for texts in groups(documents, lambda text: len(text) + BATCH_CHARS // BATCH, BATCH_CHARS):
         for text, tokens in zip(texts, tokenizer.encode_many(texts), strict=True):
             parts += (separator, tokens)
             lengths.append(1 + len(tokens))

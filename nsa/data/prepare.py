@@ -1,7 +1,8 @@
 """Any source to token shards, in parallel processes, resumable after a kill.
 
-Which units make up which shard is decided before the first is read, from their sizes, so the result does not depend on
-the number of processes or on how often the work was stopped. A shard that is done is never written again.
+Which units are written together is decided before the first is read, from their sizes. Their text goes into one shard,
+or into several where it is more than a shard should hold. So the result does not depend on the number of processes or
+on how often the work was stopped. A shard that is done is never written again.
 """
 
 import fcntl
@@ -14,12 +15,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 
 from nsa import faults
-from nsa.data.corpus import tokenise_units
-from nsa.data.sources.base import Source, Unit, groups
+from nsa.data.corpus import BATCH_CHARS, Tokenised, tokenise
+from nsa.data.sources.base import Skipped, Source, Unit, groups
 from nsa.data.token_shards import (
     MANIFEST,
     Manifest,
@@ -28,32 +30,32 @@ from nsa.data.token_shards import (
     read_entries,
     read_manifest,
     shard_path,
+    write_entries,
     write_manifest,
     write_shard,
 )
-from nsa.data.tokenizers import Tokenizer
+from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
 from nsa.files import regular, remove_unfinished
 
 SHARD_BYTES = 64 << 20  # of text
-GROUP_BYTES = 1 << 20  # of small units that are tokenised at once
 _size = attrgetter("size")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of every shard, and a name that changes with source, tokenizer and division."""
+    """The units that are written together, and a name that changes with source, tokenizer and division."""
 
-    shards: Sequence[Sequence[Unit]]
+    tasks: Sequence[Sequence[Unit]]
     name: str
 
 
 def make_plan(source: Source, tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> Plan:
-    shards = list(groups(source.units(), _size, shard_bytes))
+    tasks = list(groups(source.units(), _size, shard_bytes))
     digest = hashlib.sha256(f"{source.fingerprint()}\n{tokenizer.fingerprint}\n".encode())
-    for shard in shards:
-        digest.update(f"{[(u.path, u.part, u.start, u.stop) for u in shard]}\n".encode())
-    return Plan(shards, digest.hexdigest())
+    for units in tasks:
+        digest.update(f"{[(u.path, u.part, u.start, u.stop) for u in units]}\n".encode())
+    return Plan(tasks, digest.hexdigest())
 
 
 def prepare(
@@ -72,31 +74,34 @@ def prepare(
     """
     with _claimed(folder):
         plan = make_plan(source, tokenizer, shard_bytes)
-        if not plan.shards:
+        if not plan.tasks:
             raise DataError("data.source: there is nothing to prepare; give data.paths with text in them")
         if fresh:
             _remove(folder)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
-        entries = [] if manifest else read_entries(folder)
-        if any(found.plan != plan.name for found in ([manifest] if manifest else entries)):
+        found = [] if manifest else read_entries(folder)
+        if any(entry.plan != plan.name for entry in ([manifest] if manifest else chain(*found))):
             raise DataError(
                 f"{folder}: holds shards of another preparation (other files, text field, tokenizer or division); "
                 "choose another folder, or --fresh to replace them"
             )
         if manifest:
             return manifest
-        done = {entry.number: entry for entry in entries if has_sizes(folder, entry, tokenizer.dtype.itemsize)}
-        sizes = [sum(unit.size for unit in shard) for shard in plan.shards]
+        itemsize = tokenizer.dtype.itemsize
+        done = {of[0].number: of for of in found if all(has_sizes(folder, entry, itemsize) for entry in of)}
+        sizes = [sum(unit.size for unit in units) for units in plan.tasks]
 
         def report() -> None:
-            progress(sum(sizes[n] for n in done), sum(sizes), sum(entry.text_bytes for entry in done.values()))
+            text_bytes = sum(entry.text_bytes for entry in chain(*done.values()))
+            progress(sum(sizes[task] for task in done), sum(sizes), text_bytes)
 
         report()
-        missing = {number: units for number, units in enumerate(plan.shards) if number not in done}
-        for entry in _write_all(_Job(source, tokenizer, folder, plan.name), missing, workers):
-            done[entry.number] = entry
+        missing = {task: units for task, units in enumerate(plan.tasks) if task not in done}
+        job = _Job(source, tokenizer, folder, plan.name, len(plan.tasks), shard_bytes)
+        for written in _write_all(job, missing, workers):
+            done[written[0].number] = written
             report()
-        entries = [done[number] for number in range(len(plan.shards))]
+        entries = [entry for task in range(len(plan.tasks)) for entry in done[task]]
         if not sum(entry.documents for entry in entries):
             raise DataError("data.source: no document has any text; give data.paths with text in them")
         with reworded(DataError, f"{folder / MANIFEST}: cannot be written"):
@@ -112,27 +117,49 @@ class _Job:
     tokenizer: Tokenizer
     folder: Path
     plan: str
+    num_tasks: int
+    shard_bytes: int
 
-    def write(self, number: int, units: Sequence[Unit]) -> ShardEntry:
-        small = groups(units, _size, GROUP_BYTES)
-        parts = (tokenise_units(self.source, *group, tokenizer=self.tokenizer) for group in small)
-        shard = shard_path(self.folder, number, "tokens").with_suffix("")
-        with reworded(DataError, f"{shard}: cannot be written"):
-            return write_shard(self.folder, number, self.plan, parts, self.tokenizer)
+    def write(self, task: int, units: Sequence[Unit]) -> list[ShardEntry]:
+        """Shard number `task`, and where the text is more than a shard should hold, the same number plus once, twice
+        and so on `num_tasks`: numbers that no other task uses, however many shards each of them needs."""
+        filled = shards = 0
+
+        def number_of(part: Tokenised[TokenArray]) -> int:
+            nonlocal filled, shards
+            if filled and part.text_bytes and filled + part.text_bytes > self.shard_bytes:
+                filled, shards = 0, shards + 1
+            filled += part.text_bytes
+            return task + shards * self.num_tasks
+
+        written = []
+        for number, parts in groupby(self._parts(units), number_of):
+            with reworded(DataError, f"{shard_path(self.folder, number, 'tokens')}: cannot be written"):
+                written.append(write_shard(self.folder, number, self.plan, parts, self.tokenizer))
+        with reworded(DataError, f"{shard_path(self.folder, task, 'json')}: cannot be written"):
+            write_entries(self.folder, written)
+        return written
+
+    def _parts(self, units: Sequence[Unit]) -> Iterator[Tokenised[TokenArray]]:
+        """The last one is empty and has the counts of documents that were skipped."""
+        skipped = Skipped()
+        documents = (text for unit in units for text in self.source.documents(unit, skipped))
+        for texts in groups(documents, len, BATCH_CHARS):
+            yield tokenise(texts, self.tokenizer)
+        yield tokenise([], self.tokenizer, skipped)
 
 
-def _write_all(job: _Job, shards: dict[int, Sequence[Unit]], workers: int) -> Iterator[ShardEntry]:
-    if workers <= 1 or len(shards) <= 1:
-        for number, units in shards.items():
-            yield job.write(number, units)
+def _write_all(job: _Job, tasks: dict[int, Sequence[Unit]], workers: int) -> Iterator[list[ShardEntry]]:
+    if workers <= 1 or len(tasks) <= 1:
+        for task, units in tasks.items():
+            yield job.write(task, units)
         return
     # Spawned rather than forked: a fork copies locks that threads of libraries hold.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker, (job,))
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (job,))
     try:
-        tasks = [pool.submit(_write_shard, number, units) for number, units in shards.items()]
-        for task in as_completed(tasks):
-            yield task.result()
+        for future in as_completed([pool.submit(_write, task, units) for task, units in tasks.items()]):
+            yield future.result()
     except BrokenProcessPool:
         raise DataError(
             f"{job.folder}: a worker process died (out of memory, or killed); finished shards are kept, "
@@ -152,9 +179,9 @@ def _start_worker(job: _Job) -> None:
     _worker_job = job
 
 
-def _write_shard(number: int, units: Sequence[Unit]) -> ShardEntry:
+def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
     assert _worker_job is not None
-    return _worker_job.write(number, units)
+    return _worker_job.write(task, units)
 
 
 @contextmanager

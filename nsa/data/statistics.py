@@ -1,6 +1,6 @@
 """What a corpus looks like: counts, how long documents are, and the beginnings of a few."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from nsa.config.schema import DataConfig
-from nsa.data.corpus import Counts, TokenFile, Tokenised, tokenise
+from nsa.data.corpus import BATCH_CHARS, Counts, tokenise
 from nsa.data.sequences import random_order
-from nsa.data.sources.base import Skipped
+from nsa.data.sources.base import Skipped, groups
 from nsa.data.sources.registry import open_source
 from nsa.data.token_shards import open_shards, read_documents, read_manifest
 from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
@@ -42,7 +42,15 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     lengths = np.concatenate([read_documents(folder, entry)[0] for entry in manifest.shards])
     tokenizer = _tokenizer_of(data, made_with.name, made_with.fingerprint) if samples else None
     if tokenizer is not None:
-        texts = _samples(open_shards([folder], tokenizer)[0], tokenizer, samples)
+        documents = open_shards([folder], tokenizer)[0]
+        corpus = documents.select(np.ones(len(lengths), dtype=bool))
+
+        def beginning_of(document: int) -> TokenArray:
+            tokens = np.empty(min(int(lengths[document]), SAMPLE_TOKENS), dtype=corpus.dtype)
+            corpus.read(document, 0, tokens)
+            return tokens
+
+        texts = _samples(lengths, beginning_of, tokenizer, samples)
     else:
         texts = [f"(set data.tokenizer to {made_with.name!r}, which made these shards, to see text)"] if samples else []
     about = f"{folder} ({made_with.name}, from {manifest.source})"
@@ -56,24 +64,25 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     source, tokenizer = open_source(data, data.timeout_s), tokenizer_for(data)
     units, skipped = source.units(), Skipped()
     documents = (text for unit in units for text in source.documents(unit, skipped))
-    found = tokenise(islice(documents, limit), tokenizer, skipped)
+    lengths, beginnings, text_bytes = [], [], 0
+    for texts in groups(islice(documents, limit), len, BATCH_CHARS):
+        part = tokenise(texts, tokenizer)
+        text_bytes += part.text_bytes
+        for tokens in np.split(part.pieces[0], np.cumsum(part.lengths)[:-1]):
+            lengths.append(len(tokens))
+            beginnings.append(tokens[:SAMPLE_TOKENS].copy())  # the part itself is not kept
     about = f"{source.name}: {len({u.path for u in units}):,} files"
     if next(documents, None) is not None:
         about += f", the first {limit:,} documents"
-    texts = _samples(found, tokenizer, samples)
-    return Statistics(about, found.lengths, found.text_bytes, found.skipped, texts)
+    counts = np.array(lengths, dtype=np.int64)
+    texts = _samples(counts, beginnings.__getitem__, tokenizer, samples)
+    return Statistics(about, counts, text_bytes, skipped, texts)
 
 
-def _samples(documents: Tokenised[TokenArray | TokenFile], tokenizer: Tokenizer, count: int) -> list[str]:
+def _samples(lengths: Counts, beginning_of: Callable[[int], TokenArray], tokenizer: Tokenizer, count: int) -> list[str]:
     """The beginnings of a few documents, the same ones every time."""
-    texts = []
-    corpus = documents.select(np.ones(len(documents.lengths), dtype=bool))
-    for document in sorted(random_order(corpus.num_documents, 0, 0)[:count].tolist()):
-        length = int(corpus.lengths[document])
-        shown = np.empty(min(length, SAMPLE_TOKENS), dtype=corpus.dtype)
-        corpus.read(document, 0, shown)
-        texts.append(tokenizer.decode(shown.tolist()) + (" ..." if length > SAMPLE_TOKENS else ""))
-    return texts
+    chosen = sorted(random_order(len(lengths), 0, 0)[:count].tolist())
+    return [tokenizer.decode(beginning_of(i).tolist()) + (" ..." if lengths[i] > SAMPLE_TOKENS else "") for i in chosen]
 
 
 def _tokenizer_of(data: DataConfig, name: str, fingerprint: str) -> Tokenizer | None:

@@ -4,7 +4,7 @@ FOLDER/tokenizer.json        of a tokenizer that is a file: the file, so that th
 FOLDER/manifest.json         format, tokenizer, totals, and of every shard its counts, sizes and SHA-256; written last
 FOLDER/shard-00000.tokens    tokens back to back, little-endian, each document behind a separator
 FOLDER/shard-00000.docs      two rows of 64-bit numbers: how many tokens each document has, and what its text hashes to
-FOLDER/shard-00000.json      this shard's entry of the manifest, from when it was done until all are
+FOLDER/shard-00000.json      entries of the manifest, of this shard and of those written with it; until all are done
 
 A folder without a manifest is not finished. The hash decides a document's side of the split, so any
 data.validation_fraction works with the same shards.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from nsa import faults
 from nsa.data.corpus import Counts, Keys, Tokenised, join
@@ -51,6 +51,9 @@ class ShardEntry(BaseModel):
     tokens_sha256: str
     docs_sha256: str
     skipped: dict[str, int] = {}
+
+
+_ENTRIES = TypeAdapter(Annotated[list[ShardEntry], Field(min_length=1)])
 
 
 class TokenizerEntry(BaseModel):
@@ -87,7 +90,7 @@ def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"
 def write_shard(
     folder: Path, number: int, plan: str, parts: Iterable[Tokenised[TokenArray]], tokenizer: Tokenizer
 ) -> ShardEntry:
-    """Writes the files of a shard, each whole or not at all; its entry comes last, and marks it as complete."""
+    """Writes the files of a shard, each whole or not at all; its entry, which `write_entries` may then write."""
     dtype = tokenizer.dtype.newbyteorder("<")
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
@@ -120,17 +123,23 @@ def write_shard(
     faults.point("prepare.docs")
     unfinished.rename(tokens_path)
     faults.point("prepare.renamed")
-    _write_json(shard_path(folder, number, "json"), entry)
-    faults.point("prepare.entry")
     return entry
 
 
-def read_entries(folder: Path) -> list[ShardEntry]:
-    """The entries of an unfinished preparation; one that is damaged is left out, so that its shard is written again."""
+def write_entries(folder: Path, entries: Sequence[ShardEntry]) -> None:
+    """Marks shards that were written together as complete."""
+    _write_json(shard_path(folder, entries[0].number, "json"), [entry.model_dump() for entry in entries])
+    faults.point("prepare.entry")
+
+
+def read_entries(folder: Path) -> list[list[ShardEntry]]:
+    """What `write_entries` wrote in an unfinished preparation. A file that is damaged is left out, so that its shards
+    are written again."""
     found = []
     for path in folder.glob("shard-*.json"):
-        with suppress(OSError, ValueError):
-            found.append(ShardEntry.model_validate_json(path.read_bytes()))
+        with suppress(OSError, ValueError, RecursionError):
+            content = json.loads(path.read_bytes())
+            found.append(_ENTRIES.validate_python(content if isinstance(content, list) else [content]))  # older: one
     return found
 
 
@@ -150,7 +159,7 @@ def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, e
     skipped = sum((Skipped(entry.skipped) for entry in entries), Skipped())
     content: dict[str, Any] = {"tokenizer": {**made_with, "dtype": tokenizer.dtype.name}, **totals}
     manifest = Manifest(plan=plan, source=source, skipped=dict(skipped), shards=list(entries), **content)
-    _write_json(folder / MANIFEST, manifest)
+    _write_json(folder / MANIFEST, manifest.model_dump())
     for entry in entries:
         shard_path(folder, entry.number, "json").unlink(missing_ok=True)
 
@@ -305,5 +314,5 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def _write_json(path: Path, content: BaseModel) -> None:
-    replace_file(path, json.dumps(content.model_dump(), indent=1).encode() + b"\n")
+def _write_json(path: Path, content: Any) -> None:
+    replace_file(path, json.dumps(content, indent=1).encode() + b"\n")

@@ -360,6 +360,21 @@ def test_a_row_group_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     assert "over the limit of 50000; write the file again with smaller row groups" in refusal(path)
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_parquet_bomb_is_refused_after_one_batch(folded, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BOMB_BYTES", 3_000_000)
+    monkeypatch.setattr(readers, "BATCH_BYTES", 1_000_000)
+    rows = pa.DictionaryArray.from_arrays(pa.array([0] * 500, pa.int32()), pa.array(["x" * 100_000]))
+    table = pa.table({"text": rows if folded else rows.dictionary_decode()})
+    options = {"store_schema": False, "dictionary_pagesize_limit": 1 << 20, "compression": "zstd"}
+    path = write(tmp_path / "a.parquet", parquet(table, use_dictionary=folded, **options))
+    message = refusal(path)
+    assert "row group 0: expands more than 200-fold" in message
+    packed, unpacked = map(int, re.search(r"\((\d+) bytes give (\d+) or more\)", message).groups())
+    assert packed <= path.stat().st_size
+    assert unpacked < 4_100_000 if folded else unpacked > 50_000_000, "plain pages are refused by the footer"
+
+
 def test_a_row_group_that_is_not_there_is_named():
     with pytest.raises(DataError, match=r"name, row group 7: .* it has 1 row groups"):
         list(parquet_documents("name", io.BytesIO(parquet(TEXTS)), 7, "text", Skipped()))

@@ -1,5 +1,6 @@
 """Shards: the same tokens however they were made, whole after any kill, and never wrong in silence."""
 
+import gzip
 import json
 import os
 import random
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -335,29 +338,77 @@ def test_several_folders_are_one_corpus(source, tmp_path):
     assert training.num_documents + validation.num_documents == 2 * len(once.lengths)
 
 
+@pytest.fixture(params=["a.parquet", "a.jsonl.gz"])
+def dense_file(request, tmp_path, monkeypatch):
+    """A file whose 60 documents unpack to far more than its size lets expect."""
+    monkeypatch.setattr("nsa.data.prepare.BATCH_CHARS", 100)
+    texts = [f"{i % 2} " * 250 for i in range(60)]
+    path = tmp_path / request.param
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    else:
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=30)
+    source = TextSource([str(path)])
+    assert sum(unit.size for unit in source.units()) < 5_000 < sum(map(len, texts)) / 5
+    return source
+
+
+def test_a_shard_holds_no_more_text_than_asked_for_whatever_a_file_unpacks_to(dense_file, tmp_path):
+    manifest = prepare(dense_file, TOKENIZER, tmp_path / "out", workers=1, shard_bytes=SHARD_BYTES)
+    assert len({shard.number for shard in manifest.shards}) == len(manifest.shards) >= 15
+    assert max(shard.text_bytes for shard in manifest.shards) <= SHARD_BYTES
+    shards, _ = open_shards([tmp_path / "out"], TOKENIZER)
+    direct = tokenise_units(dense_file, *dense_file.units(), tokenizer=TOKENIZER)
+    assert np.array_equal(np.concatenate([whole(piece) for piece in shards.pieces]), direct.pieces[0])
+    assert np.array_equal(shards.keys, direct.keys)
+
+
+def test_shards_of_one_file_that_are_lost_before_the_end_are_written_again(dense_file, tmp_path, monkeypatch):
+    arguments = {"workers": 1, "shard_bytes": SHARD_BYTES}
+    prepare(dense_file, TOKENIZER, tmp_path / "whole", **arguments)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa.data.prepare.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(DataError, match="cannot be written"):
+            prepare(dense_file, TOKENIZER, out, **arguments)
+    max(out.glob("shard-*.tokens")).unlink()
+    prepare(dense_file, TOKENIZER, out, **arguments)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_the_tokenizer_gets_a_bounded_number_of_characters_at_once(source, tmp_path, monkeypatch):
+    given = []
+    plain = ByteTokenizer.encode_many
+    monkeypatch.setattr(ByteTokenizer, "encode_many", lambda self, texts: given.append(texts) or plain(self, texts))
+    monkeypatch.setattr("nsa.data.corpus.BATCH_CHARS", 1000)
+    nsa_data("stats", "data.source=text", f"data.paths=[{tmp_path / 'texts'}]")
+    assert sum(map(len, given)) == 240
+    assert max(sum(map(len, texts)) for texts in given) <= 1000
+
+
 def test_the_division_depends_on_sizes_alone(source, tmp_path):
     def plan_after(sizes):
         """The plan when every file has so many bytes, of which nothing can be read."""
         for file, size in enumerate(sizes):
             (tmp_path / "texts" / f"{file}.jsonl").write_bytes(b"x" * size)
         plan = make_plan(source, TOKENIZER, SHARD_BYTES)
-        assert [u for shard in plan.shards for u in shard] == list(source.units())
+        assert [u for task in plan.tasks for u in task] == list(source.units())
         return plan
 
     whole = make_plan(source, TOKENIZER, SHARD_BYTES)
-    assert plan_after([unit.size for unit in source.units()]).shards == whole.shards
+    assert plan_after([unit.size for unit in source.units()]).tasks == whole.tasks
     half = SHARD_BYTES // 2
     fitting = plan_after([half, half, half, half + 1, 2 * SHARD_BYTES, 1])
-    assert [len(shard) for shard in fitting.shards] == [2, 1, 1, 1, 1]
+    assert [len(task) for task in fitting.tasks] == [2, 1, 1, 1, 1]
     smaller = plan_after([half - 1, half, half, half, 2 * SHARD_BYTES, 1])
-    assert [len(shard) for shard in smaller.shards] == [2, 2, 1, 1]
+    assert [len(task) for task in smaller.tasks] == [2, 2, 1, 1]
 
 
 def test_a_plan_has_another_name_for_files_that_were_written_since(source, tmp_path):
     plan = make_plan(source, TOKENIZER, SHARD_BYTES)
     os.utime(tmp_path / "texts" / "3.jsonl", (1, 1))
     touched = make_plan(source, TOKENIZER, SHARD_BYTES)
-    assert touched.shards == plan.shards
+    assert touched.tasks == plan.tasks
     assert touched.name != plan.name
     assert make_plan(source, TOKENIZER, 1 << 20).name != touched.name, "another division"
 

@@ -42,11 +42,12 @@ def groups(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Itera
     group: list[T] = []
     filled = 0
     for item in items:
-        if group and filled + size_of(item) > limit:
+        size = size_of(item)
+        if group and filled + size > limit:
             yield group
             group, filled = [], 0
         group.append(item)
-        filled += size_of(item)
+        filled += size
     if group:
         yield group
 

@@ -28,10 +28,10 @@ BLOCK_BYTES = 1 << 20  # read from a file at once
 # Real text shrinks three- to tenfold. Both must be exceeded, so that a short repetitive file passes.
 BOMB_BYTES = 256 << 20
 BOMB_RATIO = 200
-# A dictionary of one long text can stand for thousands of rows. A batch holds few enough for memory to bear that,
-# and enough for speed.
-BATCH_BYTES = 512 << 20
-BATCH_ROWS = (64, 1024)
+# A dictionary of one long text can stand for thousands of rows, so a row may unpack to as much as its whole row group
+# takes in the file. A batch has few enough rows for memory to bear that, and enough for speed.
+BATCH_BYTES = 128 << 20
+BATCH_ROWS = (4, 1024)
 FOLDED_ROWS = 1 << 20
 
 GET_AGAIN = "get the file again or take it out of data.paths"
@@ -94,13 +94,32 @@ class Unpacked(io.RawIOBase):
         if not packed:
             raise DataError(f"{self._name}: is empty, a {self._codec} file never is; {GET_AGAIN}")
         self._size += len(block)
-        if self._size > BOMB_BYTES and self._size > BOMB_RATIO * packed:
-            raise DataError(
-                f"{self._name}: expands more than {BOMB_RATIO}-fold ({packed} bytes of {self._codec} gave "
-                f"{self._size}), which text does not; take it out of data.paths"
-            )
+        _check_expansion(self._name, packed, self._size)
         buffer[: len(block)] = block
         return len(block)
+
+
+def _check_expansion(place: str, packed: int, unpacked: int) -> None:
+    if unpacked > BOMB_BYTES and unpacked > BOMB_RATIO * packed:
+        raise DataError(
+            f"{place}: expands more than {BOMB_RATIO}-fold ({packed} bytes give {unpacked} or more), which text does "
+            "not; take it out of data.paths"
+        )
+
+
+class _CountedFile:
+    """A file that counts the bytes that are read from it."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.bytes_read = file, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.bytes_read += len(data)
+        return data
 
 
 def text_document(name: str, file: BinaryIO, skipped: Skipped) -> Iterator[str]:
@@ -178,7 +197,7 @@ def parquet_units(name: str, file: BinaryIO, text_field: str) -> list[Unit]:
         _check_column(name, parquet, text_field)
         units, first = [], 0
         for row_group in range(parquet.num_row_groups):
-            rows, size = _claims(name, parquet, row_group)
+            rows, size = _claims(name, file, parquet, row_group)
             units.append(Unit(name, row_group, first, first + rows, size))
             first += rows
     return units
@@ -186,23 +205,25 @@ def parquet_units(name: str, file: BinaryIO, text_field: str) -> list[Unit]:
 
 def parquet_documents(name: str, file: BinaryIO, row_group: int, text_field: str, skipped: Skipped) -> Iterator[str]:
     """The documents of a row group, in order. Of the file only the text column is read, in bounded batches."""
-    with _open_parquet(name, file, row_group) as parquet:
+    counted = _CountedFile(file)
+    with _open_parquet(name, counted, row_group) as parquet:
         # Arrow's own dictionaries stay folded until they are decoded, but come whole with every batch.
         folded = pa.types.is_dictionary(_check_column(name, parquet, text_field))
         if not 0 <= row_group < parquet.num_row_groups:
             raise pa.ArrowInvalid(f"it has {parquet.num_row_groups} row groups")
-        rows, size = _claims(name, parquet, row_group)
+        rows, size = _claims(name, file, parquet, row_group)
         few = max(BATCH_ROWS[0], min(BATCH_BYTES // max(size, 1), BATCH_ROWS[1]))
-        rows_read = bytes_read = 0
+        rows_read = unpacked = counted.bytes_read = 0
         for batch in parquet.iter_batches(FOLDED_ROWS if folded else few, [row_group], [text_field], use_threads=False):
             texts = batch.column(0)
             rows_read += len(texts)
             for first in range(0, len(texts), few):
                 part = texts.slice(first, few)
                 part = part.dictionary_decode() if folded else part
-                bytes_read += part.nbytes
-                if bytes_read > MAX_CHUNK_BYTES:  # whatever the footer says
-                    raise _chunk_too_long(name, row_group, bytes_read)
+                unpacked += part.nbytes
+                _check_expansion(f"{name}, row group {row_group}", counted.bytes_read, unpacked)
+                if unpacked > MAX_CHUNK_BYTES:  # whatever the footer says
+                    raise _chunk_too_long(name, row_group, unpacked)
                 yield from (text for text in _to_strings(part, skipped) if is_text(text, skipped))
         if rows_read != rows:
             raise pa.ArrowInvalid(f"{rows_read} rows instead of {rows}")
@@ -250,7 +271,7 @@ def _not_utf8(name: str, byte: int, line: str = "") -> DataError:
 
 
 @contextmanager
-def _open_parquet(name: str, file: BinaryIO, row_group: int | None = None) -> Iterator[Any]:
+def _open_parquet(name: str, file: BinaryIO | _CountedFile, row_group: int | None = None) -> Iterator[Any]:
     try:
         # Reading ahead would fetch the other columns of a remote file too. Checksums are compared where there are any.
         with pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True) as parquet:
@@ -285,8 +306,8 @@ def _check_column(name: str, parquet: Any, text_field: str) -> Any:
     return kind
 
 
-def _claims(name: str, parquet: Any, row_group: int) -> tuple[int, int]:
-    """Rows and bytes of a row group, as the footer has them."""
+def _claims(name: str, file: BinaryIO, parquet: Any, row_group: int) -> tuple[int, int]:
+    """Rows and unpacked bytes of a row group, as the footer has them."""
     # Not of the text column alone: at some damaged footers pyarrow ends the process when it is asked for a column's.
     group = parquet.metadata.row_group(row_group)
     rows, size = group.num_rows, group.total_byte_size
@@ -294,6 +315,7 @@ def _claims(name: str, parquet: Any, row_group: int) -> tuple[int, int]:
         raise pa.ArrowInvalid(f"row group {row_group} has {rows} rows and {size} bytes in the footer")
     if size > MAX_CHUNK_BYTES:
         raise _chunk_too_long(name, row_group, size)
+    _check_expansion(f"{name}, row group {row_group}", file.seek(0, os.SEEK_END), size)
     return rows, size
 
 
