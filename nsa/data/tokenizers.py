@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +209,8 @@ class JsonTokenizer(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.name, self.text = name, text
         spec = _parse(name, text)
-        try:
+        with library_errors(f"{name}: not a valid tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        except BaseException as error:
-            # The library panics at some broken files; a panic is no Exception.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise DataError(f"{name}: not a valid tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.separator_token = _choose_separator(name, vocabulary, separator)
@@ -241,10 +236,14 @@ class JsonTokenizer(Tokenizer):
         """Also where the files differ: versions of the library and transformers write the same in several ways."""
         return isinstance(other, JsonTokenizer) and self._rules() == other._rules()
 
+    def to_str(self) -> str:
+        """The tokenizer.json that the library serializes, without truncation, padding, dropout and post-processing."""
+        return self._tokenizer.to_str()
+
     def _rules(self) -> list[Any]:
         """What decides text -> ids, as the library serializes it. Text never becomes a special token, so how one would
         be found in it does not count, nor whether the separator is listed."""
-        spec = json.loads(self._tokenizer.to_str())
+        spec = json.loads(self.to_str())
         listed = {token["id"]: token for token in spec["added_tokens"]}
         listed.setdefault(self.separator, {"id": self.separator, "content": self.separator_token, "special": True})
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -253,11 +252,13 @@ class JsonTokenizer(Tokenizer):
 
     def _learn_tokens(self, spec: dict[str, Any], vocabulary: dict[str, int]) -> None:
         """Sets the length of every token, and the ordinary tokens for text that would be a special token."""
-        model = spec["model"]
-        unknown = vocabulary.get(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
+        # Only what the library read is sure to have the right type: it ignores keys that its model does not have.
+        model = self._tokenizer.model
+        has_id = type(model).__name__ == "Unigram"
+        unknown = spec["model"].get("unk_id") if has_id else vocabulary.get(model.unk_token)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special} - {unknown} | {self.separator}
-        byte_length = _length_rule(spec)
+        byte_length = _length_rule(spec, model)
         self.byte_lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, i in vocabulary.items():
             self.byte_lengths[i] = len(added[i].content.encode()) if i in added else byte_length(token)
@@ -270,7 +271,7 @@ class JsonTokenizer(Tokenizer):
 
     def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
         for group in groups(texts, len, self.longest_piece):
-            with reworded(DataError, f"{self.name}: cannot encode a text", caught=Exception):
+            with library_errors(f"{self.name}: cannot encode a text"):
                 # Unlike `encode`, this one lets other threads run, and works out no offsets.
                 batch = self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
             for encoding in batch:
@@ -283,7 +284,20 @@ class JsonTokenizer(Tokenizer):
         return np.array([j for i in ids.tolist() for j in self._letters.get(i, (i,))], dtype=self.dtype)
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode([i for i in ids if i < self.vocab_size and not self._is_special[i]])
+        with library_errors(f"{self.name}: cannot decode the ids of a text"):
+            return self._tokenizer.decode([i for i in ids if i < self.vocab_size and not self._is_special[i]])
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Raises a `DataError` in place of whatever the library raises. At some broken files it panics, and a panic is not
+    an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {error}") from None
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:
@@ -309,10 +323,9 @@ def _choose_separator(name: str, vocabulary: dict[str, int], separator: str | No
     )
 
 
-def _length_rule(spec: dict[str, Any]) -> Callable[[str], int]:
+def _length_rule(spec: dict[str, Any], model: Any) -> Callable[[str], int]:
     """How many bytes of text a token of the model stands for, from what the file does to text before."""
-    model = spec["model"]
-    prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
+    prefix, suffix = (getattr(model, key, None) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
     before = str([spec.get("normalizer"), spec.get("pre_tokenizer")])
     one_per_character, spaces = "'ByteLevel'" in before, "'▁'" in before
 
@@ -320,7 +333,7 @@ def _length_rule(spec: dict[str, Any]) -> Callable[[str], int]:
         token = token.removeprefix(prefix).removesuffix(suffix)
         if one_per_character:
             return len(token)
-        if model.get("byte_fallback") and _BYTE_TOKEN.fullmatch(token):
+        if spec["model"].get("byte_fallback") and _BYTE_TOKEN.fullmatch(token):
             return 1
         return len((token.replace("▁", " ") if spaces else token).encode())
 

@@ -76,12 +76,13 @@ def import_model(
     is_own = described.get("model_type") == OWN_TYPE
     content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
     wanted = content["nsa"]
+    origin = str(source / HF_CONFIG)
     if is_own:
-        content |= _own_sections(described, str(source / HF_CONFIG))
+        content |= _own_sections(described, origin)
     else:
-        content["model"] = model_section(described, str(source / HF_CONFIG)) | {"attention": "dense"}
-    kinds = content["model"].get("layer_pattern") or [content["model"].get("attention", "nsa")]
-    is_dense = "nsa" not in kinds
+        content["model"] = model_section(described, origin) | {"attention": "dense"}
+    sections = {name: content[name] for name in ("model", "nsa")}
+    is_dense = "nsa" not in parse_config(sections, origin).model.layer_kinds()
     if attention == "nsa":
         if not is_dense:
             raise ConfigError(f"{source}: has NSA layers already; leave --attention out")

@@ -11,16 +11,17 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from nsa.data.tokenizers import END_OF_TEXT, GPT2Tokenizer, JsonTokenizer, Tokenizer, byte_letters
+from nsa.data.tokenizers import END_OF_TEXT, GPT2Tokenizer, JsonTokenizer, Tokenizer, byte_letters, library_errors
 
 
 def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
+    with library_errors(f"{tokenizer.name}: transformers cannot use this tokenizer.json"):
+        return _fast_tokenizer(tokenizer, max_length)
+
+
+def _fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, JsonTokenizer):
-        backend = tokenizers.Tokenizer.from_str(tokenizer.text)
-        backend.no_truncation()
-        backend.no_padding()
-        if getattr(backend.model, "dropout", None):
-            backend.model.dropout = None
+        backend = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         separator = tokenizer.separator_token
         end = next(iter(tokenizer.end_tokens), separator)
     else:

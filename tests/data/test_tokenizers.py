@@ -649,6 +649,23 @@ def test_a_broken_tokenizer_json_is_refused_by_its_name(tmp_path, content):
         load_tokenizer(str(tmp_path / "broken.json"))
 
 
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, -1, 10**9])
+@pytest.mark.parametrize("key", ["unk_id", "end_of_word_suffix", "continuing_subword_prefix"])
+def test_keys_that_the_library_ignores_change_nothing(tmp_path, key, value):
+    vocabulary = {"a": 0, "</s>": 1}
+    model = models.BPE(vocabulary, []) if key == "unk_id" else models.WordLevel(vocabulary, unk_token="none")
+    spec = json.loads(hf.Tokenizer(model).to_str())
+    spec["model"][key] = value
+    assert load_tokenizer(save(tmp_path, spec)).byte_lengths.tolist() == [1, 0]
+
+
+def test_a_decoder_at_which_the_library_panics_is_an_error_with_its_name(tmp_path):
+    spec = json.loads(hf.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).to_str())
+    spec["decoder"] = {"type": "Strip", "content": "a", "start": 5, "stop": 5}
+    with pytest.raises(DataError, match=r"tokenizer\.json: cannot decode"):
+        load_tokenizer(save(tmp_path, spec)).decode([0])
+
+
 def test_a_text_that_a_vocabulary_cannot_hold_is_an_error_with_its_name(tmp_path):
     library = hf.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>"))
     tokenizer = load_tokenizer(save(tmp_path, json.loads(library.to_str())))

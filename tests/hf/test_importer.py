@@ -247,6 +247,15 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path, tied):
         import_model(tmp_path, tmp_path / "run")
 
 
+def test_a_bad_section_of_an_own_export_is_refused_by_its_key(tmp_path):
+    export_model(make_run(tmp_path / "run", "mean"), tmp_path / "hf")
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    described["model"]["layer_pattern"] = 5
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"config\.json: model\.layer_pattern: must be a valid list"):
+        import_model(tmp_path / "hf", tmp_path / "imported")
+
+
 def test_two_tensors_of_an_own_export_for_one_place_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, "dense", {"model": {"attention": "dense"}})
     export_model(make_run(tmp_path / "run", "dense"), tmp_path / "hf")

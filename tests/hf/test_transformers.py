@@ -1,6 +1,7 @@
 """A trained run in transformers: loaded, generating, trained further, with adapters, and back."""
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -9,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nsa import generate_tokens, load_run
+from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ArgumentError, CheckpointError, ConfigError
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
 from nsa.hf.tokenizer import fast_tokenizer
-from tests.hf.runs import VARIANTS, make_run
+from tests.hf.runs import TEXT, VARIANTS, make_run, tokenizer_named
 
 transformers = pytest.importorskip("transformers")
 from nsa.hf import NSACache, NSAForCausalLM, NSALMConfig  # noqa: E402  (needs transformers)
@@ -246,8 +248,6 @@ def test_copies_of_a_filled_cache_continue_a_common_start(exported):
 
 @pytest.mark.parametrize("name", ["bytes", "json", "gpt2"])
 def test_the_tokenizer_encodes_the_same(tmp_path, name):
-    from tests.hf.runs import TEXT, tokenizer_named
-
     ours = tokenizer_named(name, tmp_path)
     fast_tokenizer(ours, 512).save_pretrained(tmp_path / "saved")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -258,6 +258,15 @@ def test_the_tokenizer_encodes_the_same(tmp_path, name):
         assert theirs.encode(text) == [ours.separator, *ids]
         assert theirs.decode(ids) == ours.decode(ids)
     assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
+
+
+def test_what_this_project_ignores_of_a_tokenizer_file_does_not_stop_an_export(tmp_path):
+    tokenizer_named("json", tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": 5, "truncation": "x", "padding": []}))
+    tokenizer = load_tokenizer(str(file))
+    exported = fast_tokenizer(tokenizer, 100)
+    assert exported("return", add_special_tokens=False)["input_ids"] == tokenizer.encode("return").tolist()
 
 
 def test_trust_remote_code_alone_loads_it(exported):
