@@ -40,7 +40,8 @@ def import_(
     )
     kinds = made.model.layer_kinds()
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    say(f"{run_dir}: {layers} layers of width {made.model.dim}, {made.model.vocab_size:,} tokens")
+    sizes = f"vocabulary: {made.model.vocab_size:,} tokens; context: {made.train.seq_len:,} tokens"
+    say(f"{run_dir}: layers: {layers}; width: {made.model.dim}; {sizes}")
     say(f"train from it with train.init_from={run_dir}")
 
 

@@ -165,9 +165,13 @@ BROKEN_DATA = [
     text_data("jsonl-endless-number", {"a.jsonl": "1" * 5000}, "TMP/a.jsonl", "a.jsonl, line 1", "fix the line or"),
     text_data("jsonl-too-deep", {"a.jsonl": "[" * 100_000}, "TMP/a.jsonl", "a.jsonl, line 1", "fix the line or"),
     text_data(
-        "jsonl-other-field", {"a.jsonl": '{"body": "a"}'}, "TMP/a.jsonl", "line 1: no field 'text'", "text_field"
+        "jsonl-other-field",
+        {"a.jsonl": '{"body": "a", "id": 3}'},
+        "TMP/a.jsonl",
+        "line 1: no field 'text'; it has body, id",
+        "text_field",
     ),
-    text_data("jsonl-no-object", {"a.jsonl": '["text"]'}, "TMP/a.jsonl", "line 1: no field 'text'", "data.text_field"),
+    text_data("jsonl-no-object", {"a.jsonl": '["text"]'}, "TMP/a.jsonl", "line 1: no field 'text'", "not an object"),
     text_data("jsonl-field-no-text", {"a.jsonl": '{"text": 5}'}, "TMP/a.jsonl", "must be a text", "data.text_field"),
     text_data("corpus-empty", {"a.txt": " \n", "b.txt": ""}, "TMP/a.txt, TMP/b.txt", "corpus is empty", "data.paths"),
     text_data(

@@ -233,8 +233,10 @@ BAD_LINES = [
     (b'{"text": "cut', "not valid JSON: Unterminated string"),
     (b"[" * 100_000, "not valid JSON"),
     (b"1" * 5000, "not valid JSON"),
-    (b'{"body": "a"}', "no field 'text'; set data.text_field"),
-    (b'"text"', "no field 'text'; set data.text_field"),
+    (b'{"body": "a", "id": 3}', "no field 'text'; it has body, id; set data.text_field"),
+    (b"{}", "no field 'text'; it has none; set data.text_field"),
+    (b'{"body": 1, "' + b"x" * 5000 + b'": 2}', "no field 'text'; it has body, ...; set data.text_field"),
+    (b'"text"', "no field 'text': the line is a str, not an object; write each line as {\"text\": ...}"),
     (b'{"text": ["a"]}', "field 'text' must be a text, got list; set data.text_field"),
 ]
 

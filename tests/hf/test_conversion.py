@@ -40,7 +40,7 @@ def test_the_recipe_in_two_stages(tmp_path):
     train(small("model.attention=dense", "train.seq_len=64", "train.steps=30", "model.n_layers=2"), dense)
     nsa("export", dense, tmp_path / "hf")
     output = nsa("import", tmp_path / "hf", tmp_path / "converted", "--attention", "nsa", "--config", "convert", *SPEC)
-    assert "2 nsa layers of width 16" in output
+    assert "layers: 2 nsa; width: 16; vocabulary: 256 tokens; context: " in output
     recipe = tmp_path / "converted" / "config.yaml"
     first = [f"train.init_from={tmp_path / 'converted'}", f"train.teacher={dense}", "train.steps=80", "train.lr=0.02"]
     train(load_config(recipe, [*TINY, *first]), tmp_path / "stage1")

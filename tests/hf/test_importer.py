@@ -7,8 +7,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from nsa import load_run
+from nsa.cli.main import app
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
@@ -264,6 +266,11 @@ def test_two_tensors_of_an_own_export_for_one_place_are_refused(tmp_path, monkey
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(CheckpointError, match="two tensors"):
         import_model(tmp_path / "hf", tmp_path / "converted", attention="nsa")
+
+
+def test_the_command_says_which_number_is_the_vocabulary_and_which_the_context(tmp_path, llama):
+    done = CliRunner().invoke(app, ["import", str(llama[0]), str(tmp_path / "run")], catch_exceptions=False)
+    assert f"{tmp_path / 'run'}: layers: 2 dense; width: 48; vocabulary: 256 tokens; context: 256 tokens" in done.output
 
 
 def test_a_folder_with_content_is_left_alone(tmp_path, llama):

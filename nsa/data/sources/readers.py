@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, BinaryIO, TypeGuard
 
 import pyarrow as pa
@@ -242,8 +243,12 @@ def _text_of(record: str, text_field: str) -> str | None:
         values: Any = json.loads(record)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ValueError(f"not valid JSON: {error}; fix the line or take the file out of data.paths") from None
-    if not isinstance(values, dict) or text_field not in values:
-        raise ValueError(f"no field {text_field!r}; {NAME_FIELD}")
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        remedy = f'write each line as {{"{text_field}": ...}}'
+        raise ValueError(f"no field {text_field!r}: the line is a {kind}, not an object; {remedy}")
+    if text_field not in values:
+        raise ValueError(f"no field {text_field!r}; it has {_listed(values)}; {NAME_FIELD}")
     text = values[text_field]
     if text is None:
         return None
@@ -253,6 +258,10 @@ def _text_of(record: str, text_field: str) -> str | None:
     if text.isascii() or "\\u" not in record:
         return text
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return shorten(", ".join(names), 300, placeholder=" ...") or "none"
 
 
 def is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
@@ -291,11 +300,11 @@ def _check_column(name: str, parquet: Any, text_field: str) -> Any:
     if text_field not in schema.names:
         if (outer := text_field.split(".")[0]) in schema.names:
             remedy = f"a field inside {outer!r} cannot be read, only a column of text can"
-        raise DataError(f"{name}: no column {text_field!r}; it has {', '.join(schema.names) or 'none'}; {remedy}")
+        raise DataError(f"{name}: no column {text_field!r}; it has {_listed(schema.names)}; {remedy}")
     kind = schema.field(schema.names.index(text_field)).type
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
     if values not in TEXT_TYPES:
-        texts = ", ".join(field.name for field in schema if field.type in TEXT_TYPES) or "none"
+        texts = _listed(field.name for field in schema if field.type in TEXT_TYPES)
         raise DataError(
             f"{name}: column {text_field!r} must be a text, its type is {kind}; {remedy}; columns of text: {texts}"
         )
