@@ -97,18 +97,21 @@ def import_model(
     config = parse_config(content, str(source), list(overrides))
     converts = is_dense and "nsa" in config.model.layer_kinds()
     weights = converted_weights(source, config, is_own=is_own, converts=converts)
-    run.mkdir(parents=True, exist_ok=True)
-    if kept:
-        write_atomically(run / TOKENIZER_FILE, kept)
-    metadata = weights_metadata(0, config.to_dict())
-    write_atomically(run / WEIGHTS_FILE, serialize_weights(weights, **metadata))
-    write_config(run, config)
+    with reworded(CheckpointError, f"{run}: cannot be written"):
+        run.mkdir(parents=True, exist_ok=True)
+        if kept:
+            write_atomically(run / TOKENIZER_FILE, kept)
+        metadata = weights_metadata(0, config.to_dict())
+        write_atomically(run / WEIGHTS_FILE, serialize_weights(weights, **metadata))
+        write_config(run, config)
     return config
 
 
 def check_new_folder(folder: Path) -> None:
     """What is written whole goes into a folder that is not there yet, or is empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    with reworded(ConfigError, f"{folder}: cannot be used", "give another folder"):
+        is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_new:
         raise ConfigError(f"{folder}: exists already and is not an empty folder; give a new one")
 
 

@@ -273,6 +273,13 @@ def test_the_command_says_which_number_is_the_vocabulary_and_which_the_context(t
     assert f"{tmp_path / 'run'}: layers: 2 dense; width: 48; vocabulary: 256 tokens; context: 256 tokens" in done.output
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "config.json/run"])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, llama, name):
+    (tmp_path / "config.json").touch()
+    with pytest.raises((ConfigError, CheckpointError), match=f"{name}: cannot be"):
+        import_model(llama[0], tmp_path / name)
+
+
 def test_a_folder_with_content_is_left_alone(tmp_path, llama):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
