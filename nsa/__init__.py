@@ -6,8 +6,6 @@ Importing this package does no I/O, starts no CUDA and sets no environment varia
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nsa.errors import missing_module
-
 if TYPE_CHECKING:
     from nsa.generate.stream import generate_tokens
     from nsa.train.trained import load_run
@@ -24,6 +22,8 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
+        from nsa.installation import missing_module
+
         problem = missing_module(error, f"nsa.{name}")
         if problem is None:
             raise

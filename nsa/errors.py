@@ -4,7 +4,6 @@ A message says what was wrong, where, and what to do about it. Asserts elsewhere
 """
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import index
@@ -13,10 +12,6 @@ from typing import SupportsIndex
 # What acts on a terminal: controls other than a tab and the end of a line, marks that reverse the direction of text,
 # and halves of a pair, which cannot be encoded (a file name that is no UTF-8 has them).
 _ACTING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
-
-# What the extra `train` of pyproject.toml installs, by the names under which it is imported.
-TRAIN_PACKAGES = {"huggingface_hub", "numpy", "psutil", "pyarrow", "pydantic", "pynvml", "rich", "safetensors"}
-TRAIN_PACKAGES |= {"tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
 
 
 def printable(text: object) -> str:
@@ -44,19 +39,6 @@ def reworded(
     except caught as error:
         reason = getattr(error, "strerror", None) or error
         raise kind(f"{what}: {reason}" + (f"; {remedy}" if remedy else "")) from None
-
-
-def missing_module(error: BaseException, needed_by: str = "the nsa command") -> str | None:
-    """Why an import failed and what to do, if the extra or the operating system lacks the module."""
-    if not isinstance(error, ModuleNotFoundError):
-        return None
-    name = (error.name or "").partition(".")[0]
-    extra = "hf" if name == "transformers" else "train" if name in TRAIN_PACKAGES else None
-    if extra is not None:
-        return f"the package {name!r} is not installed; {needed_by} needs it: pip install 'nsa[{extra}]'"
-    if name in sys.stdlib_module_names:
-        return f"Python on {sys.platform} has no module {name!r}; {needed_by} needs Linux (on Windows, WSL)"
-    return None
 
 
 class ConfigError(NSAError):

@@ -54,6 +54,13 @@ def export(
         Literal["hf", "safetensors"],
         typer.Option("--format", help="A folder for Hugging Face transformers, or the weights as one file."),
     ] = "hf",
+    package: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where pip gets nsa from, for whoever loads the model, such as git+https://HOST/PATH/nsa.git.",
+        ),
+    ] = None,
 ) -> None:
     """Write a trained model for other programs."""
     if format_ == "safetensors":
@@ -67,5 +74,5 @@ def export(
     run = load_run(source, overrides=["runtime.device=cpu"])
     from nsa.hf.exporter import export_model  # takes seconds to import
 
-    export_model(run, target)
+    export_model(run, target, package)
     say(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}, for AutoModelForCausalLM")

@@ -23,7 +23,8 @@ import typer
 from nsa import __version__
 from nsa.cli import ckpt, config, data, doctor, eval, generate, hf, memory, ready, report, trace, train, watch
 from nsa.cli.output import say
-from nsa.errors import LaunchError, NSAError, Preempted, missing_module, printable
+from nsa.errors import LaunchError, NSAError, Preempted, printable
+from nsa.installation import missing_module
 from nsa.record.run_log import CONSOLE_THREAD
 
 THREADS_END_S = 1.0

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 from nsa import __version__
-from nsa.errors import missing_module
+from nsa.installation import missing_module
 
 
 def main(module: str = "nsa.cli.main", **options: bool) -> None:

@@ -18,16 +18,18 @@ from nsa.errors import CheckpointError
 from nsa.hf.importer import check_new_folder
 from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
 from nsa.hf.tokenizer import fast_tokenizer
+from nsa.installation import how_to_install, repository
 from nsa.record.schema import METRICS_FILE, read_json
 from nsa.train.trained import TrainedRun
 
 LARGEST_SHARD = "5GB"
 
 
-def export_model(run: TrainedRun, folder: Path) -> None:
+def export_model(run: TrainedRun, folder: Path, package: str | None = None) -> None:
     """config.json, safetensors (in shards where they are large), tokenizer, generation_config.json, a model card.
 
-    `folder` is new or empty; it appears whole or not at all.
+    `folder` is new or empty; it appears whole or not at all. `package` is where pip gets this package from, for the
+    model card; None takes the repository that it was built from, if that is known.
     """
     folder = folder.absolute()
     check_new_folder(folder)
@@ -39,6 +41,7 @@ def export_model(run: TrainedRun, folder: Path) -> None:
         run.config.nsa.model_dump(mode="json"),
         run.model.vocab_size,
         run.config.train.seq_len,
+        package=package or repository(),
         tokenizer=run.tokenizer.name if run.tokenizer.name in BUILT_IN else None,
         architectures=[NSAForCausalLM.__name__],
         auto_map={
@@ -56,7 +59,7 @@ def export_model(run: TrainedRun, folder: Path) -> None:
         model.save_pretrained(aside, max_shard_size=LARGEST_SHARD)
         fast_tokenizer(run.tokenizer, run.config.train.seq_len).save_pretrained(aside)
         GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **special).save_pretrained(aside)
-        (aside / "README.md").write_text(model_card(run, folder.name))
+        (aside / "README.md").write_text(model_card(run, folder.name, package))
         if folder.exists():
             folder.rmdir()
         aside.rename(folder)
@@ -66,7 +69,7 @@ def export_model(run: TrainedRun, folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def model_card(run: TrainedRun, name: str) -> str:
+def model_card(run: TrainedRun, name: str, package: str | None = None) -> str:
     config, model = run.config, run.config.model
     kinds = model.layer_kinds()
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
@@ -94,8 +97,10 @@ A language model with Native Sparse Attention (arXiv 2502.11089), trained with n
 |---|---|
 {table}
 
+It needs the package nsa with its extra hf: {how_to_install("hf", package)}.
+
 ```python
-import nsa.hf  # pip install 'nsa[hf]'; or trust_remote_code=True below
+import nsa.hf  # or trust_remote_code=True below
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")

@@ -18,14 +18,18 @@ from transformers.utils.generic import can_return_tuple
 
 from nsa.config.schema import ModelConfig, NSAConfig
 from nsa.errors import ArgumentError, CheckpointError
+from nsa.installation import how_to_install
 from nsa.nn.cache import KVCache
 from nsa.nn.model import Decoder
 from nsa.parallel.recompute import apply_recompute
 
-# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf.
+# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf. Without the try block
+# transformers itself would ask whoever has not installed the package to run `pip install nsa`.
 CODE_FILE = "modeling_nsa.py"
-CODE = """# The classes are those of the installed package: pip install 'nsa[hf]'
-from nsa.hf import NSAForCausalLM, NSALMConfig
+CODE = """try:
+    from nsa.hf import NSAForCausalLM, NSALMConfig
+except ImportError as error:
+    raise ImportError({message!r}) from error
 
 __all__ = ["NSAForCausalLM", "NSALMConfig"]
 """
@@ -34,6 +38,7 @@ __all__ = ["NSAForCausalLM", "NSALMConfig"]
 class NSALMConfig(PreTrainedConfig):
     """`model` and `nsa` are the sections of this project's configuration, as plain data.
 
+    package      where pip gets this package from, for whoever loads the model
     use_cache    for `generate()`, where the generation config does not say. A forward pass makes a cache where its own
                  argument asks for one: there is no gradient through it
     """
@@ -51,11 +56,13 @@ class NSALMConfig(PreTrainedConfig):
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
         use_cache: bool = True,
+        package: str | None = None,
         **options: Any,
     ):
         sections = ModelConfig(**(model or {})), NSAConfig(**(nsa or {}))
         self.model, self.nsa = (section.model_dump(mode="json") for section in sections)
         self.vocab_size, self.max_position_embeddings, self.use_cache = vocab_size, max_position_embeddings, use_cache
+        self.package = package
         self.hidden_size, self.num_hidden_layers = sections[0].dim, sections[0].n_layers
         self.num_attention_heads, self.num_key_value_heads = sections[0].n_heads, sections[0].n_kv_heads
         self.tie_word_embeddings = sections[0].tied_head
@@ -163,7 +170,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Also the file that `trust_remote_code=True` loads."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
-        (Path(save_directory) / CODE_FILE).write_text(CODE)  # first: the rest may be pushed to the hub
+        how = how_to_install("hf", self.config.package)
+        code = CODE.format(message=f"this model needs the package nsa with its extra hf: {how}")
+        (Path(save_directory) / CODE_FILE).write_text(code)  # first: the rest may be pushed to the hub
         super().save_pretrained(save_directory, *args, **options)
 
     def get_input_embeddings(self) -> torch.nn.Module:

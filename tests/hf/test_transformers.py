@@ -12,13 +12,16 @@ from safetensors.torch import load_file, save_file
 from nsa import generate_tokens, load_run
 from nsa.data.tokenizers import load_tokenizer
 from nsa.errors import ArgumentError, CheckpointError, ConfigError
-from nsa.hf.exporter import export_model
+from nsa.hf.exporter import export_model, model_card
 from nsa.hf.importer import import_model
 from nsa.hf.tokenizer import fast_tokenizer
 from tests.hf.runs import TEXT, VARIANTS, make_run, tokenizer_named
 
 transformers = pytest.importorskip("transformers")
-from nsa.hf import NSACache, NSAForCausalLM, NSALMConfig  # noqa: E402  (needs transformers)
+from transformers.dynamic_module_utils import get_imports  # noqa: E402  (needs transformers)
+
+from nsa.hf import NSACache, NSAForCausalLM, NSALMConfig  # noqa: E402
+from nsa.hf.modeling import CODE_FILE  # noqa: E402
 
 PROMPTS = ["def main(", "import torch\n\n\nclass Model:", "x"]
 
@@ -276,6 +279,28 @@ def test_trust_remote_code_alone_loads_it(exported):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.stdout.strip() == NSAForCausalLM.__name__, ended.stderr
+
+
+def test_whoever_lacks_the_package_is_not_sent_to_an_index(exported, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nsa.hf", None)
+    code = exported / CODE_FILE
+    assert "nsa" not in get_imports(code), "transformers would ask to run `pip install nsa`"
+    with pytest.raises(ImportError, match=r"whl\[hf\]' .* a package named nsa on a public index is not this one"):
+        exec(code.read_text())
+    card = (exported / "README.md").read_text()
+    assert "pip install './nsa-" in card
+    assert "a package named nsa on a public index is not this one" in card
+
+
+def test_the_address_of_the_package_stays_with_a_model(run, exported, tmp_path):
+    address = "git+https://host.invalid/nsa.git"
+    model = load(exported)
+    model.config.package = address
+    model.save_pretrained(tmp_path)
+    model.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    for text in ((tmp_path / "again" / CODE_FILE).read_text(), model_card(run, "name", address)):
+        assert f"pip install 'nsa[hf] @ {address}'" in text
+        assert "index" not in text
 
 
 def test_gradient_checkpointing_changes_no_gradient_and_can_be_taken_back(exported):

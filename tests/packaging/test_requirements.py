@@ -4,14 +4,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from email.message import Message
 from importlib import import_module
 from importlib.metadata import packages_distributions
 
 import pytest
 
-from nsa import __version__
+from nsa import __version__, installation
 from nsa.cli.main import main
-from nsa.errors import TRAIN_PACKAGES
+from nsa.installation import TRAIN_PACKAGES, how_to_install
 from tests.docs.pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -80,7 +81,7 @@ def test_a_command_names_the_extra_that_is_missing(package):
     done = run_without({package}, program)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"error: the package '{package}' is not installed; the nsa command needs it: pip install 'nsa[train]'"
+        f"error: the package '{package}' is not installed; the nsa command needs it: {how_to_install('train')}"
     ]
 
 
@@ -89,7 +90,33 @@ def test_a_script_names_the_extra_that_is_missing(script):
     done = run_without({"typer"}, f"import runpy; runpy.run_path('scripts/{script}', run_name='__main__')")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "error: the package 'typer' is not installed; the nsa command needs it: pip install 'nsa[train]'"
+        f"error: the package 'typer' is not installed; the nsa command needs it: {how_to_install('train')}"
+    ]
+
+
+def test_without_an_address_a_message_warns_of_the_name_on_an_index(monkeypatch):
+    monkeypatch.setattr(installation, "metadata", lambda _: Message())
+    wheel = f"./nsa-{__version__}-py3-none-any.whl[hf]"
+    assert how_to_install("hf") == (
+        f"pip install '{wheel}' with the wheel of this version, or pip install '.[hf]' in its repository; a package "
+        "named nsa on a public index is not this one"
+    )
+
+
+def test_a_message_names_the_repository_that_the_package_was_built_from(monkeypatch):
+    built = Message()
+    built["Project-URL"] = "Documentation, https://docs.invalid"
+    built["Project-URL"] = "Repository, https://host.invalid/nsa"
+    monkeypatch.setattr(installation, "metadata", lambda _: built)
+    assert how_to_install("hf") == "pip install 'nsa[hf] @ git+https://host.invalid/nsa'"
+
+
+def test_no_text_asks_for_the_name_on_an_index():
+    pages = [ROOT / "README.md", *(path for name in ("nsa", "docs", "examples") for path in (ROOT / name).rglob("*"))]
+    read = [path.read_text(encoding="utf-8") for path in pages if path.suffix in (".py", ".md", ".yaml")]
+    assert len(read) > 150
+    assert not [
+        found for text in read for found in re.findall(r"pip install '?nsa\[\w+\](?! @)|pip install nsa$", text)
     ]
 
 
@@ -103,7 +130,7 @@ def failure(monkeypatch, capsys, module):
 
 
 def test_a_package_that_is_missing_later_is_named_as_well(monkeypatch, capsys):
-    assert "pip install 'nsa[train]'" in failure(monkeypatch, capsys, "pyarrow")
+    assert how_to_install("train") in failure(monkeypatch, capsys, "pyarrow")
     assert "needs Linux" in failure(monkeypatch, capsys, "fcntl")
 
 

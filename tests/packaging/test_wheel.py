@@ -136,7 +136,7 @@ def test_everything_that_the_wheel_needs_is_installed_from_an_index(wheel, tmp_p
     target = ["--python", home / "bin" / "python", "install", "--quiet", "-c", ROOT / "constraints.txt"]
     pip(*target, wheel)
     refused = subprocess.run([home / "bin" / "nsa", "train", "quickstart"], cwd=here, capture_output=True, text=True)
-    assert "pip install 'nsa[train]'" in refused.stderr
+    assert "whl[train]'" in refused.stderr
     assert "True" in run(home / "bin" / "python", "-c", "import nsa.nn; print(callable(nsa.nn.NSAAttention))", cwd=here)
     pip(*target, f"{wheel}[train]")
     for command in COMMANDS:

@@ -1,0 +1,45 @@
+"""How to install this package, for messages and for the model cards of exported models. No package index has it: the
+name `nsa` on a public index belongs to somebody else, so no text may say `pip install nsa`."""
+
+import sys
+from importlib.metadata import PackageNotFoundError, metadata
+
+from nsa import __version__
+
+# What the extra `train` of pyproject.toml installs, by the names under which it is imported.
+TRAIN_PACKAGES = {"huggingface_hub", "numpy", "psutil", "pyarrow", "pydantic", "pynvml", "rich", "safetensors"}
+TRAIN_PACKAGES |= {"tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
+
+
+def repository() -> str | None:
+    """The git address that pip installs this package from: `Repository` among `project.urls` of the pyproject.toml that
+    it was built from. None where nobody has set it."""
+    try:
+        urls = metadata("nsa").get_all("Project-URL") or []
+    except PackageNotFoundError:  # run from its source files
+        return None
+    found = dict(url.split(", ", 1) for url in urls).get("Repository")
+    return f"git+{found}" if found else None
+
+
+def how_to_install(extra: str, address: str | None = None) -> str:
+    """What to do to get the package with an extra, from `address` or from its repository."""
+    if address := address or repository():
+        return f"pip install 'nsa[{extra}] @ {address}'"
+    return (
+        f"pip install './nsa-{__version__}-py3-none-any.whl[{extra}]' with the wheel of this version, or pip install "
+        f"'.[{extra}]' in its repository; a package named nsa on a public index is not this one"
+    )
+
+
+def missing_module(error: BaseException, needed_by: str = "the nsa command") -> str | None:
+    """Why an import failed and what to do, if the extra or the operating system lacks the module."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    name = (error.name or "").partition(".")[0]
+    extra = "hf" if name == "transformers" else "train" if name in TRAIN_PACKAGES else None
+    if extra is not None:
+        return f"the package {name!r} is not installed; {needed_by} needs it: {how_to_install(extra)}"
+    if name in sys.stdlib_module_names:
+        return f"Python on {sys.platform} has no module {name!r}; {needed_by} needs Linux (on Windows, WSL)"
+    return None
