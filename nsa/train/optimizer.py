@@ -14,9 +14,8 @@ from torch.optim._muon import _adjust_lr
 from nsa.config.schema import TrainConfig
 from nsa.errors import ConfigError
 from nsa.nn.model import Decoder
-from nsa.parallel.numerics import cpu_has_bf16
 
-MOST_ELEMENTS = 1 << 25  # of matrices that Muon orthogonalizes together: 0.5 GiB beside the model
+MOST_ELEMENTS = 1 << 25  # of matrices that Muon orthogonalizes together: 0.5 GiB beside the model, 1 GiB on a CPU
 
 
 def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer:
@@ -42,8 +41,8 @@ def hidden_matrices(model: Decoder) -> list[nn.Parameter]:
 
 
 class BatchedMuon(torch.optim.Muon):
-    """PyTorch's Muon with the same state. On a GPU, matrices of one shape are orthogonalized together: PyTorch starts
-    some 26 kernels for each matrix, which takes the host longer than a small model's whole step takes the GPU."""
+    """PyTorch's Muon with the same state. Matrices of one shape are orthogonalized together: PyTorch starts some 26
+    kernels for each matrix, which takes the host longer than a small model's whole step takes a GPU."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -83,9 +82,13 @@ def batches(shapes: list[torch.Size]) -> Iterator[list[int]]:
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iterations in bf16 on each of [number, rows, columns], as `torch.optim.Muon` does on one."""
+    """Newton-Schulz iterations on each of [number, rows, columns], as `torch.optim.Muon` does on one.
+
+    A GPU computes in bf16, every CPU in fp32: PyTorch emulates bf16 products where a CPU has no instructions for them,
+    hundreds of times slower, and a run's numbers must not depend on those instructions.
+    """
     a, b, c = coefficients
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
@@ -102,9 +105,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, hidden: list[nn.Parameter], adamw: torch.optim.AdamW, train: TrainConfig):
-        # A CPU computes for longer than Python needs to start it, and one matrix at a time takes less memory.
-        kind = BatchedMuon if hidden[0].is_cuda else torch.optim.Muon
-        muon = kind(hidden, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = BatchedMuon(hidden, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         muon.state = adamw.state = self.state
         self._parts = (muon, adamw)
@@ -112,13 +113,5 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Moves the parameters by their gradients; takes no closure."""
         assert closure is None
-        mkldnn: Any = torch.backends.mkldnn
-        enabled = mkldnn.enabled
-        # Muon multiplies in bf16. On a CPU without such instructions PyTorch would turn oneDNN off for the rest of the
-        # process, and a run that goes on would compute otherwise than one that is resumed.
-        mkldnn.enabled = enabled and cpu_has_bf16()
-        try:
-            for part in self._parts:
-                part.step()  # type: ignore[no-untyped-call]
-        finally:
-            mkldnn.enabled = enabled
+        for part in self._parts:
+            part.step()
