@@ -1,5 +1,5 @@
-"""How to install this package, for messages and for the model cards of exported models. No package index has it: the
-name `nsa` on a public index belongs to somebody else, so no text may say `pip install nsa`."""
+"""How to install this package, for messages and for the model cards of exported models. The package is on no index, and
+a package named `nsa` on a public index is another one: no text may say `pip install nsa`."""
 
 import sys
 from importlib.metadata import PackageNotFoundError, metadata

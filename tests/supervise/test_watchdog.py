@@ -230,7 +230,15 @@ def test_a_process_whose_c_code_never_releases_the_gil_leaves_its_stacks_and_end
     assert shown_where("gil", text)
 
 
-@pytest.mark.parametrize("how", ["gil_again_and_again", "stderr_that_nobody_reads", "after_allowed"])
+def test_a_process_that_rarely_releases_the_gil_is_found_by_the_watchdog_or_by_the_c_timer(ended):
+    """Whichever gets to run first: a busy machine may not give the interpreter to the watchdog in time."""
+    end, folder = ended["gil_again_and_again"]
+    assert end.code in (6, 1)
+    (text,) = dumps(folder)
+    assert shown_where("gil_again_and_again", text)
+
+
+@pytest.mark.parametrize("how", ["stderr_that_nobody_reads", "after_allowed"])
 def test_other_ways_to_hang_are_found_too(ended, how):
     end, folder = ended[how]
     assert end.code == 6
