@@ -59,6 +59,5 @@ def _describe(event: Event) -> tuple[str, str] | None:
 
 def describe_hang(event: Event) -> str:
     where = f" (phase {event['phase']})" if "phase" in event else ""
-    guard = ", reported by the guard process" if event.get("reported_by") == "guard" else ""
     dump = f"; stacks in {event['file']}" if event.get("file") else ""
-    return f"no progress for {number(event.get('silent_s')):.0f} s in step {event['step']}{where}{guard}{dump}"
+    return f"no progress for {number(event.get('silent_s')):.0f} s in step {event['step']}{where}{dump}"
