@@ -71,7 +71,7 @@ def test_the_version_needs_no_extra():
 
 def test_a_function_names_the_extra_that_is_missing():
     done = run_without(TRAIN_PACKAGES, FUNCTIONS)
-    told = r"the package '\w+' is not installed; nsa.{} needs it: pip install 'nsa\[train\]'\n"
+    told = r"the package '\w+' is not installed; nsa.{} needs it: " + re.escape(how_to_install("train")) + "\n"
     assert re.fullmatch(told.format("load_run") + told.format("generate_tokens"), done.stdout), done.stderr
 
 
