@@ -7,6 +7,7 @@ its folder. However it ends, none of its processes is left when `run_trial` retu
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,14 +24,15 @@ import psutil
 
 from nsa.config import Config, parse_config
 from nsa.errors import CheckpointError, HangError, LaunchError, reworded
-from nsa.files import make_folder, regular, write_whole
+from nsa.files import make_folder, read_regular, regular, write_whole
 from nsa.inspect.reading import RunView
 from nsa.plain_yaml import dump_yaml
-from nsa.record.schema import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events
+from nsa.record.schema import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events, stack_dumps
 
 POLL_S = 0.25
 DUMP_S = 3.0  # for the ranks to write their stacks before they are killed
 LAUNCHER_REPORT = "torch/distributed/elastic/multiprocessing/api.py"  # torchrun's own lines about a failed process
+TIMER_LINE = re.compile(rb"^Timeout \(\d", re.MULTILINE)  # of faulthandler.dump_traceback_later
 # Prefixes of variables that the trial's file already contains or that its launcher sets.
 OWN_VARIABLES = ("NSA_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_")
 
@@ -69,7 +71,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `exit_code` is the run's own from metrics.json, or its launcher's where there is none."""
+    """How a trial ended. `exit_code` is the run's own from metrics.json, or its launcher's where there is none; that of
+    HangError after any hang."""
 
     trial: Trial
     exit_code: int
@@ -122,8 +125,11 @@ def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: fl
     """Judges a run by its folder and the exit code of its launcher; None where the time limit passed."""
     metrics, done, wanted = view.metrics if view else {}, view.step if view else 0, trial.config.train.steps
     own, reason = metrics.get("exit_code"), ""
-    exit_code = HangError.exit_code if code is None else own if code and own and isinstance(own, int) else code
-    if code is None:
+    timer = _dumped_by_timer(trial.folder) if code else ""
+    exit_code = HangError.exit_code if code is None or timer else own if code and isinstance(own, int) and own else code
+    if timer:
+        reason = f"exit code {code}: hang in C code that held the GIL; {timer}"
+    elif code is None:
         place = f"after step {done}" if done else "before its first step"
         reason = f"did not end within {trial.limit_s:g} s: it stopped {place}"
     elif exit_code:
@@ -132,6 +138,12 @@ def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: fl
     elif done != wanted or metrics.get("status") != "done":
         reason = f"ended with success after {done} of {wanted} steps"
     return Outcome(trial, exit_code, code is None, seconds, reason, view)
+
+
+def _dumped_by_timer(folder: Path) -> str:
+    """The stack dump of a rank whose watchdog could not run until its C timer ended the process; empty without one."""
+    dumps = stack_dumps().find(folder).values() if folder.is_dir() else ()
+    return next((path.name for path in dumps if TIMER_LINE.search(read_regular(path))), "")
 
 
 def last_lines(log: Path, count: int = 20) -> list[str]:

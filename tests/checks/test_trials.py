@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import psutil
+import pytest
 
 from nsa.checks.probe import run_probe
 from nsa.checks.trials import Outcome, Trial, outcome_of, run_trial
@@ -39,7 +40,7 @@ def test_a_run_over_its_limit_leaves_its_stacks_and_is_ended(tmp_path, monkeypat
     assert processes_that_name(tmp_path) == []
 
 
-def recorded(tmp_path, metrics: dict, log: str = "") -> Outcome:
+def recorded(tmp_path, metrics: dict, log: str = "", dump: str = "") -> Outcome:
     """The outcome of a run of two steps with exit code 1, by what it left."""
     config = load_config(write_config(tmp_path, train={"steps": 2}))
     trial = Trial(config, tmp_path / "run", nproc=2, limit_s=60.0)
@@ -47,6 +48,7 @@ def recorded(tmp_path, metrics: dict, log: str = "") -> Outcome:
     trial.log_file.write_text(log)
     (trial.folder / "metrics.json").write_text(json.dumps(metrics))
     (trial.folder / "training.csv").write_text(HEADER + "\n" + training_row(1))
+    (trial.folder / "stackdump_20260101T000000_rank1.txt").write_text(dump)
     return outcome_of(trial, read_run(trial.folder), 1, 1.0)
 
 
@@ -59,6 +61,23 @@ def test_a_run_that_left_no_reason_gives_the_last_line_it_printed(tmp_path):
     launcher = "E1115 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)"
     outcome = recorded(tmp_path, {"status": "running"}, f"step 1\nerror: no room\n\n{launcher}\nTraceback\n")
     assert outcome.reason == "exit code 1: error: no room"
+
+
+TIMER = 'Timeout (0:00:08)!\nThread 0x00007f01 (most recent call first):\n  File "step.py", line 63 in train_step\n'
+
+
+@pytest.mark.parametrize("metrics", [{"status": "running"}, {"exit_code": 8, "reason": "rank 1 is gone"}])
+def test_a_run_that_the_c_timer_of_the_watchdog_ended_is_a_hang(tmp_path, metrics):
+    outcome = recorded(tmp_path, metrics, dump=TIMER)
+    assert (outcome.exit_code, outcome.passed) == (6, False)
+    assert outcome.reason == "exit code 1: hang in C code that held the GIL; stackdump_20260101T000000_rank1.txt"
+
+
+def test_a_crash_that_wrote_stacks_is_a_crash(tmp_path):
+    outcome = recorded(
+        tmp_path, {"status": "running"}, "error: no room\n", TIMER.replace("Timeout", "Fatal Python error")
+    )
+    assert (outcome.exit_code, outcome.reason) == (1, "exit code 1: error: no room")
 
 
 def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):
