@@ -1,4 +1,4 @@
-"""Pages of `nsa ready` and `nsa doctor`: sections with a table or lines of text, as Markdown or as HTML."""
+"""The page of `nsa ready`: sections with a table or lines of text, as Markdown or as HTML."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Section:
     rows: Sequence[Sequence[object]] = ()
     lines: Sequence[str] = ()
 
-    def markdown(self, level: int = 2) -> Iterator[str]:
-        yield from ("", f"{'#' * level} {cell(self.title)}", "")
+    def markdown(self) -> Iterator[str]:
+        yield from ("", f"## {cell(self.title)}", "")
         if self.head:
             yield from (_row(self.head), "|" + "---|" * len(self.head), *map(_row, self.rows))
         else:  # no line can end the block

@@ -1,5 +1,6 @@
 """`nsa doctor`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -23,26 +24,28 @@ def doctor(
     ] = 300.0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of the page.", show_default="runs/NAME-doctor"),
+        typer.Option("--out", metavar="DIR", help="Folder of the results.", show_default="runs/NAME-doctor"),
     ] = None,
 ) -> None:
-    """Find what is broken and the smallest case that shows it, or say that all is well."""
+    """Find the smallest configuration that fails, or say that the system is healthy."""
     from rich.console import Console
 
-    from nsa.checks.doctor import Diagnosis, load_setup
-    from nsa.checks.doctor_report import verdict, write_page
+    from nsa.checks.doctor import Diagnosis
     from nsa.checks.progress import Progress
     from nsa.checks.trials import prepare_to_launch
+    from nsa.config import load_config
     from nsa.train.folder import Claim
 
     prepare_to_launch()
     folder = out or Path("runs") / f"{config.stem}-doctor"
-    setup = load_setup(config, all_overrides(overrides, override), folder, nproc, steps, limit)
+    resolved = load_config(config, all_overrides(overrides, override), os.environ)
+    progress = Progress(Console(highlight=False, soft_wrap=True))
+    diagnosis = Diagnosis(resolved, folder, progress, nproc, steps, limit)
     with Claim(folder).hold():
-        with Progress(Console(highlight=False, soft_wrap=True)) as progress:
-            diagnosis = Diagnosis(setup, progress)
+        with progress:
             diagnosis.run()
-        page = write_page(diagnosis)
-    say(f"{verdict(diagnosis)}\n{page}: what was found and what to do")
-    if diagnosis.failure:
+        written = diagnosis.write()
+    for line in (*diagnosis.verdict(), written):
+        say(line)
+    if diagnosis.smallest:
         raise typer.Exit(1)

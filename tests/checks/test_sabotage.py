@@ -130,23 +130,30 @@ def test_a_rank_that_hangs_in_backward(tmp_path):
 
 
 WRONG_GRADIENT = """
-from nsa.ops.reference.attention import selected
+from nsa.ops.{module} import selected
 right = selected.backward
 def backward(*arguments, **options):
     dq, dk, dv = right(*arguments, **options)
-    return dq, dk * 1.01, dv
+    return dq, dk * 1.05, dv
 selected.backward = backward
 """
 
 
 @pytest.mark.long
-def test_a_kernel_that_returns_a_wrong_gradient(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(WRONG_GRADIENT)
-    config = write_config(tmp_path)
-    code, output, result = ready(tmp_path, config, *QUICK, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+@pytest.mark.parametrize(
+    ("module", "interpreted", "wrong"),
+    [
+        ("reference.attention", "0", "sel (reference): gradient of k by differences is off by"),
+        ("triton", "1", "sel (triton): gradient of k is off by"),
+    ],
+)
+def test_a_kernel_that_returns_a_wrong_gradient(tmp_path, module, interpreted, wrong):
+    (tmp_path / "sitecustomize.py").write_text(WRONG_GRADIENT.format(module=module))
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TRITON_INTERPRET": interpreted}
+    code, output, result = ready(tmp_path, write_config(tmp_path), *QUICK, **variables)
     assert code == 1, output
     assert failed(result) == {("phase0", "kernels")}
-    assert "sel (reference): gradient of k by differences is off by" in reason(result, "kernels")
+    assert wrong in reason(result, "kernels")
     assert not any("gradient of v" in line for line in result["reasons"])
     page = (tmp_path / "ready" / "readiness.md").read_text()
     assert "1 process on CPU, " in page, "the probe names the machine although no run has"

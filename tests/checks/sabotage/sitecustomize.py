@@ -4,6 +4,7 @@ Python imports a module of this name as it starts. What a sabotage names is patc
 rest is the real system.
 """
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -29,53 +30,32 @@ def recompute_raises(recompute):
     recompute.checkpoint = checkpoint
 
 
-def win_raises(library):
-    def window_attention(*args, **options):
-        raise RuntimeError("sabotage: window attention")
-
-    library.window_attention = window_attention
-
-
-def fsdp_hangs(fsdp):
+def fsdp_hangs(fsdp, hang=time.sleep):
     """Backward of the sharded model never ends on rank 1."""
     real = fsdp.shard
 
     def shard(model, *args, **options):
         sharded = real(model, *args, **options)
         if os.environ.get("RANK") == "1":
-            sharded.register_forward_hook(_hang_in_backward)
+            sharded.register_forward_hook(hang_in_backward)
         return sharded
+
+    def hang_in_backward(module, inputs, output):
+        output.register_hook(lambda gradient: hang(3600))
 
     fsdp.shard = shard
 
 
-def sel_gradient_wrong(selected):
-    """The Triton kernels' gradient of selected attention's keys is a twentieth too large."""
-    real = selected.backward
-
-    def backward(*args, **options):
-        dq, dk, dv = real(*args, **options)
-        return dq, dk * 1.05, dv
-
-    selected.backward = backward
-
-
-def reference_gradient_wrong(attention):
-    """The reference's gradient of selected attention's keys is a twentieth too large."""
-    sel_gradient_wrong(attention.selected)
-
-
-def _hang_in_backward(module, inputs, output):
-    output.register_hook(lambda gradient: time.sleep(3600))
+def fsdp_holds_the_gil(fsdp):
+    """The same in C code: no other thread of Python runs."""
+    fsdp_hangs(fsdp, ctypes.PyDLL(None).sleep)
 
 
 # By name: the module, and what is done to it once it is there.
 SABOTAGES = {
     "recompute_raises": ("nsa.parallel.recompute", recompute_raises),
-    "win_raises": ("nsa.ops.library", win_raises),
     "fsdp_hangs": ("nsa.parallel.strategy", fsdp_hangs),
-    "sel_gradient_wrong": ("nsa.ops.triton.selected", sel_gradient_wrong),
-    "reference_gradient_wrong": ("nsa.ops.reference.attention", reference_gradient_wrong),
+    "fsdp_holds_the_gil": ("nsa.parallel.strategy", fsdp_holds_the_gil),
 }
 
 
