@@ -19,9 +19,16 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 @pytest.fixture
 def cpu_in_fp32(monkeypatch):
-    """On a CPU, PyTorch's own Muon then iterates in fp32 as ours does."""
-    bfloat16 = torch.Tensor.bfloat16
+    """On a CPU, PyTorch's own Muon then iterates in fp32 as ours does. It calls `bfloat16()`, from 2.15 on `to()`."""
+    bfloat16, to = torch.Tensor.bfloat16, torch.Tensor.to
+
+    def to_fp32(tensor, *args, **kwargs):
+        if kwargs.get("dtype") == torch.bfloat16 and not tensor.is_cuda:
+            kwargs["dtype"] = torch.float32
+        return to(tensor, *args, **kwargs)
+
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: bfloat16(t) if t.is_cuda else t.float().clone())
+    monkeypatch.setattr(torch.Tensor, "to", to_fp32)
 
 
 def state_of(*overrides):
