@@ -60,9 +60,10 @@ def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup 
 
     A missing tensor, another shape, or a tensor of the model that is left over is an error before any is changed.
     """
-    saved = {n: shape for n, shape in saved_shapes(checkpoint).items() if n in tensors or n.startswith(MODEL)}
+    reader = _reader(checkpoint)
+    saved = {n: torch.Size(t.shape) for n, t in reader.tensors.items() if n in tensors or n.startswith(MODEL)}
     refuse_misfit(checkpoint, saved, {name: tensor.shape for name, tensor in tensors.items()})
-    _load(tensors, checkpoint, _reader(checkpoint), group)
+    _load(tensors, checkpoint, reader, group)
 
 
 def check_loadable(checkpoint: Path) -> None:

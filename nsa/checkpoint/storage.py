@@ -131,12 +131,10 @@ def _done(value: Any) -> Future[Any]:
 Entry = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Any]]  # name, type, shape, and how to get the tensor
 
 
-def write_safetensors(
-    path: Path, tensors: Iterable[Entry], before_each: Callable[[], object], metadata: dict[str, str] | None = None
-) -> None:
+def write_safetensors(path: Path, tensors: Iterable[Entry], before_each: Callable[[], object]) -> None:
     """Writes a safetensors file and waits until it is on disk. No more than one tensor is in memory at a time."""
     ordered = sorted(tensors, key=lambda entry: -entry[1].itemsize)  # keeps every tensor aligned in the file
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {}
     end = 0
     for name, dtype, shape, _ in ordered:
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
