@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.output import Results, add_dirty_option
-from nsa.record.schema import HEARTBEAT, read_events
+from nsa.run_folder import HEARTBEAT, read_events
 
 RESULTS = Path("bench/results/learning-h200.jsonl")
 RECALL_RESULTS = Path("bench/results/recall-h200.jsonl")

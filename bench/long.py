@@ -31,7 +31,7 @@ from torch import Tensor
 
 from bench.output import Results, add_dirty_option
 from bench.shapes import SPEC, Inputs, Shape, make_inputs
-from nsa.checks.memory import estimate
+from nsa.checks.memory_estimate import estimate
 from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
@@ -39,8 +39,8 @@ from nsa.nn import loss as losses
 from nsa.ops import compressed_attention, select_blocks, selected_attention, window_attention
 from nsa.ops.layout import visible_compressed
 from nsa.ops.reference.selection import block_scores, pick_blocks
-from nsa.parallel.launch import World, pick_device
 from nsa.parallel.numerics import numerics
+from nsa.parallel.world import World, pick_device
 from nsa.train.state import RunState, build_state
 from nsa.train.step import train_step
 

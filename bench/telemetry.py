@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.output import Results, add_dirty_option
 from nsa.config import load_config
 from nsa.ops.observe import Observer
-from nsa.record.schema import EventKind, TrainingRow
+from nsa.run_folder import EventKind, TrainingRow
 from nsa.train import loop
 from nsa.train.monitor import Monitor
 

@@ -12,4 +12,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, i
 
 from nsa.cli.start import main
 
-main("nsa.cli.legacy", fsdp=True)
+main("nsa.cli.legacy_commands", fsdp=True)

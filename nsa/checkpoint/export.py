@@ -24,10 +24,10 @@ from nsa.checkpoint.format import (
     verify,
     write_atomically,
 )
-from nsa.checkpoint.load import fill, read_state, read_step, refuse_misfit, saved_shapes
+from nsa.checkpoint.restore import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.checkpoint.storage import open_safetensors
 from nsa.errors import CheckpointError, reworded
-from nsa.record.schema import WEIGHTS_FILE, reading_run
+from nsa.run_folder import WEIGHTS_FILE, reading_run
 
 
 def resolve_pointer(path: Path) -> Path:

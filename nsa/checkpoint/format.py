@@ -22,7 +22,7 @@ from typing import Any
 
 from nsa.errors import CheckpointError, reworded
 from nsa.files import read_regular, regular, replace_file, write_flushed
-from nsa.record.schema import CHECKPOINTS_FOLDER
+from nsa.run_folder import CHECKPOINTS_FOLDER
 
 FOLDER = CHECKPOINTS_FOLDER
 LATEST, BEST = "latest", "best"

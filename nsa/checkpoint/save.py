@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from nsa import faults
 from nsa.checkpoint import format as names
 from nsa.checkpoint.format import FileEntry, entry_of, verify, write_atomically, write_manifest
-from nsa.checkpoint.load import read_back, silence_torch
+from nsa.checkpoint.restore import read_back, silence_torch
 from nsa.checkpoint.storage import ShardWriter
 from nsa.errors import CheckpointError
 from nsa.files import flush_folder, make_folder, write_flushed

@@ -13,8 +13,8 @@ import numpy as np
 from nsa.checks.artifacts import Artifact
 from nsa.checks.trials import Outcome
 from nsa.config.schema import ReadinessConfig
+from nsa.formatting import short
 from nsa.inspect.reading import RunView
-from nsa.record.numbers import short
 
 SETTLING = 0.1  # first part of a phase, in which kernels compile and caches fill: it does not count for speed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nsa.errors import LaunchError, reworded
 from nsa.files import replace_file
-from nsa.record.numbers import one_line
+from nsa.formatting import one_line
 
 _CLASSES = {"pass": "pass", "better": "pass", "fail": "fail", "worse": "fail", "not run": "fail", "n/a": "na"}
 

@@ -63,7 +63,7 @@ def find(kind: str, config: Config, nproc: int, folder: Path) -> list[dict[str, 
         vocab_size = tokenizer_for(config.data).vocab_size
         return [asdict(finding) for finding in inspect_machine(config, nproc, folder, vocab_size)]
     from nsa.checks.kernels import check_kernels
-    from nsa.parallel.launch import pick_device
+    from nsa.parallel.world import pick_device
 
     return [{**asdict(check), "ok": check.ok} for check in check_kernels(config, pick_device(config.runtime.device))]
 

@@ -7,8 +7,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from nsa.formatting import exact, seconds, short
 from nsa.inspect.reading import RunView
-from nsa.record.numbers import exact, seconds, short
 
 PLAIN_EVERY_S = 30.0
 

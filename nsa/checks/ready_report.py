@@ -14,11 +14,11 @@ from typing import Any
 
 from nsa import __version__
 from nsa.checks.pages import Section, cell, write_files
-from nsa.checks.ready import FULL, Phase, ReadinessCheck
+from nsa.checks.readiness import FULL, Phase, ReadinessCheck
 from nsa.checks.trials import Outcome, format_command, last_lines
 from nsa.errors import ConfigError, reworded
-from nsa.inspect.report import page
-from nsa.record.numbers import clock, one_line, plain, seconds, short
+from nsa.formatting import clock, one_line, plain, seconds, short
+from nsa.inspect.run_report import page
 
 SCHEMA = 1
 NOTICEABLE = 0.02  # smaller relative changes count as the same

@@ -27,7 +27,7 @@ from nsa.errors import CheckpointError, HangError, LaunchError, reworded
 from nsa.files import make_folder, read_regular, regular, write_whole
 from nsa.inspect.reading import RunView
 from nsa.plain_yaml import dump_yaml
-from nsa.record.schema import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events, stack_dumps
+from nsa.run_folder import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events, stack_dumps
 
 POLL_S = 0.25
 DUMP_S = 3.0  # for the ranks to write their stacks before they are killed

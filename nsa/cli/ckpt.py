@@ -22,7 +22,7 @@ def _source(of_a_run: str) -> Any:
 def list_checkpoints(run_dir: RunFolder) -> None:
     """Every checkpoint of a run, the newest first."""
     from nsa.checkpoint.format import BEST, LATEST, committed, pointed
-    from nsa.checkpoint.load import read_state
+    from nsa.checkpoint.restore import read_state
 
     root = _root(run_dir)
     latest, best = pointed(root, LATEST), pointed(root, BEST)
@@ -48,7 +48,7 @@ def verify(source: Annotated[Path, _source("all its checkpoints")]) -> None:
     from nsa.checkpoint.export import resolve_pointer
     from nsa.checkpoint.format import MANIFEST_FILE, committed
     from nsa.checkpoint.format import verify as verify_one
-    from nsa.checkpoint.load import check_loadable
+    from nsa.checkpoint.restore import check_loadable
 
     source = resolve_pointer(source)
     checkpoints = [source] if (source / MANIFEST_FILE).exists() else committed(_root(source))
@@ -82,7 +82,7 @@ def export(
 
 def _root(run_dir: Path) -> Path:
     from nsa.checkpoint.format import FOLDER, committed
-    from nsa.record.schema import reading_run
+    from nsa.run_folder import reading_run
 
     root = run_dir / FOLDER
     with reading_run(run_dir):

@@ -30,7 +30,7 @@ def doctor(
     """Find the smallest configuration that fails, or say that the system is healthy."""
     from rich.console import Console
 
-    from nsa.checks.doctor import Diagnosis
+    from nsa.checks.diagnose import Diagnosis
     from nsa.checks.progress import Progress
     from nsa.checks.trials import prepare_to_launch
     from nsa.config import load_config

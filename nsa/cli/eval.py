@@ -33,9 +33,9 @@ def evaluate(
     from rich.console import Console
 
     from nsa import load_run
-    from nsa.evals.report import evaluate, print_tables, write_json
-    from nsa.inspect.report import render_evaluation, write_page
-    from nsa.record.schema import EVALUATION_FILE, EVALUATION_PAGE, run_of
+    from nsa.evals.evaluate import evaluate, print_tables, write_json
+    from nsa.inspect.run_report import render_evaluation, write_page
+    from nsa.run_folder import EVALUATION_FILE, EVALUATION_PAGE, run_of
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     found = evaluate(run, wanted or [run.config.train.seq_len], samples, say)

@@ -10,13 +10,13 @@ import typer
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.config import load_config
-from nsa.record.numbers import counted
+from nsa.formatting import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from nsa.checks.memory import Card, Planner
+    from nsa.checks.memory_estimate import Card, Planner
 
 _ROWS = {
     "optimizer": "optimizer state",
@@ -53,7 +53,7 @@ def memory(
 ) -> None:
     """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    from nsa.checks.memory import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
+    from nsa.checks.memory_estimate import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
 
     asked = find_card(card) if card is not None else present_card()
     cards = [asked] if asked else [Card(name, CARDS[name]) for name in COMMON_CARDS]
@@ -71,7 +71,7 @@ def memory(
 
 def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
     """The JSON form, from which the tables are made as well."""
-    from nsa.checks.memory import CONTEXT_GIB, GAPS, GRANULARITIES
+    from nsa.checks.memory_estimate import CONTEXT_GIB, GAPS, GRANULARITIES
 
     found, granularities = planner.estimate(), [planner.estimate(checkpointing=g) for g in GRANULARITIES]
     return {

@@ -39,7 +39,7 @@ def ready(
     from rich.console import Console
 
     from nsa.checks.progress import Progress
-    from nsa.checks.ready import FULL, QUICK, QUICK_ON_CPU, ReadinessCheck
+    from nsa.checks.readiness import FULL, QUICK, QUICK_ON_CPU, ReadinessCheck
     from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
     from nsa.checks.trials import prepare_to_launch, usable_gpus
     from nsa.train.folder import Claim

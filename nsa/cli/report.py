@@ -22,8 +22,8 @@ def report(
     """Write a run as one HTML file with all curves, that opens without a network; or compare several runs in one."""
     from nsa.inspect.compare import COMPARISON_FILE, render_comparison
     from nsa.inspect.reading import read_run
-    from nsa.inspect.report import render, write_page
-    from nsa.record.schema import REPORT_FILE
+    from nsa.inspect.run_report import render, write_page
+    from nsa.run_folder import REPORT_FILE
 
     views = [read_run(folder) for folder in run_dirs]
     target = out or (run_dirs[0] / REPORT_FILE if len(views) == 1 else Path(COMPARISON_FILE))

@@ -24,7 +24,7 @@ def watch(
     from nsa.errors import CheckpointError
     from nsa.inspect.reading import RunView
     from nsa.inspect.view import frame
-    from nsa.record.schema import LOCK_FILE
+    from nsa.run_folder import LOCK_FILE
 
     console, reader = Console(highlight=False), RunView(run_dir)
     plain = console.options.ascii_only

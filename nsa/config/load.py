@@ -15,8 +15,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nsa.config.environment import environment_settings
 from nsa.config.schema import Config, MixturePart, SourceConfig
+from nsa.config.variables import environment_settings
 from nsa.errors import ConfigError
 from nsa.files import read_regular
 from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml

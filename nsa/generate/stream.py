@@ -8,7 +8,7 @@ from nsa.data.tokenizers import Tokenizer
 from nsa.errors import ArgumentError, whole_number, whole_numbers
 from nsa.generate.batch import TokenBatch
 from nsa.generate.sampling import Sampling
-from nsa.generate.text import TextStream
+from nsa.generate.text_stream import TextStream
 from nsa.nn.cache import LONGEST
 from nsa.nn.model import Decoder
 

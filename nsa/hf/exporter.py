@@ -12,14 +12,14 @@ from transformers import GenerationConfig
 
 from nsa import __version__
 from nsa.checkpoint.export import read_metadata
-from nsa.checkpoint.load import read_step
+from nsa.checkpoint.restore import read_step
 from nsa.data.tokenizers import BUILT_IN
 from nsa.errors import CheckpointError
 from nsa.hf.importer import check_new_folder
 from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
 from nsa.hf.tokenizer import fast_tokenizer
 from nsa.installation import how_to_install, repository
-from nsa.record.schema import METRICS_FILE, read_json
+from nsa.run_folder import METRICS_FILE, read_json
 from nsa.train.trained import TrainedRun
 
 LARGEST_SHARD = "5GB"

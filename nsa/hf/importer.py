@@ -20,7 +20,7 @@ from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_to
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.nn.gate import BranchGate
 from nsa.nn.model import build_model
-from nsa.record.schema import WEIGHTS_FILE, read_json
+from nsa.run_folder import WEIGHTS_FILE, read_json
 from nsa.train.folder import write_config
 
 HF_CONFIG = "config.json"

@@ -5,8 +5,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from nsa.formatting import short
 from nsa.inspect.run_files import Numbers
-from nsa.record.numbers import short
 
 # Bits of a braille character by row and column of its 4 x 2 dots.
 _DOTS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))

@@ -10,12 +10,12 @@ import numpy as np
 
 from nsa import __version__
 from nsa.errors import ConfigError
+from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.reading import RunView
-from nsa.inspect.report import grid, page, shown_value
 from nsa.inspect.report_plots import lines, smoothed
 from nsa.inspect.run_files import Numbers, number
+from nsa.inspect.run_report import grid, page, shown_value
 from nsa.inspect.svg import STYLES, Curve, Plot
-from nsa.record.numbers import DASH, clock, exact, one_line, percent, seconds, short
 
 COMPARISON_FILE = "comparison.html"  # where the command was given: it belongs to no run
 _OWN = ("train.out_dir",)  # of every run another one

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from nsa.formatting import one_line, short
 from nsa.inspect.report_plots import WIDTH, figure, lines
 from nsa.inspect.run_files import number, whole
 from nsa.inspect.svg import STYLES, Curve, Plot, heat_map
-from nsa.record.numbers import one_line, short
 
 MAX_CELLS = 400  # of a heat map
 _NOT_ONE = (KeyError, TypeError, ValueError, IndexError, AttributeError)

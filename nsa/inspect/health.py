@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from nsa.formatting import seconds, short
 from nsa.inspect.reading import FAILED, PREEMPTED, RECENT, RUNNING, SILENT, RunView
 from nsa.inspect.run_files import lookup
-from nsa.record.numbers import seconds, short
-from nsa.record.schema import ALL_LAYERS, BRANCHES, GateStats
+from nsa.run_folder import ALL_LAYERS, BRANCHES, GateStats
 
 MAX_COLLAPSED = 0.5  # of the rows of a layer
 MIN_SHARE = 0.01  # of a branch

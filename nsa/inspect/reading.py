@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nsa import run_folder
 from nsa.errors import CheckpointError, HangError
 from nsa.inspect.run_files import (
     MISSING,
@@ -32,8 +33,7 @@ from nsa.inspect.run_files import (
     whole,
 )
 from nsa.inspect.timeline import describe_hang, timeline
-from nsa.record import schema
-from nsa.record.schema import GateStats, SelectionStats
+from nsa.run_folder import GateStats, SelectionStats
 
 RECENT = 50  # steps that "now" means for numbers that jump from step to step
 DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # of silence, where the configuration cannot be read
@@ -57,14 +57,14 @@ class RunView:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.training = StepTable(folder / schema.TRAINING.file, schema.TRAINING)  # of rank 0
-        self.gate_samples = Samples(schema.GATES, GateStats)
-        self.selection_samples = Samples(schema.SELECTION, SelectionStats)
-        self.layer_selection_samples = Samples(schema.LAYER_SELECTION, SelectionStats)
-        self._fallbacks = RankTables(schema.FALLBACKS)
+        self.training = StepTable(folder / run_folder.TRAINING.file, run_folder.TRAINING)  # of rank 0
+        self.gate_samples = Samples(run_folder.GATES, GateStats)
+        self.selection_samples = Samples(run_folder.SELECTION, SelectionStats)
+        self.layer_selection_samples = Samples(run_folder.LAYER_SELECTION, SelectionStats)
+        self._fallbacks = RankTables(run_folder.FALLBACKS)
         self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, self._fallbacks)
-        self.samples = SamplesFile(folder / schema.SAMPLES_FILE)
-        self._heartbeats = {0: HeartbeatFile(schema.HEARTBEAT.path(folder, 0))}
+        self.samples = SamplesFile(folder / run_folder.SAMPLES_FILE)
+        self._heartbeats = {0: HeartbeatFile(run_folder.HEARTBEAT.path(folder, 0))}
         self._metrics_written_at = 0.0
 
     def refresh(self, now: float | None = None) -> Self:
@@ -75,17 +75,17 @@ class RunView:
         for file in (self.training, self.samples, *self._heartbeats.values()):
             file.refresh()
         with suppress(OSError):
-            self._metrics_written_at = (self.folder / schema.METRICS_FILE).lstat().st_mtime
-        names = (schema.METRICS_FILE, schema.CONFIG_FILE, schema.ENVIRONMENT_FILE)
+            self._metrics_written_at = (self.folder / run_folder.METRICS_FILE).lstat().st_mtime
+        names = (run_folder.METRICS_FILE, run_folder.CONFIG_FILE, run_folder.ENVIRONMENT_FILE)
         self._documents = {name: read_document(self.folder / name) for name in names}
         self.metrics, self.config, self.env = (content for content, _ in self._documents.values())
-        self.evaluation, problem = read_document(self.folder / schema.EVALUATION_FILE)
+        self.evaluation, problem = read_document(self.folder / run_folder.EVALUATION_FILE)
         if problem != MISSING:  # most runs have none
-            self._documents[schema.EVALUATION_FILE] = self.evaluation, problem
+            self._documents[run_folder.EVALUATION_FILE] = self.evaluation, problem
         for tables in self._tables:
             tables.refresh(self.folder, 1 if lookup(self.config, "telemetry.per_rank") is False else self.world_size)
         newest = self.selection_samples.at(self.selection_samples.last_step)
-        self.selection = newest.get(schema.ALL_LAYERS)
+        self.selection = newest.get(run_folder.ALL_LAYERS)
         self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last is ALL_LAYERS
         self.layer_selection = self.layer_selection_samples.at(self.layer_selection_samples.last_step)
         self.fallbacks = total_fallbacks(self._fallbacks, whole(self._start.get("step"), 0))  # by branch and reason
@@ -97,12 +97,12 @@ class RunView:
 
     def _find_heartbeats(self) -> dict[int, Path]:
         """Refuses a folder that is no run."""
-        with schema.reading_run(self.folder):
-            found = schema.HEARTBEAT.find(self.folder)
-        names = (schema.TRAINING.file, schema.METRICS_FILE, schema.ENVIRONMENT_FILE)
+        with run_folder.reading_run(self.folder):
+            found = run_folder.HEARTBEAT.find(self.folder)
+        names = (run_folder.TRAINING.file, run_folder.METRICS_FILE, run_folder.ENVIRONMENT_FILE)
         if not found and not any((self.folder / name).exists() for name in names):
             raise CheckpointError(
-                f"{self.folder}: is no folder of a run (no {', '.join(names)} or {schema.HEARTBEAT.pattern}); "
+                f"{self.folder}: is no folder of a run (no {', '.join(names)} or {run_folder.HEARTBEAT.pattern}); "
                 "give the out_dir of a run"
             )
         return found
@@ -131,7 +131,7 @@ class RunView:
         return {name: problem for name, problem in found.items() if problem}
 
     @property
-    def _start(self) -> schema.Event:
+    def _start(self) -> run_folder.Event:
         """The newest start of the run, as rank 0 reported it."""
         return next((e for e in reversed(self._heartbeats[0].events) if e["event"] == "start"), {})
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from nsa.formatting import short
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
 from nsa.inspect.svg import Curve, Plot, draw, heat_map
-from nsa.record.numbers import short
-from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
+from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from nsa import run_folder
 from nsa.files import open_regular, read_regular
 from nsa.plain_yaml import LARGEST_SAVED, parse_yaml
-from nsa.record import schema
 from nsa.record.samples import Sample
-from nsa.record.schema import ALL_LAYERS, Event, GateStats, SelectionStats, Table
+from nsa.run_folder import ALL_LAYERS, Event, GateStats, SelectionStats, Table
 
 Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
@@ -38,7 +38,7 @@ _COUNTS = ("rows", "max_distinct", "count")  # columns of samples
 _FINGERPRINT = 256  # bytes before the offset that must still be there
 _ROUTINE = re.compile(
     rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)"(?:, "clock": (\d+\.\d+))?.*\}'
-    % "|".join(schema.ROUTINE_EVENTS).encode()
+    % "|".join(run_folder.ROUTINE_EVENTS).encode()
 )
 
 
@@ -268,7 +268,7 @@ class HeartbeatFile(GrowingFile):
 
     @property
     def last_step(self) -> Event:
-        return next(iter(schema.parse_events([self._last_step])), {})
+        return next(iter(run_folder.parse_events([self._last_step])), {})
 
     def add(self, line: bytes) -> None:
         routine = _ROUTINE.fullmatch(line)
@@ -280,7 +280,7 @@ class HeartbeatFile(GrowingFile):
         elif not line.strip():
             return
         else:
-            event = schema.parse_event(line)
+            event = run_folder.parse_event(line)
         if event["event"] == "boot" or not self.attempts:
             self.attempts.append(event["time"])
             self.seconds.append(0.0)
@@ -306,7 +306,7 @@ def read_document(path: Path) -> tuple[Row, str]:
     """The content of a small JSON or YAML file that is written whole, and what is wrong with it."""
     try:
         is_json = path.suffix == ".json"
-        content = schema.read_json(path) if is_json else parse_yaml(read_regular(path).decode(), LARGEST_SAVED)
+        content = run_folder.read_json(path) if is_json else parse_yaml(read_regular(path).decode(), LARGEST_SAVED)
     except FileNotFoundError:
         return {}, MISSING
     except OSError as error:

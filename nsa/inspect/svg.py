@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from nsa.formatting import short
 from nsa.inspect.run_files import Numbers
-from nsa.record.numbers import short
 
 MAX_POINTS = 1000  # of a curve
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 22, 32

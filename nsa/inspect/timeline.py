@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nsa.inspect.run_files import HeartbeatFile, number
-from nsa.record.schema import Event
+from nsa.run_folder import Event
 
 _BAD = ("incident", "data_stall", "hang")
 

@@ -1,7 +1,7 @@
 """`nsa trace`: where each rank stood, which parameters got no gradient, and where the ranks first differ.
 
-Reads the `trace_rank{r}.jsonl` of all ranks, which record/trace.py describes. Needs no torch. Damaged lines are skipped
-and counted. If a run was started several times, the last start counts.
+Reads the `trace_rank{r}.jsonl` of all ranks, which record/tracer.py describes. Needs no torch. Damaged lines are
+skipped and counted. If a run was started several times, the last start counts.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 
 from nsa.errors import ConfigError
 from nsa.files import open_regular
-from nsa.record.numbers import clock, one_line, seconds
-from nsa.record.schema import OLDER_TRACE, TRACE, reading_run
+from nsa.formatting import clock, one_line, seconds
+from nsa.run_folder import OLDER_TRACE, TRACE, reading_run
 
 Lines = Iterator[tuple[str, str]]  # a label and a text, to be wrapped
 ONE_START_S = 600.0  # the ranks of one start come this close together; an older trace is of an earlier start

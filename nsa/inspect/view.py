@@ -8,11 +8,11 @@ from textwrap import wrap
 
 from rich.text import Text
 
+from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.chart import TO_ASCII, bars, curve, split_bar
 from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
-from nsa.record.numbers import DASH, clock, exact, one_line, percent, seconds, short
-from nsa.record.schema import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
+from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
 _STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # any other is bold red
 _BRANCH_STYLE = ("cyan", "magenta", "yellow")

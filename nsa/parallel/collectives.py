@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError, RankLostError
-from nsa.parallel.launch import World
+from nsa.parallel.world import World
 
 T = TypeVar("T")
 

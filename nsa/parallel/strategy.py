@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config.schema import DDPConfig, FSDPConfig
 from nsa.nn.block import DecoderBlock
-from nsa.parallel.launch import World
 from nsa.parallel.numerics import DTYPES, compute_precision
+from nsa.parallel.world import World
 
 SAFE = DDPConfig(find_unused=True, broadcast_buffers=False, bucket_view=False, bucket_mb=2, safe_mode=True)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa.ops.layout import token_layout
 from nsa.ops.spec import NSASpec
-from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
+from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
 MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length

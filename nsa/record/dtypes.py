@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from nsa.files import write_whole
 from nsa.record.memory_dump import local_bytes, local_part, run_tensors
-from nsa.record.schema import DTYPES_FILE, OPTIMIZER_STATE_FILE
+from nsa.run_folder import DTYPES_FILE, OPTIMIZER_STATE_FILE
 
 STEP_COUNTERS = "step counters"
 

@@ -1,9 +1,9 @@
 """What happens to a run, as one stream of events per rank. Files and dashboards are its sinks.
 
-schema.py lists the kinds of events and their fields. Background threads write: training puts an event into a queue and
-continues. Sinks that are added together share a thread, so a sink that hangs delays no others. A checkpoint waits for
-the files, the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is counted and
-dropped. A sink that fails three times in a row, other than by a disk error, is removed.
+`nsa.run_folder` lists the kinds of events and their fields. Background threads write: training puts an event into a
+queue and continues. Sinks that are added together share a thread, so a sink that hangs delays no others. A checkpoint
+waits for the files, the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is
+counted and dropped. A sink that fails three times in a row, other than by a disk error, is removed.
 """
 
 import errno
@@ -19,7 +19,7 @@ from typing import Any
 
 from nsa.files import ends_amid_line, regular
 from nsa.record.failures import Failures
-from nsa.record.schema import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
+from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
 
 MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
 MAX_ERRORS = 3

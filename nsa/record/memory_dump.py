@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from nsa.config import Config
 from nsa.files import write_whole
-from nsa.record.schema import OUT_OF_MEMORY, memory_files
+from nsa.run_folder import OUT_OF_MEMORY, memory_files
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers")
 UNACCOUNTED = "activations and others"

@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.files import open_replacement, write_whole
-from nsa.record.schema import PROFILE_TABLE, PROFILE_TRACE
+from nsa.run_folder import PROFILE_TABLE, PROFILE_TRACE
 
 
 class StepProfiler:

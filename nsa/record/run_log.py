@@ -14,7 +14,7 @@ from typing import Any, Self, TextIO, cast
 from nsa.errors import printable
 from nsa.record.events import FileSink, Sink, Writer, close_writers, late_writers
 from nsa.record.failures import Failures
-from nsa.record.schema import RUN_LOG, Event
+from nsa.run_folder import RUN_LOG, Event
 
 FLUSH_S = 2.0  # an explicit flush waits no longer
 OUT, ERR = "standard output", "standard error"

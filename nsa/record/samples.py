@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nsa.files import regular
-from nsa.record.schema import SAMPLES_FILE, run_of
+from nsa.run_folder import SAMPLES_FILE, run_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from nsa import faults
 from nsa.errors import LaunchError, reworded
 from nsa.files import make_folder, open_regular, read_regular, regular, write_whole
 from nsa.record.events import Sink
-from nsa.record.schema import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
+from nsa.run_folder import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
 MAX_PENDING = 64 * 2**20  # bytes of rows that wait for room on the disk; later ones are lost
 REOPEN_S = 60.0  # until TensorBoard is tried again on a disk that was full

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from nsa.files import LARGEST_LOG, read_regular
-from nsa.record.schema import HEARTBEAT, Event, format_event, parse_events
+from nsa.run_folder import HEARTBEAT, Event, format_event, parse_events
 
 LAST_EVENTS = 5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

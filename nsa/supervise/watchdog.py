@@ -29,7 +29,7 @@ import psutil
 
 from nsa.errors import HangError, printable
 from nsa.files import regular
-from nsa.record.schema import NCCL_TRACE, stack_dumps
+from nsa.run_folder import NCCL_TRACE, stack_dumps
 from nsa.supervise.ranks import RankState, format_ranks, read_ranks
 
 STEPS_OF_MEDIAN = 101

@@ -27,7 +27,7 @@ from nsa.checkpoint.format import (
     step_of,
     write_atomically,
 )
-from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
+from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
 from nsa.config.schema import TrainConfig

@@ -1,4 +1,4 @@
-"""The folder of a run: whether a run may use it, who owns it, whether it is done, and how it ended. record/schema.py
+"""The folder of a run: whether a run may use it, who owns it, whether it is done, and how it ended. nsa/run_folder.py
 names its files."""
 
 import fcntl
@@ -16,9 +16,9 @@ from nsa.data.tokenizers import TOKENIZER_FILE
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError, reworded
 from nsa.files import regular, remove_unfinished
 from nsa.parallel.collectives import on_first_rank
-from nsa.parallel.launch import World
+from nsa.parallel.world import World
 from nsa.plain_yaml import dump_yaml
-from nsa.record.schema import (
+from nsa.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     FOLDERS,

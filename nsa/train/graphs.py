@@ -20,7 +20,7 @@ from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.errors import ConfigError
 from nsa.ops.layout import layouts_of_capture
-from nsa.parallel.launch import World
+from nsa.parallel.world import World
 
 WARM_UP = 3  # passes before a capture: they load kernels, compile blocks and give libraries their workspaces
 GIB = 1 << 30

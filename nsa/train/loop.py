@@ -32,16 +32,16 @@ from nsa.errors import (
     Preempted,
     printable,
 )
+from nsa.formatting import counted
 from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
-from nsa.parallel.launch import World, pick_device, read_launch, start_world
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
+from nsa.parallel.world import World, pick_device, read_launch, start_world
 from nsa.record.environment import describe_environment
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
-from nsa.record.numbers import counted
 from nsa.record.run_log import RunLog
-from nsa.record.schema import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
+from nsa.run_folder import CHECKPOINTS_FOLDER, ENVIRONMENT_FILE, METRICS_FILE, WEIGHTS_FILE, TrainingRow
 from nsa.supervise.launch_guard import refuse_idle_gpus
 from nsa.supervise.ranks import identify
 from nsa.supervise.signals import StopRequest

@@ -17,7 +17,7 @@ from nsa.nn.attention import attention_layers
 from nsa.ops import dispatch
 from nsa.ops.observe import Observer
 from nsa.parallel.collectives import gather_objects
-from nsa.parallel.launch import World
+from nsa.parallel.world import World
 from nsa.record.attention_stats import AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import optimizer_line, write_dtypes_report, write_optimizer_state
@@ -25,9 +25,9 @@ from nsa.record.events import EventStream, HeartbeatSink
 from nsa.record.memory_dump import dump_memory, memory_gib
 from nsa.record.profile import StepProfiler
 from nsa.record.run_log import RunLog
-from nsa.record.schema import TABLES, EventKind, GateStats, SelectionStats, TrainingRow
 from nsa.record.sinks import TableSink, TensorBoard, Tracker
-from nsa.record.trace import Tracer
+from nsa.record.tracer import Tracer
+from nsa.run_folder import TABLES, EventKind, GateStats, SelectionStats, TrainingRow
 from nsa.supervise.watchdog import Watchdog
 from nsa.train.folder import Claim, record_end
 from nsa.train.state import RunState

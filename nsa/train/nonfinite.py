@@ -22,7 +22,7 @@ from nsa.errors import CheckpointError, NumericsError
 from nsa.files import make_folder, read_regular
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
-from nsa.record.schema import NONFINITE_FOLDER
+from nsa.run_folder import NONFINITE_FOLDER
 from nsa.train.state import RunState, build_state
 from nsa.train.step import StepResult, train_step
 from nsa.train.trained import load_teacher

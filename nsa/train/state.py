@@ -14,15 +14,15 @@ from nsa.data.loader import Batch
 from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.files import expand_home
+from nsa.formatting import counted
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
 from nsa.parallel.context_layers import apply_context
-from nsa.parallel.launch import World, pick_device
 from nsa.parallel.numerics import compute_precision
 from nsa.parallel.recompute import apply_recompute, compile_blocks
 from nsa.parallel.strategy import HookWrapper, shard, wrap_ddp
+from nsa.parallel.world import World, pick_device
 from nsa.record.memory_dump import run_tensors
-from nsa.record.numbers import counted
 from nsa.train.graphs import StepGraphs
 from nsa.train.optimizer import build_optimizer
 

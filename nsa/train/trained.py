@@ -10,7 +10,7 @@ import torch
 
 from nsa.checkpoint.export import find_checkpoint, find_weights, load_weights, read_metadata
 from nsa.checkpoint.format import BEST, FOLDER, LATEST, committed, pointed
-from nsa.checkpoint.load import read_state
+from nsa.checkpoint.restore import read_state
 from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
@@ -18,9 +18,9 @@ from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.files import LARGEST_DOCUMENT, expand_home
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context_layers import apply_context
-from nsa.parallel.launch import pick_device
 from nsa.parallel.numerics import compute_precision
-from nsa.record.schema import CONFIG_FILE, reading_run, run_of
+from nsa.parallel.world import pick_device
+from nsa.run_folder import CONFIG_FILE, reading_run, run_of
 from nsa.train.state import AUTOCAST_TYPES, RunState, chosen_kernels, vocabulary
 
 

@@ -28,9 +28,9 @@ from nsa.checkpoint.format import (
     random_file,
     shard_file,
 )
-from nsa.checkpoint.load import fill, saved_shapes
+from nsa.checkpoint.restore import fill, saved_shapes
 from nsa.config import Config, parse_config
-from nsa.record.schema import MACHINE_COLUMNS
+from nsa.run_folder import MACHINE_COLUMNS
 from nsa.train import train
 
 SMALL = {

@@ -19,7 +19,7 @@ from torch.serialization import _get_layout
 
 from nsa.checkpoint.export import read_weights
 from nsa.checkpoint.format import LEGACY_INDEX_FILE, STATE_FILE, verify
-from nsa.checkpoint.load import saved_shapes
+from nsa.checkpoint.restore import saved_shapes
 from nsa.config import load_config
 from nsa.errors import CheckpointError
 from nsa.train import train

@@ -12,7 +12,7 @@ import yaml
 import nsa.parallel.numerics
 import nsa.train.loop
 from nsa.checkpoint.format import BEST, FOLDER, LATEST, name_of, pointed
-from nsa.checkpoint.load import read_random, read_state, saved_shapes
+from nsa.checkpoint.restore import read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
 from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.train import train

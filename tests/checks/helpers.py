@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nsa.checks.probe import ProbeResult, find
 from nsa.checks.progress import Progress
-from nsa.checks.ready import QUICK_ON_CPU, ReadinessCheck
+from nsa.checks.readiness import QUICK_ON_CPU, ReadinessCheck
 from nsa.checks.ready_report import build_result, write_pages
 from nsa.checks.trials import Outcome, Trial, outcome_of
 from nsa.config import load_config
@@ -64,7 +64,7 @@ def ready_here(
     def run_probe(kind: str, trial: Trial) -> ProbeResult:
         return ProbeResult(find(kind, trial.config, trial.nproc, trial.folder.parent))
 
-    with patch.multiple("nsa.checks.ready", run_trial=run_trial, run_probe=run_probe):
+    with patch.multiple("nsa.checks.readiness", run_trial=run_trial, run_probe=run_probe):
         phases = check.run()
     result = build_result(check, phases, config_file, overrides)
     write_pages(result, check.folder)

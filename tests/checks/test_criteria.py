@@ -12,7 +12,7 @@ from nsa.checkpoint.format import name_of
 from nsa.checks.artifacts import check_artifacts
 from nsa.checks.criteria import judge_run
 from nsa.checks.progress import Progress
-from nsa.checks.ready import (
+from nsa.checks.readiness import (
     FULL,
     QUICK,
     QUICK_ON_CPU,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from nsa.checks.doctor import OTHER_NUMBERS, Attempt, Diagnosis
+from nsa.checks.diagnose import OTHER_NUMBERS, Attempt, Diagnosis
 from nsa.checks.probe import ProbeResult
 from nsa.checks.progress import Progress
 from nsa.checks.trials import outcome_of
@@ -81,7 +81,7 @@ def diagnose(tmp_path, behave, machine=SOUND, leave=lambda folder: None, **secti
 
     config = load_config(path)
     diagnosis = Diagnosis(config, tmp_path / "doctor", Progress(Console(quiet=True)), nproc=2)
-    with patch.multiple("nsa.checks.doctor", run_trial=run, run_probe=probe):
+    with patch.multiple("nsa.checks.diagnose", run_trial=run, run_probe=probe):
         diagnosis.run()
     found = json.loads(diagnosis.write().read_text())
     assert found["schema"] == 3

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from nsa.checks import memory_trace
-from nsa.checks.memory import (
+from nsa.checks.memory_estimate import (
     CARDS,
     COMPILED_SHARES,
     GIB,
@@ -65,7 +65,7 @@ def _each_pass_is_traced_once(monkeypatch, traces):
             traces[key] = trace(reduced, param_dtype)
         return traces[key]
 
-    monkeypatch.setattr("nsa.checks.memory.trace", shared)
+    monkeypatch.setattr("nsa.checks.memory_estimate.trace", shared)
 
 
 def config_of(name, *overrides):
@@ -470,7 +470,7 @@ COMMAND = ["memory", str(ROOT / "configs" / f"{BASE}.yaml"), "model.n_layers=2",
 @pytest.fixture
 def nsa_memory(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("nsa.checks.memory.present_card", lambda: None)
+    monkeypatch.setattr("nsa.checks.memory_estimate.present_card", lambda: None)
 
     def run(*arguments):
         app([*COMMAND, *arguments], standalone_mode=False)

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli import legacy
+from nsa.cli import legacy_commands
 from nsa.config import load_config
 from nsa.config.load import ConfigWarning
 from nsa.errors import ConfigError
 
-CONFIGS = legacy.ROOT / "configs"
+CONFIGS = legacy_commands.ROOT / "configs"
 M7C = CONFIGS / "m7c_125m.yaml"
 TWO_GPUS = CONFIGS / "m7c_125m_2xa100_production.yaml"
 OLD_VARIABLES = {"NSA_DDP_STATIC_GRAPH": "1", "NSA_DDP_FIND_UNUSED": "0", "NSA_DDP_BUCKET_MB": "25"}
 
 
 def resolved(file: Path, *overrides: str, **environment: str) -> list[str]:
-    return legacy.resolve_overrides(file, list(overrides), environment, one_source=None)
+    return legacy_commands.resolve_overrides(file, list(overrides), environment, one_source=None)
 
 
 def folder_of(overrides: list[str]) -> str:
@@ -35,24 +35,24 @@ def no_gpu(monkeypatch):
 
 def test_config_is_found_here_first_and_then_in_the_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert legacy.find_config({}) == M7C
-    assert legacy.find_config({"CONFIG": ""}) == M7C
-    assert legacy.find_config({"CONFIG": "configs/quickstart.yaml"}) == CONFIGS / "quickstart.yaml"
+    assert legacy_commands.find_config({}) == M7C
+    assert legacy_commands.find_config({"CONFIG": ""}) == M7C
+    assert legacy_commands.find_config({"CONFIG": "configs/quickstart.yaml"}) == CONFIGS / "quickstart.yaml"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").touch()
-    assert legacy.find_config({"CONFIG": "configs/quickstart.yaml"}) == Path("configs/quickstart.yaml")
-    assert legacy.find_config({"CONFIG": str(TWO_GPUS)}) == TWO_GPUS
+    assert legacy_commands.find_config({"CONFIG": "configs/quickstart.yaml"}) == Path("configs/quickstart.yaml")
+    assert legacy_commands.find_config({"CONFIG": str(TWO_GPUS)}) == TWO_GPUS
 
 
 def test_old_arguments_are_overrides():
-    assert legacy.shorthands("synthetic", 10, "bf16", None, fsdp=False) == [
+    assert legacy_commands.shorthands("synthetic", 10, "bf16", None, fsdp=False) == [
         "data.source=synthetic",
         "train.steps=10",
         "runtime.precision=bf16",
     ]
-    assert legacy.shorthands(None, None, None, 1, fsdp=False) == ["parallel.strategy=ddp"]
-    assert legacy.shorthands(None, None, None, 0, fsdp=True) == ["parallel.strategy=fsdp"]
-    assert "parallel.allow_single_rank=true" in legacy.shorthands(None, None, None, 0, fsdp=False)
+    assert legacy_commands.shorthands(None, None, None, 1, fsdp=False) == ["parallel.strategy=ddp"]
+    assert legacy_commands.shorthands(None, None, None, 0, fsdp=True) == ["parallel.strategy=fsdp"]
+    assert "parallel.allow_single_rank=true" in legacy_commands.shorthands(None, None, None, 0, fsdp=False)
 
 
 def test_on_a_gpu_a_production_file_runs_as_it_is_in_the_folder_of_nsa_train(gpu, recwarn):
@@ -129,9 +129,9 @@ def test_a_mixture_is_not_silently_read_instead_of_the_dataset(tmp_path, gpu):
     file = tmp_path / "mixed.yaml"
     file.write_text("data: {mixture: [{source: python}, {source: synthetic}]}")
     with pytest.raises(ConfigError, match=r"data\.mixture=\[\]"):
-        legacy.resolve_overrides(file, ["data.source=synthetic"], {}, one_source="synthetic")
+        legacy_commands.resolve_overrides(file, ["data.source=synthetic"], {}, one_source="synthetic")
     alone = ["data.source=synthetic", "data.mixture=[]"]
-    assert legacy.resolve_overrides(file, alone, {}, one_source="synthetic")[:2] == alone
+    assert legacy_commands.resolve_overrides(file, alone, {}, one_source="synthetic")[:2] == alone
 
 
 def test_a_file_that_is_valid_only_with_its_overrides_gives_the_folder_its_name(tmp_path, gpu):

@@ -9,8 +9,8 @@ import pytest
 
 from nsa.cli.main import main
 from nsa.errors import ConfigError, DataError, printable
+from nsa.formatting import one_line
 from nsa.record.console import RunConsole
-from nsa.record.numbers import one_line
 from nsa.record.run_log import RunLog
 from tests.cli.test_broken_input import BASE
 

@@ -13,7 +13,7 @@ from nsa.data.prepare import prepare
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
-from nsa.parallel.launch import World, read_launch
+from nsa.parallel.world import World, read_launch
 from tests.distributed.launching import metrics_of, rows_of, start_ranks, wait_all, write_config
 
 TOKENIZER = ByteTokenizer()

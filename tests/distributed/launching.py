@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.record.schema import MACHINE_COLUMNS
+from nsa.run_folder import MACHINE_COLUMNS
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from bench.traffic import bytes_per_layer
 from nsa.checkpoint.export import find_checkpoint, read_weights
-from nsa.checks.memory import estimate
+from nsa.checks.memory_estimate import estimate
 from nsa.config import parse_config
 from nsa.config.schema import ParallelConfig
 from nsa.data.loader import Batch
@@ -23,8 +23,8 @@ from nsa.data.sequences import IGNORED
 from nsa.errors import ConfigError, LaunchError
 from nsa.ops import NSASpec
 from nsa.parallel.context import Context, chunks_of, data_ranks
-from nsa.parallel.launch import start_world
 from nsa.parallel.numerics import cpu_has_bf16
+from nsa.parallel.world import start_world
 from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config
 from tests.distributed.test_same_numbers import (

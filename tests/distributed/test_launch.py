@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nsa.checkpoint.load import read_state
+from nsa.checkpoint.restore import read_state
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
 from nsa.parallel.collectives import lost_rank
-from nsa.parallel.launch import Launch, choose_strategy, pick_device, read_launch, start_world
+from nsa.parallel.world import Launch, choose_strategy, pick_device, read_launch, start_world
 from tests.distributed.launching import run_ranks, write_config
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checks.ready import QUICK_ON_CPU
+from nsa.checks.readiness import QUICK_ON_CPU
 from nsa.cli.main import app
 from tests.distributed.launching import environment
 from tests.docs.pages import README, ROOT

@@ -6,9 +6,8 @@ import tomllib
 
 import pytest
 
-from nsa import errors
+from nsa import errors, run_folder
 from nsa.errors import NSAError
-from nsa.record import schema
 from tests.distributed.launching import run_ranks, write_config
 from tests.docs.pages import ROOT, Page, table_with
 
@@ -49,11 +48,15 @@ def artifacts():
 
 
 def test_every_name_of_the_contract_is_in_the_table_of_artifacts(artifacts):
-    constants = vars(schema)
-    names = [value for name, value in constants.items() if name.endswith("_FILE") and value != schema.REPORT_FILE]
-    names += [value.name(0) for value in constants.values() if isinstance(value, schema.RankFiles)]
-    names += [value.file for value in constants.values() if isinstance(value, schema.Table)]
-    names += [f"{schema.CHECKPOINTS_FOLDER}/", f"{schema.TENSORBOARD_FOLDER}/", schema.stack_dumps("1").name(0)]
+    constants = vars(run_folder)
+    names = [value for name, value in constants.items() if name.endswith("_FILE") and value != run_folder.REPORT_FILE]
+    names += [value.name(0) for value in constants.values() if isinstance(value, run_folder.RankFiles)]
+    names += [value.file for value in constants.values() if isinstance(value, run_folder.Table)]
+    names += [
+        f"{run_folder.CHECKPOINTS_FOLDER}/",
+        f"{run_folder.TENSORBOARD_FOLDER}/",
+        run_folder.stack_dumps("1").name(0),
+    ]
     assert len(names) > 20
     assert [name for name in names if not artifacts(name)] == []
 

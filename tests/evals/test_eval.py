@@ -17,7 +17,7 @@ from nsa.data.token_shards import ShardTokens
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError
 from nsa.evals import scoring
-from nsa.evals.report import DEPTHS
+from nsa.evals.evaluate import DEPTHS
 from nsa.train import train
 from tests.checkpoint.helpers import small, train_until
 

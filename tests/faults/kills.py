@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from nsa.checkpoint.export import find_checkpoint
-from nsa.checkpoint.load import fill, read_random, read_state, saved_shapes
+from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from tests.distributed.launching import numbers_of, start_ranks, wait_all, write_config
 
 KILLED = -9

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.generate.text import TextStream
+from nsa.generate.text_stream import TextStream
 
 DECODE = ByteTokenizer().decode
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from nsa import run_folder
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import RunView, read_run
-from nsa.inspect.report import render
+from nsa.inspect.run_report import render
 from nsa.inspect.view import frame
-from nsa.record import schema
 from nsa.record.sinks import TableSink
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -55,7 +55,7 @@ def test_watch_report_and_health_read_it():
     assert "Nothing unhealthy was found." in page
 
 
-@pytest.mark.parametrize("table", schema.TABLES, ids=lambda table: table.stem)
+@pytest.mark.parametrize("table", run_folder.TABLES, ids=lambda table: table.stem)
 def test_its_tables_are_continued_when_it_resumes(recorded, table):
     lines = (recorded / table.file).read_text().splitlines(keepends=True)
     assert lines[0] == table.header
@@ -67,13 +67,13 @@ def test_its_tables_are_continued_when_it_resumes(recorded, table):
 
 
 def test_its_events_are_those_of_the_contract():
-    events = [schema.parse_event(line) for line in (RECORDED / "heartbeat_rank0.jsonl").read_text().splitlines()]
+    events = [run_folder.parse_event(line) for line in (RECORDED / "heartbeat_rank0.jsonl").read_text().splitlines()]
     later = ("clock", "boot_id", "start_ticks")  # it was recorded without them
     for event in events:
-        fields = (*schema.COMMON_FIELDS, *schema.EVENT_FIELDS[event["event"]])
+        fields = (*run_folder.COMMON_FIELDS, *run_folder.EVENT_FIELDS[event["event"]])
         assert tuple(event) == tuple(name for name in fields if name not in later), event["event"]
-        assert json.loads(schema.format_event(event)) == event
-    assert {event["event"] for event in events} >= {"boot", "first_batch", "start", *schema.ROUTINE_EVENTS, "end"}
+        assert json.loads(run_folder.format_event(event)) == event
+    assert {event["event"] for event in events} >= {"boot", "first_batch", "start", *run_folder.ROUTINE_EVENTS, "end"}
 
 
 def test_a_hang_that_it_reported_is_read_without_who_reported_it(recorded):

@@ -19,8 +19,8 @@ from nsa.cli.report import report
 from nsa.errors import CheckpointError, LaunchError
 from nsa.inspect.compare import render_comparison
 from nsa.inspect.reading import read_run
-from nsa.inspect.report import render, write_page
 from nsa.inspect.report_plots import smooth
+from nsa.inspect.run_report import render, write_page
 from nsa.inspect.svg import log_ticks, thin, ticks
 from nsa.inspect.view import frame
 from nsa.record.samples import Sample

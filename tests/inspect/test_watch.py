@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nsa import run_folder
 from nsa.errors import CheckpointError
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import RunView, read_run
 from nsa.inspect.view import frame
-from nsa.record import schema
-from nsa.record.schema import format_event, parse_event
+from nsa.run_folder import format_event, parse_event
 from tests.record.runs import (
     BEGAN,
     GATES,
@@ -125,11 +125,11 @@ def test_a_frame_fits_its_terminal(tmp_path, size, plain):
 
 
 def test_every_event_of_a_run_has_the_fields_of_the_contract(finished):
-    events = schema.read_events(finished)
+    events = run_folder.read_events(finished)
     assert len(events) == len((finished / "heartbeat_rank0.jsonl").read_text().splitlines())
-    assert {each["event"] for each in events} >= {"boot", "first_batch", "start", *schema.ROUTINE_EVENTS, "end"}
+    assert {each["event"] for each in events} >= {"boot", "first_batch", "start", *run_folder.ROUTINE_EVENTS, "end"}
     for each in events:
-        assert tuple(each) == (*schema.COMMON_FIELDS, *schema.EVENT_FIELDS[each["event"]])
+        assert tuple(each) == (*run_folder.COMMON_FIELDS, *run_folder.EVENT_FIELDS[each["event"]])
 
 
 def test_a_run_is_running_then_silent(tmp_path):
@@ -444,7 +444,7 @@ def test_a_sample_without_a_sound_count_of_rows_costs_only_itself(tmp_path, rows
     now = live_run(tmp_path / "run")
     sound = read_run(tmp_path / "run", now)
     assert list(sound.gates) == ["blocks.0.attention", "blocks.1.attention", "all"]
-    zeros = ",".join("0" * len(schema.DISTANCE_COLUMNS))
+    zeros = ",".join("0" * len(run_folder.DISTANCE_COLUMNS))
     for name, sample in (
         ("gate_stats.csv", f"{step},all,{rows},1,1,1,0,0.3,0.3,0.4"),
         ("k_stats.csv", f"{step},{rows},4.0,5,0.5,0.5,0.5,{zeros}"),
@@ -504,7 +504,7 @@ def test_elapsed_time_follows_no_jump_of_the_time_of_day(tmp_path):
     old = "".join(re.sub(', "clock": [0-9.]+', "", line) for line in lines)  # of a version without that clock
     (folder / "heartbeat_rank0.jsonl").write_text(old)
     assert read_run(folder, BEGAN + 10**6).elapsed_s == 1.0
-    assert parse_event(format_event(schema.make_event("end", 0, 1)))["clock"] <= time.monotonic() + 1e-3
+    assert parse_event(format_event(run_folder.make_event("end", 0, 1)))["clock"] <= time.monotonic() + 1e-3
 
 
 @pytest.mark.timeout(150)

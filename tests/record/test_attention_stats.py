@@ -22,7 +22,7 @@ from nsa.record.attention_stats import (
     read_selection,
     selection_numbers,
 )
-from nsa.record.schema import ALL_LAYERS, DISTANCE_BINS, GateStats
+from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats
 from nsa.train import train
 from tests.train.test_feed import TINY
 

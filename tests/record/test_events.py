@@ -10,8 +10,8 @@ import pytest
 
 from nsa.record import events
 from nsa.record.events import EventStream, Sink
-from nsa.record.schema import GateStats, TrainingRow, make_event
 from nsa.record.sinks import Tracker
+from nsa.run_folder import GateStats, TrainingRow, make_event
 
 
 class Kept(Sink):

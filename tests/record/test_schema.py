@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.record import schema
-from nsa.record.schema import GateStats, RankFiles, SelectionStats
+from nsa import run_folder
+from nsa.run_folder import GateStats, RankFiles, SelectionStats
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "telemetry.md").read_text()
 
@@ -27,20 +27,20 @@ def test_files_have_a_name_per_rank_and_are_found_by_it(tmp_path):
     def found(files: RankFiles) -> dict[int, str]:
         return {rank: path.name for rank, path in files.find(tmp_path).items()}
 
-    assert found(schema.HEARTBEAT) == {0: "heartbeat_rank0.jsonl", 11: "heartbeat_rank11.jsonl"}
-    assert found(schema.SELECTION.files) == {0: "k_stats.csv", 2: "k_stats_rank2.csv"}
-    assert found(schema.TRACE) == {0: "trace_rank0.jsonl"}
-    assert found(schema.stack_dumps()) == {0: "stackdump_20261115_rank0.txt", 1: "stackdump_20261116_rank1.txt"}
-    assert schema.memory_files("boot", ".txt").name(0) == "mem_boot.txt"
-    assert schema.memory_files("step1", ".json").path(tmp_path, 3) == tmp_path / "mem_step1_rank3.json"
+    assert found(run_folder.HEARTBEAT) == {0: "heartbeat_rank0.jsonl", 11: "heartbeat_rank11.jsonl"}
+    assert found(run_folder.SELECTION.files) == {0: "k_stats.csv", 2: "k_stats_rank2.csv"}
+    assert found(run_folder.TRACE) == {0: "trace_rank0.jsonl"}
+    assert found(run_folder.stack_dumps()) == {0: "stackdump_20261115_rank0.txt", 1: "stackdump_20261116_rank1.txt"}
+    assert run_folder.memory_files("boot", ".txt").name(0) == "mem_boot.txt"
+    assert run_folder.memory_files("step1", ".json").path(tmp_path, 3) == tmp_path / "mem_step1_rank3.json"
 
 
 def test_an_event_reads_back_as_it_was_written():
     ranks = [{"rank": 1, "state": "gone"}]
-    event = schema.make_event("hang", 3, 7, phase="step", silent_s=math.inf, limit_s=6.0, file=None, ranks=ranks)
-    assert tuple(event) == (*schema.COMMON_FIELDS, *schema.EVENT_FIELDS["hang"])
-    line = schema.format_event(event)
-    assert schema.parse_event(line) == {**event, "silent_s": "inf"}
+    event = run_folder.make_event("hang", 3, 7, phase="step", silent_s=math.inf, limit_s=6.0, file=None, ranks=ranks)
+    assert tuple(event) == (*run_folder.COMMON_FIELDS, *run_folder.EVENT_FIELDS["hang"])
+    line = run_folder.format_event(event)
+    assert run_folder.parse_event(line) == {**event, "silent_s": "inf"}
     assert line.endswith("}\n")
 
 
@@ -49,37 +49,37 @@ def test_an_event_reads_back_as_it_was_written():
 )
 def test_a_damaged_line_is_no_event(line):
     with pytest.raises(ValueError):
-        schema.parse_event(line)
-    sound = schema.format_event(schema.make_event("end", 0, 1))
-    assert [event["event"] for event in schema.parse_events([line, sound, line])] == ["end"]
+        run_folder.parse_event(line)
+    sound = run_folder.format_event(run_folder.make_event("end", 0, 1))
+    assert [event["event"] for event in run_folder.parse_events([line, sound, line])] == ["end"]
 
 
 def test_rows_read_back_as_they_were_written(tmp_path):
     counts = [("sel", 'too "wide", by far\nindeed', 12), ("win", "plain", 3)]
-    event = schema.make_event("fallbacks", 0, 50, counts=counts)
-    (tmp_path / "fallback_counters.csv").write_text(schema.FALLBACKS.header + schema.FALLBACKS.format(event))
-    assert schema.read_rows(tmp_path, schema.FALLBACKS) == [
+    event = run_folder.make_event("fallbacks", 0, 50, counts=counts)
+    (tmp_path / "fallback_counters.csv").write_text(run_folder.FALLBACKS.header + run_folder.FALLBACKS.format(event))
+    assert run_folder.read_rows(tmp_path, run_folder.FALLBACKS) == [
         {"step": "50", "branch": "sel", "reason": 'too "wide", by far indeed', "count": "12"},
         {"step": "50", "branch": "win", "reason": "plain", "count": "3"},
     ]
-    assert schema.format_row([1, None, 0.1, math.nan, "a,b"]) == '1,,0.1,nan,"a,b"\n'
+    assert run_folder.format_row([1, None, 0.1, math.nan, "a,b"]) == '1,,0.1,nan,"a,b"\n'
 
 
 def test_a_sample_fills_its_tables_layer_by_layer_and_over_all():
     stats = SelectionStats(4, 2.5, 4, 0.5, 0.25, 0.75, tuple(n / 66 for n in range(12)))
     layers = [{"layer": name, **asdict(stats)} for name in ("a", "b")]
-    event = schema.make_event("selection", 0, 6, layers=layers, **asdict(stats))
-    (row,) = schema.SELECTION.format(event).splitlines()
+    event = run_folder.make_event("selection", 0, 6, layers=layers, **asdict(stats))
+    (row,) = run_folder.SELECTION.format(event).splitlines()
     assert row.split(",")[:3] == ["6", "4", "2.5"]
-    assert [line.split(",")[1] for line in schema.LAYER_SELECTION.format(event).splitlines()] == ["a", "b"]
-    cells = dict(zip(schema.SELECTION.columns, map(float, row.split(",")), strict=True))
+    assert [line.split(",")[1] for line in run_folder.LAYER_SELECTION.format(event).splitlines()] == ["a", "b"]
+    cells = dict(zip(run_folder.SELECTION.columns, map(float, row.split(",")), strict=True))
     assert SelectionStats.of(cells) == stats
     gates = GateStats(10, 1.0, 0.5, 0.9, 0.1, 0.2, 0.3, 0.5)
-    event = schema.make_event("gates", 0, 6, layers=[{"layer": "a", **asdict(gates)}], **asdict(gates))
-    lines = [line.split(",") for line in schema.GATES.format(event).splitlines()]
+    event = run_folder.make_event("gates", 0, 6, layers=[{"layer": "a", **asdict(gates)}], **asdict(gates))
+    lines = [line.split(",") for line in run_folder.GATES.format(event).splitlines()]
     assert [line[1] for line in lines] == ["a", "all"]
-    assert GateStats.of(dict(zip(schema.GATES.columns[2:], map(float, lines[0][2:]), strict=True))) == gates
-    assert "layers" not in json.loads(schema.format_event(event))
+    assert GateStats.of(dict(zip(run_folder.GATES.columns[2:], map(float, lines[0][2:]), strict=True))) == gates
+    assert "layers" not in json.loads(run_folder.format_event(event))
 
 
 def test_merging_weighs_by_what_each_part_saw():
@@ -94,24 +94,32 @@ def test_merging_weighs_by_what_each_part_saw():
 
 
 def test_the_documentation_names_every_file_event_and_column():
-    files = [schema.CONFIG_FILE, schema.ENVIRONMENT_FILE, schema.METRICS_FILE, schema.TRACKER_FILE]
-    files += [schema.OPTIMIZER_STATE_FILE, schema.WEIGHTS_FILE, schema.REPORT_FILE, schema.LOCK_FILE]
-    files += [schema.DTYPES_FILE]
-    files += [f"{name}/" for name in (schema.CHECKPOINTS_FOLDER, schema.TENSORBOARD_FOLDER)] + [schema.NONFINITE_FOLDER]
-    per_rank = (schema.HEARTBEAT, schema.TRACE, schema.OUT_OF_MEMORY, schema.NCCL_TRACE, schema.PROFILE_TRACE)
+    files = [run_folder.CONFIG_FILE, run_folder.ENVIRONMENT_FILE, run_folder.METRICS_FILE, run_folder.TRACKER_FILE]
+    files += [run_folder.OPTIMIZER_STATE_FILE, run_folder.WEIGHTS_FILE, run_folder.REPORT_FILE, run_folder.LOCK_FILE]
+    files += [run_folder.DTYPES_FILE]
+    files += [f"{name}/" for name in (run_folder.CHECKPOINTS_FOLDER, run_folder.TENSORBOARD_FOLDER)] + [
+        run_folder.NONFINITE_FOLDER
+    ]
+    per_rank = (
+        run_folder.HEARTBEAT,
+        run_folder.TRACE,
+        run_folder.OUT_OF_MEMORY,
+        run_folder.NCCL_TRACE,
+        run_folder.PROFILE_TRACE,
+    )
     files += [f"{each.stem}_rank{{r}}{each.suffix}" for each in per_rank] + ["run_rank{r}.log", "mem_boot.*"]
-    files += ["stackdump_{time}_rank{r}.txt", *(table.file for table in schema.TABLES)]
+    files += ["stackdump_{time}_rank{r}.txt", *(table.file for table in run_folder.TABLES)]
     assert [name for name in files if name not in DOCS] == []
     table = DOCS[DOCS.index("## Events") : DOCS.index("Kinds of incident")]
-    for kind, own in schema.EVENT_FIELDS.items():
+    for kind, own in run_folder.EVENT_FIELDS.items():
         line = next((line for line in table.splitlines() if f"`{kind}`" in line), "")
         assert line, kind
-        assert kind in schema.ROUTINE_EVENTS or [field for field in own if f"`{field}`" not in line] == [], kind
-    columns = {column for table in schema.TABLES for column in table.columns if not column.startswith("distance_")}
+        assert kind in run_folder.ROUTINE_EVENTS or [field for field in own if f"`{field}`" not in line] == [], kind
+    columns = {column for table in run_folder.TABLES for column in table.columns if not column.startswith("distance_")}
     assert [column for column in sorted(columns) if f"`{column}`" not in DOCS] == []
 
 
 def test_the_contract_is_read_without_torch_or_numpy():
-    code = "import sys, nsa.record.schema; sys.exit(bool({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    code = "import sys, nsa.run_folder; sys.exit(bool({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

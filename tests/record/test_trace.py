@@ -20,8 +20,8 @@ from nsa.errors import CheckpointError, ConfigError
 from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
 from nsa.parallel.recompute import apply_recompute
-from nsa.record import trace
-from nsa.record.trace import Tracer
+from nsa.record import tracer
+from nsa.record.tracer import Tracer
 from tests.distributed.launching import TINY, start_ranks, wait_all
 from tests.record.traced import CONFIG, SPOILED
 
@@ -277,7 +277,7 @@ def test_a_step_whose_gradients_were_cleared_is_recorded_as_such(tmp_path):
 
 
 def test_a_large_trace_becomes_two_files_that_are_read_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "_LARGEST_FILE", 3000)
+    monkeypatch.setattr(tracer, "_LARGEST_FILE", 3000)
     record(tmp_path, TwoLayers(), steps=5, inputs=torch.ones(1, 1), close=False)
     assert (tmp_path / "trace_rank0.older.jsonl").exists()
     assert all(path.stat().st_size < 6000 for path in tmp_path.iterdir())

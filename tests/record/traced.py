@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import parse_config
 from nsa.nn.model import build_model
-from nsa.parallel.launch import World
 from nsa.parallel.recompute import apply_recompute
 from nsa.parallel.strategy import _sum, shard
-from nsa.record.trace import Tracer
+from nsa.parallel.world import World
+from nsa.record.tracer import Tracer
 from tests.distributed.launching import TINY
 
 CONFIG = parse_config(TINY, "tiny")

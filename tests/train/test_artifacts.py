@@ -10,8 +10,8 @@ import pytest
 
 from nsa.errors import LaunchError, NumericsError
 from nsa.record.events import EventStream, HeartbeatSink
-from nsa.record.schema import TRAINING, make_event
 from nsa.record.sinks import TableSink, TensorBoard
+from nsa.run_folder import TRAINING, make_event
 from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 

@@ -12,7 +12,7 @@ import torch
 from nsa import faults
 from nsa.data.loader import Batch
 from nsa.errors import ConfigError
-from nsa.parallel.launch import World
+from nsa.parallel.world import World
 from nsa.train import loop, train
 from nsa.train.graphs import StepGraphs, memory_refusal, plan_graphs
 from nsa.train.step import train_step

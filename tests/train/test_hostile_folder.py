@@ -10,17 +10,17 @@ import pytest
 import nsa
 from nsa.checkpoint.export import find_checkpoint, load_weights, read_metadata
 from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, pointed, read_manifest, verify
-from nsa.checkpoint.load import read_state, saved_shapes
+from nsa.checkpoint.restore import read_state, saved_shapes
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.files import make_folder, open_regular, read_regular, regular, replace_file, write_whole
 from nsa.inspect import run_files
 from nsa.inspect.reading import read_run
-from nsa.inspect.report import render, write_page
 from nsa.inspect.run_files import HeartbeatFile
+from nsa.inspect.run_report import render, write_page
 from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
-from nsa.record.schema import CONFIG_FILE, METRICS_FILE, TRAINING, WEIGHTS_FILE, read_events, read_json, read_rows
+from nsa.run_folder import CONFIG_FILE, METRICS_FILE, TRAINING, WEIGHTS_FILE, read_events, read_json, read_rows
 from nsa.train import loop, train
 from nsa.train.folder import Claim, refuse_foreign
 from tests.checkpoint.helpers import checkpoint_of, small

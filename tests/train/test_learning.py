@@ -6,7 +6,7 @@ import pytest
 
 from bench.learning import RESULTS, ROWS, main, overrides_of, parse, plot, seconds_of
 from nsa.config import load_config
-from nsa.record.schema import HEARTBEAT, format_event
+from nsa.run_folder import HEARTBEAT, format_event
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -16,11 +16,11 @@ import torch
 from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import read_run
-from nsa.parallel.launch import World
+from nsa.parallel.world import World
 from nsa.record import events
 from nsa.record.attention_stats import Sample
 from nsa.record.run_log import RunLog
-from nsa.record.schema import GateStats
+from nsa.run_folder import GateStats
 from nsa.train import train
 from nsa.train.folder import Claim
 from nsa.train.monitor import Monitor

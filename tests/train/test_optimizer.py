@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.checks.memory import estimate
+from nsa.checks.memory_estimate import estimate
 from nsa.config import parse_config
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError

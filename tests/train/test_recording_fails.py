@@ -9,10 +9,10 @@ import pytest
 
 from nsa import faults
 from nsa.checkpoint.export import find_checkpoint
-from nsa.checkpoint.load import read_state
+from nsa.checkpoint.restore import read_state
 from nsa.record.events import EventStream
-from nsa.record.schema import TRAINING, TrainingRow, read_events
 from nsa.record.sinks import TableSink
+from nsa.run_folder import TRAINING, TrainingRow, read_events
 from nsa.train import loop, train
 from nsa.train.monitor import Monitor
 from tests.checkpoint.helpers import faults_armed, incidents_of, small

@@ -18,7 +18,7 @@ from nsa.cli.main import app
 from nsa.data.vocabulary import train_bpe
 from nsa.errors import BackendError, CheckpointError, ConfigError, DataError, LaunchError, printable
 from nsa.inspect.reading import read_run
-from nsa.inspect.report import render
+from nsa.inspect.run_report import render
 from nsa.train import train
 from tests.checkpoint.helpers import checkpoint_of, flip_byte, small, train_until
 

@@ -16,7 +16,7 @@ from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.nn.model import build_model
-from nsa.record.schema import MACHINE_COLUMNS
+from nsa.run_folder import MACHINE_COLUMNS
 from nsa.train import train
 from nsa.train.folder import Claim
 from nsa.train.state import build_state, describe_batch

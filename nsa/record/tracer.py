@@ -35,10 +35,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.files import ends_amid_line, regular
+from nsa.formatting import plain
 from nsa.nn.block import DecoderBlock
 from nsa.record.failures import Failures
-from nsa.record.numbers import plain
-from nsa.record.schema import OLDER_TRACE, TRACE
+from nsa.run_folder import OLDER_TRACE, TRACE
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, get_args
 
 from nsa.errors import CheckpointError, reworded
 from nsa.files import open_regular, read_regular, regular
-from nsa.record.numbers import plain
+from nsa.formatting import plain
 
 # ---------------------------------------------------------------------------------------------------------- files
 

@@ -102,7 +102,7 @@ def resolve_overrides(
         raise ConfigError(f"--dataset {one_source}: {file} mixes several; add data.mixture=[] to read this one alone")
     from torch import cuda
 
-    from nsa.parallel.launch import read_launch
+    from nsa.parallel.world import read_launch
 
     on_cpu = config.runtime.device == "cpu" or not cuda.is_available()
     place = read_launch(environment)

@@ -13,17 +13,16 @@ from typing import Any
 
 import yaml
 
-from nsa import __version__
+from nsa import __version__, run_folder
 from nsa.errors import LaunchError, printable, reworded
 from nsa.files import write_whole
+from nsa.formatting import clock, exact, one_line, percent, seconds, short
 from nsa.inspect.evaluation import evaluation_facts, evaluation_figures
 from nsa.inspect.health import is_unwell, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
 from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
-from nsa.record import schema
-from nsa.record.numbers import clock, exact, one_line, percent, seconds, short
 
 MAX_ENTRIES = 500
 MAX_TEXT = 4000  # characters of a prompt, and of what followed it
@@ -143,7 +142,7 @@ def _gate_table(view: RunView) -> str:
         return ""
     head = "<tr><th>layer</th><th>cmp / sel / win</th><th>entropy</th><th>lowest</th><th>collapsed</th></tr>"
     rows = "".join(_gate_row(layer, gates) for layer, gates in view.gates.items())
-    keys = "".join(f'<li><i class="key c{at}"></i>{branch}</li>' for at, branch in enumerate(schema.BRANCHES, 1))
+    keys = "".join(f'<li><i class="key c{at}"></i>{branch}</li>' for at, branch in enumerate(run_folder.BRANCHES, 1))
     step = view.gate_samples.last_step
     return (
         f'<div class="card" id="gates-now"><h3>At step {step:,}</h3><ul class="legend">{keys}</ul>'
@@ -151,7 +150,7 @@ def _gate_table(view: RunView) -> str:
     )
 
 
-def _gate_row(layer: str, gates: schema.GateStats) -> str:
+def _gate_row(layer: str, gates: run_folder.GateStats) -> str:
     parts = "".join(
         f'<i class="c{at}" style="width:{max(0.0, share):.2%}"></i>'
         for at, share in enumerate(gates.shares, 1)
@@ -177,7 +176,7 @@ def _layer_selection(view: RunView) -> str:
         return ""
     top = max(max(found.distances) for found in view.layer_selection.values())
     rows = "".join(_selection_row(layer, found, top) for layer, found in view.layer_selection.items())
-    distance = f"distance, {schema.DISTANCE_BINS[0]} to {schema.DISTANCE_BINS[-1]} blocks"
+    distance = f"distance, {run_folder.DISTANCE_BINS[0]} to {run_folder.DISTANCE_BINS[-1]} blocks"
     heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", distance)
     head = "".join(f"<th>{escape(title)}</th>" for title in heads)
     summary = f"Layer by layer at step {view.layer_selection_samples.last_step:,}"
@@ -187,10 +186,10 @@ def _layer_selection(view: RunView) -> str:
     )
 
 
-def _selection_row(layer: str, found: schema.SelectionStats, top: float) -> str:
+def _selection_row(layer: str, found: run_folder.SelectionStats, top: float) -> str:
     cells = "".join(
         f'<i title="{escape(name)} blocks away: {percent(share)}" style="opacity:{share / (top or 1.0):.2f}"></i>'
-        for name, share in zip(schema.DISTANCE_BINS, found.distances, strict=True)
+        for name, share in zip(run_folder.DISTANCE_BINS, found.distances, strict=True)
         if math.isfinite(share)
     )
     numbers = (
@@ -208,7 +207,7 @@ def _evaluation(found: dict[str, Any]) -> str:
     try:
         return grid(evaluation_figures(found)) + evaluation_facts(found)
     except ValueError as error:
-        return f'<p class="missing">{schema.EVALUATION_FILE} {escape(str(error))}</p>'
+        return f'<p class="missing">{run_folder.EVALUATION_FILE} {escape(str(error))}</p>'
 
 
 def _samples(view: RunView) -> str:
@@ -218,7 +217,7 @@ def _samples(view: RunView) -> str:
         settings = [f"{name} {value}" for name, value in sample.settings.items() if value is not None]
         about = one_line(" · ".join([clock(sample.time), sample.weights, *settings]), 200)
         text, more = sample.text[:MAX_TEXT], len(sample.text) - MAX_TEXT
-        note = f'<p class="about">{more:,} more characters are in {schema.SAMPLES_FILE}.</p>' if more > 0 else ""
+        note = f'<p class="about">{more:,} more characters are in {run_folder.SAMPLES_FILE}.</p>' if more > 0 else ""
         prompt = f"<b>{escape(printable(sample.prompt[-MAX_TEXT:]))}</b>" if sample.prompt else ""
         text = f"<pre>{prompt}{escape(printable(text))}</pre>"
         cards.append(f'<div class="card sample"><p class="about">{escape(about)}</p>{text}{note}</div>')
@@ -236,7 +235,7 @@ def _timeline(view: RunView) -> str:
         for entry in shown
     )
     more = len(view.timeline) - len(shown)
-    note = f'<p class="about">{more} older ones are in {schema.HEARTBEAT.pattern}.</p>' if more else ""
+    note = f'<p class="about">{more} older ones are in {run_folder.HEARTBEAT.pattern}.</p>' if more else ""
     head = "<tr><th>time</th><th>step</th><th>ranks</th><th>event</th><th>message</th></tr>"
     return f'<div class="card scroll"><table class="story">{head}{rows}</table>{note}</div>'
 
@@ -256,7 +255,7 @@ def _environment(view: RunView) -> str:
     if lookup(view.metrics, "data"):
         env["data"] = view.metrics["data"]
     if not env:
-        return _missing(view, schema.ENVIRONMENT_FILE)
+        return _missing(view, run_folder.ENVIRONMENT_FILE)
     rows = "".join(f"<tr><th>{escape(str(key))}</th><td>{shown_value(value)}</td></tr>" for key, value in env.items())
     return f'<div class="card scroll"><table class="facts-table">{rows}</table></div>'
 
@@ -275,6 +274,6 @@ def shown_value(value: Any) -> str:
 
 def _configuration(view: RunView) -> str:
     if not view.config:
-        return _missing(view, schema.CONFIG_FILE)
+        return _missing(view, run_folder.CONFIG_FILE)
     text = yaml.safe_dump(view.config, sort_keys=False, allow_unicode=True)
-    return f'<details class="card"><summary>{schema.CONFIG_FILE}</summary><pre>{escape(text)}</pre></details>'
+    return f'<details class="card"><summary>{run_folder.CONFIG_FILE}</summary><pre>{escape(text)}</pre></details>'

@@ -21,7 +21,7 @@ from nsa.checkpoint.format import INDEX_FILE, MODEL, STATE_FILE, STATE_VERSION, 
 from nsa.checkpoint.legacy import LegacyReader
 from nsa.checkpoint.storage import ShardReader
 from nsa.errors import CheckpointError, reworded
-from nsa.record.schema import read_json
+from nsa.run_folder import read_json
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import build_model
 from nsa.ops import dispatch
 from nsa.parallel.context import data_ranks, padded_length
-from nsa.parallel.launch import choose_strategy
 from nsa.parallel.numerics import DTYPES
 from nsa.parallel.recompute import Granularity
 from nsa.parallel.strategy import effective
+from nsa.parallel.world import choose_strategy
 from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import freeze, micro_batch_size
 

@@ -36,10 +36,10 @@ from nsa.checks.trials import (
 from nsa.config import Config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.files import read_regular
+from nsa.formatting import one_line, plain, seconds
 from nsa.parallel.context import data_ranks
-from nsa.parallel.launch import choose_strategy
-from nsa.record.numbers import one_line, plain, seconds
-from nsa.record.schema import BRANCHES, stack_dumps
+from nsa.parallel.world import choose_strategy
+from nsa.run_folder import BRANCHES, stack_dumps
 from nsa.train.state import micro_batch_size
 
 SCHEMA = 3

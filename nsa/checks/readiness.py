@@ -23,10 +23,10 @@ from nsa.checks.progress import Progress
 from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, remove_weights, run_trial
 from nsa.config import Config
 from nsa.errors import printable
+from nsa.formatting import seconds
 from nsa.inspect.reading import RunView
 from nsa.parallel.context import data_ranks
-from nsa.record.numbers import seconds
-from nsa.record.schema import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
+from nsa.run_folder import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
 
 TITLES = {
     "phase0": "environment, kernels, one step",
