@@ -36,7 +36,7 @@ STEPS = 50  # a few more are taken to warm up and to count kernels
 
 
 def build(config: Config) -> Decoder:
-    return build_model(config.model, config.nsa, VOCABULARY, seed=0).to("cuda", TYPE).eval()
+    return build_model(config, VOCABULARY, seed=0).to("cuda", TYPE).eval()
 
 
 @torch.no_grad()

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from nsa.nn.attention.nsa_context import num_chunk_slots
 from nsa.ops.spec import NSASpec
-from nsa.parallel.context import halo_sources, padded_length, slots_of
+from nsa.parallel.context import halo_sources, padded_length
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def bytes_per_layer(
     and the gradients of everything in float32.
     """
     length = padded_length(tokens, size) // (2 * size)
-    gathered = 2 * length * (kind != "window") + 2 * slots_of(length, spec) * (kind == "nsa")
+    gathered = 2 * length * (kind != "window") + 2 * num_chunk_slots(length, spec) * (kind == "nsa")
     widths = {"nsa": (spec.window - 1, spec.cmp_block - 1), "window": (spec.window - 1,), "dense": ()}[kind]
     others = [(width, other) for width in widths for other in range(size) if other != rank]
     lent = sum(sent_to(other, rank, length, size, width) for width, other in others)

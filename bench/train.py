@@ -84,7 +84,7 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
             times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
     documents = batch_documents(batch_size, seq_len, packed).tolist()
-    operations = sum(n * flops_per_token(state.model, config.model, config.nsa, n).sparse for n in documents)
+    operations = sum(n * flops_per_token(state.model, n).sparse for n in documents)
     result = {
         "parameters": state.model.num_parameters(),
         "attention": config.model.attention,

@@ -44,7 +44,7 @@ class Recording:
         trained = load_run(run)
         self.run, self.model, self.tokenizer = run, trained.model, trained.tokenizer
         self.longest = trained.config.train.seq_len
-        layers = [module for _, module in attention_layers(self.model)]
+        layers = [module for _, module in attention_layers(self.model) if isinstance(module, NSAAttention)]
         if not layers:
             sys.exit(f"--run: {run} has no NSA layer")
         self.number = len(layers) // 2 if layer is None else layer

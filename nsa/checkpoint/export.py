@@ -26,6 +26,7 @@ from nsa.checkpoint.format import (
 )
 from nsa.checkpoint.restore import fill, read_state, read_step, refuse_misfit, saved_shapes
 from nsa.checkpoint.storage import open_safetensors
+from nsa.config.schema import Architecture
 from nsa.errors import CheckpointError, reworded
 from nsa.run_folder import WEIGHTS_FILE, reading_run
 
@@ -86,7 +87,8 @@ def weights_metadata(step: int, config: Any) -> dict[str, Any]:
     data = {key: config["data"][key] for key in ("tokenizer", "separator")}
     if end_tokens := config["data"].get("end_tokens"):
         data["end_tokens"] = end_tokens
-    return {"step": step, "config": {"model": config["model"], "nsa": config["nsa"], "data": data}}
+    sections = {name: config[name] for name in Architecture.model_fields if name in config}
+    return {"step": step, "config": {**sections, "data": data}}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Finding:
 
 def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -> list[Finding]:
     with torch.device("meta"):
-        model = build_model(config.model, config.nsa, vocab_size, seed=0)
+        model = build_model(config, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
     groups = data_ranks(config.parallel.context, nproc)
     batch = describe_batch(config, groups)  # a ConfigError where the ranks cannot share the batch evenly

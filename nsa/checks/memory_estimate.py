@@ -19,14 +19,14 @@ from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
+from nsa.nn.attention import build_attention
 from nsa.nn.cache import LONGEST, KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import build_model
-from nsa.ops import dispatch
 from nsa.parallel.context import data_ranks, padded_length
 from nsa.parallel.numerics import DTYPES
-from nsa.parallel.recompute import Granularity
 from nsa.parallel.strategy import effective
+from nsa.parallel.transform import Granularity
 from nsa.parallel.world import choose_strategy
 from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import freeze, micro_batch_size
@@ -152,7 +152,7 @@ class Planner:
         self.param_dtype = DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
         self._vocab_size = _vocab_size(config)
         with torch.device("meta"):
-            self._model = build_model(config.model, config.nsa, self._vocab_size, seed=0)
+            self._model = build_model(config, self._vocab_size, seed=0)
         freeze(self._model, config.train.freeze)
         self._parameters = self._model.num_parameters()
         self._trainable = self._model.num_parameters(trainable_only=True)
@@ -245,24 +245,16 @@ class Planner:
 
     @cached_property
     def _borders(self) -> list[int]:
-        """The micro-batches at which passes begin to compute in chunks, and selected attention in two, three and four
-        stretches; one more of many changes little. One sequence may be computed in other memory than several: cuDNN
-        takes it (`nsa.ops.triton.compressed`)."""
-        model, spec = self.config.model, self.config.nsa.spec()
+        """The micro-batches at which passes begin to compute in chunks, and those that layers state."""
         length = padded_length(self.config.train.seq_len, self.config.parallel.context)
         tokens = length // self.config.parallel.context  # of a rank: its queries; keys and values are all
-        borders = [-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))]
-        if "nsa" not in model.layer_kinds() or dispatch.triton_missing() is not None:
-            return borders
-        borders += [] if self.config.data.isolate_documents else [2]
-        q, indices = (tokens, model.n_heads, model.head_dim_k), (tokens, model.n_kv_heads, spec.num_selected)
-        k, v = ((length, model.n_kv_heads, dim) for dim in (model.head_dim_k, model.head_dim_v))
-
-        def stretches(size: int) -> int:
-            tensors = (torch.empty(size, *s, dtype=DTYPES[self.precision], device="meta") for s in (q, k, v, indices))
-            return int(dispatch.kernels_for("sel").num_stretches(*tensors, spec))
-
-        return borders + [1 + bisect_right(range(1, _MOST_SEQUENCES + 1), few, key=stretches) for few in (1, 2, 3)]
+        borders = {-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))}
+        packed, dtype = self.config.data.isolate_documents, DTYPES[self.precision]
+        with torch.device("meta"):
+            kinds = [build_attention(name, self.config) for name in dict.fromkeys(self.config.model.layer_kinds())]
+        for layer in kinds:
+            borders.update(layer.memory_borders(tokens, length, dtype, packed=packed, most=_MOST_SEQUENCES))
+        return sorted(borders)
 
     def _trace(self, granularity: Granularity, micro_batch: int) -> dict[str, Moment]:
         key = granularity, micro_batch

@@ -23,8 +23,7 @@ from nsa.config import Config
 from nsa.nn.loss import next_token_loss
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context import Context
-from nsa.parallel.context_layers import apply_context
-from nsa.parallel.recompute import apply_recompute
+from nsa.parallel.transform import divide_sequences, recompute
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
 TRACED_BLOCKS = 3  # of a model that has more, all of one kind
@@ -127,20 +126,20 @@ def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
     """
     mixed = len(set(config.model.layer_kinds())) > 1
     traced = config.model.n_layers if mixed else min(TRACED_BLOCKS, config.model.n_layers)
-    shortened = config.model.model_copy(update={"n_layers": traced})
+    shortened = config.model_copy(update={"model": config.model.model_copy(update={"n_layers": traced})})
     assert config.model.vocab_size is not None
     with FakeTensorMode():
         default = torch.get_default_dtype()
         torch.set_default_dtype(param_dtype)  # fake tensors do not support `model.to(dtype)`
         try:
-            model = build_model(shortened, config.nsa, config.model.vocab_size, 0, chosen_kernels(config))
+            model = build_model(shortened, config.model.vocab_size, 0, chosen_kernels(config))
         finally:
             torch.set_default_dtype(default)
         live = LiveBytes([*model.parameters(), *model.buffers()])
         context = Context(None, config.parallel.context)
         if context.size > 1:
-            apply_context(model, context)
-        apply_recompute(model, config.runtime.gradient_checkpointing)
+            divide_sequences(model, context)
+        recompute(model, config.runtime.gradient_checkpointing)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
             norm.forward = partial(_fused_norm, weight=norm.weight)  # type: ignore[method-assign]
         _register_hooks(model, live)

@@ -62,7 +62,7 @@ def generate(
     options |= {"seed": seed} | ({"stop": stop} if stop else {})
     with numerics(config.runtime):
         if beside_untrained:
-            untrained = build_model(config.model, config.nsa, run.model.vocab_size, config.train.seed)
+            untrained = build_model(config, run.model.vocab_size, config.train.seed)
             print("--- before training ---")
             _write(replace(run, model=untrained.to(run.model.head.weight.device).eval()), prompts, options)
             print("\n--- after training ---")

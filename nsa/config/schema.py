@@ -8,13 +8,13 @@ import re
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nsa.errors import SpecError
+from nsa.kinds import KINDS
 from nsa.ops.spec import NSASpec
 
-LayerKind = Literal["nsa", "dense", "window"]
 HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
 LARGEST = 2**31 - 1  # of a count; no machine has more
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -29,6 +29,15 @@ Seconds = Annotated[float, Field(gt=0.0, le=2e6)]  # 23 days: the longest wait t
 def field_error(field: str, message: str) -> PydanticCustomError:
     """An error of a section that is reported under one of its fields."""
     return PydanticCustomError("rule", "{message}", {"field": field, "message": message})
+
+
+def _known_kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise PydanticCustomError("kind", "{message}", {"message": f"must be one of {', '.join(KINDS)}, got {kind!r}"})
+    return kind
+
+
+LayerKind = Annotated[str, AfterValidator(_known_kind)]
 
 
 class Section(BaseModel):
@@ -64,7 +73,7 @@ class ModelConfig(Section):
     mlp_dim: int | None = Field(
         None, ge=1, le=2**22, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset"
     )
-    attention: Literal["nsa", "dense"] = Field("nsa", description="sparse attention, or dense to compare with")
+    attention: LayerKind = Field("nsa", description="kind of attention layers: nsa, dense or window")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
         None,
         description="kinds of attention layers (nsa, dense, window), repeated over the layers, for example "
@@ -86,7 +95,7 @@ class ModelConfig(Section):
             raise field_error("n_kv_heads", f"must divide n_heads; {self.n_kv_heads} does not divide {self.n_heads}")
         return self
 
-    def layer_kinds(self) -> list[LayerKind]:
+    def layer_kinds(self) -> list[str]:
         """The kind of attention of every layer."""
         pattern = self.layer_pattern or [self.attention]
         return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
@@ -395,11 +404,16 @@ class ReadinessConfig(Section):
     phase_limit_s: Seconds = Field(3600.0, description="how long a run of a phase may take")
 
 
-class Config(Section):
-    """A whole run."""
+class Architecture(Section):
+    """The sections that build a model: the decoder, and one for each kind of attention that has settings."""
 
     model: ModelConfig = ModelConfig()
     nsa: NSAConfig = NSAConfig()
+
+
+class Config(Architecture):
+    """A whole run."""
+
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     runtime: RuntimeConfig = RuntimeConfig()

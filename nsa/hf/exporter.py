@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from nsa import __version__
 from nsa.checkpoint.export import read_metadata
 from nsa.checkpoint.restore import read_step
+from nsa.config.schema import Architecture
 from nsa.data.tokenizers import BUILT_IN
 from nsa.errors import CheckpointError
 from nsa.hf.importer import check_new_folder
@@ -37,10 +38,9 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None) -> N
     eos = ends[0] if len(ends) == 1 else ends
     special: Any = {"bos_token_id": separator, "eos_token_id": eos, "pad_token_id": separator}
     config = NSALMConfig(
-        run.config.model.model_dump(mode="json"),
-        run.config.nsa.model_dump(mode="json"),
         run.model.vocab_size,
         run.config.train.seq_len,
+        **run.config.model_dump(mode="json", include=set(Architecture.model_fields)),
         package=package or repository(),
         tokenizer=run.tokenizer.name if run.tokenizer.name in BUILT_IN else None,
         architectures=[NSAForCausalLM.__name__],
@@ -82,6 +82,7 @@ def model_card(run: TrainedRun, name: str, package: str | None = None) -> str:
         "context in training": f"{config.train.seq_len:,} tokens",
         **_numbers(run),
     }
+    attention = config.model_dump(mode="json", include=set(Architecture.model_fields) - {"model"})
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"""---
 library_name: transformers
@@ -109,7 +110,7 @@ inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
 ```
 
-The configuration of attention: `{json.dumps(config.nsa.model_dump(mode="json"))}`.
+The configuration of attention: `{json.dumps(attention)}`.
 """
 
 

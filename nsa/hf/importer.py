@@ -5,7 +5,8 @@ decoder cannot represent is refused by name, so that an imported model computes 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
-from nsa.nn.gate import BranchGate
+from nsa.nn.attention import Attention, attention_layers
 from nsa.nn.model import build_model
 from nsa.run_folder import WEIGHTS_FILE, read_json
 from nsa.train.folder import write_config
@@ -27,10 +28,6 @@ HF_CONFIG = "config.json"
 OWN_TYPE = "nsa"  # the model_type of what `nsa export` writes
 HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
-# Where the gates of a converted model start: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The
-# selected branch is the dense model up to num_selected * sel_block tokens, and close to it from there on.
-GATE_LOGITS = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
-
 _OWN = "decoder."  # before every name that `nsa export` writes
 _HF_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.+)\.(weight|bias)")
 _OUTSIDE = {
@@ -51,7 +48,8 @@ _INSIDE = {
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.out",
 }
-_PER_BRANCH = ("attention.k", "attention.v", "attention.k_norm")  # lists in an NSA layer
+_ATTENTION = "attention."
+_IN_LAYER = re.compile(r"(blocks\.([0-9]+)\.attention\.)(.+)")
 
 
 def import_model(
@@ -215,7 +213,9 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in build_model(config.model, config.nsa, vocab_size, 0).named_parameters()}
+        model = build_model(config, vocab_size, 0)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    layers = [layer for _, layer in attention_layers(model)] if converts else []
     if config.model.tied_head:
         shapes["head.weight"] = shapes["embedding.weight"]  # some files hold it too
     found: dict[str, Tensor] = {}
@@ -225,7 +225,7 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
             continue
         if not tensor.is_floating_point():
             raise CheckpointError(f"{source}: {name} holds {tensor.dtype}, not floating-point numbers")
-        targets = [target for target in _targets(name, is_own=is_own, converts=converts) if target in shapes]
+        targets = [target for target in _targets(name, layers, is_own=is_own) if target in shapes]
         if not targets:
             raise CheckpointError(f"{source}: {name} has no place in the model of {HF_CONFIG}; remove the tensor")
         for place, target in enumerate(targets):
@@ -244,37 +244,48 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
         if head is not None and not torch.equal(head, found.get("embedding.weight", head)):
             raise CheckpointError(f"{source}: tie_word_embeddings is true, but the head differs from the embedding")
     missing = sorted(set(shapes) - set(found))
-    new = re.compile(r"\.attention\.(gate|phi_[kv])\.")
-    if lost := [name for name in missing if not converts or not new.search(name)]:
+    if lost := [name for name in missing if not _is_new(name, layers)]:
         raise CheckpointError(f"{source}: its weights lack what {HF_CONFIG} describes: no tensor for {lost[:3]}")
     return found | _initial(config, vocab_size, missing)
 
 
+def _is_new(name: str, layers: Sequence[Attention]) -> bool:
+    """Whether a parameter of the decoder has no counterpart in a dense layer."""
+    inside = _IN_LAYER.fullmatch(name)
+    if inside is None or not layers:
+        return False
+    dense = [part.removeprefix(_ATTENTION) for part in _INSIDE.values() if part.startswith(_ATTENTION)]
+    layer = layers[int(inside[2])]
+    filled = (layer.dense_targets(f"{part}.{kind}") for part in dense for kind in ("weight", "bias"))
+    return inside[3] not in chain(*filled)
+
+
 def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:
-    """Parameters that a dense model does not have: gates that start at GATE_LOGITS, and compressors."""
+    """Parameters that a dense model does not have, as layers initialise them for a conversion."""
     if not names:
         return {}
     slim = config.model.model_copy(update={"vocab_size": None, "mlp_dim": 1, "tied_head": True})
-    fresh = build_model(slim, config.nsa, 1, config.train.seed)
-    for module in fresh.modules():
-        if isinstance(module, BranchGate):
-            with torch.no_grad():
-                module.out.bias.view(-1, 3)[:] = torch.tensor(GATE_LOGITS[module.kind])
+    fresh = build_model(config.model_copy(update={"model": slim}), 1, config.train.seed)
+    for _, layer in attention_layers(fresh):
+        layer.start_from_dense()
     parameters = dict(fresh.named_parameters())
     return {name: parameters[name].detach() for name in names}
 
 
-def _targets(name: str, *, is_own: bool, converts: bool) -> list[str]:
-    """The names that a tensor of the folder may have here. Where a layer `converts`, each branch gets a copy of it."""
+def _targets(name: str, layers: Sequence[Attention], *, is_own: bool) -> list[str]:
+    """The parameters that a tensor of the folder may fill; `layers` are the attention layers that start from dense
+    ones."""
     if is_own:
         target = name.removeprefix(_OWN) if name.startswith(_OWN) else ""
     elif match := _HF_LAYER.fullmatch(name):
         target = f"blocks.{match[1]}.{_INSIDE.get(match[2])}.{match[3]}"
     else:
         target = _OUTSIDE.get(name, "")
-    part, _, kind = target.rpartition(".")
-    copied = converts and part.endswith(_PER_BRANCH)
-    return [target, *(f"{part}.{branch}.{kind}" for branch in range(3) if copied)]
+    inside = _IN_LAYER.fullmatch(target)
+    if inside is None or int(inside[2]) >= len(layers):
+        return [target]
+    own = (inside[1] + name for name in layers[int(inside[2])].dense_targets(inside[3]))
+    return list(dict.fromkeys([target, *own]))
 
 
 def _read_tensors(source: Path) -> Iterator[tuple[str, str, Tensor]]:

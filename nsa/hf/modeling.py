@@ -16,12 +16,12 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedMod
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.config.schema import Architecture
 from nsa.errors import ArgumentError, CheckpointError
 from nsa.installation import how_to_install
 from nsa.nn.cache import KVCache
 from nsa.nn.model import Decoder
-from nsa.parallel.recompute import apply_recompute
+from nsa.parallel.transform import recompute
 
 # For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf. Without the try block
 # transformers itself would ask whoever has not installed the package to run `pip install nsa`.
@@ -48,8 +48,6 @@ class NSALMConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        model: dict[str, Any] | None = None,
-        nsa: dict[str, Any] | None = None,
         vocab_size: int = 256,
         max_position_embeddings: int = 2048,
         bos_token_id: int | None = None,
@@ -59,16 +57,21 @@ class NSALMConfig(PreTrainedConfig):
         package: str | None = None,
         **options: Any,
     ):
-        sections = ModelConfig(**(model or {})), NSAConfig(**(nsa or {}))
-        self.model, self.nsa = (section.model_dump(mode="json") for section in sections)
+        given = {name: options.pop(name) for name in Architecture.model_fields if name in options}
+        sections = Architecture(**given)
+        for name, section in sections.model_dump(mode="json").items():
+            setattr(self, name, section)
         self.vocab_size, self.max_position_embeddings, self.use_cache = vocab_size, max_position_embeddings, use_cache
         self.package = package
-        self.hidden_size, self.num_hidden_layers = sections[0].dim, sections[0].n_layers
-        self.num_attention_heads, self.num_key_value_heads = sections[0].n_heads, sections[0].n_kv_heads
-        self.tie_word_embeddings = sections[0].tied_head
+        self.hidden_size, self.num_hidden_layers = sections.model.dim, sections.model.n_layers
+        self.num_attention_heads, self.num_key_value_heads = sections.model.n_heads, sections.model.n_kv_heads
+        self.tie_word_embeddings = sections.model.tied_head
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         options.pop("tie_word_embeddings", None)
         super().__init__(**options)
+
+    def sections(self) -> Architecture:
+        return Architecture(**{name: getattr(self, name) for name in Architecture.model_fields})
 
 
 class NSACache(Cache):
@@ -142,7 +145,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NSALMConfig):
         super().__init__(config)
-        self.decoder = Decoder(ModelConfig(**config.model), NSAConfig(**config.nsa), config.vocab_size)
+        self.decoder = Decoder(config.sections(), config.vocab_size)
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -193,9 +196,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """As in this project's trainer, whatever the options of `checkpoint`: blocks are not selected again."""
         if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
             raise ArgumentError("offload", "of gradient checkpointing is not supported")
-        apply_recompute(self, "none")
+        recompute(self, "none")
         for block in self.decoder.blocks[::every_n_layers] if enable else ():
-            apply_recompute(block, "block", compiled=True)  # the kind that works either way
+            recompute(block, "block", compiled=True)  # the kind that works either way
         self.gradient_checkpointing = enable
 
     @can_return_tuple  # type: ignore[untyped-decorator]

@@ -3,16 +3,17 @@
 Legend: B batch, S tokens, C channels.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from nsa.nn.attention import NSAAttention
+from nsa.nn.attention import Attention
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.dense import DenseAttention
+from nsa.nn.decode_step import fused_feed_forward
 from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain, project
-from nsa.nn.step import feed_forward_new
 from nsa.ops.library import norm_mlp, refuse_tangents
 
 
@@ -32,9 +33,15 @@ class SwiGLU(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """`saves_memory`, set where the block is recomputed in backward: a long pass then runs the MLP in chunks."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    saves_memory = False
+    recompute          None keeps all activations for backward. Otherwise `recompute(function, *args, **options)` calls
+                       the function and arranges that backward calls it again. A long pass then runs the MLP in chunks
+    recomputes_parts   recompute attention and MLP one by one instead of the whole block
+    """
+
+    recompute: Callable[..., Tensor] | None = None
+    recomputes_parts = False
 
     def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
         super().__init__()
@@ -50,34 +57,48 @@ class DecoderBlock(nn.Module):
         max_seqlen: int | None = None,
         cache: CacheStep | None = None,
     ) -> Tensor:
-        settings: dict[str, Any] = {"max_seqlen": max_seqlen} if isinstance(self.attention, DenseAttention) else {}
+        if self.recompute is None or self.recomputes_parts:
+            return self.compute(x_BSC, cu_seqlens, max_seqlen, cache)
+        return self.recompute(self.compute, x_BSC, cu_seqlens, max_seqlen, cache)
+
+    def compute(
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: CacheStep | None
+    ) -> Tensor:
+        settings: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         if cache is not None:
             settings["cache"] = cache
-        in_chunks = self.saves_memory and is_long(x_BSC)
-        attended_BSC = self._attend_new(x_BSC, cache) if cu_seqlens is None else None
+        in_chunks = self.recompute is not None and is_long(x_BSC)
+        attended_BSC = self._fused_attention(x_BSC, cache) if cu_seqlens is None else None
         if attended_BSC is None:
             normed_BSC = self.attention_norm(x_BSC)
             if in_chunks:  # else autocast casts it for every projection by itself, and backward keeps all of them
                 normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
-            attended_BSC = x_BSC + self.attention(normed_BSC, cu_seqlens=cu_seqlens, **settings)
-        y_BSC = self._feed_forward_new(attended_BSC, cache)
+            attend = _uncompiled if getattr(self.attention, "context", None) is not None else _call
+            attended_BSC = x_BSC + attend(self._recomputed_part(), self.attention, normed_BSC, **settings)
+        y_BSC = self._fused_feed_forward(attended_BSC, cache)
         if y_BSC is None:
-            mlp = self._chunked_mlp if in_chunks else lambda x_BSC: self.mlp(self.mlp_norm(x_BSC))
-            y_BSC = attended_BSC + mlp(attended_BSC)
+            if in_chunks:
+                y_BSC = attended_BSC + self._chunked_mlp(attended_BSC)
+            else:
+                y_BSC = attended_BSC + _call(self._recomputed_part(), self.mlp, self.mlp_norm(attended_BSC))
         return y_BSC
 
-    def _attend_new(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
+    def _recomputed_part(self) -> Callable[..., Tensor] | None:
+        """How attention and MLP are recomputed by themselves, if they are."""
+        return self.recompute if self.recomputes_parts else None
+
+    def _fused_attention(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
         """x + attention(norm(x)) for a few new tokens in few launches, where calling the modules computes the same."""
         attention = self.attention
-        if isinstance(cache, CacheStep) and (is_bare(attention, NSAAttention) or is_bare(attention, DenseAttention)):
+        if isinstance(cache, CacheStep) and isinstance(attention, Attention) and is_bare(attention, type(attention)):
             return attention.fused(x_BSC, cache, self.attention_norm)
         return None
 
-    def _feed_forward_new(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
-        """The same of the MLP."""
+    def _fused_feed_forward(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
+        """x + mlp(norm(x)) likewise."""
         if not isinstance(cache, CacheStep) or cache.is_fresh or not is_bare(self.mlp, SwiGLU):
             return None
-        return feed_forward_new(self.mlp_norm, self.mlp, x_BSC, getattr(self.attention, "backend", None))
+        return fused_feed_forward(self.mlp_norm, self.mlp, x_BSC, getattr(self.attention, "backend", None))
 
     def _chunked_mlp(self, x_BSC: Tensor) -> Tensor:
         """The norm and the MLP on some tokens at a time, where calling the modules would do nothing else."""
@@ -85,7 +106,16 @@ class DecoderBlock(nn.Module):
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
         is_ours = layers and type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
         if not is_ours or has_hooks(mlp) or has_hooks(norm):
-            return mlp(norm(x_BSC))  # type: ignore[no-any-return]
+            return _call(self._recomputed_part(), mlp, norm(x_BSC))
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
         refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
         return norm_mlp(x_BSC, norm.weight, *weights, norm.eps)  # type: ignore[no-any-return]
+
+
+def _call(recompute: Callable[..., Tensor] | None, module: nn.Module, x_BSC: Tensor, **settings: Any) -> Tensor:
+    y_BSC: Tensor = module(x_BSC, **settings) if recompute is None else recompute(module, x_BSC, **settings)
+    return y_BSC
+
+
+# For a layer that exchanges keys and values with other ranks: a compiler would divide its graph in every such layer.
+_uncompiled = torch.compiler.disable(_call)

@@ -19,7 +19,6 @@ from nsa.errors import ArgumentError, CacheFullError, whole_number, whole_number
 from nsa.nn.cache_step import CacheStep, other_model
 from nsa.nn.projection import compute_dtype
 from nsa.ops.decode import PagedKV, RingKV
-from nsa.ops.layout import num_compressed
 from nsa.ops.operators import FLOAT_TYPES
 from nsa.ops.step import Heads, Write
 
@@ -77,9 +76,10 @@ class KVCache:
         layers: list[Any] = [m for m in modules if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
-        self.specs = {layer.spec for layer in layers if hasattr(layer, "spec")}
-        # Whole selection blocks of every layer, and enough of them to be read in one go.
-        block = math.lcm(*(spec.sel_block for spec in self.specs))
+        # One of each kind and specification: others of the same complete blocks at the same tokens.
+        self._completing = {(type(layer), getattr(layer, "spec", None)): layer for layer in layers}
+        # Whole blocks of every layer, and enough of them to be read in one go.
+        block = math.lcm(*(layer.page_multiple for layer in layers))
         self.page_size = block * -(-LEAST_PAGE // block)
         weight: Tensor = layers[0].q.weight
         devices = {str(layer.q.weight.device) for layer in layers}
@@ -127,7 +127,7 @@ class KVCache:
         return self._length[sequence]
 
     def memory(self) -> dict[str, int]:
-        """Bytes by part: sel, cmp, win and tail of NSA layers, dense, window, and the page table."""
+        """Bytes by part: those that layers name, such as sel, cmp, win and tail of NSA, and the page table."""
         parts: dict[str, int] = {}
         for layer in self.layers.values():
             for part, tensors in layer.parts().items():
@@ -293,10 +293,10 @@ class KVCache:
         return starts
 
     def completes(self, starts: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether one of the new tokens completes a compressed block."""
+        """Whether one of the new tokens completes a block, for which a layer has more to compute."""
         return any(
-            num_compressed(start + count, spec) > num_compressed(start, spec)
-            for spec in self.specs
+            layer.completes(start, start + count)
+            for layer in self._completing.values()
             for start, count in zip(starts, counts, strict=True)
         )
 

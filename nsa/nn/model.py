@@ -5,23 +5,21 @@ Legend: B batch, S tokens, C channels, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from nsa.nn.attention import NSAAttention
+from nsa.nn.attention import build_attention
 from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.cache import KVCache, begin
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.dense import DenseAttention
 from nsa.nn.loss import HeadLoss
 from nsa.nn.projection import reset_parts
-from nsa.nn.rope import RopeScaling
 from nsa.ops.operators import Backend
 
-if TYPE_CHECKING:  # the layers need torch alone; pydantic, behind the configuration, is of the extra `train`
-    from nsa.config.schema import LayerKind, ModelConfig, NSAConfig
+if TYPE_CHECKING:  # the layers need torch alone; pydantic, which the configuration needs, is of the extra `train`
+    from nsa.config.schema import Architecture
 
 # Weights start at INIT_GAIN / sqrt(inputs): the usual 0.02 at a width of 768, and more where a model is narrower.
 INIT_GAIN = 0.55
@@ -30,14 +28,15 @@ INIT_GAIN = 0.55
 class Decoder(nn.Module):
     """A Llama-style language model: tokens [B, S] to logits [B, S, V]."""
 
-    def __init__(self, model: ModelConfig, nsa: NSAConfig, vocab_size: int, backend: Backend = None):
+    def __init__(self, config: Architecture, vocab_size: int, backend: Backend = None):
         super().__init__()
+        model = config.model
         self.vocab_size = vocab_size
         self.embedding = nn.Embedding(vocab_size, model.dim)
         self.blocks = nn.ModuleList(
             DecoderBlock(
                 model.dim,
-                build_attention(kind, model, nsa, backend),
+                build_attention(kind, config, backend),
                 SwiGLU(model.dim, model.resolved_mlp_dim()),
                 model.norm_eps,
             )
@@ -110,21 +109,11 @@ class Decoder(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
 
 
-def build_attention(kind: LayerKind, model: ModelConfig, nsa: NSAConfig, backend: Backend = None) -> nn.Module:
-    sizes = (model.dim, model.n_heads, model.n_kv_heads, model.head_dim_k, model.head_dim_v)
-    settings: dict[str, Any] = {name: getattr(model, name) for name in ("rope_base", "qk_norm", "qkv_bias", "norm_eps")}
-    settings["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
-    if kind != "nsa":
-        return DenseAttention(*sizes, window=nsa.window if kind == "window" else None, backend=backend, **settings)
-    settings |= {name: getattr(nsa, name) for name in ("phi", "compress", "gate", "shared_kv", "force_branch")}
-    return NSAAttention(*sizes, nsa.spec(), backend=backend, **settings)
-
-
-def build_model(model: ModelConfig, nsa: NSAConfig, vocab_size: int, seed: int, backend: Backend = None) -> Decoder:
+def build_model(config: Architecture, vocab_size: int, seed: int, backend: Backend = None) -> Decoder:
     """A decoder whose weights depend on the seed alone; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Decoder(model, nsa, vocab_size, backend)
+        return Decoder(config, vocab_size, backend)
 
 
 def _init(weight: Tensor, scale: float = 1.0) -> None:

@@ -4,8 +4,8 @@ A sequence is cut into 2N chunks of equal length for N ranks. Rank r has chunks 
 late queries see more compressed tokens, so every rank has the same work. Tensors of a rank hold the tokens of the early
 chunk, then those of the late one. A length that 2N does not divide is padded at the end, where no token sees it.
 
-Every exchange goes through `Context`: `gather`, `reduce_scatter` (always in float32) and `halo`. What the layers
-compute from it is in `context_layers`.
+Every exchange goes through `Context`: `gather`, `reduce_scatter` (always in float32) and `halo`. Attention layers call
+them where they need keys and values of other ranks (`nsa.nn.attention`).
 """
 
 from collections.abc import Callable, Hashable
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nsa.errors import LaunchError
-from nsa.ops.spec import NSASpec
 
 # Since torch 2.13 under new names; the old ones warn.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -45,11 +44,6 @@ def halo_sources(rank: int, size: int, length: int, width: int) -> tuple[NDArray
     chunk = token // length
     is_late = chunk >= size
     return np.where(is_late, 2 * size - 1 - chunk, chunk), is_late * length + token % length
-
-
-def slots_of(length: int, spec: NSASpec) -> int:
-    """Room for the compressed tokens that end in one chunk of `length` tokens, wherever documents begin."""
-    return length // spec.cmp_stride + 1
 
 
 class Pending:
@@ -129,6 +123,15 @@ class Context:
             return Pending(local.copy_(whole[: local.shape[0]]), whole, None)
         return Pending(local, whole, getattr(dist, _REDUCE_SCATTER)(local, whole, group=self.group, async_op=True))
 
+    def halo(self, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The `width` tokens before the early and before the late chunk of x [B, S, ...], fewer at the start of the
+        sequence."""
+        length = x.shape[1] // 2
+        tables = self.once((length, width, x.device), lambda: self.halo_tables(length, width, x.device))
+        both: Tensor = _Halo.apply(x, self, tables)  # type: ignore[no-untyped-call]
+        early, late = both.split([min(width, start) for start in self.starts(length)], dim=1)
+        return early, late
+
     def halo_tables(self, length: int, width: int, device: torch.device) -> HaloTables:
         sources = [halo_sources(receiver, self.size, length, width) for receiver in range(self.size)]
         sent = [place[rank == self.rank] for rank, place in sources]
@@ -159,27 +162,14 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         tables: HaloTables = ctx.tables
-        grad = widened(grads[0]).transpose(0, 1)
+        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32  # how gradients travel
+        grad = grads[0].to(wide).transpose(0, 1)
         sent = torch.empty_like(grad, memory_format=torch.contiguous_format)
         sent[tables.place] = grad
         received = ctx.context.exchange(sent, tables.sends, tables.receives)
         whole = received.new_zeros(ctx.tokens, *received.shape[1:])
         whole.index_add_(0, tables.send, received)
         return whole.transpose(0, 1).to(ctx.dtype), None, None
-
-
-def halo(x: Tensor, width: int, context: Context) -> tuple[Tensor, Tensor]:
-    """The `width` tokens before the early and before the late chunk of x [B, S, ...], fewer at the sequence's start."""
-    length = x.shape[1] // 2
-    tables = context.once((length, width, x.device), lambda: context.halo_tables(length, width, x.device))
-    both: Tensor = _Halo.apply(x, context, tables)  # type: ignore[no-untyped-call]
-    early, late = both.split([min(width, start) for start in context.starts(length)], dim=1)
-    return early, late
-
-
-def widened(x: Tensor) -> Tensor:
-    """In float32, or float64 where it is that already: how gradients travel."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def data_ranks(context: int, size: int) -> int:

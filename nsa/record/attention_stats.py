@@ -11,7 +11,7 @@ regardless of the scores. The distance of a block is counted in blocks from the 
 row's blocks that the row of the token before it in its document reads too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,14 +40,15 @@ class Sample:
 
 
 class AttentionObserver:
-    """Watches one forward pass at a time. `layers` are the names of the attention layers in the order they run.
+    """Watches one forward pass at a time. `layers` are the names of the layers that have gates and of those that have a
+    selection, in the order they run.
 
     Where ranks share sequences, a layer reports the blocks of its two chunks of queries one after the other. `gather`
     stacks a tensor over these ranks: the numbers are those of whole sequences, on each of them.
     """
 
-    def __init__(self, layers: Sequence[str], gather: Callable[[Tensor], Tensor] | None = None):
-        self.layers, self._gather = list(layers), gather
+    def __init__(self, layers: Mapping[str, Sequence[str]], gather: Callable[[Tensor], Tensor] | None = None):
+        self.layers, self._gather = layers, gather
         self.failures = 0
         self._gates: list[Tensor] = []
         self._selection: list[Tensor] = []
@@ -66,8 +67,8 @@ class AttentionObserver:
         gates, selection = self._gates, self._selection
         self._gates, self._selection = [], []
         if self._gather is not None:
-            gates = self._joined(gates, 1, GATE_NUMBERS, GATE_MAXIMA)
-            selection = self._joined(selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
+            gates = self._joined("gates", gates, 1, GATE_NUMBERS, GATE_MAXIMA)
+            selection = self._joined("selection", selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
         if gates or selection:
             # A copy that does not wait goes to pinned memory.
             on_host = [torch.stack(p).to("cpu", non_blocking=True) if p else None for p in (gates, selection)]
@@ -77,10 +78,10 @@ class AttentionObserver:
                 arrived.record()
             self._waiting.append((step, on_host[0], on_host[1], arrived))
 
-    def _joined(self, rows: list[Tensor], parts: int, width: int, maxima: slice) -> list[Tensor]:
+    def _joined(self, kind: str, rows: list[Tensor], parts: int, width: int, maxima: slice) -> list[Tensor]:
         """The parts of every layer over all ranks as one row; none where a rank did not see all layers."""
         assert self._gather is not None
-        layers = len(self.layers)
+        layers = len(self.layers[kind])
         if len(rows) == parts * layers:
             own = torch.stack(rows).unflatten(0, (layers, -1)).transpose(0, 1)
         else:  # all ranks gather the same shape, whatever happened on one of them
@@ -98,14 +99,16 @@ class AttentionObserver:
             elif arrived is not None and not arrived.query():
                 break
             self._waiting.pop(0)
-            by_layer = self._by_layer(gates, read_gates, GATE_MAXIMA)
-            done.append(Sample(step, by_layer, self._by_layer(selection, read_selection, SELECTION_MAXIMA)))
+            of_gates = self._by_layer("gates", gates, read_gates, GATE_MAXIMA)
+            done.append(
+                Sample(step, of_gates, self._by_layer("selection", selection, read_selection, SELECTION_MAXIMA))
+            )
         return done
 
-    def _by_layer(self, rows: Tensor | None, read: Callable[[Tensor], T], maxima: slice) -> dict[str, T]:
+    def _by_layer(self, kind: str, rows: Tensor | None, read: Callable[[Tensor], T], maxima: slice) -> dict[str, T]:
         if rows is None or not rows.isfinite().all():  # NaN: a rank that shares the sequence has no numbers
             return {}
-        names = self.layers if len(rows) == len(self.layers) else [str(number) for number in range(len(rows))]
+        names = self.layers[kind] if len(rows) == len(self.layers[kind]) else [str(n) for n in range(len(rows))]
         return dict(zip([*names, ALL_LAYERS], map(read, [*rows, _total(rows, maxima)]), strict=True))
 
 

@@ -44,6 +44,7 @@ Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 _LARGEST_FILE = 64 * 2**20  # bytes; then the file becomes the older one and a new one begins
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPILED = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
 _CHECKSUM_BITS = 2**52 - 1  # what a float64 holds exactly
 
 
@@ -67,6 +68,8 @@ class Tracer:
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._gpu: torch.device | None = None
         self._sharded = False
+        self._header: dict[str, Any] | None = None  # of this start; None once it is written
+        self._notes: list[str] = []
 
     def attach(self, model: nn.Module, module: nn.Module) -> None:
         """Hooks onto `model`, the decoder; `module` is the same, wrapped for its strategy. Call it when blocks are
@@ -77,20 +80,18 @@ class Tracer:
             self._parameters = dict(model.named_parameters())
             self._gpu = next((p.device for p in self._parameters.values() if p.device.type == "cuda"), None)
             self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-            header = {
+            self._header = {
                 "rank": self.rank,
                 "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
                 "kinds": [kind for kind in ("grads", "modules", "buckets") if getattr(self, kind)],
                 "trainable": [name for name, parameter in self._parameters.items() if parameter.requires_grad],
             }
-            with self.failures.counted():  # hooks are attached all the same
-                self._file.begin(header)
             if self.grads:
                 self._attach_grads(model)
             if self.modules:
                 self._attach_modules(model)
             if self.buckets and not isinstance(module, DistributedDataParallel):
-                self._emit("note", text="buckets: there are none without DDP")
+                self._notes.append("buckets: there are none without DDP")
 
     def traced_hook(self, inner: Hook) -> Hook:
         """A communication hook of DDP that does what `inner` does and records when buckets start and are done."""
@@ -110,6 +111,11 @@ class Tracer:
         with self.failures.counted():
             self._step = step
             self._arrived = {event: [] for event in self._arrived}
+            if self._header is not None:
+                header, self._header = self._header, None
+                self._file.begin(header)
+                for text in self._notes:
+                    self._emit("note", text=text)
             if self.grads and not self._has_digest:
                 self._has_digest = True
                 self._digest(before=True)
@@ -145,7 +151,7 @@ class Tracer:
             if module is model or issubclass(type(module), FSDPModule):
                 self._handles.append(module.register_forward_pre_hook(functools.partial(self._watch, prefix)))
         if self._sharded:
-            self._emit("note", text="digests: none of sharded tensors, every rank holds its own part of each")
+            self._notes.append("digests: none of sharded tensors, every rank holds its own part of each")
 
     def _watch(self, prefix: str, module: nn.Module, _: Any) -> None:
         with self.failures.counted():
@@ -159,15 +165,16 @@ class Tracer:
     def _attach_modules(self, model: nn.Module) -> None:
         """Onto the model's parts, its blocks and their parts. Not torch's full backward hooks: they put a view around
         every output, which FSDP warns of."""
-        blocks = {name: module.forward for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
-        compiled = {name for name, forward in blocks.items() if hasattr(forward, "_torchdynamo_orig_callable")}
+        blocks = {name: module for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
+        methods = {name: (block.forward, block.compute) for name, block in blocks.items()}
+        compiled = {name for name, both in methods.items() if any(hasattr(m, _COMPILED) for m in both)}
         for name, module in model.named_modules():
             is_traced = name in blocks or name.rpartition(".")[0] in {"", *blocks} - compiled
             if name and is_traced and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 hook = functools.partial(self._after_forward, name)
                 self._handles.append(module.register_forward_hook(hook))
         if compiled:
-            self._emit("note", text="modules: blocks are compiled, what is inside them is not seen")
+            self._notes.append("modules: blocks are compiled, what is inside them is not seen")
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         with self.failures.counted():

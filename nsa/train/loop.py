@@ -33,6 +33,7 @@ from nsa.errors import (
     printable,
 )
 from nsa.formatting import counted
+from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
 from nsa.parallel.numerics import numerics
@@ -124,8 +125,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
             micro_batch = micro_batch_size(config, world.data_size)
             monitor.emit("boot", 0, **identify(os.getpid()))
             is_new = on_first_rank(world, lambda: options.fresh or not committed(folder / CHECKPOINTS_FOLDER))
-            hook = monitor.tracer.traced_hook
-            state = build_state(config, tokenizer_for(config.data), world, hook, initialize=is_new)
+            state = build_state(config, tokenizer_for(config.data), world, monitor.tracer, initialize=is_new)
             state.teacher = load_teacher(state)
             state.graphs = plan_graphs(config, world, micro_batch)
             session = Session(folder, state, micro_batch, monitor, stop, options)
@@ -223,7 +223,7 @@ class Session:
             write_atomically(self.folder / TOKENIZER_FILE, self.state.tokenizer.text.encode())
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
         config = self.config
-        flops = flops_per_token(self.state.model, config.model, config.nsa, config.train.seq_len)
+        flops = flops_per_token(self.state.model, config.train.seq_len)
         graphs = str(self.state.graphs)
         known = {"precision": self.state.precision, "flops_per_token": flops.sparse, "cuda_graphs": graphs}
         known["parameters"] = self.state.model.num_parameters()
@@ -294,8 +294,7 @@ class Session:
             yield f"frozen  all but {learning:,} parameters of this rank (train.freeze)"
         if config.train.teacher:
             yield f"teacher {config.train.teacher}: the training loss is the KL divergence from it"
-        if config.nsa.force_branch:
-            yield f"branch  {config.nsa.force_branch} alone"
+        yield from dict.fromkeys(note for _, layer in attention_layers(state.model) for note in layer.notes())
         yield f"folder  {self.folder}"
         if resumed:
             yield f"resume  {resumed}: step {self.step} of {config.train.steps} is done"

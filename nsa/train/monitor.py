@@ -73,9 +73,9 @@ class Monitor:
         if self.world.is_first and wanted.tracker != "none":
             with self._failures.counted():  # not installed
                 self.stream.add(Tracker(wanted.tracker, self.folder, self.config.to_dict()))
-        self.tracer.attach(state.model, state.module)
-        layers = [name for name, _ in attention_layers(state.model)]
-        if layers and wanted.attention:
+        named = list(attention_layers(state.model))
+        layers = {kind: [name for name, layer in named if kind in layer.statistics] for kind in ("gates", "selection")}
+        if any(layers.values()) and wanted.attention:
             context, device = self.world.context, self.world.device
             stack = None if context is None else lambda x: context.gather(x.to(device)[None]).wait()
             self._observer = AttentionObserver(layers, stack)

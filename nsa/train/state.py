@@ -17,10 +17,8 @@ from nsa.files import expand_home
 from nsa.formatting import counted
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.operators import Backend
-from nsa.parallel.context_layers import apply_context
 from nsa.parallel.numerics import compute_precision
-from nsa.parallel.recompute import apply_recompute, compile_blocks
-from nsa.parallel.strategy import HookWrapper, shard, wrap_ddp
+from nsa.parallel.transform import Tracing, transform
 from nsa.parallel.world import World, pick_device
 from nsa.record.memory_dump import run_tensors
 from nsa.train.graphs import StepGraphs
@@ -105,40 +103,23 @@ def build_state(
     config: Config,
     tokenizer: Tokenizer,
     world: World | None = None,
-    wrap_hook: HookWrapper = lambda hook: hook,
+    trace: Tracing | None = None,
     *,
     initialize: bool = True,
 ) -> RunState:
     """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`.
 
-    `wrap_hook` gets DDP's communication hook and returns the one to use. `initialize`: from train.init_from, which a
-    run that resumes does not need any more.
+    `trace` records the backward pass. `initialize`: from train.init_from, which a run that resumes does not need any
+    more.
     """
     world = world or World(pick_device(config.runtime.device))
     precision = compute_precision(config.runtime.precision, world.device)
-    model = build_model(
-        config.model, config.nsa, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config)
-    )
+    model = build_model(config, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config))
     if initialize and config.train.init_from is not None:
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
             load_weights(model, find_weights(expand_home(config.train.init_from)))
     freeze(model, config.train.freeze)
-    if world.context is not None:
-        apply_context(model, world.context)
-    # A compiler follows recomputation through a block, but not through exchanges between ranks, which divide its graph.
-    is_whole = config.runtime.compile and world.context is None
-    if config.runtime.compile and not is_whole:
-        compile_blocks(model)
-    apply_recompute(model, config.runtime.gradient_checkpointing, compiled=is_whole)
-    if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole
-        model.to(world.device)
-    if is_whole:
-        compile_blocks(model)
-    module: nn.Module = model
-    if world.strategy == "ddp":
-        module = wrap_ddp(model, config.parallel.ddp, world, wrap_hook)
-    elif world.strategy == "fsdp":
-        module = shard(model, config.parallel.fsdp, world, precision)
+    module = transform(model, config, world, precision, trace)
     computed = {precision}
     if world.strategy == "fsdp":
         computed |= {config.parallel.fsdp.param_dtype, config.parallel.fsdp.reduce_dtype}

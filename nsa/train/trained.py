@@ -17,8 +17,8 @@ from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokeni
 from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.files import LARGEST_DOCUMENT, expand_home
 from nsa.nn.model import Decoder, build_model
-from nsa.parallel.context_layers import apply_context
 from nsa.parallel.numerics import compute_precision
+from nsa.parallel.transform import divide_sequences
 from nsa.parallel.world import pick_device
 from nsa.run_folder import CONFIG_FILE, reading_run, run_of
 from nsa.train.state import AUTOCAST_TYPES, RunState, chosen_kernels, vocabulary
@@ -58,7 +58,7 @@ def load_run(
     config = _without_missing_gpu(_saved_config(path, weights, overrides), overrides)
     tokenizer = _saved_tokenizer(config, weights, overrides)
     size = vocabulary(config, tokenizer)
-    model = build_model(config.model, config.nsa, size, config.train.seed, chosen_kernels(config))
+    model = build_model(config, size, config.train.seed, chosen_kernels(config))
     load_weights(model, weights)
     return TrainedRun(model.to(device or pick_device(config.runtime.device)).eval(), tokenizer, config, weights)
 
@@ -79,7 +79,7 @@ def load_teacher(state: RunState) -> Decoder | None:
             f"{run.model.vocab_size} tokens) than this run ({config.data.tokenizer!r}, {state.model.vocab_size})"
         )
     if state.world.context is not None:
-        apply_context(run.model, state.world.context)
+        divide_sequences(run.model, state.world.context)
     return run.model.requires_grad_(False)
 
 

@@ -105,7 +105,7 @@ def recording(tmp_path, monkeypatch):
          "model.n_layers=3", "train.seq_len=256", *(f"nsa.{key}={getattr(SPEC, key)}" for key in vars(SPEC)),
          "nsa.phi=mean"],
     )  # fmt: skip
-    model = build_model(config.model, config.nsa, 257, 0)
+    model = build_model(config, 257, 0)
     monkeypatch.setattr(
         trained, "load_run", lambda run: TrainedRun(model.eval(), ByteTokenizer(), config, tmp_path / "weights")
     )

@@ -213,7 +213,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_called_damaged(crash
 def test_weights_that_changed_after_they_were_written_are_not_loaded(place, whole_run, tmp_path):
     path = Path(shutil.copy(whole_run / "model.safetensors", tmp_path))
     config = small()
-    model = build_model(config.model, config.nsa, 256, seed=0)
+    model = build_model(config, 256, seed=0)
     load_weights(model, path)
     assert list(read_tensors(path))
     flip_byte(path, place)

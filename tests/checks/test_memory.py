@@ -535,7 +535,7 @@ def test_the_cache_is_predicted_to_the_byte(nsa_memory):
     small = [*SMALL, "model.n_layers=3", "model.layer_pattern=[nsa,dense,window]", "runtime.precision=fp32"]
     config = config_of(BASE, *small)
     predicted = Planner(config).estimate_cache(1000)
-    model = build_model(config.model, config.nsa, 256, seed=0)
+    model = build_model(config, 256, seed=0)
     two, three = (KVCache(model, sequences=n, max_length=1000).memory() for n in (2, 3))
     assert predicted.parts == {part: three[part] - two[part] for part in two}
     assert predicted.weights == sum(p.nbytes for p in model.parameters())

@@ -21,7 +21,7 @@ SIZES = ["model.dim=32", "model.n_layers=1", "model.head_dim_k=16", "model.head_
 def generate(monkeypatch, tmp_path):
     """The command over a model that was not trained."""
     config = parse_config({}, "test", [*SIZES, "runtime.device=cpu"])
-    model = build_model(config.model, config.nsa, 256, 0).eval()
+    model = build_model(config, 256, 0).eval()
     run = TrainedRun(model, ByteTokenizer(), config, tmp_path / "model.safetensors")
     monkeypatch.setattr("nsa.train.trained.load_run", lambda *_, **__: run)
     return lambda *arguments: CliRunner().invoke(app, ["generate", "run", *arguments], catch_exceptions=False)

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from bench.traffic import bytes_per_layer
-from nsa.nn.attention import NSAAttention
-from nsa.nn.dense import DenseAttention
+from nsa.nn.attention import DenseAttention, NSAAttention, WindowAttention
 from nsa.ops import NSASpec
 from nsa.parallel.context import Context
-from nsa.parallel.context_layers import apply_context
+from nsa.parallel.transform import divide_sequences
 
 SPEC = NSASpec(cmp_block=6, cmp_stride=3, sel_block=6, num_selected=4, num_init=1, num_local=1, window=11)
 SIZES = (32, 4, 2, 16, 32)
@@ -29,7 +28,7 @@ LAYERS = {
     "sel": lambda: nsa(force_branch="sel"),
     "win": lambda: nsa(force_branch="win"),
     "dense": lambda: DenseAttention(*SIZES, qk_norm=True),
-    "window": lambda: DenseAttention(*SIZES, window=9, qkv_bias=True),
+    "window": lambda: WindowAttention(*SIZES, window=9, qkv_bias=True),
 }
 FEW = ("mean", "mlp", "dense", "window")
 SEQUENCES = (
@@ -91,7 +90,7 @@ def compare(name, make, batch, tokens, borders, context, counted):
     rows, length = context.rows(tokens)
     if cu_seqlens is not None and length > tokens:
         cu_seqlens = torch.tensor([*borders, length], dtype=torch.int32)
-    apply_context(layer, context)
+    divide_sequences(layer, context)
     mine = torch.nn.functional.pad(x, (0, 0, 0, length - tokens))[:, rows]
     counted.take()
     y = layer(mine, cu_seqlens=cu_seqlens)
@@ -105,9 +104,9 @@ def compare(name, make, batch, tokens, borders, context, counted):
     for key, grad in found.items():
         dist.all_reduce(grad)
         assert torch.allclose(grad, wanted[key], rtol=1e-8, atol=1e-9), f"{name}: gradient of {key}"
-    kind = "nsa" if isinstance(layer, NSAAttention) else "dense" if layer.window is None else "window"
+    kind = {NSAAttention: "nsa", DenseAttention: "dense", WindowAttention: "window"}[type(layer)]
     if getattr(layer, "force_branch", None) is None:
-        spec = SPEC if kind == "nsa" else NSASpec(window=layer.window or tokens)
+        spec = SPEC if kind == "nsa" else NSASpec(window=getattr(layer, "window", tokens))
         sizes = {"num_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 32, "batch": batch, "itemsize": 8}
         formula = bytes_per_layer(kind, tokens, context.size, context.rank, spec, gradient_itemsize=8, **sizes)
         assert (forward, backward) == (formula.forward, formula.backward), f"{name}: bytes sent"

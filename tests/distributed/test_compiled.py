@@ -9,9 +9,8 @@ import torch
 from nsa.config import parse_config
 from nsa.nn.model import build_model
 from nsa.ops import library
+from nsa.parallel import transform
 from nsa.parallel.context import Context
-from nsa.parallel.context_layers import apply_context
-from nsa.parallel.recompute import apply_recompute, compile_blocks
 from tests.distributed.test_same_numbers import SHORT, assert_same, recompute, strategy, train_all, tree
 
 COMPILED = {"runtime": {"compile": True}}
@@ -56,11 +55,11 @@ def test_blocks_of_divided_sequences_are_compiled_in_two_parts_for_all_layers(mo
     found, gradients = [], []
     for compiled in (True, False):
         config = parse_config({"model": sizes, "nsa": {"window": 20}}, "test")
-        model = build_model(config.model, config.nsa, 64, 0)
-        apply_context(model, Context(None))
+        model = build_model(config, 64, 0)
+        transform.divide_sequences(model, Context(None))
+        transform.recompute(model, granularity)
         if compiled:
-            compile_blocks(model)
-        apply_recompute(model, granularity)
+            transform.compile_blocks(model, inside_recompute=True)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         calls.clear()

@@ -218,7 +218,7 @@ def test_gradients_reduced_in_bf16_stay_close(runs):
 def test_the_logged_gradient_norm_is_the_true_one(runs):
     config = parse_config(tree(DEEP), "test")
     batch = build_data(config.data, config.train, ByteTokenizer()).train.batch(0, 4)
-    model = build_model(config.model, config.nsa, 256, seed=0)
+    model = build_model(config, 256, seed=0)
     logits = model(batch.inputs, batch.cu_seqlens)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
     by_hand = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))

@@ -32,7 +32,7 @@ def run():
     config = parse_config(
         {}, "test", ["model.dim=32", "model.n_layers=1", "model.head_dim_k=16", "model.head_dim_v=16"]
     )
-    return SimpleNamespace(model=build_model(config.model, config.nsa, 256, 0).eval(), tokenizer=ByteTokenizer())
+    return SimpleNamespace(model=build_model(config, 256, 0).eval(), tokenizer=ByteTokenizer())
 
 
 @pytest.mark.parametrize("variant", ["pattern", "shared mlp"])

@@ -28,7 +28,7 @@ VARIANTS = {
 def model_of(*overrides: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     sizes = ["model.dim=256", "model.n_layers=4", "nsa.num_selected=8", "nsa.window=128"]
     config = parse_config({}, "test", [*sizes, *overrides])
-    model = build_model(config.model, config.nsa, 512, 0).cuda().eval()
+    model = build_model(config, 512, 0).cuda().eval()
     randomize_gates(model)
     return model.to(dtype)
 

@@ -37,7 +37,7 @@ def make_run(folder, variant):
         "train": {"seq_len": 256},
     }
     config = parse_config(content, "test")
-    model = build_model(config.model, config.nsa, 256, seed=1)
+    model = build_model(config, 256, seed=1)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("bias") or ".gate.out." in name:

@@ -194,7 +194,9 @@ def test_the_configuration_may_turn_the_cache_off_and_the_trainer_does_not(expor
 
 
 def test_a_cache_starts_small_and_grows(run):
-    model = NSAForCausalLM(NSALMConfig(run.config.model.model_dump(), run.config.nsa.model_dump(), 256, 1 << 20)).eval()
+    model = NSAForCausalLM(
+        NSALMConfig(256, 1 << 20, model=run.config.model.model_dump(), nsa=run.config.nsa.model_dump())
+    ).eval()
     tokens = torch.randint(0, 255, (2, 400))
     with torch.no_grad():
         first = model(tokens[:, :40], use_cache=True)
@@ -325,7 +327,7 @@ def test_gradient_checkpointing_changes_no_gradient_and_can_be_taken_back(export
     model.train().gradient_checkpointing_disable()
     assert gradients()[1] == 2
     assert not model.is_gradient_checkpointing
-    assert not any(block.saves_memory for block in model.decoder.blocks)
+    assert all(block.recompute is None for block in model.decoder.blocks)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nsa.config.load import parse_config
 from nsa.errors import ArgumentError, CacheFullError
 from nsa.nn import Decoder, KVCache, NSAAttention
+from nsa.nn.attention import DenseAttention, WindowAttention
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.dense import DenseAttention
 from nsa.nn.model import build_model
 from nsa.ops import NSASpec
 
@@ -40,7 +40,7 @@ def small(*overrides: str, seed: int = 0) -> Decoder:
     sizes = "model.dim=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.head_dim_k=16 model.head_dim_v=32"
     spec = [f"nsa.{name}={value}" for name, value in vars(SPEC).items()]
     config = parse_config({}, "test", [*sizes.split(), *spec, *overrides])
-    model = build_model(config.model, config.nsa, VOCABULARY, seed).double().eval()
+    model = build_model(config, VOCABULARY, seed).double().eval()
     randomize_gates(model)
     return model
 
@@ -56,7 +56,11 @@ def layer_of(kind: str, **options: object) -> NSAAttention | DenseAttention:
     if kind == "nsa":
         layer: NSAAttention | DenseAttention = NSAAttention(24, 4, 2, 16, 32, SPEC, **options)
     else:
-        layer = DenseAttention(24, 4, 2, 16, 32, window=None if kind == "dense" else SPEC.window)
+        layer = (
+            DenseAttention(24, 4, 2, 16, 32)
+            if kind == "dense"
+            else WindowAttention(24, 4, 2, 16, 32, window=SPEC.window)
+        )
     randomize_gates(layer)
     return layer.double().eval()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa.nn.dense import DenseAttention, _runs_varlen
+from nsa.nn.attention.dense import DenseAttention, _runs_varlen
 
 pytestmark = [
     pytest.mark.gpu,

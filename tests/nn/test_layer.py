@@ -11,7 +11,7 @@ import torch
 from nsa import ops
 from nsa.errors import ArgumentError
 from nsa.nn import NSAAttention, attention_layers
-from nsa.nn.dense import DenseAttention
+from nsa.nn.attention import DenseAttention, WindowAttention
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import NSASpec
 from tests.ops.cases import SMALL
@@ -269,7 +269,7 @@ def test_a_printed_layer_shows_its_heads_and_its_spec():
     for part in ("dim=24", "num_heads=4", "num_kv_heads=2", "head_dim_k=16", "head_dim_v=32", "rope_base=500000"):
         assert f"{part}, " in shown
     assert f"shared_kv=True, force_branch='sel', spec={SMALL}" in shown
-    dense = repr(DenseAttention(24, 4, 2, 16, 32, window=9)).splitlines()[1]
+    dense = repr(WindowAttention(24, 4, 2, 16, 32, window=9)).splitlines()[1]
     assert "num_heads=4, num_kv_heads=2, head_dim_k=16, head_dim_v=32, rope_base=10000, window=9" in dense
 
 

@@ -1,17 +1,19 @@
 """What a layer says of an input it cannot take, and the inputs it must still take."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
 from nsa.errors import ArgumentError
 from nsa.nn import NSAAttention
-from nsa.nn.dense import DenseAttention
+from nsa.nn.attention import DenseAttention, WindowAttention
 from tests.ops.cases import SMALL
 
 LAYERS = {
     "nsa": lambda: NSAAttention(24, 4, 2, 16, 32, SMALL),
     "dense": lambda: DenseAttention(24, 4, 2, 16, 32),
-    "window": lambda: DenseAttention(24, 4, 2, 16, 32, window=5),
+    "window": lambda: WindowAttention(24, 4, 2, 16, 32, window=5),
 }
 X = torch.randn(1, 9, 24, generator=torch.Generator().manual_seed(0))
 
@@ -66,9 +68,8 @@ def test_autocast_takes_either_type(layer, dtype, compiled):
 
 
 def test_meta_tensors_and_layers_of_another_type_pass(layer):
-    assert layer.to("meta")(X.to("meta")).shape == X.shape
-    half = type(layer)(24, 4, 2, 16, 32).bfloat16()
-    assert half(X.bfloat16()).dtype == torch.bfloat16
+    assert deepcopy(layer).to("meta")(X.to("meta")).shape == X.shape
+    assert layer.bfloat16()(X.bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_projection_that_casts_by_itself_decides_which_types_it_takes(layer):

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from nsa.checks.memory_trace import LiveBytes
-from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.config.schema import Architecture, ModelConfig, NSAConfig
 from nsa.errors import DerivativeError
 from nsa.nn import loss as losses
 from nsa.nn.block import SwiGLU
 from nsa.nn.loss import divergence_loss, next_token_loss
 from nsa.nn.model import build_model
 from nsa.ops import feed_forward
-from nsa.parallel.recompute import apply_recompute
+from nsa.parallel.transform import recompute
 
 MODEL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16, mlp_dim=48)
 NSA = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, num_init=1, num_local=1, window=5)
@@ -43,15 +43,15 @@ def a_batch(seed=0, rows=2, length=51):
 
 def run(granularity="block", *, taught=False, autocast=None, compiled=False, **changes):
     """Loss and gradients of one pass."""
-    model = build_model(MODEL.model_copy(update=changes), NSA, VOCABULARY, seed=0)
-    apply_recompute(model, granularity, compiled=compiled)
+    model = build_model(Architecture(model=MODEL.model_copy(update=changes), nsa=NSA), VOCABULARY, seed=0)
+    recompute(model, granularity, compiled=compiled)
     for block in model.blocks if compiled else ():
         block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     tokens, targets = a_batch()
     loss_of = partial(next_token_loss, targets_BS=targets)
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         if taught:
-            teacher = build_model(MODEL, NSA, VOCABULARY, seed=1)
+            teacher = build_model(Architecture(model=MODEL, nsa=NSA), VOCABULARY, seed=1)
             with torch.no_grad():
                 hidden = teacher.hidden(tokens)
             loss_of = partial(divergence_loss, taught_BSC=hidden, teacher=teacher.head, counted_BS=targets >= 0)
@@ -97,8 +97,8 @@ def test_a_long_pass_under_autocast_is_as_exact_as_a_short_one(in_chunks):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_long_pass_of_a_validation_has_the_same_loss(in_chunks, mode):
-    model = build_model(MODEL, NSA, VOCABULARY, seed=0)
-    apply_recompute(model, "block")
+    model = build_model(Architecture(model=MODEL, nsa=NSA), VOCABULARY, seed=0)
+    recompute(model, "block")
     tokens, targets = a_batch()
     want = model(tokens, loss=partial(next_token_loss, targets_BS=targets))
     in_chunks()
@@ -184,8 +184,8 @@ def test_a_short_pass_is_left_as_it_was(monkeypatch):
 def test_layers_that_do_more_than_multiply_are_called(in_chunks):
     """Adapters, hooks and modules of the user's own see every token, in one call."""
     in_chunks()
-    model = build_model(MODEL, NSA, VOCABULARY, seed=0)
-    apply_recompute(model, "block")
+    model = build_model(Architecture(model=MODEL, nsa=NSA), VOCABULARY, seed=0)
+    recompute(model, "block")
     seen = []
 
     class Other(SwiGLU):
@@ -212,6 +212,9 @@ def test_a_long_pass_has_no_second_derivative(in_chunks):
 
 
 def test_the_mlp_of_a_long_pass_has_no_forward_mode():
-    block, x = build_model(MODEL, NSA, VOCABULARY, seed=0).blocks[0], torch.randn(1, 20, MODEL.dim)
+    block, x = (
+        build_model(Architecture(model=MODEL, nsa=NSA), VOCABULARY, seed=0).blocks[0],
+        torch.randn(1, 20, MODEL.dim),
+    )
     with pytest.raises(DerivativeError, match="nsa::norm_mlp"):
         torch.func.jvp(block._chunked_mlp, (x,), (x,))

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 import nsa.ops.dispatch as dispatch
-from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.config.schema import Architecture, ModelConfig, NSAConfig
 from nsa.nn import attention_layers
 from nsa.nn.model import build_model
 from nsa.ops.reference import selection
-from nsa.parallel.recompute import apply_recompute
+from nsa.parallel.transform import recompute
 
 MODEL = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16)
 NSA = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, num_init=1, num_local=1, window=5, phi="mlp")
 
 
 def gradients(granularity, cu_seqlens=None, model=MODEL):
-    model = build_model(model, NSA, 256, seed=0)
+    model = build_model(Architecture(model=model, nsa=NSA), 256, seed=0)
     names = [name for name, _ in model.named_parameters()]
-    apply_recompute(model, granularity)
+    recompute(model, granularity)
     assert [name for name, _ in model.named_parameters()] == names, "wrapping must not rename parameters"
     tokens = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(0))
     loss = model(tokens, cu_seqlens).logsumexp(-1).sum()
@@ -81,15 +81,15 @@ def test_gradients_with_dense_attention_are_bit_identical(granularity):
 
 
 def test_layers_are_still_found_under_the_wrapper():
-    model = build_model(MODEL, NSA, 256, seed=0)
-    apply_recompute(model, "block")
+    model = build_model(Architecture(model=MODEL, nsa=NSA), 256, seed=0)
+    recompute(model, "block")
     assert len(list(attention_layers(model))) == 3
 
 
 @pytest.mark.parametrize("granularity", ["block", "branch"])
 def test_backward_can_run_twice_over_one_forward_pass(granularity):
-    model = build_model(MODEL, NSA, 256, seed=0)
-    apply_recompute(model, granularity)
+    model = build_model(Architecture(model=MODEL, nsa=NSA), 256, seed=0)
+    recompute(model, granularity)
     tokens = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(0))
     loss = model(tokens).logsumexp(-1).sum()
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -99,8 +99,8 @@ def test_backward_can_run_twice_over_one_forward_pass(granularity):
 
 def test_gradients_with_the_checkpointing_of_compiled_blocks_are_bit_identical():
     """Compiled blocks use selective checkpointing; here without a compiler."""
-    model = build_model(MODEL, NSA, 256, seed=0)
-    apply_recompute(model, "block", compiled=True)
+    model = build_model(Architecture(model=MODEL, nsa=NSA), 256, seed=0)
+    recompute(model, "block", compiled=True)
     tokens = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(0))
     loss = model(tokens).logsumexp(-1).sum()
     loss.backward()

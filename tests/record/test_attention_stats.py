@@ -114,7 +114,7 @@ class NoWaiting(TorchDispatchMode):
 def test_a_sample_never_waits_for_the_device(lengths):
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     indices = torch.randint(-1, 8, (1, 96, 2, 4), dtype=torch.int32)
-    observer = AttentionObserver(["only"])
+    observer = AttentionObserver({"gates": ["only"], "selection": ["only"]})
     with NoWaiting():
         observer.selected(indices, SPEC, borders if len(lengths) > 1 else None)
         observer.mixed(torch.rand(1, 96, 4, 3))
@@ -131,7 +131,7 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     borders = torch.tensor([0, 40, 48, 96], dtype=torch.int32) if packed else None
     indices = torch.randint(-1, 8, (1, 96, 2, 4), dtype=torch.int32)
     gates = torch.rand(1, 96, 4, 3)
-    observer = AttentionObserver(["only"])
+    observer = AttentionObserver({"gates": ["only"], "selection": ["only"]})
     inputs = [x if x is None else x.cuda() for x in (indices, borders, gates)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -156,7 +156,7 @@ def test_layers_and_ranks_merge_to_what_all_rows_together_give():
     generator = torch.Generator().manual_seed(1)
     gates = torch.rand(2, 8, 4, 3, generator=generator)
     indices = torch.sort(torch.randint(0, 8, (2, 32, 1, 4), generator=generator, dtype=torch.int32)).values
-    observer = AttentionObserver(["a", "b"])
+    observer = AttentionObserver({"gates": ["a", "b"], "selection": ["a", "b"]})
     for part in gates:
         observer.mixed(part[None])
     for part in indices:
@@ -175,7 +175,7 @@ def test_a_layer_is_watched_only_while_somebody_watches_and_computes_the_same():
     layer = NSAAttention(32, 4, 2, 16, spec=SPEC)
     x = torch.randn(1, 64, 32)
     plain = layer(x)
-    observer = AttentionObserver(["only"])
+    observer = AttentionObserver({"gates": ["only"], "selection": ["only"]})
     with observing(observer):
         watched = layer(x)
     layer(x)
@@ -208,7 +208,7 @@ def test_a_rank_without_numbers_leaves_out_those_of_the_ranks_that_share_its_seq
     def gather(mine):
         return torch.stack([mine, torch.full_like(mine, torch.nan)])
 
-    observer = AttentionObserver(["a"], gather)
+    observer = AttentionObserver({"gates": ["a"], "selection": ["a"]}, gather)
     observer.mixed(torch.rand(1, 8, 4, 3))
     observer.finish(1)
     [sample] = observer.ready()

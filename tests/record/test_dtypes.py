@@ -26,7 +26,7 @@ VOCAB = 64
 
 def decoder_and_optimizer():
     config = parse_config({"model": MODEL, "nsa": NSA}, "test")
-    decoder = build_model(config.model, config.nsa, VOCAB, seed=0)
+    decoder = build_model(config, VOCAB, seed=0)
     return decoder, torch.optim.AdamW(decoder.parameters(), fused=True)
 
 

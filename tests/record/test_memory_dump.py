@@ -33,7 +33,7 @@ VOCAB = 64
 def trained_decoder(**model):
     """A small decoder after one step: weights, gradients and both moments are there."""
     config = parse_config({"model": {**MODEL, **model}, "nsa": NSA}, "test")
-    decoder = build_model(config.model, config.nsa, VOCAB, seed=0)
+    decoder = build_model(config, VOCAB, seed=0)
     optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
     decoder(torch.randint(0, VOCAB, (1, 16))).square().mean().backward()
     optimizer.step()
@@ -178,7 +178,7 @@ def test_tensors_that_cannot_be_listed_end_no_report(tmp_path):
 def test_a_dump_of_the_125m_model_takes_less_than_50_ms_of_cpu_time(tmp_path):
     config = parse_config({}, "test")
     with torch.device("meta"):
-        shapes = [tuple(p.shape) for p in build_model(config.model, config.nsa, 50257, seed=0).parameters()]
+        shapes = [tuple(p.shape) for p in build_model(config, 50257, seed=0).parameters()]
     assert len(shapes) > 150
     # The same number of tensors and not their size: nothing but names, shapes and addresses is looked at.
     parameters = {f"blocks.{i}.weight": nn.Parameter(torch.zeros(2, 2)) for i in range(len(shapes))}

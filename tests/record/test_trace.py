@@ -19,7 +19,7 @@ from nsa.config import parse_config
 from nsa.errors import CheckpointError, ConfigError
 from nsa.inspect.trace_report import explain
 from nsa.nn.model import build_model
-from nsa.parallel.recompute import apply_recompute
+from nsa.parallel import transform
 from nsa.record import tracer
 from nsa.record.tracer import Tracer
 from tests.distributed.launching import TINY, start_ranks, wait_all
@@ -78,8 +78,8 @@ def names(folder, kind, rank=0):
 
 def decoder(recompute="none", **nsa):
     config = parse_config({**TINY, "nsa": {**TINY["nsa"], **nsa}}, "tiny")
-    model = build_model(config.model, config.nsa, 64, 0)
-    apply_recompute(model, recompute)
+    model = build_model(config, 64, 0)
+    transform.recompute(model, recompute)
     return model
 
 
@@ -307,7 +307,7 @@ def test_ranks_that_agree_are_reported_as_equal(two_ranks):
 
 
 def test_buckets_hold_every_parameter_once_and_are_recorded_when_they_start_and_when_they_are_done(two_ranks):
-    model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
+    model = build_model(CONFIG, 64, 0)
     sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
     for step in (1, 2):
         buckets = [e for e in events(two_ranks / "ddp", "bucket", 1) if e["step"] == step]
@@ -324,7 +324,7 @@ def test_buckets_hold_every_parameter_once_and_are_recorded_when_they_start_and_
 def test_on_a_gpu_over_nccl_the_same_is_recorded(tmp_path):
     (ended,) = wait_all(start_ranks(1, str(tmp_path), "cuda", module="tests.record.traced"), 300)
     assert ended.code == 0, ended.output
-    gradients = {name: 2 for name, _ in build_model(CONFIG.model, CONFIG.nsa, 64, 0).named_parameters()}
+    gradients = {name: 2 for name, _ in build_model(CONFIG, 64, 0).named_parameters()}
     for strategy, passes in (("ddp", 2), ("fsdp", 1)):
         seen = Counter(names(tmp_path / strategy, "grad"))
         assert seen == {name: count * passes for name, count in gradients.items()}
@@ -358,7 +358,7 @@ def test_a_parameter_or_a_loss_that_differs_is_named_with_its_step(copied, kind,
 
 
 def test_a_sharded_model_shows_arrivals_what_is_missing_and_what_cannot_be_compared(two_ranks):
-    model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
+    model = build_model(CONFIG, 64, 0)
     for rank in (0, 1):
         assert Counter(names(two_ranks / "fsdp", "grad", rank)) == {n: 2 for n, _ in model.named_parameters()}
         assert names(two_ranks / "fsdp", "module_bwd", rank) == BACKWARD * 2

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import parse_config
 from nsa.nn.model import build_model
-from nsa.parallel.recompute import apply_recompute
 from nsa.parallel.strategy import _sum, shard
+from nsa.parallel.transform import recompute
 from nsa.parallel.world import World
 from nsa.record.tracer import Tracer
 from tests.distributed.launching import TINY
@@ -55,8 +55,8 @@ def train(tracer: Tracer, model: nn.Module, module: nn.Module, rank: int, *, pas
 def ddp(folder: Path, rank: int, *, spoiled: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tracer = Tracer(folder, rank, grads=True, modules=not spoiled, buckets=True)
-    model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
-    apply_recompute(model, "block")
+    model = build_model(CONFIG, 64, 0)
+    recompute(model, "block")
     model.to(DEVICE)
     module = DistributedDataParallel(model, bucket_cap_mb=0.05)
     module.register_comm_hook(None, tracer.traced_hook(_sum))
@@ -67,9 +67,9 @@ def ddp(folder: Path, rank: int, *, spoiled: bool) -> None:
 def fsdp(folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tracer = Tracer(folder, rank, grads=True, modules=True, buckets=True)
-    model = build_model(CONFIG.model, CONFIG.nsa, 64, 0)
+    model = build_model(CONFIG, 64, 0)
     model.aside = nn.Linear(4, 4)
-    apply_recompute(model, "branch")
+    recompute(model, "branch")
     module = shard(model, CONFIG.parallel.fsdp, World(DEVICE, "fsdp", rank, rank, dist.get_world_size()), "fp32")
     tracer.attach(model, module)
     train(tracer, model, module, rank, passes=1)

@@ -146,7 +146,7 @@ def test_weights_that_are_a_pipe_are_refused_and_a_link_that_the_user_names_is_f
     assert nsa.load_run(tmp_path / "mine.safetensors").model is not None
     make_pipe(tmp_path / "pipe.safetensors")
     config = small()
-    model = build_model(config.model, config.nsa, 256, seed=0)
+    model = build_model(config, 256, seed=0)
     for read in (read_metadata, lambda path: load_weights(model, path)):
         with pytest.raises(CheckpointError, match=r"pipe\.safetensors: .*it is no regular file"):
             read(tmp_path / "pipe.safetensors")

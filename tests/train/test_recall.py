@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nsa.config.schema import ModelConfig, NSAConfig
+from nsa.config.schema import Architecture, ModelConfig, NSAConfig
 from nsa.nn.model import build_model
 
 VALUES, LR = 4, 5e-3
@@ -54,16 +54,18 @@ SMALL = Task(keys=8, asked=8, block=4, batch=16, steps=120)
 def recall(task, force_branch):
     """Share of values recalled on fresh sequences after training."""
     model = build_model(
-        ModelConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16),
-        NSAConfig(
-            cmp_block=task.block,
-            cmp_stride=task.block,
-            sel_block=task.block,
-            num_selected=3,
-            num_init=0,
-            num_local=1,
-            window=task.block // 2,
-            force_branch=force_branch,
+        Architecture(
+            model=ModelConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16),
+            nsa=NSAConfig(
+                cmp_block=task.block,
+                cmp_stride=task.block,
+                sel_block=task.block,
+                num_selected=3,
+                num_init=0,
+                num_local=1,
+                window=task.block // 2,
+                force_branch=force_branch,
+            ),
         ),
         task.filler + 1,
         seed=0,

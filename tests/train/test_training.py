@@ -120,7 +120,7 @@ def test_checkpointing_changes_no_bit_of_a_run(plain, tmp_path, granularity):
 def test_the_gradient_norm_is_the_true_one_and_clipping_bounds_the_step():
     _, data, state = setup("train.grad_clip=0.0")
     batch = data.train.batch(0, 4)
-    reference = build_model(tiny().model, tiny().nsa, 256, seed=0)
+    reference = build_model(tiny(), 256, seed=0)
     loss = torch.nn.functional.cross_entropy(
         reference(batch.inputs, batch.cu_seqlens).flatten(0, 1), batch.targets.flatten()
     )
@@ -229,18 +229,18 @@ def test_a_run_can_start_from_saved_weights(trained, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_weights_load_to_the_last_bit(tmp_path, tied):
     config = tiny(f"model.tied_head={str(tied).lower()}")
-    model = build_model(config.model, config.nsa, 256, seed=0)
+    model = build_model(config, 256, seed=0)
     write_atomically(tmp_path / "model.safetensors", serialize_weights(model.state_dict(keep_vars=True), step=1))
-    other = build_model(config.model, config.nsa, 256, seed=9)
+    other = build_model(config, 256, seed=9)
     load_weights(other, tmp_path / "model.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"], "nothing is left beside the file"
     wrong = tiny("model.n_layers=2")
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        load_weights(build_model(wrong.model, wrong.nsa, 256, seed=0), tmp_path / "model.safetensors")
+        load_weights(build_model(wrong, 256, seed=0), tmp_path / "model.safetensors")
     narrow = tiny("model.mlp_dim=64", f"model.tied_head={str(tied).lower()}")
     with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight is \[128, 32\] in the file"):
-        load_weights(build_model(narrow.model, narrow.nsa, 256, seed=0), tmp_path / "model.safetensors")
+        load_weights(build_model(narrow, 256, seed=0), tmp_path / "model.safetensors")
 
 
 def test_the_command_prints_step_lines_and_writes_a_run_that_can_write(tmp_path, capsys):

@@ -53,7 +53,7 @@ def fsdp_holds_the_gil(fsdp):
 
 # By name: the module, and what is done to it once it is there.
 SABOTAGES = {
-    "recompute_raises": ("nsa.parallel.recompute", recompute_raises),
+    "recompute_raises": ("nsa.parallel.transform", recompute_raises),
     "fsdp_hangs": ("nsa.parallel.strategy", fsdp_hangs),
     "fsdp_holds_the_gil": ("nsa.parallel.strategy", fsdp_holds_the_gil),
 }

@@ -104,7 +104,7 @@ def step():
     """Generation for one, few and many sequences, in layers of every kind."""
     sizes = "model.n_layers=3 model.layer_pattern=[nsa,dense,window] model.dim=200 model.mlp_dim=328"
     config = load_config("m7c_125m", [*sizes.split(), "model.qk_norm=true"])
-    model = build_model(config.model, config.nsa, 512, 0).cuda().eval().bfloat16()
+    model = build_model(config, 512, 0).cuda().eval().bfloat16()
     for rows in (1, 3, 20):
         tokens = torch.randint(0, 512, (rows, 80), device="cuda")
         cache = KVCache(model, sequences=rows, max_length=80)

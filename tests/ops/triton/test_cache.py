@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa.nn import KVCache, NSAAttention
-from nsa.nn.dense import DenseAttention
+from nsa.nn.attention import DenseAttention
 from tests.nn.test_cache import SPEC, in_chunks, randomize_gates
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests of tests/generate/test_gpu.py do this")

@@ -25,7 +25,7 @@ SIZES = [f"model.n_layers={LAYERS}"]
 
 def model_of(name, *overrides, dtype=torch.bfloat16):
     config = load_config(name, [*SIZES, *overrides])
-    model = build_model(config.model, config.nsa, 512, 0).cuda().eval()
+    model = build_model(config, 512, 0).cuda().eval()
     randomize_gates(model)
     return model.to(dtype)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.errors import ArgumentError
 from nsa.nn import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.step import _fits
+from nsa.nn.decode_step import _fits
 from nsa.ops import dispatch
 from nsa.ops.triton import step as kernels
 from tests.nn.test_cache import VARIANTS, VOCABULARY, small

@@ -3,37 +3,52 @@
 Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compressed tokens, K/V head sizes.
 """
 
-from collections.abc import Iterator
-from typing import Literal
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from nsa.errors import ArgumentError, whole_number
+from nsa.errors import ArgumentError
+from nsa.nn.attention import nsa_context
+from nsa.nn.attention.layer import Attention, Exchange
+from nsa.nn.attention.nsa_cache import NSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
+from nsa.nn.decode_step import fused_attention
 from nsa.nn.gate import BranchGate
-from nsa.nn.layer_cache import NSALayerCache, decode_backend, write
-from nsa.nn.projection import check_input, project_heads, reset_parts
+from nsa.nn.layer_cache import decode_backend, write
+from nsa.nn.projection import project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
-from nsa.nn.step import attend, attend_new
 from nsa.ops import (
     NSASpec,
     compressed_attention,
+    dispatch,
     nsa_attention,
     nsa_decode,
     select_blocks,
     selected_attention,
     window_attention,
 )
-from nsa.ops.operators import Backend, backend_of, check_borders, positions
+from nsa.ops.layout import num_compressed, visible_compressed
+from nsa.ops.operators import Backend, backend_of, positions
+
+if TYPE_CHECKING:
+    from nsa.config.schema import Architecture
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
+# Where the gates of a converted layer start: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The
+# selected branch is dense attention up to num_selected * sel_block tokens, and close to it from there on.
+DENSE_GATES = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 
-class NSAAttention(nn.Module):
+class NSAAttention(Attention):
     """Causal Native Sparse Attention on [B, S, dim], a drop-in for a decoder's self-attention.
 
     dim            width of input and output; need not equal num_heads * head size
@@ -83,19 +98,25 @@ class NSAAttention(nn.Module):
         norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
-        super().__init__()
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads,
+            head_dim_k,
+            head_dim_v,
+            rope_base=rope_base,
+            rope_scaling=rope_scaling,
+            backend=backend,
+        )
         if not isinstance(spec, NSASpec | None):
             raise ArgumentError("spec", f"must be an NSASpec or None, got {type(spec).__name__}")
-        dim, num_heads = whole_number("dim", dim), whole_number("num_heads", num_heads)
-        num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
-        _check_layer_arguments(num_heads, num_kv_heads, phi, compress, gate, force_branch)
+        _check_choices(phi, compress, gate, force_branch)
         self.spec = spec or NSASpec()
-        self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
-        self.head_dim_k = _head_size("head_dim_k", head_dim_k)
-        self.head_dim_v = _head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
         self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
-        self.rope_base, self.backend = rope_base, backend
-        self.rotary = (self.head_dim_k, rope_base, rope_scaling)  # what `rotary_tables` takes besides positions
+        self.page_multiple = self.spec.sel_block
+        # The operators of a forced branch report what they compute.
+        reported = {None: ("gates", "selection"), "sel": ("selection",)}.get(force_branch, ())
+        self.statistics = frozenset(reported)
 
         pairs = 1 if shared_kv else len(BRANCHES)
         self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=qkv_bias)
@@ -111,11 +132,10 @@ class NSAAttention(nn.Module):
         self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
         self._freeze_unused()
 
-    def reset_parameters(self) -> None:
-        """Initialises all parameters as the constructor does, also after `to_empty`. For a model around the layer use
-        `model.apply`, which comes to a module after its parts: reset after the gate, its last layer would not be zero.
-        """
-        reset_parts(self)
+    @classmethod
+    def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
+        own = {name: getattr(config.nsa, name) for name in ("phi", "compress", "gate", "shared_kv", "force_branch")}
+        return cls(spec=config.nsa.spec(), **own, **cls.settings(config, backend))
 
     def _build_phi(self, phi: str, head_dim: int) -> MeanCompressor | MLPCompressor:
         backend = backend_of("phi", self.backend)
@@ -127,36 +147,13 @@ class NSAAttention(nn.Module):
         """What this layer keeps in a `KVCache`."""
         return NSALayerCache(cache, self)
 
-    def forward(
-        self, x_BSC: Tensor, *, cache: KVCache | CacheStep | None = None, cu_seqlens: Tensor | None = None
+    def attend_whole(
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        step: CacheStep | None = None,
     ) -> Tensor:
-        """x_BSC [batch, tokens, dim], of the type of the weights unless autocast is on -> the same shape. Token t of
-        the output depends on tokens 0 to t of the input alone. Any number of tokens from 1 on is accepted.
-
-        cu_seqlens   borders of documents packed into one sequence, for a batch of 1: an int32 tensor on the device of
-                     x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
-                     a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
-                     start anew in each. On a GPU, pass `.clone()` of a buffer that a collective or code outside
-                     torch fills: such a write is not noticed there
-        cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
-                     output is that of the whole sequence at these tokens, without a gradient
-
-        A NaN or an infinity in x_BSC makes the output NaN for the tokens that attend to it, and in backward the
-        gradients of the tokens that these attend to; parameters are shared by all tokens, so their gradients become NaN
-        too. The reference, which runs on a CPU, leaves every bit of earlier tokens and of other documents as it is. The
-        Triton kernels compute neighbouring tokens together, in tiles of up to 128 queries and 128 keys (in the
-        compressed branch 128 blocks): on a GPU a NaN also reaches other tokens of a tile, earlier ones and those of
-        documents next to its own.
-
-        Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
-        inside `nsa.ops.checked_values()`.
-        """
-        check_input(x_BSC, self.dim, self.q)
-        check_borders(cu_seqlens, x_BSC)
-        return self.whole(x_BSC, cu_seqlens) if cache is None else attend(self, x_BSC, cache, cu_seqlens)
-
-    def whole(self, x_BSC: Tensor, cu_seqlens: Tensor | None = None, step: CacheStep | None = None) -> Tensor:
-        """Whole sequences, which also fill an empty cache."""
         position_S, position_N = positions(x_BSC.shape[1], self.spec, cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
         k_cmp_BNGK, v_cmp_BNGV = self.phi_k(keys[0], cu_seqlens), self.phi_v(values[0], cu_seqlens)
@@ -176,25 +173,81 @@ class NSAAttention(nn.Module):
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
-    def fused(self, x_BSC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        """New tokens in few launches, or with the `norm` before the layer x + layer(norm(x)); None where that would
-        not be the same (`nsa.nn.step`)."""
-        is_ours = type(self) is NSAAttention and self.force_branch is None
-        return attend_new(self, x_BSC, step, norm) if is_ours else None
+    def read_tokens(
+        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        q_BnHK, keys, values = self.projections(x_BnC, tables)
+        return [q_BnHK, self.gate(x_BnC)], keys, values
 
-    def attend_cached(self, q_BSHK: Tensor, gates_BSH3: Tensor, step: CacheStep) -> Tensor:
-        """Queries over what the cache holds, in which blocks that new tokens complete are compressed first."""
+    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        is_ours = type(self) is NSAAttention and self.force_branch is None
+        return fused_attention(self, x_BnC, step, norm) if is_ours else None
+
+    def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
+        """First compresses the blocks that new tokens complete."""
+        q_BnHK, gates_BnH3 = queries
         kept: NSALayerCache = step.layer(self)
         kept.compress(step)
         if self.force_branch is not None:
-            gates_BSH3 = torch.zeros_like(gates_BSH3)
-            gates_BSH3[..., BRANCHES.index(self.force_branch)] = 1.0
+            gates_BnH3 = torch.zeros_like(gates_BnH3)
+            gates_BnH3[..., BRANCHES.index(self.force_branch)] = 1.0
         backend = decode_backend(self.backend)
-        return nsa_decode(q_BSHK, gates_BSH3, *kept.views(step), step.positions, self.spec, backend=backend)
+        return nsa_decode(q_BnHK, gates_BnH3, *kept.views(step), step.positions, self.spec, backend=backend)
+
+    def completes(self, start: int, stop: int) -> bool:
+        """Whether a compressed block ends among these tokens."""
+        return num_compressed(stop, self.spec) > num_compressed(start, self.spec)
+
+    def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
+        return nsa_context.attend_context(self, x_BSC, context, cu_seqlens)
+
+    def forward_flops(self, seq_len: int) -> float:
+        keys = mean_keys_read(self.spec, seq_len)
+        per_score = 2.0 * self.num_heads * self.head_dim_k  # selection scores every compressed token again
+        return self.flops_per_key * sum(keys) + per_score * keys[0]
+
+    def saved_operators(self) -> list[Any]:
+        ops = torch.ops.nsa
+        attention = (ops.compressed_attention, ops.selected_attention, ops.window_attention)
+        return [*self.fixed_operators(), *(operator.default for operator in attention)]
+
+    def fixed_operators(self) -> list[Any]:
+        return [torch.ops.nsa.select_blocks.default]
+
+    def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
+        """Selected attention computes in two, three and four stretches from some micro-batch on; one more of many
+        changes little. One sequence may be computed in other memory than several: cuDNN takes it
+        (`nsa.ops.triton.compressed`)."""
+        if dispatch.triton_missing() is not None:
+            return []
+        shapes = [(queries, self.num_heads, self.head_dim_k), (keys, self.num_kv_heads, self.head_dim_k)]
+        shapes += [(keys, self.num_kv_heads, self.head_dim_v), (queries, self.num_kv_heads, self.spec.num_selected)]
+
+        def stretches(size: int) -> int:
+            tensors = (torch.empty(size, *shape, dtype=dtype, device="meta") for shape in shapes)
+            return int(dispatch.kernels_for("sel").num_stretches(*tensors, self.spec))
+
+        borders = [] if packed else [2]
+        return borders + [1 + bisect_right(range(1, most + 1), few, key=stretches) for few in (1, 2, 3)]
+
+    def dense_targets(self, name: str) -> list[str]:
+        part, _, rest = name.partition(".")
+        return [f"{part}.{pair}.{rest}" for pair in range(len(self.k))] if part in ("k", "v", "k_norm") else [name]
+
+    def start_from_dense(self) -> None:
+        with torch.no_grad():
+            self.gate.out.bias.view(-1, 3)[:] = torch.tensor(DENSE_GATES[self.gate.kind])
+
+    @classmethod
+    def parts(cls, config: Architecture) -> Mapping[str, dict[str, Any]]:
+        alone = BRANCHES if config.nsa.force_branch is None else ()
+        return {branch: {"nsa.force_branch": branch} for branch in alone}
+
+    def notes(self) -> list[str]:
+        return [f"branch  {self.force_branch} alone"] if self.force_branch else []
 
     def extra_repr(self) -> str:
-        sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-        sizes += f", head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, rope_base={self.rope_base:g}"
+        sizes = super().extra_repr()
         sizes += ", shared_kv=True" if self.shared_kv else ""
         sizes += f", compress={self.compress!r}" if self.compress != "before_rotation" else ""
         sizes += f", force_branch={self.force_branch!r}" if self.force_branch else ""
@@ -238,18 +291,18 @@ class NSAAttention(nn.Module):
             module.requires_grad_(False)
 
 
-def attention_layers(model: nn.Module) -> Iterator[tuple[str, NSAAttention]]:
-    """Every NSAAttention of a model with its name, whatever wraps it: found by type, never by path."""
-    for name, module in model.named_modules():
-        if isinstance(module, NSAAttention):
-            yield name, module
+@lru_cache
+def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float]:
+    """Mean number of keys that a query reads in cmp, sel and win."""
+    t = torch.arange(seq_len)
+    cmp_keys = int(visible_compressed(t, spec).sum())
+    in_own_block, older = t % spec.sel_block + 1, (t // spec.sel_block).clamp(max=spec.num_selected - 1)
+    sel_keys = int((in_own_block + older * spec.sel_block).sum())
+    win_keys = int((t + 1).clamp(max=spec.window).sum())
+    return cmp_keys / seq_len, sel_keys / seq_len, win_keys / seq_len
 
 
-def _check_layer_arguments(
-    num_heads: int, num_kv_heads: int, phi: str, compress: str, gate: str, force_branch: str | None
-) -> None:
-    if num_heads % num_kv_heads:
-        raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
+def _check_choices(phi: str, compress: str, gate: str, force_branch: str | None) -> None:
     if phi not in ("mean", "mlp", "mean_mlp"):
         raise ArgumentError("phi", f"must be 'mean', 'mlp' or 'mean_mlp', got {phi!r}")
     if compress not in ("before_rotation", "after_rotation"):
@@ -258,10 +311,3 @@ def _check_layer_arguments(
         raise ArgumentError("gate", f"must be 'sigmoid' or 'softmax', got {gate!r}")
     if force_branch not in (None, *BRANCHES):
         raise ArgumentError("force_branch", f"must be one of {', '.join(BRANCHES)}, got {force_branch!r}")
-
-
-def _head_size(name: str, size: int) -> int:
-    size = whole_number(name, size)
-    if size < 16 or size > 256 or size % 16:
-        raise ArgumentError(name, f"must be a multiple of 16 from 16 to 256, got {size}")
-    return size

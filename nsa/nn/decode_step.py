@@ -1,20 +1,16 @@
-"""New tokens of an attention layer over a cache, and a step of a few of them in few launches (`nsa.ops.triton.step`),
-where that is what calling the modules computes:
+"""A decoding step of a few new tokens in few launches (`nsa.ops.triton.step`):
 
     norm, queries, keys, values, hidden layer of the gate | rotation, writing to the cache, gates | attention | out and
     residual | norm, gate, up, SwiGLU | down and residual
 
-`attend_new` and `feed_forward_new` give None where the modules must be called: a gradient, many tokens, autocast, an
-adapted, quantized, patched or hooked layer, a type or a device without kernels.
+`fused_attention` and `fused_feed_forward` return None where the modules must be called, since calling them would
+compute something else or the kernels cannot run: a gradient, many tokens, autocast, an adapted, quantized, patched or
+hooked layer, a type or a device without kernels.
 
-A layer has projections q, k, v and out, norms q_norm and k_norm (k, v and k_norm may be lists), it may have a gate, and
+An attention layer has projections q, k, v and out, norms q_norm and k_norm (k, v and k_norm may be lists), and it may
+have a gate.
 
-    whole(x, step=step)                 the pass of whole sequences, which fills an empty cache
-    projections(x, tables)              queries, keys and values, rotated
-    attend_cached(q, gates, step)       [B, n, H, V], what `out` reads: queries over what the cache holds
-    fused(x, step, norm)                `attend_new`, or None where that does not compute what the layer does
-
-Legend: B rows of a forward pass, n tokens of a row, C channels, H query heads, K/V head sizes.
+Legend: B rows of a forward pass, n tokens of a row, T all of these tokens, C channels, H query heads, K/V head sizes.
 """
 
 from collections.abc import Sequence
@@ -24,38 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.nn.cache import KVCache, begin
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.gate import BranchGate
-from nsa.nn.layer_cache import decode_backend, write
+from nsa.nn.layer_cache import decode_backend
 from nsa.nn.projection import compute_dtype, is_bare, listed
 from nsa.ops.operators import Backend
 from nsa.ops.step import MOST_TOKENS, Gate, Source, step_kernels
 
 
-@torch.no_grad()
-def attend(layer: Any, x_BnC: Tensor, cache: KVCache | CacheStep, cu_seqlens: Tensor | None) -> Tensor:
-    """The output of an attention layer for tokens that are appended to a cache."""
-    step = begin(cache, layer, x_BnC, cu_seqlens)
-    if step.is_fresh:
-        return layer.whole(x_BnC, step=step)  # type: ignore[no-any-return]
-    fused_BnC: Tensor | None = layer.fused(x_BnC, step)
-    if fused_BnC is not None:
-        return fused_BnC
-    kept = step.layer(layer)
-    q_BnHK, keys, values = layer.projections(x_BnC, step.rotary(*layer.rotary))
-    gates_BnH3 = layer.gate(x_BnC) if hasattr(layer, "gate") else None
-    outputs = []
-    # Pages take any number of tokens, a ring its slack.
-    for rows, piece in step.pieces() if kept.shortest_ring else [(slice(None), step)]:
-        write(piece, kept.writes([k[:, rows] for k in keys], [v[:, rows] for v in values]))
-        gates = None if gates_BnH3 is None else gates_BnH3[:, rows]
-        outputs.append(layer.attend_cached(q_BnHK[:, rows], gates, piece))
-    o_BnHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-    return layer.out(o_BnHV.flatten(2))  # type: ignore[no-any-return]
-
-
-def attend_new(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None) -> Tensor | None:
+def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None) -> Tensor | None:
     """The output of an attention layer in few launches, or with the `norm` before it, x + layer(norm(x))."""
     is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and x_BnC.device == step.positions.device
     is_expected = is_expected and x_BnC.dtype == step.cache.dtype
@@ -92,13 +65,13 @@ def attend_new(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | Non
         read_TN, query, step.layer(layer).writes(k, v), last, getattr(layer.q_norm, "eps", 0.0), step.positions,
         step.table, step.slots_B, step.rotary(*layer.rotary),
     )  # fmt: skip
-    o_BnHV = layer.attend_cached(q_BnHK, gates_BnH3, step)
+    o_BnHV = layer.attend_cached([q_BnHK] if gate is None else [q_BnHK, gates_BnH3], step)
     residual = None if norm is None else x_TC
     y_TC: Tensor = kernels.product(o_BnHV.reshape(len(x_TC), -1), [layer.out.weight], residual=residual)
     return y_TC.view(x_BnC.shape)
 
 
-def feed_forward_new(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend) -> Tensor | None:
+def fused_feed_forward(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend) -> Tensor | None:
     """x + mlp(norm(x)) of a SwiGLU that is bare."""
     if not _is_short(x_BnC, backend):
         return None

@@ -1,0 +1,172 @@
+"""Ordinary causal attention over the whole past: the layer that sparse attention is compared and mixed with.
+
+Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, K/V head sizes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa.nn.attention.gathered import Gathered, WindowCall, attend_gathered, plan
+from nsa.nn.attention.layer import Attention, Exchange
+from nsa.nn.cache import KVCache
+from nsa.nn.cache_step import CacheStep
+from nsa.nn.decode_step import fused_attention
+from nsa.nn.layer_cache import LayerCache, decode_backend, write
+from nsa.nn.projection import project_heads
+from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.ops.decode import paged_attention
+from nsa.ops.operators import Backend, backend_of, positions, window_attention
+from nsa.ops.spec import NSASpec
+
+if TYPE_CHECKING:
+    from nsa.config.schema import Architecture
+
+
+class DenseAttention(Attention):
+    """Causal softmax attention on [B, S, dim] through PyTorch's fused kernels.
+
+    dim            width of input and output
+    num_heads      query heads, a multiple of num_kv_heads
+    num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads
+    head_dim_k     size of a query and key head
+    head_dim_v     size of a value head; None makes it head_dim_k
+    rope_base      base of the rotary frequencies, as for NSAAttention
+    rope_scaling   `RopeScaling` of the rotary frequencies, or None
+    qk_norm        RMSNorm on the queries and keys of every head, before rotary positions
+    qkv_bias       the projections of queries, keys and values have a bias
+    norm_eps       epsilon of these norms
+    backend        as for NSAAttention; of interest where the window operator runs
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int | None = None,
+        *,
+        rope_base: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        backend: Backend = None,
+    ):
+        rotary: dict[str, Any] = {"rope_base": rope_base, "rope_scaling": rope_scaling}
+        super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **rotary, backend=backend)
+        self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=qkv_bias)
+        self.k = nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=qkv_bias)
+        self.v = nn.Linear(dim, num_kv_heads * self.head_dim_v, bias=qkv_bias)
+        self.q_norm = nn.RMSNorm(self.head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim_k, eps=norm_eps) if qk_norm else nn.Identity()
+        self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
+
+    @classmethod
+    def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
+        return cls(**cls.settings(config, backend))
+
+    def attend_whole(
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        step: CacheStep | None = None,
+    ) -> Tensor:
+        position_S, _ = positions(x_BSC.shape[1], NSASpec(), cu_seqlens, x_BSC.device)
+        q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
+        if step is not None:
+            write(step, step.layer(self).writes(keys, values))
+        o_BSHV = self.attend(q_BSHK, keys[0], values[0], cu_seqlens, max_seqlen)
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
+
+    def attend(
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> Tensor:
+        """Attention of whole sequences, [B, S, H, V]."""
+        tokens = q_BSHK.shape[1]
+        if cu_seqlens is None:
+            return _fused(q_BSHK, k_BSGK, v_BSGV)
+        if _runs_varlen(q_BSHK, v_BSGV):
+            return _varlen(q_BSHK, k_BSGK, v_BSGV, cu_seqlens, max_seqlen or tokens)
+        # A window as long as the row is causal attention, in memory that grows linearly on every device.
+        backend = backend_of("win", self.backend)
+        spec = NSASpec(window=tokens)
+        return window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
+
+    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Queries and keys, rotated by `tables` of `rotary_tables`, and values."""
+        q_BSHK, keys, values = project_heads(self, x_BSC)
+        return rotate(q_BSHK, tables), [rotate(k, tables) for k in keys], values
+
+    def build_cache(self, cache: KVCache) -> LayerCache:
+        return LayerCache(dense=cache.pool(cache.page_size, self.num_kv_heads, self.head_dim_k, self.head_dim_v))
+
+    def read_tokens(
+        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        q_BnHK, keys, values = self.projections(x_BnC, tables)
+        return [q_BnHK], keys, values
+
+    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        return fused_attention(self, x_BnC, step, norm) if type(self) is DenseAttention else None
+
+    def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
+        view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)
+        return paged_attention(queries[0], view, step.positions, backend=backend)
+
+    def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
+        here = plan(x_BSC, cu_seqlens, context)
+        call = WindowCall(context, here, backend_of("win", self.backend), context.size * x_BSC.shape[1])
+        q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
+        o_BSHV, _ = attend_gathered(Gathered(k_BSGK, v_BSGV, call), q_BSHK, k_BSGK, v_BSGV)
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
+
+    def forward_flops(self, seq_len: int) -> float:
+        return self.dense_flops(seq_len)
+
+    def saved_operators(self) -> list[Any]:
+        """Whichever of these PyTorch chooses; packed on a GPU, the last."""
+        import torch.nn.attention.varlen  # takes a second
+
+        names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+        fused = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
+        return [*fused, torch.ops.nsa.window_attention.default, torch.ops.torch_attn._varlen_attn.default]
+
+
+def _fused(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    is_grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped).transpose(1, 2)
+
+
+def _runs_varlen(q: Tensor, v: Tensor) -> bool:
+    """PyTorch's variable-length kernels: a CUDA GPU from sm_80 on, 16-bit types, heads of one size."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] == v.shape[3]
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _varlen(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Causal, with fewer key/value heads than query heads: how to say so changed between torch 2.11 and 2.12.
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    o = varlen_attn(q_BSHK[0], k_BSGK[0], v_BSGV[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    assert isinstance(o, Tensor)
+    return o[None]

@@ -1,0 +1,277 @@
+"""The base of every attention layer: what the rest of the package asks of a layer, whatever its kind.
+
+Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, K/V head sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import ArgumentError, whole_number
+from nsa.nn.cache import KVCache, begin
+from nsa.nn.cache_step import CacheStep
+from nsa.nn.layer_cache import LayerCache, write
+from nsa.nn.projection import check_input, reset_parts
+from nsa.nn.rope import RopeScaling
+from nsa.ops.operators import Backend, check_borders
+
+if TYPE_CHECKING:  # a layer needs torch alone; pydantic, which the configuration needs, is of the extra `train`
+    from nsa.config.schema import Architecture
+
+T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """The result of an exchange that may still be running."""
+
+    def wait(self) -> Tensor: ...
+
+
+class Exchange(Protocol):
+    """How the ranks that share a sequence exchange tensors; `nsa.parallel.context.Context` implements it."""
+
+    size: int
+    rank: int
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T: ...
+
+    def starts(self, length: int) -> tuple[int, int]: ...
+
+    def gather(self, local: Tensor) -> Pending: ...
+
+    def reduce_scatter(self, whole: Tensor) -> Pending: ...
+
+    def halo(self, x: Tensor, width: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Attention(nn.Module):
+    """Causal self-attention on [B, S, dim]: the base of all kinds.
+
+    A kind is a subclass with a name (`nsa.nn.attention.register`). It has linear layers `q` and `out`, and implements
+
+        from_config        builds the layer from a configuration
+        attend_whole       attention over whole sequences; with `step` it also fills an empty cache
+        build_cache        the tensors that the layer keeps in a `KVCache`
+        read_tokens        queries, keys and values of new tokens; keys and values go into the cache
+        attend_cached      queries over what the cache holds
+        forward_flops      operations of the attention itself
+
+    and where they apply
+
+        attend_context     attention where ranks share every sequence; refused unless a kind implements it
+        fused              a decoding step in few launches
+        page_multiple      a page of the cache holds a multiple of that many tokens
+        completes          whether new tokens cause work besides writing and attending
+        statistics         which of "gates" and "selection" the operators of the layer report to an observer
+        saved_operators    operators whose results selective recomputation keeps
+        fixed_operators    operators whose results every recomputation keeps: a second call might choose otherwise
+        memory_borders     micro-batches at which the memory of a pass stops growing linearly
+        dense_targets      parameters that take the place of those of a dense layer
+        start_from_dense   initialises the others so that the layer starts close to the dense one
+        parts              smaller configurations by name, in each of which one part of the layer runs alone
+        notes              lines for the start of a run
+    """
+
+    q: nn.Module
+    out: nn.Module
+    page_multiple = 1
+    statistics: frozenset[str] = frozenset()
+    context: Exchange | None = None  # set where ranks share every sequence
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int | None,
+        *,
+        rope_base: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
+        backend: Backend = None,
+    ):
+        super().__init__()
+        self.dim, self.num_heads = whole_number("dim", dim), whole_number("num_heads", num_heads)
+        self.num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
+        self.head_dim_k = _head_size("head_dim_k", head_dim_k)
+        self.head_dim_v = _head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
+        self.rope_base, self.backend = rope_base, backend
+        self.rotary = (self.head_dim_k, rope_base, rope_scaling)  # arguments of `rotary_tables` after the positions
+
+    @classmethod
+    def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
+        raise NotImplementedError
+
+    @staticmethod
+    def settings(config: Architecture, backend: Backend) -> dict[str, Any]:
+        """The arguments that layers of all kinds have in common."""
+        model = config.model
+        sizes = {"dim": model.dim, "num_heads": model.n_heads, "num_kv_heads": model.n_kv_heads}
+        heads = {"head_dim_k": model.head_dim_k, "head_dim_v": model.head_dim_v}
+        scaling = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
+        same = {name: getattr(model, name) for name in ("rope_base", "qk_norm", "qkv_bias", "norm_eps")}
+        return {**sizes, **heads, **same, "rope_scaling": scaling, "backend": backend}
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters as the constructor does, also after `to_empty`. For a model around the layer use
+        `model.apply`, which reaches a module after its parts: resetting a part later would undo what the layer set.
+        """
+        reset_parts(self)
+
+    def forward(
+        self,
+        x_BSC: Tensor,
+        *,
+        cache: KVCache | CacheStep | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """x_BSC [batch, tokens, dim], of the type of the weights unless autocast is on -> the same shape. Token t of
+        the output depends on tokens 0 to t of the input alone. Any number of tokens from 1 on is accepted.
+
+        cu_seqlens   borders of documents packed into one sequence, for a batch of 1: an int32 tensor on the device of
+                     x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
+                     a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
+                     start anew in each. On a GPU, pass `.clone()` of a buffer that a collective or code outside
+                     torch fills: such a write is not noticed there
+        max_seqlen   bounds the length of a packed document; without it, kernels assume the whole row
+        cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
+                     output is that of the whole sequence at these tokens, without a gradient
+
+        A NaN or an infinity in x_BSC makes the output NaN for the tokens that attend to it, and in backward the
+        gradients of the tokens that these attend to; parameters are shared by all tokens, so their gradients become NaN
+        too. The reference, which runs on a CPU, leaves every bit of earlier tokens and of other documents as it is. The
+        Triton kernels compute neighbouring tokens together, in tiles of up to 128 queries and 128 keys (in NSA's
+        compressed branch 128 blocks): on a GPU a NaN also reaches other tokens of a tile, earlier ones and those of
+        documents next to its own. PyTorch's kernels, which compute dense attention without `cu_seqlens`, carry a NaN
+        to earlier tokens on a CPU too.
+
+        Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
+        inside `nsa.ops.checked_values()`.
+        """
+        check_input(x_BSC, self.dim, self.q)
+        check_borders(cu_seqlens, x_BSC)
+        if self.context is not None:
+            return self._attend_divided(x_BSC, self.context, cache, cu_seqlens)
+        if cache is not None:
+            return self._append(x_BSC, cache, cu_seqlens)
+        return self.attend_whole(x_BSC, cu_seqlens, max_seqlen)
+
+    def attend_whole(
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        step: CacheStep | None = None,
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def build_cache(self, cache: KVCache) -> LayerCache:
+        raise NotImplementedError
+
+    def read_tokens(
+        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Queries (all tensors [B, n, ...] that attention takes by query), keys and values, rotated."""
+        raise NotImplementedError
+
+    def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
+        """Queries over what the cache holds, new tokens included: [B, n, H, V]."""
+        raise NotImplementedError
+
+    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        """New tokens in few launches, or with the `norm` before the layer x + layer(norm(x)). None where that would
+        compute something else (`nsa.nn.decode_step`)."""
+        return None
+
+    def completes(self, start: int, stop: int) -> bool:
+        """Whether tokens start .. stop of a sequence cause work besides writing and attending."""
+        return False
+
+    def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
+        """The layer on this rank's tokens of each sequence; `cu_seqlens` has the borders of the whole sequence."""
+        raise ArgumentError(
+            "parallel.context", f"{type(self).__name__} cannot divide a sequence among ranks; use parallel.context=1"
+        )
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Floating-point operations of the attention itself per token of such a sequence, in the forward pass."""
+        raise NotImplementedError
+
+    def dense_flops(self, seq_len: int) -> float:
+        """`forward_flops` of causal dense attention with the same heads."""
+        return self.flops_per_key * (seq_len + 1) / 2
+
+    @property
+    def flops_per_key(self) -> float:
+        return 2.0 * self.num_heads * (self.head_dim_k + self.head_dim_v)
+
+    def saved_operators(self) -> list[Any]:
+        return []
+
+    def fixed_operators(self) -> list[Any]:
+        return []
+
+    def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
+        """For sequences of which a rank has `queries` tokens out of `keys`; micro-batches up to `most`."""
+        return []
+
+    def dense_targets(self, name: str) -> list[str]:
+        """The parameters of this layer that start as the parameter `name` of a dense layer."""
+        return [name]
+
+    def start_from_dense(self) -> None:
+        """Initialises the parameters that a dense layer does not have."""
+
+    @classmethod
+    def parts(cls, config: Architecture) -> Mapping[str, dict[str, Any]]:
+        return {}
+
+    def notes(self) -> list[str]:
+        return []
+
+    def extra_repr(self) -> str:
+        sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{sizes}, head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, rope_base={self.rope_base:g}"
+
+    @torch.no_grad()
+    def _append(self, x_BnC: Tensor, cache: KVCache | CacheStep, cu_seqlens: Tensor | None) -> Tensor:
+        """The output for tokens that are appended to a cache."""
+        step = begin(cache, self, x_BnC, cu_seqlens)
+        if step.is_fresh:
+            return self.attend_whole(x_BnC, step=step)
+        fused_BnC = self.fused(x_BnC, step)
+        if fused_BnC is not None:
+            return fused_BnC
+        kept: LayerCache = step.layer(self)
+        queries, keys, values = self.read_tokens(x_BnC, step.rotary(*self.rotary))
+        outputs = []
+        # Pages take any number of tokens, a ring its slack.
+        for rows, piece in step.pieces() if kept.shortest_ring else [(slice(None), step)]:
+            write(piece, kept.writes([k[:, rows] for k in keys], [v[:, rows] for v in values]))
+            outputs.append(self.attend_cached([q[:, rows] for q in queries], piece))
+        o_BnHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        y_BnC: Tensor = self.out(o_BnHV.flatten(2))
+        return y_BnC
+
+    def _attend_divided(self, x_BSC: Tensor, context: Exchange, cache: Any, cu_seqlens: Tensor | None) -> Tensor:
+        if cache is not None:
+            raise ArgumentError(
+                "cache", "a model divided by parallel.context does not decode; load the run with load_run"
+            )
+        if x_BSC.shape[1] % 2:
+            raise ArgumentError("x_BSC", f"must hold two chunks of equal length, got {x_BSC.shape[1]} tokens")
+        return self.attend_context(x_BSC, context, cu_seqlens)
+
+
+def _head_size(name: str, size: int) -> int:
+    size = whole_number(name, size)
+    if size < 16 or size > 256 or size % 16:
+        raise ArgumentError(name, f"must be a multiple of 16 from 16 to 256, got {size}")
+    return size

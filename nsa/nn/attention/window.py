@@ -1,0 +1,74 @@
+"""Causal attention over the last tokens: layers of a pattern that need a memory of fixed size.
+
+Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, K/V head sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from nsa.nn.attention.dense import DenseAttention
+from nsa.nn.attention.gathered import WindowCall, attend_halos, plan, with_halos
+from nsa.nn.attention.layer import Exchange
+from nsa.nn.attention.nsa import mean_keys_read
+from nsa.nn.cache import KVCache
+from nsa.nn.cache_step import CacheStep
+from nsa.nn.decode_step import fused_attention
+from nsa.nn.layer_cache import LayerCache, decode_backend
+from nsa.nn.rope import rotary_tables
+from nsa.ops.decode import paged_attention
+from nsa.ops.operators import Backend, backend_of, window_attention
+from nsa.ops.spec import NSASpec
+
+if TYPE_CHECKING:
+    from nsa.config.schema import Architecture
+
+
+class WindowAttention(DenseAttention):
+    """`DenseAttention` in which a query reads the last `window` tokens, its own included."""
+
+    def __init__(self, *sizes: int, window: int, **settings: Any):
+        super().__init__(*sizes, **settings)
+        self.window = window
+
+    @classmethod
+    def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
+        return cls(window=config.nsa.window, **cls.settings(config, backend))
+
+    def attend(
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> Tensor:
+        spec, backend = NSASpec(window=self.window), backend_of("win", self.backend)
+        return window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
+
+    def build_cache(self, cache: KVCache) -> LayerCache:
+        heads = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
+        return LayerCache(window=cache.pool(self.window, *heads, is_ring=True))
+
+    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        return fused_attention(self, x_BnC, step, norm) if type(self) is WindowAttention else None
+
+    def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
+        view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)
+        return paged_attention(queries[0], view, step.positions, window=self.window, backend=backend)
+
+    def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
+        here = plan(x_BSC, cu_seqlens, context)
+        call = WindowCall(context, here, backend_of("win", self.backend), self.window)
+        q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
+        o_BSHV = attend_halos(q_BSHK, with_halos(k_BSGK, v_BSGV, self.window - 1, context), call)
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
+
+    def forward_flops(self, seq_len: int) -> float:
+        return self.flops_per_key * mean_keys_read(NSASpec(window=self.window), seq_len)[2]
+
+    def saved_operators(self) -> list[Any]:
+        return [torch.ops.nsa.window_attention.default]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, window={self.window}"

@@ -1,0 +1,113 @@
+"""Everything that changes a model between building and training it, as one ordered list of functions.
+
+    1. divide_sequences   attention layers exchange keys and values with the ranks that share their sequences
+    2. recompute          backward computes activations again instead of keeping them
+    3. compile_blocks     torch.compile of every decoder block
+    4. wrap or shard      DDP or FSDP (`nsa.parallel.strategy`), with the model on its device
+    5. trace              hooks that record the backward pass
+
+Each takes the model and returns the module to call. Modules keep their place, type and parameter names.
+
+Recomputation is always the non-reentrant kind. The blocks that attention selected are kept from the forward pass, so
+that backward reads the same ones: by a SelectionCache, or in compiled blocks by torch's selective checkpointing, which
+a compiler understands and which costs a Python call per operator otherwise. "selective" keeps the outputs of the
+attention operators in the same way: a few bytes that are expensive to compute.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from nsa.config.schema import Config
+from nsa.nn.attention import attention_layers
+from nsa.nn.block import DecoderBlock
+from nsa.ops.selection_cache import SelectionCache
+from nsa.parallel.context import Context
+from nsa.parallel.strategy import HookWrapper, shard, wrap_ddp
+from nsa.parallel.world import World
+
+Granularity = Literal["none", "selective", "block", "branch"]
+
+
+class Tracing(Protocol):
+    """Records the backward pass; `nsa.record.tracer.Tracer` implements it."""
+
+    def traced_hook(self, inner: Any) -> Any: ...
+
+    def attach(self, model: nn.Module, module: nn.Module) -> None: ...
+
+
+def transform(model: nn.Module, config: Config, world: World, precision: str, trace: Tracing | None) -> nn.Module:
+    """The module to call, with `model` changed in place as the run needs it."""
+    runtime, parallel = config.runtime, config.parallel
+    divided = world.context is not None
+    if world.context is not None:
+        divide_sequences(model, world.context)
+    # A compiler follows recomputation through a block, but not exchanges between ranks, which divide its graph.
+    recompute(model, runtime.gradient_checkpointing, compiled=runtime.compile and not divided)
+    if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole model
+        model.to(world.device)
+    if runtime.compile:
+        compile_blocks(model, inside_recompute=divided)
+    module = model
+    if world.strategy == "ddp":
+        hook: HookWrapper = trace.traced_hook if trace is not None else lambda inner: inner
+        module = wrap_ddp(model, parallel.ddp, world, hook)
+    elif world.strategy == "fsdp":
+        module = shard(model, parallel.fsdp, world, precision)
+    if trace is not None:
+        trace.attach(model, module)
+    return module
+
+
+def divide_sequences(model: nn.Module, context: Context) -> nn.Module:
+    """The attention layers of a model then take this rank's tokens of each sequence (`Context.rows`)."""
+    for _, layer in attention_layers(model):
+        layer.context = context
+    return model
+
+
+def recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> nn.Module:
+    """Recomputes every decoder block ("block"), all of it but its attention operators ("selective"), or each block's
+    attention and MLP by itself ("branch"); "none" keeps all activations. Replaces the choice of an earlier call."""
+    layers = [layer for _, layer in attention_layers(model)]
+    context_fn: Callable[[], Any] = _remember_selection
+    if granularity == "selective":
+        context_fn = _keeping(operator for layer in layers for operator in layer.saved_operators())
+    elif compiled:
+        context_fn = _keeping(operator for layer in layers for operator in layer.fixed_operators())
+    # No layer draws random numbers, so there is no random state to restore.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
+    for block in _blocks(model):
+        block.recompute = None if granularity == "none" else partial(checkpoint, **options)
+        block.recomputes_parts = granularity == "branch"
+    return model
+
+
+def compile_blocks(model: nn.Module, *, inside_recompute: bool = False) -> nn.Module:
+    """torch.compile of every decoder block, with its recomputation unless `inside_recompute`. Hooks that a strategy
+    registers on a block stay outside."""
+    for block in _blocks(model):
+        if inside_recompute:
+            block.compute = torch.compile(block.compute)  # type: ignore[method-assign]
+        else:
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _blocks(model: nn.Module) -> list[DecoderBlock]:
+    return [module for module in model.modules() if isinstance(module, DecoderBlock)]
+
+
+def _keeping(operators: Iterable[Any]) -> Callable[[], Any]:
+    return partial(create_selective_checkpoint_contexts, list(dict.fromkeys(operators)))
+
+
+def _remember_selection() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    cache = SelectionCache()
+    return cache.record(), cache.replay()
