@@ -37,9 +37,10 @@ from nsa.config import Config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError
 from nsa.files import read_regular
 from nsa.formatting import one_line, plain, seconds
+from nsa.nn.attention import attention_kinds
 from nsa.parallel.context import data_ranks
 from nsa.parallel.world import choose_strategy
-from nsa.run_folder import BRANCHES, stack_dumps
+from nsa.run_folder import stack_dumps
 from nsa.train.state import micro_batch_size
 
 SCHEMA = 3
@@ -207,15 +208,15 @@ class Diagnosis:
         """Tries one branch at a time, then fewer layers, and keeps the smallest configuration that fails alike."""
         sound = [attempt.seconds for attempt in self.attempts[1:] if not attempt.failure]
         limit_s = min(self.limit_s, max(MIN_LIMIT_S, LIMIT_FACTOR * max(sound, default=math.inf)))
-        if "nsa" in case.config.model.layer_kinds() and case.config.nsa.force_branch is None:
-            alone = {branch: case.smaller(f"{branch} alone", {"nsa.force_branch": branch}) for branch in BRANCHES}
-            tried = {branch: self._try(smaller, limit_s) for branch, smaller in alone.items()}
-            failing = [branch for branch, attempt in tried.items() if attempt.failure == kind]
+        for layer in attention_kinds(case.config):
+            alone = {name: case.smaller(f"{name} alone", part) for name, part in layer.parts(case.config).items()}
+            tried = {name: self._try(smaller, limit_s) for name, smaller in alone.items()}
+            failing = [name for name, attempt in tried.items() if attempt.failure == kind]
             if failing:
                 case, self.smallest = alone[failing[0]], tried[failing[0]]
-            if not failing:
+            if alone and not failing:
                 self.advice.append("Each branch alone passes: look at the gates and at runtime.kernels.mix.")
-            elif len(failing) < len(BRANCHES):
+            elif len(failing) < len(alone):
                 self.advice.append(f"Branches that fail alone: {', '.join(failing)}. Their operators are at fault.")
         whole = case
         while (layers := case.config.model.n_layers) > 1:

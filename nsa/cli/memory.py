@@ -160,7 +160,7 @@ def _show_cache(console: "Console", found: dict[str, Any]) -> None:
     held = _table(f"cache of a sequence of {found['tokens']} tokens, {found['dtype']}", "MiB")
     for part, size in found["parts"].items():
         if size:
-            held.add_row(_CACHE_ROWS[part], f"{size / mib:.2f}")
+            held.add_row(_CACHE_ROWS.get(part, part), f"{size / mib:.2f}")
     held.add_section()
     held.add_row("one sequence", f"{sum(found['parts'].values()) / mib:.2f}")
     held.add_row("weights", f"{found['weights'] / mib:.2f}")

@@ -24,7 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from nsa.config.schema import Config
-from nsa.nn.attention import attention_layers
+from nsa.errors import ConfigError
+from nsa.nn.attention import Attention, attention_layers
 from nsa.nn.block import DecoderBlock
 from nsa.ops.selection_cache import SelectionCache
 from nsa.parallel.context import Context
@@ -67,7 +68,10 @@ def transform(model: nn.Module, config: Config, world: World, precision: str, tr
 
 def divide_sequences(model: nn.Module, context: Context) -> nn.Module:
     """The attention layers of a model then take this rank's tokens of each sequence (`Context.rows`)."""
-    for _, layer in attention_layers(model):
+    for name, layer in attention_layers(model):
+        if type(layer).attend_context is Attention.attend_context:
+            cannot = f"{name} is a {type(layer).__name__}, which cannot divide a sequence among ranks"
+            raise ConfigError(f"parallel.context: {cannot}; use parallel.context=1")
         layer.context = context
     return model
 

@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
     and where they apply
 
-        attend_context     attention where ranks share every sequence; refused unless a kind implements it
+        attend_context     attention where ranks share every sequence; such a run is refused unless a kind implements it
         fused              a decoding step in few launches
         page_multiple      a page of the cache holds a multiple of that many tokens
         completes          whether new tokens cause work besides writing and attending
@@ -196,9 +196,7 @@ class Attention(nn.Module):
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         """The layer on this rank's tokens of each sequence; `cu_seqlens` has the borders of the whole sequence."""
-        raise ArgumentError(
-            "parallel.context", f"{type(self).__name__} cannot divide a sequence among ranks; use parallel.context=1"
-        )
+        raise NotImplementedError
 
     def forward_flops(self, seq_len: int) -> float:
         """Floating-point operations of the attention itself per token of such a sequence, in the forward pass."""
