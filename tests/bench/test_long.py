@@ -69,6 +69,17 @@ def test_a_length_that_does_not_fit_is_recorded_without_a_time(tmp_path, monkeyp
     assert [result["toks_per_s"] for result in results] == [None, None, None]
 
 
+def test_the_checks_of_a_million_tokens_hold_no_whole_pass_of_that_length(monkeypatch):
+    """A pass that is not cut into chunks needs 135 GiB there; attention is checked at some rows of the full length."""
+    lengths = {"chunks": [], "attention": []}
+    monkeypatch.setattr(long, "check_chunks", lambda length, _: lengths["chunks"].append(length) or {})
+    monkeypatch.setattr(long, "check_attention", lambda shape, _: lengths["attention"].append(shape.tokens) or {})
+    options = long.argparse.Namespace(config="configs/m7c_125m_1m.yaml", device="cpu", override=[], quick=True)
+    found = long.run_checks(options, [1 << 20])
+    assert lengths == {"chunks": [1 << 16], "attention": [1 << 20]}
+    assert list(found) == ["chunks 65536", "attention 1x1024k 12/2/64"]
+
+
 def test_what_cannot_fit_is_not_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(long, "run_checks", lambda *_: {})
     monkeypatch.setattr(long, "memory_gib", lambda _: 0.0)
