@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from bench import learning
+from bench import figures, learning
 from bench.learning import read_results, run_logged, validations
 from bench.output import Results, add_dirty_option
 
@@ -265,25 +265,19 @@ def write_page(results: Path, figure: Path, page: Path) -> None:
 
 
 def plot(results: Path, figure: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    rows = finished_rows(results)
-    drawn = Figure(figsize=(7, 4), layout="constrained")
-    axes = drawn.subplots()
-    for row, r in rows.items():
-        if row == "dense":
-            axes.axhline(r["val_loss"], color="k", lw=1, label=f"dense, after {r['tokens'] / 1e6:.0f} million tokens")
-            axes.axhline(1.02 * r["val_loss"], color="k", lw=0.8, ls=":", label="2 % above it")
-            continue
-        line = axes.plot([t / 1e6 for t, _ in r["curve"]], [loss for _, loss in r["curve"]], "o-", ms=3, label=row)
-        if "first_stage_tokens" in r:
-            axes.axvline(r["first_stage_tokens"] / 1e6, color=line[0].get_color(), lw=0.8, ls="--")
-    axes.set(xlabel="million tokens of conversion", ylabel="validation loss")
-    axes.legend(fontsize="small")
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "convert", "svg.fonttype": "none"}):  # the same small file for the same results
-        drawn.savefig(figure, metadata={"Date": None})
+    with figures.figure(figure, 1, 1, salt="convert") as drawn:
+        (axes,) = drawn.axes
+        for row, r in finished_rows(results).items():
+            if row == "dense":
+                label = f"dense, after {r['tokens'] / 1e6:.0f} million tokens"
+                axes.axhline(r["val_loss"], color=figures.NEUTRAL, lw=1.5, label=label)
+                axes.axhline(1.02 * r["val_loss"], color=figures.NEUTRAL, ls=":", label="2 % above it")
+                continue
+            line = axes.plot([t / 1e6 for t, _ in r["curve"]], [loss for _, loss in r["curve"]], "o-", ms=4, label=row)
+            if "first_stage_tokens" in r:
+                axes.axvline(r["first_stage_tokens"] / 1e6, color=line[0].get_color(), lw=1, ls="--")
+        axes.set(xlabel="million tokens of conversion", ylabel="validation loss")
+        axes.legend()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -25,9 +25,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from bench import figures
 from bench.output import Results, add_dirty_option
 from nsa.run_folder import HEARTBEAT, read_events
 
@@ -289,28 +291,29 @@ def show(results: Path) -> None:
 
 def plot(results: Path, figure: Path) -> None:
     """Validation loss against tokens: a panel for each tokenizer, context and length of run, a curve for each run."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in read_results(results):
         if r["exit_code"] == 0 and r["curve"]:
             panels.setdefault(key_of(r)[1:4], []).append(r)
     if not panels:
         sys.exit(f"{results}: no finished run to plot")
-    drawn = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-    all_axes = drawn.subplots(1, len(panels), squeeze=False)[0]
-    for axes, ((tokenizer, seq_len, tokens), runs) in zip(all_axes, sorted(panels.items()), strict=True):
-        for r in runs:
-            per_step = tokens / r["curve"][-1][0] / 1e6
-            style = {"dense": "k-", "nsa": "C0-"}.get(r["row"], "--")
-            label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
-            axes.plot([step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]], style, label=label)
-        axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context", xlabel="million tokens", ylabel="validation loss")
-        axes.legend(fontsize="small")
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "learning", "svg.fonttype": "none"}):  # the same small file for the same results
-        drawn.savefig(figure, metadata={"Date": None})
+    columns = min(2, len(panels))
+    with figures.figure(figure, -(-len(panels) // columns), columns, salt="learning") as drawn:
+        for axes, ((tokenizer, seq_len, tokens), runs) in zip(drawn.axes, sorted(panels.items()), strict=False):
+            others = cycle(figures.COLOURS[1:])
+            for r in runs:
+                per_step = tokens / r["curve"][-1][0] / 1e6
+                colours = {"dense": figures.NEUTRAL, "nsa": figures.COLOURS[0]}
+                style = {"color": colours.get(r["row"]) or next(others)}
+                style |= {"lw": 2.5 if r["row"] == "nsa" else 1.5, "ls": "--" if r["seed"] else "-"}
+                label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
+                x, y = [step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]]
+                axes.plot(x, y, **style, label=label)
+            axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context")
+            axes.set(xlabel="million tokens", ylabel="validation loss")
+            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(runs) > 5 else {}))
+        for axes in drawn.axes[len(panels) :]:
+            axes.remove()
     print(f"{figure}: {figure.stat().st_size:,} bytes")
 
 

@@ -1,11 +1,11 @@
 """Training the 125M model on very long sequences on one GPU: `python -m bench.long` on a CUDA GPU.
 
 Checks come first, and nothing is timed where one fails: the loss and the gradients of up to 65,536 tokens in chunks
-against those computed at once, and attention at every length against a float64 computation of some of its rows. Then tokens/s
-and peak memory of the trainer's own step by length, with nothing, all but attention, and everything recomputed, beside
-the memory that `nsa memory` predicts; what does not fit is not run. Then the step of one rank of a job that shares each
-sequence among `--ranks` ranks: its collectives do nothing, and the bytes it would send are reported. Prints tables,
-writes JSON after every result.
+against those computed at once, and attention at every length against a float64 computation of some of its rows. Then
+tokens/s and peak memory of the trainer's own step by length, with nothing, all but attention, and everything
+recomputed, beside the memory that `nsa memory` predicts; what does not fit is not run. Then the step of one rank of a
+job that shares each sequence among `--ranks` ranks: its collectives do nothing, and the bytes it would send are
+reported. Prints tables, writes JSON after every result.
 
 --quick  the first length alone, one step
 """

@@ -1,6 +1,7 @@
 """`python -m bench.convert`: a dense run is converted with the user's commands, within a tenth of its tokens."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ def test_the_page_shows_what_was_measured(tmp_path, capsys):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "two-stages" in figure.read_text()
+    assert not re.search("#000000|#ffffff", figure.read_text()), "unreadable on a dark page"
     drawn = figure.read_bytes()
     convert.write_page(results, figure, page)
     assert (figure.read_bytes(), page.read_text()) == (drawn, text)
