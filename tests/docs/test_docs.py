@@ -62,6 +62,15 @@ def test_commands_exist_with_their_options(page):
         assert given <= known | {"--help"}, (command.name, words)
 
 
+def test_every_command_is_shown_on_a_page():
+    def leaves(command, *names):
+        below = getattr(command, "commands", {})
+        return [leaf for name in below for leaf in leaves(below[name], *names, name)] if below else [names]
+
+    shown = [words for page in PAGES for words in page.commands]
+    assert [names for names in leaves(COMMANDS) if not any(tuple(w[: len(names)]) == names for w in shown)] == []
+
+
 @every_page
 def test_commands_in_code_marks_exist(page):
     for mark in page.code_marks:
