@@ -130,6 +130,6 @@ def test_the_page_is_that_of_the_results():
 
 def test_the_second_stage_is_that_of_the_recipe():
     recipe = load_config("convert", convert.SECOND.split()).train
-    told = Path("configs/convert.yaml").read_text()
-    assert all(setting.replace("train.freeze=[]", "'train.freeze=[]'") in told for setting in convert.SECOND.split())
+    page = convert.PAGE.read_text(encoding="utf-8")
+    assert all(setting.replace("train.freeze=[]", "'train.freeze=[]'") in page for setting in convert.SECOND.split())
     assert recipe.freeze == []
