@@ -77,16 +77,16 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
     indices = kernels["select"].forward(q, k, lse, SPEC, None)
     indices64 = REFERENCE["select"].forward(q.double(), k.double(), lse64, SPEC, None)
     errors["select"] = float((indices != indices64).any(-1).float().mean())
-    for name, tensors in (
-        ("sel", (q, x.k_sel.detach(), x.v_sel.detach(), indices)),
-        ("win", (q, x.k_win.detach(), x.v_win.detach())),
+    for name, tensors, size in (
+        ("sel", (q, x.k_sel.detach(), x.v_sel.detach(), indices), SPEC.sel_block),
+        ("win", (q, x.k_win.detach(), x.v_win.detach()), SPEC.window),
     ):
         tensors64 = tuple(t.double() if t.is_floating_point() else t for t in tensors)
-        o, lse = kernels[name].forward(*tensors, SPEC, None)
-        o64, lse64 = REFERENCE[name].forward(*tensors64, SPEC, None)
+        o, lse = kernels[name].forward(*tensors, size, None)
+        o64, lse64 = REFERENCE[name].forward(*tensors64, size, None)
         compare(name, o, o64)
-        grads = kernels[name].backward(do, *tensors, o, lse, SPEC, None)
-        wanted = REFERENCE[name].backward(do64, *tensors64, o.double(), lse64, SPEC, None)
+        grads = kernels[name].backward(do, *tensors, o, lse, size, None)
+        wanted = REFERENCE[name].backward(do64, *tensors64, o.double(), lse64, size, None)
         for suffix, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
             compare(f"{name}.{suffix}", a, b)
         outputs.append(o)
@@ -167,13 +167,14 @@ def time_parts(x: Inputs, rep: int) -> dict[str, float]:
     parts["select"] = median_ms(lambda: m["select"].forward(q, k, lse, SPEC, None), rep)
     indices = m["select"].forward(q, k, lse, SPEC, None)
     ks, vs = x.k_sel.detach(), x.v_sel.detach()
-    os_, ls = m["sel"].forward(q, ks, vs, indices, SPEC, None)
-    parts["sel.fwd"] = median_ms(lambda: m["sel"].forward(q, ks, vs, indices, SPEC, None), rep)
-    parts["sel.bwd"] = median_ms(lambda: m["sel"].backward(do, q, ks, vs, indices, os_, ls, SPEC, None), rep)
+    os_, ls = m["sel"].forward(q, ks, vs, indices, SPEC.sel_block, None)
+    parts["sel.fwd"] = median_ms(lambda: m["sel"].forward(q, ks, vs, indices, SPEC.sel_block, None), rep)
+    selected = (do, q, ks, vs, indices, os_, ls, SPEC.sel_block, None)
+    parts["sel.bwd"] = median_ms(lambda: m["sel"].backward(*selected), rep)
     kw, vw = x.k_win.detach(), x.v_win.detach()
-    ow, lw = m["win"].forward(q, kw, vw, SPEC, None)
-    parts["win.fwd"] = median_ms(lambda: m["win"].forward(q, kw, vw, SPEC, None), rep)
-    parts["win.bwd"] = median_ms(lambda: m["win"].backward(do, q, kw, vw, ow, lw, SPEC, None), rep)
+    ow, lw = m["win"].forward(q, kw, vw, SPEC.window, None)
+    parts["win.fwd"] = median_ms(lambda: m["win"].forward(q, kw, vw, SPEC.window, None), rep)
+    parts["win.bwd"] = median_ms(lambda: m["win"].backward(do, q, kw, vw, ow, lw, SPEC.window, None), rep)
     parts["mix.fwd"] = median_ms(lambda: m["mix"].forward(o, os_, ow, gates), rep)
     parts["mix.bwd"] = median_ms(lambda: m["mix"].backward(do, o, os_, ow, gates), rep)
     return parts

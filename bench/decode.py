@@ -34,7 +34,7 @@ from nsa.ops import PagedKV, RingKV, compressed_attention, nsa_attention, nsa_de
 from nsa.ops.layout import num_compressed
 from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 
 BANDWIDTH = 4.8e12  # bytes/s of an H200
 CACHE = 120 << 20  # bytes of which a GPU's cache cannot keep much

@@ -25,7 +25,7 @@ from nsa.nn.attention import NSAAttention, attention_layers
 from nsa.nn.compressor import MeanCompressor
 from nsa.nn.rope import rotary_tables
 from nsa.ops.observe import observing
-from nsa.ops.operators import positions
+from nsa.ops.positions import positions
 from nsa.ops.spec import NSASpec
 from nsa.train.trained import load_run
 

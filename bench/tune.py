@@ -26,9 +26,11 @@ from bench.output import Results, add_dirty_option
 from bench.shapes import SPEC, Shape, make_inputs
 from bench.timing import median_ms
 from nsa.ops.dispatch import kernels_for
-from nsa.ops.reference import attention as reference
+from nsa.ops.reference import compressed as reference_compressed
+from nsa.ops.reference import selected as reference_selected
+from nsa.ops.reference import windowed as reference_windowed
 from nsa.ops.triton import selected, selected_backward, selection
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 from nsa.ops.triton.selected_tiles import TilePlan
 
 SHAPES = {
@@ -83,31 +85,32 @@ def double(*tensors: Tensor) -> list[Tensor]:
 
 def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
     x, kernels = make_inputs(shape, correlated=False), kernels_for(branch)
-    exact = {"cmp": reference.compressed, "win": reference.window}[branch]
+    exact = {"cmp": reference_compressed, "win": reference_windowed}[branch]
+    sizes = SPEC if branch == "cmp" else SPEC.window
     q, k, v = x.q.detach(), x.k_win.detach(), x.v_win.detach()
     others = []
     if branch == "cmp":
         k, v = (kernels_for("phi").mean(t, SPEC, None) for t in (k, v))
         others = [CUDNN] if shape.batch == 1 else []
-    o, lse = kernels.forward(q, k, v, SPEC, None)
+    o, lse = kernels.forward(q, k, v, sizes, None)
     do = torch.randn_like(o)
 
     def forward(launch: Any) -> Any:
         if launch == CUDNN:
             return kernels.forward_by_runs(q, k, v, SPEC)[:1]
-        return replace(kernels, tuned={"forward": launch}).forward(q, k, v, SPEC, None)[:1]
+        return replace(kernels, tuned={"forward": launch}).forward(q, k, v, sizes, None)[:1]
 
     def dq(launch: Any) -> Any:
         if launch == CUDNN:
             return kernels.backward_by_runs(do, q, k, v, o, lse, SPEC)
-        return replace(kernels, tuned={"dq": launch}).backward(do, q, k, v, o, lse, SPEC, None)
+        return replace(kernels, tuned={"dq": launch}).backward(do, q, k, v, o, lse, sizes, None)
 
     def dkv(launch: Launch) -> Any:
-        return replace(kernels, tuned={"dkv": launch}).backward(do, q, k, v, o, lse, SPEC, None)
+        return replace(kernels, tuned={"dkv": launch}).backward(do, q, k, v, o, lse, sizes, None)
 
     def exact_backward() -> Any:
         args = double(q, k, v)
-        return exact.backward(do.double(), *args, *exact.forward(*args, SPEC, None), SPEC, None)
+        return exact.backward(do.double(), *args, *exact.forward(*args, sizes, None), sizes, None)
 
     # The last two time the whole backward pass.
     for name, run, more in (("forward", forward, others), ("dq", dq, others), ("dkv", dkv, [])):
@@ -116,7 +119,7 @@ def flash_cases(branch: str, shape: Shape) -> Iterator[Case]:
             Launch(*size, mask, tma=tma and q.dtype != torch.float32)
             for size, (mask, tma) in itertools.product(FLASH[name], modes)
         ]
-        wanted = exact_backward if name != "forward" else lambda: exact.forward(*double(q, k, v), SPEC, None)[:1]
+        wanted = exact_backward if name != "forward" else lambda: exact.forward(*double(q, k, v), sizes, None)[:1]
         yield Case(f"{branch}_{name} {shape.name}", run, more + candidates, kernels.launch(name, q, v), wanted)
 
 
@@ -151,16 +154,18 @@ def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
     k_cmp = kernels_for("phi").mean(x.k_cmp.detach(), SPEC, None)
     _, lse_cmp = kernels_for("cmp").forward(q, k_cmp, k_cmp, SPEC, None)
     indices = kernels_for("select").forward(q, k_cmp, lse_cmp, SPEC, None)
-    o, lse = selected.forward(q, k, v, indices, SPEC, None)
+    o, lse = selected.forward(q, k, v, indices, SPEC.sel_block, None)
     do = torch.randn_like(o)
     kind = "correlated" if correlated else "random"
-    forward, backward = selected.default_params(q, k, v, SPEC), selected_backward.default_params(q, k, v, SPEC)
+    forward, backward = (
+        module.default_params(q, k, v, SPEC.sel_block, SPEC.num_selected) for module in (selected, selected_backward)
+    )
     yield Case(
         f"sel_forward {shape.name} {kind}",
-        lambda p: selected.forward(q, k, v, indices, SPEC, None, p),
+        lambda p: selected.forward(q, k, v, indices, SPEC.sel_block, None, p),
         list(query_candidates(forward)),
         forward,
-        lambda: reference.selected.forward(*double(q, k, v), indices, SPEC, None),
+        lambda: reference_selected.forward(*double(q, k, v), indices, SPEC.sel_block, None),
     )
     blocks = [Launch(*size) for size in BLOCK]
     chunks = sorted({backward.chunk, 512, 1024, 2048})
@@ -172,13 +177,12 @@ def selected_cases(shape: Shape, correlated: bool) -> Iterator[Case]:
 
     def exact_backward() -> Any:
         args = (*double(q, k, v), indices)
-        return reference.selected.backward(
-            do.double(), *args, *reference.selected.forward(*args, SPEC, None), SPEC, None
-        )  # fmt: skip
+        outputs = reference_selected.forward(*args, SPEC.sel_block, None)
+        return reference_selected.backward(do.double(), *args, *outputs, SPEC.sel_block, None)
 
     yield Case(
         f"sel_backward {shape.name} {kind}",
-        lambda p: selected_backward.backward(do, q, k, v, indices, o, lse, SPEC, None, p),
+        lambda p: selected_backward.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, None, p),
         both + queries,
         backward,
         exact_backward,

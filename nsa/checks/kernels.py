@@ -20,9 +20,8 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.dispatch import backend_name
-from nsa.ops.library import mix_branches
-from nsa.ops.operators import Backend, backend_of
+from nsa.ops.dispatch import Backend, backend_name, backend_of
+from nsa.ops.mixing import mix_node
 from nsa.parallel.numerics import DTYPES, compute_precision
 from nsa.train.state import chosen_kernels
 
@@ -98,7 +97,7 @@ class _Inputs:
     def case(self, operator: str) -> tuple[Tensors, Operator]:
         """The inputs with gradients, and the operator as a function of them."""
         if operator == "mix":
-            return self.mixed, lambda t, by: mix_branches(t["cmp"], t["sel"], t["win"], t["gates"], by)
+            return self.mixed, lambda t, by: mix_node(t["cmp"], t["sel"], t["win"], t["gates"], by)
         spec, more = self.spec, {"cu_seqlens": self.borders}
         qkv = {"q": self.q, "k": self.k, "v": self.v}
         compressed = {**qkv, "k": self.k_cmp, "v": self.v_cmp}
@@ -118,7 +117,7 @@ def _against_reference(inputs: _Inputs, operator: str, wanted: Backend, limit: f
     by = backend_of(operator, wanted)
     got = _with_gradients(tensors, lambda t: compute(t, by))
     exact = _with_gradients({n: t.double() for n, t in tensors.items()}, lambda t: compute(t, "reference"))
-    name = backend_name(operator, by, inputs.q, inputs.v, inputs.spec)
+    name = backend_name(operator, by, inputs.q, inputs.v)
     for part, value in got.items():
         error = (value.double() - exact[part]).norm() / exact[part].norm()
         yield KernelCheck(operator, part, name, float(error), limit)
@@ -145,7 +144,7 @@ def _check_selection(inputs: _Inputs, by: str | None) -> KernelCheck:
     given = inputs.q, inputs.k_cmp, inputs.lse.float(), inputs.spec
     got = select_blocks(*given, cu_seqlens=inputs.borders, backend=by)
     differ = float((got != inputs.indices).any(-1).double().mean())
-    name = backend_name("select", by, inputs.q, inputs.k_cmp, inputs.spec)
+    name = backend_name("select", by, inputs.q, inputs.k_cmp)
     return KernelCheck("select", "rows with other blocks", name, differ, ROWS_THAT_MAY_DIFFER)
 
 

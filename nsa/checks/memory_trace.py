@@ -6,7 +6,7 @@ traced: the first, the last, and one that stands for all blocks between them.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -108,11 +108,11 @@ class LiveBytes(TorchDispatchMode):
         self.now[kind] -= size
 
 
-def peak_bytes(run: Callable[..., Any], args: Sequence[Any]) -> float:
-    """The most bytes that `run(*args)` holds at once, on top of its arguments and results."""
-    live = LiveBytes([x for x in args if isinstance(x, Tensor)])
+def peak_bytes(run: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
+    """The most bytes that `run(**arguments)` holds at once, on top of its arguments and results."""
+    live = LiveBytes([x for x in arguments.values() if isinstance(x, Tensor)])
     with live:
-        results = run(*args)
+        results = run(**arguments)
     kept: dict[int, int] = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_iter(results)}
     return live.phases["start"].total - sum(kept.values())
 

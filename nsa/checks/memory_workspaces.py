@@ -1,13 +1,13 @@
 """What kernels allocate for themselves while they run.
 
 Tracing sees what an operator returns, not what its kernel holds meanwhile. The host code of our kernels runs on meta
-tensors, as on an H200, and what it allocates is measured. The reference, whose loops take long, and cuDNN state their
-workspace beside their code, the reference as an upper bound; the formula for PyTorch's own attention, an upper bound
-too, is here. Where Triton cannot be imported, the reference would run, and its workspace counts.
+tensors, as on an H200, where it launches nothing; what it allocates is measured. The reference, whose loops take long,
+and cuDNN state their workspace beside their code, the reference as an upper bound; the formula for PyTorch's own
+attention, an upper bound too, is here. Where Triton cannot be imported, the reference would run, and its workspace
+counts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa.ops import dispatch, feed_forward, joint
-from nsa.ops.spec import NSASpec
+from nsa.ops import dispatch, long_mlp, mixing
+from nsa.ops.library import spec_of
 
 # cuBLAS on a Hopper keeps 32 MiB for each of the thread of forward, that of backward, and cuBLASLt. Over all recorded
 # points 80 to 110 MiB are what no tensor explains. Older cards keep 8 MiB each.
@@ -36,11 +36,12 @@ _NODES = {
     "nsa::window_attention": ("win", "forward"),
     "nsa::window_attention_backward": ("win", "backward"),
 }
+_ALL_GRADIENTS = "nsa::mix_attention_backward"
 _DENSE_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
-# The most bytes that a function holds at once, on top of these arguments and of what it returns.
-Measure = Callable[[Callable[..., Any], Sequence[Any]], float]
+# The most bytes that a function holds at once, on top of these named arguments and of what it returns.
+Measure = Callable[[Callable[..., Any], Mapping[str, Any]], float]
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], measure: Measure) -> float:
@@ -49,31 +50,26 @@ def workspace_bytes(func: Any, args: Sequence[Any], measure: Measure) -> float:
     if name == _DENSE_BACKWARD:
         return _dense_backward(*args)
     if name == "nsa::norm_mlp":
-        return float(feed_forward.forward_workspace(*args))
+        return float(long_mlp.forward_workspace(*args))
     if name == "nsa::norm_mlp_backward":
-        return float(feed_forward.backward_workspace(*args))
-    if name == "nsa::mix_attention_backward":
-        return _mix_attention_backward(measure, *args)
-    if name not in _NODES:
+        return float(long_mlp.backward_workspace(*args))
+    if name not in _NODES and name != _ALL_GRADIENTS:
         return 0.0
-    operator, function = _NODES[name]
-    *given, backend = args
-    offset = {} if operator == "phi" else {"q_offset": given.pop()}
-    return _of_backend(measure, operator, function, backend, *given, **offset)
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=True))
+    return _all_gradients(measure, named) if name == _ALL_GRADIENTS else _of_backend(measure, *_NODES[name], **named)
 
 
-def _of_backend(
-    measure: Measure, operator: str, function: str, backend: str | None, *args: Any, **offset: int
-) -> float:
-    *given, sizes, cu_seqlens = args
+def _of_backend(measure: Measure, operator: str, function: str, backend: str | None, **named: Any) -> float:
+    """Of `function` of the backend that computes `operator`: its parameters have the names of the node's."""
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
+    if "spec" in named:
+        named["spec"] = spec_of(named["spec"])
     formula = getattr(runs, f"{function}_workspace", None)
-    stated = None if formula is None else formula(*given, NSASpec(*sizes), cu_seqlens, **offset)
+    stated = None if formula is None else formula(**named)
     if stated is not None:
         return float(stated)
-    described = [_Strided.of(x) for x in (*given, NSASpec(*sizes), cu_seqlens)]
-    return _measured(measure, operator, function, *described, **offset)
+    return _measured(measure, operator, function, **{name: _Strided.of(x) for name, x in named.items()})
 
 
 class _Strided(NamedTuple):
@@ -89,43 +85,30 @@ class _Strided(NamedTuple):
 
 
 @lru_cache
-def _measured(measure: Measure, operator: str, function: str, *described: Any, **offset: int) -> float:
+def _measured(measure: Measure, operator: str, function: str, **described: Any) -> float:
     """Of the kernels' host code; once for layers of the same shapes."""
-    host_code = partial(getattr(dispatch.kernels_for(operator), function), **offset)
-    with unset_fake_temporarily(), _nothing_launched():
+    host_code = getattr(dispatch.kernels_for(operator), function)
+    with unset_fake_temporarily():
         make = partial(torch.empty_strided, device="meta")
-        arguments = [make(x.shape, x.stride, dtype=x.dtype) if isinstance(x, _Strided) else x for x in described]
-        if described[-1] is not None:
-            host_code(*arguments)  # what follows from borders is computed once for all layers: nobody's workspace
+        arguments = {
+            name: make(x.shape, x.stride, dtype=x.dtype) if isinstance(x, _Strided) else x
+            for name, x in described.items()
+        }
+        if described["cu_seqlens"] is not None:
+            host_code(**arguments)  # what follows from borders is computed once for all layers: nobody's workspace
         return measure(host_code, arguments)
 
 
-@contextmanager
-def _nothing_launched() -> Iterator[None]:
-    """Inside, kernels do nothing, compiled or interpreted ones."""
-    from triton.runtime import KernelInterface
-
-    launch = KernelInterface.__getitem__
-    KernelInterface.__getitem__ = lambda *_: lambda *_, **__: None
-    try:
-        yield
-    finally:
-        KernelInterface.__getitem__ = launch
-
-
-def _mix_attention_backward(measure: Measure, do: Tensor, q: Tensor, *args: Any) -> float:
-    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, *rest = args
-    indices, sizes, cu_seqlens, *backends = rest
-    branches = {
-        "cmp": (k_cmp, v_cmp, o_cmp, lse_cmp),
-        "sel": (k_sel, v_sel, indices, o_sel, lse_sel),
-        "win": (k_win, v_win, o_win, lse_win),
-    }
-    workspaces = [
-        (_of_backend(measure, name, "backward", backend, do, q, *tensors, sizes, cu_seqlens), *tensors[:2])
-        for (name, tensors), backend in zip(branches.items(), backends[:3], strict=True)
-    ]
-    return joint.backward_workspace(q, do, workspaces)
+def _all_gradients(measure: Measure, named: dict[str, Any]) -> float:
+    do, q, spec = named["do"], named["q"], spec_of(named["spec"])
+    sizes = {"cmp": {"spec": named["spec"]}, "sel": {"block": spec.sel_block}, "win": {"window": spec.window}}
+    sizes["sel"]["indices"] = named["indices"]
+    workspaces = []
+    for branch in ("cmp", "sel", "win"):
+        tensors = {name: named[f"{name}_{branch}"] for name in ("k", "v", "o", "lse")}
+        settings = {"cu_seqlens": named["cu_seqlens"], "backend": named[branch]}
+        workspaces.append(_of_backend(measure, branch, "backward", do=do, q=q, **tensors, **sizes[branch], **settings))
+    return mixing.all_gradients_workspace(do, q, named["k_cmp"], named["v_cmp"], *workspaces)
 
 
 def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> float:

@@ -14,7 +14,8 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_feed_forward
 from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain, project
-from nsa.ops.library import norm_mlp, refuse_tangents
+from nsa.ops.library import refuse_tangents
+from nsa.ops.long_mlp import norm_mlp
 
 
 class SwiGLU(nn.Module):

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError, CacheFullError, whole_number, whole_numbers
 from nsa.nn.cache_step import CacheStep, other_model
 from nsa.nn.projection import compute_dtype
-from nsa.ops.decode import PagedKV, RingKV
-from nsa.ops.operators import FLOAT_TYPES
-from nsa.ops.step import Heads, Write
+from nsa.ops.checks import FLOAT_TYPES
+from nsa.ops.decoding import PagedKV, RingKV
+from nsa.ops.fused_step import Heads, Write
 
 LEAST_PAGE = 64  # tokens
 LONGEST = 2**31 - 1  # tokens of a sequence: positions are int32, and so are the numbers of sequences

@@ -116,7 +116,7 @@ class NewCompressed:
         self.spec, position = spec, step.positions
         tokens = position.shape[1]
         most = num_compressed(tokens, spec) if step.is_fresh else -(-tokens // spec.cmp_stride)
-        oldest_B = ((position[:, 0] - spec.cmp_block + spec.cmp_stride) // spec.cmp_stride).clamp(min=0)
+        oldest_B = num_compressed(position[:, 0], spec)
         number = oldest_B[:, None] + torch.arange(most, dtype=torch.int32, device=position.device)
         last = number * spec.cmp_stride + spec.cmp_block - 1
         self.step, self.first = step, number * spec.cmp_stride

@@ -1,4 +1,4 @@
-"""A decoding step of a few new tokens in few launches (`nsa.ops.triton.step`):
+"""A decoding step of a few new tokens in few launches (`nsa.ops.triton.step_kernels`):
 
     norm, queries, keys, values, hidden layer of the gate | rotation, writing to the cache, gates | attention | out and
     residual | norm, gate, up, SwiGLU | down and residual
@@ -24,8 +24,8 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import decode_backend
 from nsa.nn.projection import compute_dtype, is_bare, listed
-from nsa.ops.operators import Backend
-from nsa.ops.step import MOST_TOKENS, Gate, Source, step_kernels
+from nsa.ops.dispatch import Backend
+from nsa.ops.fused_step import MOST_TOKENS, Gate, Source, step_kernels
 
 
 def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None) -> Tensor | None:

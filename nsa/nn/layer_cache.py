@@ -10,8 +10,8 @@ from torch import Tensor
 from nsa.errors import ArgumentError
 from nsa.nn.cache import Pool
 from nsa.nn.cache_step import CacheStep
-from nsa.ops.operators import Backend
-from nsa.ops.step import Heads, Write
+from nsa.ops.dispatch import Backend
+from nsa.ops.fused_step import Heads, Write
 
 
 class LayerCache:

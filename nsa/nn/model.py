@@ -16,7 +16,7 @@ from nsa.nn.cache import KVCache, begin
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.loss import HeadLoss
 from nsa.nn.projection import reset_parts
-from nsa.ops.operators import Backend
+from nsa.ops.dispatch import Backend
 
 if TYPE_CHECKING:  # the layers need torch alone; pydantic, which the configuration needs, is of the extra `train`
     from nsa.config.schema import Architecture

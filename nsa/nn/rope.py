@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.library import cos_sin
+from nsa.ops.positions import cos_sin
 
 
 class RopeScaling(NamedTuple):

@@ -22,17 +22,12 @@ from typing import TYPE_CHECKING, Any
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
-    from nsa.ops.decode import PagedKV, RingKV, nsa_decode, paged_attention
+    from nsa.ops.block_attention import selected_attention
+    from nsa.ops.branches import compressed_attention, select_blocks, window_attention
+    from nsa.ops.compression import compress_contract, compress_mean
+    from nsa.ops.decoding import PagedKV, RingKV, nsa_decode, paged_attention
     from nsa.ops.library import checked_values
-    from nsa.ops.operators import (
-        compress_contract,
-        compress_mean,
-        compressed_attention,
-        nsa_attention,
-        select_blocks,
-        selected_attention,
-        window_attention,
-    )
+    from nsa.ops.mixing import nsa_attention
 
 __all__ = [
     "NSASpec",
@@ -50,12 +45,18 @@ __all__ = [
     "window_attention",
 ]
 
-_MODULES = {"checked_values": "library"} | dict.fromkeys(
-    ("PagedKV", "RingKV", "nsa_decode", "paged_attention"), "decode"
-)
+_MODULES = {
+    "block_attention": ("selected_attention",),
+    "branches": ("compressed_attention", "select_blocks", "window_attention"),
+    "compression": ("compress_contract", "compress_mean"),
+    "decoding": ("PagedKV", "RingKV", "nsa_decode", "paged_attention"),
+    "library": ("checked_values",),
+    "mixing": ("nsa_attention",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"nsa.ops.{_MODULES.get(name, 'operators')}"), name)
+    return getattr(import_module(f"nsa.ops.{_MODULE_OF[name]}"), name)

@@ -7,6 +7,7 @@
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -15,25 +16,26 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, BackendError
-from nsa.ops.reference import attention, compress, decode, feed_forward, mix, selection
-from nsa.ops.spec import NSASpec
+from nsa.ops.reference import compress, compressed, decode, feed_forward, mix, selected, selection, windowed
 
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
 OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
+# One name for all operators, or a name by operator; operators that are not named choose for themselves.
+Backend = str | Mapping[str, str] | None
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
 # a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP,
 # step what surrounds decode: its reference are the modules of nsa.nn.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
-    "cmp": (attention.compressed, "compressed.compressed"),
+    "cmp": (compressed, "compressed.compressed"),
     "select": (selection, "selection"),
-    "sel": (attention.selected, "selected"),
-    "win": (attention.window, "flash.window"),
+    "sel": (selected, "selected"),
+    "win": (windowed, "windowed.windowed"),
     "mix": (mix, "mix"),
     "decode": (decode, "decode"),
     "mlp": (feed_forward, "feed_forward"),
-    "step": (None, "step"),
+    "step": (None, "step_kernels"),
 }
 REFERENCE = {operator: reference for operator, (reference, _) in _COMPUTED.items()}
 
@@ -51,13 +53,24 @@ def counters() -> dict[tuple[str, str], int]:
         return dict(_fallbacks)
 
 
-def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASpec, *, count: bool) -> Any:
-    """What computes an operator for queries like q and values like v: REFERENCE[operator] or its kernels."""
+def backend_of(operator: str, backend: Backend) -> str | None:
+    """The backend wanted for one of OPERATORS."""
+    if backend is None or isinstance(backend, str):
+        return backend
+    unknown = sorted(set(backend) - set(OPERATORS))
+    if unknown:
+        raise ArgumentError("backend", f"names the operator {unknown[0]!r}; there are {', '.join(OPERATORS)}")
+    return backend.get(operator)
+
+
+def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, *, count: bool, **sizes: int) -> Any:
+    """What computes an operator for queries like q and values like v: REFERENCE[operator] or its kernels. `sizes` are
+    those that the kernels' `refusal` asks for. `count`: falling back is counted."""
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "reference":
         return REFERENCE[operator]
-    reason = triton_missing() or _device_refusal(q) or kernels_for(operator).refusal(q, v, spec)
+    reason = triton_missing() or _device_refusal(q) or kernels_for(operator).refusal(q, v, **sizes)
     if reason is None:
         return kernels_for(operator)
     if backend == "triton":
@@ -67,9 +80,9 @@ def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASp
     return REFERENCE[operator]
 
 
-def backend_name(operator: str, backend: str | None, q: Tensor, v: Tensor, spec: NSASpec) -> str:
+def backend_name(operator: str, backend: str | None, q: Tensor, v: Tensor) -> str:
     """Which of BACKENDS computes an operator for such tensors."""
-    chosen = choose(operator, backend, q, v, spec, count=False)
+    chosen = choose(operator, backend, q, v, count=False)
     return "reference" if chosen is REFERENCE[operator] else "triton"
 
 

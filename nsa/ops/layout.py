@@ -1,9 +1,12 @@
-"""Every block and mask formula of NSA, once.
+"""Every block and mask formula, once.
 
-The reference, the kernels, the layer and the tests take their geometry from here. Positions count from 0
-inside a document; without `cu_seqlens` the whole sequence is one document. Nothing here reads a value of a
-device tensor back to the host. What follows from a `cu_seqlens` is computed once and cached as long as that tensor
-lives: every operator of every layer asks for it.
+The reference, the host code of the kernels, the layers and the tests take their geometry from here. Kernels compute the
+same formulas in registers, and tests compare them with the reference: `keys_seen` and `seen_by` in
+`triton/flash_kernels.py`, `block_start` in `triton/selected_lists.py`, and the block of a query where it is needed.
+
+Positions count from 0 inside a document; without `cu_seqlens` the whole sequence is one document. Nothing here reads a
+value of a device tensor back to the host. What follows from a `cu_seqlens` is computed once and cached as long as that
+tensor lives: every operator of every layer asks for it.
 
 Legend: S tokens, N compressed tokens (slots, when packed).
 """
@@ -19,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import NSASpec, SelectionSpec
 
 IntLike = TypeVar("IntLike", int, Tensor)
 Cached = TypeVar("Cached")
@@ -45,17 +48,49 @@ def visible_compressed(position: IntLike, spec: NSASpec) -> IntLike:
     return num_compressed(position + 1, spec)
 
 
-def num_blocks(length: int, spec: NSASpec) -> int:
-    """Selection blocks, the last possibly cut short, of one document of `length` tokens."""
-    return -(-length // spec.sel_block)
+def num_blocks(length: int, block: int) -> int:
+    """Blocks of `block` tokens, the last possibly cut short, of one document of `length` tokens."""
+    return -(-length // block)
+
+
+def block_of(position: IntLike, block: int) -> IntLike:
+    """The number of the block of `block` tokens that holds `position`."""
+    return position // block
+
+
+def is_forced(number: Tensor, own: Tensor, spec: SelectionSpec) -> Tensor:
+    """Whether a query in block `own` reads block `number`, one that it sees, whatever the scores."""
+    return (number < spec.num_init) | (number > own - spec.num_local)
+
+
+def num_read(position: IntLike, spec: SelectionSpec) -> IntLike:
+    """Tokens that a query at `position` reads in its selected blocks: its own block up to itself, and whole ones."""
+    older = block_of(position, spec.sel_block)
+    most = spec.num_selected - 1
+    older = older.clamp(max=most) if isinstance(older, Tensor) else min(older, most)
+    return position % spec.sel_block + 1 + older * spec.sel_block
+
+
+def window_start(token: IntLike, window: int) -> IntLike:
+    """The first token that the query `token` reads in a window, if its document starts no later."""
+    return token - window + 1
+
+
+def compressed_per_block(spec: NSASpec) -> int:
+    """Compressed tokens that start in one selection block."""
+    return spec.sel_block // spec.cmp_stride
+
+
+def compressed_overlap(spec: NSASpec) -> int:
+    """Compressed tokens that summarise a token, away from the ends of its document."""
+    return spec.cmp_block // spec.cmp_stride
 
 
 def overlap_weights(spec: NSASpec) -> tuple[int, list[int]]:
     """Eq. 9 as a stencil: `(first, weights)` such that block j takes compressed token `j*r + first + n`
     with `weights[n]`, where r = sel_block / cmp_stride. A weight is the number of stride-sized chunks
     that the two share; 32/16/64 gives (-1, [1, 2, 2, 2, 1])."""
-    chunks_cmp = spec.cmp_block // spec.cmp_stride
-    chunks_sel = spec.sel_block // spec.cmp_stride
+    chunks_cmp, chunks_sel = compressed_overlap(spec), compressed_per_block(spec)
     first = 1 - chunks_cmp
     weights = [min(start + chunks_cmp, chunks_sel) - max(start, 0) for start in range(first, chunks_sel)]
     return first, weights
@@ -63,32 +98,41 @@ def overlap_weights(spec: NSASpec) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The position of every token of a sequence in its document. All `[S]` int64.
+    """The position of every token of a sequence in its document. Both `[S]` int64.
 
     position   place inside the document
     doc_start  index of the document's first token
-    cmp_start  index of the document's first compressed token
     """
 
     position: Tensor
     doc_start: Tensor
-    cmp_start: Tensor
 
 
-def token_layout(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device | str) -> TokenLayout:
+def token_layout(tokens: int, cu_seqlens: Tensor | None, device: torch.device | str) -> TokenLayout:
     if cu_seqlens is not None:
-        return cached_with(cu_seqlens, ("tokens", tokens, spec), lambda: _packed_tokens(tokens, spec, cu_seqlens))
+        return cached_with(cu_seqlens, ("tokens", tokens), lambda: _packed_tokens(tokens, cu_seqlens))
     index = torch.arange(tokens, device=device)
-    zero = torch.zeros_like(index)
-    return TokenLayout(index, zero, zero)
+    return TokenLayout(index, torch.zeros_like(index))
 
 
-def _packed_tokens(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> TokenLayout:
+def _packed_tokens(tokens: int, cu_seqlens: Tensor) -> TokenLayout:
     index = torch.arange(tokens, device=cu_seqlens.device)
     bounds = _safe_bounds(cu_seqlens, tokens)
-    doc = _segment_of(index, bounds)
-    doc_start = bounds[doc]
-    return TokenLayout(index - doc_start, doc_start, _compressed_bounds(bounds, spec)[doc])
+    doc_start = bounds[_segment_of(index, bounds)]
+    return TokenLayout(index - doc_start, doc_start)
+
+
+def first_compressed(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device | str) -> Tensor:
+    """Index of the first compressed token of every token's document: `[S]` int64."""
+    if cu_seqlens is None:
+        return torch.zeros(tokens, dtype=torch.int64, device=device)
+    return cached_with(cu_seqlens, ("compressed", tokens, spec), lambda: _packed_compressed(tokens, spec, cu_seqlens))
+
+
+def _packed_compressed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Tensor:
+    bounds = _safe_bounds(cu_seqlens, tokens)
+    doc = _segment_of(torch.arange(tokens, device=cu_seqlens.device), bounds)
+    return _compressed_bounds(bounds, spec)[doc]
 
 
 @dataclass(frozen=True)
@@ -124,13 +168,16 @@ def _packed_slots(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> SlotLayout:
     return SlotLayout(first_token, position, used)
 
 
-def cached_with(cu_seqlens: Tensor, key: Hashable, compute: Callable[[], Cached]) -> Cached:
-    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed. Callers must not modify it. On the CPU
-    the values decide, which collectives and code outside torch change without a new version of the tensor.
+def cached_with(cu_seqlens: Tensor | None, key: Hashable, compute: Callable[[], Cached]) -> Cached:
+    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed; without documents not cached. Callers
+    must not modify it. On the CPU the values decide, which collectives and code outside torch change without a new
+    version of the tensor.
 
     A CUDA graph computes it again in every replay, from the borders that it finds then: nothing that was computed
     outside a capture is used in it or the other way round. Inside, it is cached where `layouts_of_capture` is active.
     """
+    if cu_seqlens is None:
+        return compute()
     capturing = _is_capturing(cu_seqlens)
     cache = _capture_cache if capturing else _cache
     if cu_seqlens.is_inference() or cache is None:

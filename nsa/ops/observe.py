@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import SelectionSpec
 
 
 class Observer(Protocol):
     failures: int
 
-    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> None:
+    def selected(self, indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int) -> None:
         """The blocks of one layer, or of some of its queries: [B, S, G, num_selected] int32, padded with -1."""
         ...
 

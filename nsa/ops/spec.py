@@ -6,10 +6,35 @@ Imports neither torch nor triton, so that configurations can be validated withou
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from operator import index
+from typing import Protocol
 
 from nsa.errors import SpecError
 
 LARGEST = 2**48  # of any size: sums and products with positions stay within 64 bits
+
+
+class SelectionSpec(Protocol):
+    """What a spec says about the selection of blocks, for operators that any kind of sparse attention may call."""
+
+    @property
+    def sel_block(self) -> int:
+        """Tokens in one selection block."""
+        ...
+
+    @property
+    def num_selected(self) -> int:
+        """Blocks each query reads, forced ones included."""
+        ...
+
+    @property
+    def num_init(self) -> int:
+        """First blocks, always read."""
+        ...
+
+    @property
+    def num_local(self) -> int:
+        """Newest blocks up to the query's own, always read."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import nsa.ops.mixing  # noqa: F401  (registers torch.ops.nsa)
 from nsa.config.schema import Config
 from nsa.errors import ConfigError
 from nsa.nn.attention import Attention, attention_layers

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import token_layout
-from nsa.ops.spec import NSASpec
+from nsa.ops.layout import block_of, is_forced, token_layout
+from nsa.ops.spec import SelectionSpec
 from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
@@ -59,7 +59,7 @@ class AttentionObserver:
         self._gates.append(gate_numbers(gates))
 
     @torch.no_grad()
-    def selected(self, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> None:
+    def selected(self, indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> None:
         self._selection.append(selection_numbers(indices, spec, cu_seqlens, q_offset))
 
     def finish(self, step: int) -> None:
@@ -143,16 +143,16 @@ def read_gates(row: Tensor) -> GateStats:
     return GateStats(int(rows), entropy / rows, -lowest, largest, collapsed / rows, *(share / rows for share in shares))
 
 
-def selection_numbers(indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:
+def selection_numbers(indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:
     """[B, S, G, n] -> rows, blocks, most in a row, rows that are full, forced blocks, agreeing and compared blocks,
     and blocks by distance."""
     batch, tokens, groups, width = indices.shape
-    position = token_layout(q_offset + tokens, spec, cu_seqlens, indices.device).position[q_offset:]
-    own = (position // spec.sel_block).view(1, tokens, 1, 1)
+    position = token_layout(q_offset + tokens, cu_seqlens, indices.device).position[q_offset:]
+    own = block_of(position, spec.sel_block).view(1, tokens, 1, 1)
     used = indices >= 0
     distinct = used.sum(-1)
     distance = (own - indices).clamp(min=0)
-    forced = used & ((indices < spec.num_init) | (distance < spec.num_local))
+    forced = used & is_forced(indices, own, spec)
     bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made on the device: a copy to it would wait
     bins = torch.bucketize(distance, bounds, right=True)
     histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)

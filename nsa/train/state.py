@@ -16,7 +16,7 @@ from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.files import expand_home
 from nsa.formatting import counted
 from nsa.nn.model import Decoder, build_model
-from nsa.ops.operators import Backend
+from nsa.ops.dispatch import Backend
 from nsa.parallel.numerics import compute_precision
 from nsa.parallel.transform import Tracing, transform
 from nsa.parallel.world import World, pick_device

@@ -119,7 +119,7 @@ def test_a_branch_that_fails_is_named(tmp_path, monkeypatch):
     def window_attention(*args, **options):
         raise RuntimeError("sabotage: window attention")
 
-    monkeypatch.setattr("nsa.ops.library.window_attention", window_attention)
+    monkeypatch.setattr("nsa.ops.reference.windowed.forward", window_attention)
     found = diagnose(tmp_path, None, model=ONE_LAYER, train={"seq_len": 16}, checkpoint={"every": 0})
     assert found.names == [*TREE[:2], *(f"single process, {name}" for name in ALONE)]
     crash = "crash (exit code 1)"

@@ -8,10 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.checks.memory_trace import LiveBytes, peak_bytes
 from nsa.checks.memory_workspaces import workspace_bytes
-from nsa.ops import dispatch, joint
+from nsa.ops import dispatch, mixing
 from nsa.ops.dispatch import REFERENCE, kernels_for
 from nsa.ops.layout import num_slots
-from nsa.ops.reference import attention as reference_attention
+from nsa.ops.reference import compressed, masked_attention, windowed
 from nsa.ops.spec import NSASpec
 
 SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512)
@@ -47,14 +47,13 @@ FUNCTIONS = {
 
 
 @pytest.fixture
-def _nothing_is_launched(monkeypatch):
+def _nothing_is_launched():
     """Kernels do nothing, and every card is an H200."""
-    triton = pytest.importorskip("triton")
-    from nsa.ops.triton import flash, launch, selected
+    pytest.importorskip("triton")
+    from tests.ops.triton.compiling import recording
 
-    for module in (flash, launch, selected):
-        monkeypatch.setattr(module, "card_of", lambda _: launch.H200)
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda *_, **__: None)
+    with recording(90):
+        yield
 
 
 def tensors_of(batch, tokens, heads, groups, dim, packed, dtype=torch.bfloat16):
@@ -75,6 +74,13 @@ def tensors_of(batch, tokens, heads, groups, dim, packed, dtype=torch.bfloat16):
     return given
 
 
+def sizes_of(operator):
+    """What a node takes of the spec, and what its backends take."""
+    if "selected" in operator:
+        return SPEC.sel_block, SPEC.sel_block
+    return (SPEC.window, SPEC.window) if "window" in operator else (SPEC.as_ints(), SPEC)
+
+
 def host_code(backend, operator):
     name, function = FUNCTIONS[operator]
     return getattr(kernels_for(name) if backend == "triton" else REFERENCE[name], function)
@@ -83,15 +89,15 @@ def host_code(backend, operator):
 def allocated_and_estimated(backend, operator, given):
     """Bytes on top of arguments and results: what the host code allocated, and what the estimate says."""
     borders, tensors = given["borders"], [given[name] for name in CALLS[operator]]
-    run = host_code(backend, operator)
-    run(*tensors, SPEC, borders)  # borders are worked out once for all layers and kept: nobody's workspace
+    run, (of_node, of_backend) = host_code(backend, operator), sizes_of(operator)
+    run(*tensors, of_backend, borders)  # borders are worked out once for all layers and kept: nobody's workspace
     live = LiveBytes([tensor for tensor in given.values() if tensor is not None])
     with live:
-        result = run(*tensors, SPEC, borders)
+        result = run(*tensors, of_backend, borders)
     results = sum(t.untyped_storage().nbytes() for t in (result if isinstance(result, tuple) else (result,)))
     func = getattr(torch.ops.nsa, operator).default
     offset = () if "blocks" in operator and operator != "select_blocks" else (0,)  # compression has no queries
-    estimated = workspace_bytes(func, (*tensors, SPEC.as_ints(), borders, *offset, backend), peak_bytes)
+    estimated = workspace_bytes(func, (*tensors, of_node, borders, *offset, backend), peak_bytes)
     return live.phases["start"].total - results, estimated
 
 
@@ -106,7 +112,7 @@ def test_estimates_are_what_the_kernels_allocate(operator, shape):
 
 @pytest.mark.parametrize("operator", CALLS)
 def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypatch):
-    monkeypatch.setitem(reference_attention.SCORES_PER_CHUNK, "cpu", reference_attention.SCORES_PER_CHUNK["cuda"])
+    monkeypatch.setitem(masked_attention.SCORES_PER_CHUNK, "cpu", masked_attention.SCORES_PER_CHUNK["cuda"])
     allocated, formula = allocated_and_estimated("reference", operator, tensors_of(1, 2048, 4, 2, 16, False))
     assert 0.7 * allocated <= formula <= 1.5 * allocated
 
@@ -126,19 +132,19 @@ def test_the_formula_of_all_branches_says_what_they_hold_together(shape, monkeyp
         yield stream()
         kept.clear()
 
-    monkeypatch.setattr(joint, "_second_stream", second_stream)
+    monkeypatch.setattr(mixing, "_second_stream", second_stream)
     with FakeTensorMode():
         given = tensors_of(*shape)
         given["gates"] = torch.zeros(*given["lse"].shape, 3, dtype=torch.bfloat16)
         settings = (SPEC.as_ints(), given["borders"])
         selected = [given[name] for name in CALLS["selected_attention_backward"]]
         of_selected = torch.ops.nsa.selected_attention_backward.default
-        workspace = workspace_bytes(of_selected, (*selected, *settings, 0, None), peak_bytes)
+        workspace = workspace_bytes(of_selected, (*selected, SPEC.sel_block, given["borders"], 0, None), peak_bytes)
         names = ("o", "q", "k_cmp", "v_cmp", "k", "v", "k", "v", "gates", *("o", "lse") * 3, "indices")
         args = (*(given[name] for name in names), *settings, *[None] * 4)
         live = LiveBytes([tensor for tensor in given.values() if tensor is not None])
         with live:
-            results = joint.backward(*args)
+            results = mixing.all_gradients(*args)
         formula = workspace_bytes(torch.ops.nsa.mix_attention_backward.default, args, peak_bytes)
     held = live.phases["start"].total - sum(t.untyped_storage().nbytes() for t in results)
     assert 0.99 * held <= formula <= 1.01 * held
@@ -147,7 +153,7 @@ def test_the_formula_of_all_branches_says_what_they_hold_together(shape, monkeyp
 def test_without_triton_the_reference_counts(monkeypatch):
     given = tensors_of(1, 2048, 4, 2, 16, False)
     func = torch.ops.nsa.window_attention_backward.default
-    args = (*(given[name] for name in CALLS["window_attention_backward"]), SPEC.as_ints(), None, 0)
+    args = (*(given[name] for name in CALLS["window_attention_backward"]), SPEC.window, None, 0)
     kernels = workspace_bytes(func, (*args, None), peak_bytes)
     monkeypatch.setattr(dispatch, "triton_missing", lambda: "Triton cannot be imported")
     missing, wanted = (workspace_bytes(func, (*args, backend), peak_bytes) for backend in (None, "reference"))
@@ -157,10 +163,10 @@ def test_without_triton_the_reference_counts(monkeypatch):
 @pytest.mark.parametrize("window", [8, 64, 512])
 @pytest.mark.parametrize("budget", [1 << 10, 1 << 14, 1 << 30])
 def test_the_reference_holds_no_more_scores_than_it_says(monkeypatch, window, budget):
-    monkeypatch.setitem(reference_attention.SCORES_PER_CHUNK, "cuda", budget)
+    monkeypatch.setitem(masked_attention.SCORES_PER_CHUNK, "cuda", budget)
     spec, heads, tokens = NSASpec(32, 16, 64, 16, 1, 2, window), 4, 600
     q, k = torch.empty(1, tokens, heads, 8, device="meta"), torch.empty(1, tokens, 2, 8, device="meta")
-    for branch in (reference_attention.window, reference_attention.compressed):
-        chunks = branch.chunks(q, tokens, spec, None, 0)
+    for branch, sizes in ((windowed, {"window": window}), (compressed, {"spec": spec})):
+        chunks = branch.chunks(q, tokens, *sizes.values(), None, 0)
         held = max((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in chunks)
-        assert 2 * 4 * heads * held <= branch.forward_workspace(q, k, spec, None)
+        assert 2 * 4 * heads * held <= branch.forward_workspace(q, k, **sizes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.ops.reference.attention import selected
+from nsa.ops.reference import selected
 from tests.checks.helpers import failed, ready, ready_here, reason, write_config
 from tests.data.hub_server import Fault, HubServer
 from tests.data.mirror import write_mirror
@@ -143,7 +143,7 @@ selected.backward = backward
 @pytest.mark.parametrize(
     ("module", "interpreted", "wrong"),
     [
-        ("reference.attention", "0", "sel (reference): gradient of k by differences is off by"),
+        ("reference", "0", "sel (reference): gradient of k by differences is off by"),
         ("triton", "1", "sel (triton): gradient of k is off by"),
     ],
 )

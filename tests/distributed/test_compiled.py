@@ -8,7 +8,7 @@ import torch
 
 from nsa.config import parse_config
 from nsa.nn.model import build_model
-from nsa.ops import library
+from nsa.ops import dispatch
 from nsa.parallel import transform
 from nsa.parallel.context import Context
 from tests.distributed.test_same_numbers import SHORT, assert_same, recompute, strategy, train_all, tree
@@ -44,13 +44,13 @@ def test_blocks_of_divided_sequences_are_compiled_in_two_parts_for_all_layers(mo
     """And recompute the operators that they recompute without a compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     calls = Counter()
-    choose = library.choose
+    choose = dispatch.choose
 
-    def counted(operator, *args, count):
+    def counted(operator, *args, count, **sizes):
         calls[operator] += count
-        return choose(operator, *args, count=count)
+        return choose(operator, *args, count=count, **sizes)
 
-    monkeypatch.setattr(library, "choose", counted)
+    monkeypatch.setattr(dispatch, "choose", counted)
     sizes = {"dim": 32, "n_layers": 10, "n_heads": 2, "n_kv_heads": 1, "head_dim_k": 16, "head_dim_v": 16}
     found, gradients = [], []
     for compiled in (True, False):

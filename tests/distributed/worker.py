@@ -14,11 +14,11 @@ from pathlib import Path
 from nsa.config import parse_config
 from nsa.errors import NSAError
 from nsa.nn import loss
-from nsa.ops import feed_forward
+from nsa.ops import long_mlp
 from nsa.train import train
 from tests.distributed.launching import free_port
 
-DEFAULTS = loss.LONG_PASS, loss.LOGITS_AT_ONCE, feed_forward.CHUNK
+DEFAULTS = loss.LONG_PASS, loss.LOGITS_AT_ONCE, long_mlp.CHUNK
 
 
 def meeting_port(word: Path) -> str:
@@ -37,7 +37,7 @@ def main() -> None:
     for number, job in enumerate(jobs):
         if os.environ.get("WORLD_SIZE"):
             os.environ["MASTER_PORT"] = meeting_port(Path(f"{sys.argv[1]}.port{number}"))
-        loss.LONG_PASS, loss.LOGITS_AT_ONCE, feed_forward.CHUNK = (1, 5000, 48) if job.get("long") else DEFAULTS
+        loss.LONG_PASS, loss.LOGITS_AT_ONCE, long_mlp.CHUNK = (1, 5000, 48) if job.get("long") else DEFAULTS
         folder = Path(job["folder"])
         outcome = {"code": 0, "error": ""}
         try:

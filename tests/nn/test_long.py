@@ -14,7 +14,7 @@ from nsa.nn import loss as losses
 from nsa.nn.block import SwiGLU
 from nsa.nn.loss import divergence_loss, next_token_loss
 from nsa.nn.model import build_model
-from nsa.ops import feed_forward
+from nsa.ops import long_mlp
 from nsa.parallel.transform import recompute
 
 MODEL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim_k=16, head_dim_v=16, mlp_dim=48)
@@ -29,7 +29,7 @@ def in_chunks(monkeypatch):
     def start():
         monkeypatch.setattr(losses, "LONG_PASS", 1)
         monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 7 * VOCABULARY)
-        monkeypatch.setattr(feed_forward, "CHUNK", 16)
+        monkeypatch.setattr(long_mlp, "CHUNK", 16)
 
     return start
 
@@ -149,17 +149,17 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
 
 def test_hidden_activations_of_the_mlp_exist_for_one_chunk_at_a_time(monkeypatch):
     """The formulas of the workspaces, which do not depend on the length, against what is allocated."""
-    monkeypatch.setattr(feed_forward, "CHUNK", 128)
+    monkeypatch.setattr(long_mlp, "CHUNK", 128)
     weights = [torch.randn(shape) for shape in ((32,), (512, 32), (512, 32), (32, 512))]
     for tokens in (256, 1024):
         x = torch.randn(2, tokens // 2, 32)
         for function, given in (("forward", (x, *weights, 1e-5)), ("backward", (x, x, *weights, 1e-5))):
             live = LiveBytes([x, *weights])
             with live:
-                results = getattr(feed_forward, function)(*given)
+                results = getattr(long_mlp, function)(*given)
             results = results if isinstance(results, tuple) else (results,)
             allocated = live.phases["start"].total - sum(result.nbytes for result in results)
-            formula = getattr(feed_forward, f"{function}_workspace")(*given)
+            formula = getattr(long_mlp, f"{function}_workspace")(*given)
             assert 0.95 * allocated <= formula <= 1.1 * allocated, (function, tokens)
 
 

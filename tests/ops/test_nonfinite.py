@@ -20,7 +20,7 @@ def outside_document(tensors, document):
     """Per tensor, which of its tokens or compressed tokens do not belong to the document."""
     borders = torch.tensor(BORDERS, dtype=torch.int32)
     slots = slot_layout(TOKENS, SMALL, borders, "cpu")
-    of_token = token_layout(TOKENS, SMALL, borders, "cpu").doc_start
+    of_token = token_layout(TOKENS, borders, "cpu").doc_start
     of_slot = of_token[slots.first_token].masked_fill(~slots.used, -1)
     return [(of_token if x.shape[1] == TOKENS else of_slot) != BORDERS[document] for x in tensors]
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa.errors import ArgumentError, BackendError, DerivativeError
 from nsa.ops import (
     NSASpec,
+    checks,
     compress_contract,
     compress_mean,
     compressed_attention,
     dispatch,
-    joint,
-    library,
+    mixing,
     nsa_attention,
-    operators,
     select_blocks,
     selected_attention,
     window_attention,
@@ -68,6 +68,20 @@ def test_selecting_every_block_is_causal_attention(tokens, heads):
     torch.testing.assert_close(o, causal(x.q, x.k_sel, x.v_sel))
 
 
+def test_selected_attention_takes_the_blocks_of_any_kind_of_spec():
+    """Another kind of sparse attention has blocks of its own size, and no compressed tokens or window."""
+    other = SimpleNamespace(sel_block=8, num_selected=2, num_init=0, num_local=1)
+    x = make_inputs(30, spec=SMALL)
+    own = torch.arange(30, dtype=torch.int32) // 8
+    indices = torch.stack([own - 1, own], -1).view(1, 30, 1, 2).contiguous()
+    o = selected_attention(x.q, x.k_sel, x.v_sel, indices, other)
+    for t in (0, 7, 8, 29):
+        seen = slice(max(0, t // 8 - 1) * 8, t + 1)
+        scores = torch.einsum("hd,sd->hs", x.q[0, t], x.k_sel[0, seen, 0]) * x.q.shape[3] ** -0.5
+        want = scores.softmax(-1) @ x.v_sel[0, seen, 0]
+        torch.testing.assert_close(o[0, t], want)
+
+
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["one document", "packed"])
 @pytest.mark.parametrize("per_group", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_gradients_of_every_operator_pass_gradcheck(per_group, cu_seqlens):
@@ -93,7 +107,7 @@ def test_gradients_of_every_operator_pass_gradcheck(per_group, cu_seqlens):
 @pytest.mark.parametrize("longest", [0, 1 << 26], ids=["long", "short"])
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 33]], ids=["one document", "packed"])
 def test_gradients_of_the_whole_are_those_of_its_operators(cu_seqlens, longest, monkeypatch):
-    monkeypatch.setattr(joint, "LONGEST", longest)
+    monkeypatch.setattr(mixing, "LONGEST", longest)
     x = make_inputs(33, heads=4, groups=2, cu_seqlens=cu_seqlens, requires_grad=True)
     whole = nsa_attention(*x.tensors(), SMALL, cu_seqlens=x.cu_seqlens)
     outputs, _ = branch_outputs(x, SMALL)
@@ -115,7 +129,7 @@ def differentiable_operators():
     yield "compressed_attention", lambda *t: compressed_attention(*t, SMALL)[0], (x.q, x.k_cmp, x.v_cmp)
     yield "selected_attention", lambda *t: selected_attention(*t, indices, SMALL), (x.q, x.k_sel, x.v_sel)
     yield "window_attention", lambda *t: window_attention(*t, SMALL), (x.q, x.k_win, x.v_win)
-    yield "mix_branches", lambda *t: library.mix_branches(*t, None), (*outputs, x.gates)
+    yield "mix_branches", lambda *t: mixing.mix_node(*t, None), (*outputs, x.gates)
     yield "mix_attention", lambda *t: nsa_attention(*t, SMALL), x.tensors()
 
 
@@ -353,8 +367,8 @@ def test_a_bad_argument_is_named(argument, call):
 
 def test_one_call_checks_each_argument_once(monkeypatch):
     names = []
-    check = operators._check_float
-    monkeypatch.setattr(operators, "_check_float", lambda name, x: (names.append(name), check(name, x)))
+    check = checks.check_float
+    monkeypatch.setattr(checks, "check_float", lambda name, x: (names.append(name), check(name, x)))
     nsa_attention(*make_inputs(9).tensors(), SMALL)
     assert names == ["q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"]
 
@@ -383,7 +397,7 @@ print(peak_gib(4096) - before)
 @pytest.mark.parametrize("is_long", [False, True])
 def test_autocast_changes_no_bit_of_16_bit_inputs(is_long, monkeypatch):
     """Scores, softmax and sums stay in float32, forward and backward, and the same blocks are selected."""
-    monkeypatch.setattr(joint, "is_short", lambda q: not is_long)
+    monkeypatch.setattr(mixing, "is_short", lambda q: not is_long)
     x = make_inputs(150, spec=SMALL, dtype=torch.bfloat16, cu_seqlens=[0, 60, 150])
     leaves = [tensor.detach().mul(2).requires_grad_() for tensor in x.tensors()]
     weight = torch.randn(*x.q.shape[:3], x.v_win.shape[3]).bfloat16()

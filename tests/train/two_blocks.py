@@ -10,7 +10,7 @@ from nsa.nn.projection import project_heads
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import NSASpec, selected_attention
 from nsa.ops.observe import notify
-from nsa.ops.operators import positions
+from nsa.ops.positions import token_positions
 
 BLOCK = 16
 SPEC = NSASpec(cmp_block=BLOCK, cmp_stride=BLOCK, sel_block=BLOCK, num_selected=2, num_init=1, num_local=1)
@@ -38,7 +38,7 @@ class TwoBlocks(Attention):
         return [rotate(q, tables)], [rotate(k, tables) for k in keys], values
 
     def attend_whole(self, x, cu_seqlens=None, max_seqlen=None, step=None):
-        position, _ = positions(x.shape[1], SPEC, cu_seqlens, x.device)
+        position = token_positions(x.shape[1], cu_seqlens, x.device)
         (q,), keys, values = self.read_tokens(x, rotary_tables(position, *self.rotary))
         if step is not None:
             write(step, step.layer(self).writes(keys, values))

@@ -16,7 +16,7 @@ from nsa.nn.attention.dense import DenseAttention
 from nsa.nn.attention.layer import Attention
 from nsa.nn.attention.nsa import NSAAttention
 from nsa.nn.attention.window import WindowAttention
-from nsa.ops.operators import Backend
+from nsa.ops.dispatch import Backend
 
 if TYPE_CHECKING:
     from nsa.config.schema import Architecture

@@ -21,8 +21,10 @@ from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
-from nsa.ops.decode import paged_attention
-from nsa.ops.operators import Backend, backend_of, positions, window_attention
+from nsa.ops.branches import window_attention
+from nsa.ops.decoding import paged_attention
+from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.positions import token_positions
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class DenseAttention(Attention):
         max_seqlen: int | None = None,
         step: CacheStep | None = None,
     ) -> Tensor:
-        position_S, _ = positions(x_BSC.shape[1], NSASpec(), cu_seqlens, x_BSC.device)
+        position_S = token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
         if step is not None:
             write(step, step.layer(self).writes(keys, values))

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from nsa.nn.attention.layer import Exchange, Pending
-from nsa.ops import library
+from nsa.ops.block_attention import selected_backward_node, selected_node
+from nsa.ops.branches import window_backward_node, window_node
 from nsa.ops.layout import cached_with, token_layout
-from nsa.ops.spec import NSASpec
-
-DEFAULT_SPEC = NSASpec()
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,17 @@ class Plan:
     chunk_place: Tensor
 
 
-def plan(x: Tensor, cu_seqlens: Tensor | None, context: Exchange, spec: NSASpec = DEFAULT_SPEC) -> Plan:
-    """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence. `spec` is that of a
-    layer which needs the layout of its tokens for something else too, so that it exists once."""
+def plan(x: Tensor, cu_seqlens: Tensor | None, context: Exchange) -> Plan:
+    """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence."""
     length = x.shape[1] // 2
-    make = partial(_plan, length, cu_seqlens, context, spec, x.device)
+    make = partial(_plan, length, cu_seqlens, context, x.device)
     if cu_seqlens is None:
-        return context.once(("plan", length, spec, x.device), make)
-    return cached_with(cu_seqlens, ("context", context.rank, context.size, length, spec), make)
+        return context.once(("plan", length, x.device), make)
+    return cached_with(cu_seqlens, ("context", context.rank, context.size, length), make)
 
 
-def _plan(length: int, cu_seqlens: Tensor | None, context: Exchange, spec: NSASpec, device: torch.device) -> Plan:
-    position = token_layout(2 * context.size * length, spec, cu_seqlens, device).position
+def _plan(length: int, cu_seqlens: Tensor | None, context: Exchange, device: torch.device) -> Plan:
+    position = token_layout(2 * context.size * length, cu_seqlens, device).position
     halves, rows = [], []
     for late, first in enumerate(context.starts(length)):
         stop = first + length
@@ -95,6 +92,10 @@ class GatheredCall:
         """How many keys of the sequence there are up to the end of a chunk."""
         return half.stop
 
+    def options(self, half: Half) -> dict[str, Any]:
+        """The arguments that operators have in common."""
+        return {"cu_seqlens": half.borders, "q_offset": half.first, "backend": self.backend}
+
     def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
@@ -116,18 +117,17 @@ class GatheredCall:
 
 @dataclass(frozen=True)
 class SelectedCall(GatheredCall):
-    spec: NSASpec
+    block: int
 
     def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        sizes, given = self.spec.as_ints(), (half.borders, half.first, self.backend)
-        o, lse = library.selected_attention(q, k, v, indices, sizes, *given)
+        o, lse = selected_node(q, k, v, indices, block=self.block, **self.options(half))
         return o, lse
 
     def backward(
         self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes, given = self.spec.as_ints(), (half.borders, half.first, self.backend)
-        dq, dk, dv = library.selected_attention_backward(do, q, k, v, indices, o, lse, sizes, *given)
+        given = {"indices": indices, "o": o, "lse": lse, "block": self.block}
+        dq, dk, dv = selected_backward_node(do, q, k, v, **given, **self.options(half))
         return dq, dk, dv
 
 
@@ -138,15 +138,14 @@ class WindowCall(GatheredCall):
     window: int
 
     def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        sizes, given = NSASpec(window=self.window).as_ints(), (half.borders, half.first, self.backend)
-        o, lse = library.window_attention(q, k, v, sizes, *given)
+        o, lse = window_node(q, k, v, window=self.window, **self.options(half))
         return o, lse
 
     def backward(
         self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes, given = NSASpec(window=self.window).as_ints(), (half.borders, half.first, self.backend)
-        dq, dk, dv = library.window_attention_backward(do, q, k, v, o, lse, sizes, *given)
+        given = {"o": o, "lse": lse, "window": self.window}
+        dq, dk, dv = window_backward_node(do, q, k, v, **given, **self.options(half))
         return dq, dk, dv
 
 
@@ -273,9 +272,8 @@ def attend_halos(q: Tensor, pairs: list[tuple[Tensor, Tensor]], call: WindowCall
     for half, (k_half, v_half) in zip(call.plan.halves, pairs, strict=True):
         before = k_half.shape[1] - (half.stop - half.first)
         borders = None if half.borders is None else _borders_from(half, half.first - before)
-        sizes = NSASpec(window=call.window).as_ints()
-        given = q[:, half.rows], k_half, v_half, sizes, borders, before, call.backend
-        outputs.append(library.window_attention(*given)[0])
+        options = {"window": call.window, "cu_seqlens": borders, "q_offset": before, "backend": call.backend}
+        outputs.append(window_node(q[:, half.rows], k_half, v_half, **options)[0])
     return torch.cat(outputs, dim=1)
 
 

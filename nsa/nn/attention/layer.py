@@ -17,7 +17,8 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache, write
 from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
-from nsa.ops.operators import Backend, check_borders
+from nsa.ops.checks import check_borders
+from nsa.ops.dispatch import Backend
 
 if TYPE_CHECKING:  # a layer needs torch alone; pydantic, which the configuration needs, is of the extra `train`
     from nsa.config.schema import Architecture

@@ -35,8 +35,9 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
-from nsa.ops.layout import num_compressed, visible_compressed
-from nsa.ops.operators import Backend, backend_of, positions
+from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.layout import num_compressed, num_read, visible_compressed
+from nsa.ops.positions import positions
 
 if TYPE_CHECKING:
     from nsa.config.schema import Architecture
@@ -225,7 +226,7 @@ class NSAAttention(Attention):
 
         def stretches(size: int) -> int:
             tensors = (torch.empty(size, *shape, dtype=dtype, device="meta") for shape in shapes)
-            return int(dispatch.kernels_for("sel").num_stretches(*tensors, self.spec))
+            return int(dispatch.kernels_for("sel").num_stretches(*tensors, self.spec.sel_block))
 
         borders = [] if packed else [2]
         return borders + [1 + bisect_right(range(1, most + 1), few, key=stretches) for few in (1, 2, 3)]
@@ -296,8 +297,7 @@ def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float]:
     """Mean number of keys that a query reads in cmp, sel and win."""
     t = torch.arange(seq_len)
     cmp_keys = int(visible_compressed(t, spec).sum())
-    in_own_block, older = t % spec.sel_block + 1, (t // spec.sel_block).clamp(max=spec.num_selected - 1)
-    sel_keys = int((in_own_block + older * spec.sel_block).sum())
+    sel_keys = int(num_read(t, spec).sum())
     win_keys = int((t + 1).clamp(max=spec.window).sum())
     return cmp_keys / seq_len, sel_keys / seq_len, win_keys / seq_len
 

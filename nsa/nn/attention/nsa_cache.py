@@ -16,7 +16,7 @@ from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache, put, take
 from nsa.nn.rope import rotate
-from nsa.ops.step import Heads, Write
+from nsa.ops.fused_step import Heads, Write
 
 if TYPE_CHECKING:
     from nsa.nn.attention.nsa import NSAAttention

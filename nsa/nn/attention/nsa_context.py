@@ -30,9 +30,17 @@ from nsa.nn.attention.gathered import (
 )
 from nsa.nn.attention.layer import Exchange
 from nsa.nn.rope import rotary_tables, rotate
-from nsa.ops import library, operators
-from nsa.ops.layout import cached_with, num_slots, slot_layout, token_layout, visible_compressed
-from nsa.ops.operators import backend_of
+from nsa.ops.branches import cached_selection, compressed_backward_node, compressed_node
+from nsa.ops.dispatch import backend_of
+from nsa.ops.layout import (
+    cached_with,
+    first_compressed,
+    num_slots,
+    slot_layout,
+    token_layout,
+    visible_compressed,
+)
+from nsa.ops.mixing import mix_node
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
@@ -75,23 +83,23 @@ def _slot_plan(
     size = context.size
     slots = num_chunk_slots(length, spec)
     tokens = 2 * size * length
-    layout = token_layout(tokens, spec, cu_seqlens, device)
+    position = token_layout(tokens, cu_seqlens, device).position
     # Compressed tokens that end before each chunk: chunk c has those from ended[c] on.
-    ended = (layout.cmp_start + visible_compressed(layout.position, spec))[length - 1 :: length]
-    ended = pad(ended, (1, 0))
+    ended = first_compressed(tokens, spec, cu_seqlens, device) + visible_compressed(position, spec)
+    ended = pad(ended[length - 1 :: length], (1, 0))
     number = torch.arange(num_slots(tokens, spec, packed=cu_seqlens is not None), device=device)
     chunk = torch.searchsorted(ended[1:].contiguous(), number, right=True).clamp(max=2 * size - 1)
     chunks = torch.arange(2 * size, device=device)
     chunk_place = torch.minimum(2 * chunks, 4 * size - 1 - 2 * chunks)  # as in `gathered.Plan`
     within = (number - ended[chunk]).clamp(max=slots - 1)  # slots that no document uses may go anywhere
-    position = slot_layout(tokens, spec, cu_seqlens, device).position
+    slot_position = slot_layout(tokens, spec, cu_seqlens, device).position
     starts = context.starts(length)
     own = ended[[start // length for start in starts]][:, None] + torch.arange(slots, device=device)
     halos = [_halo(start, start + length, spec, cu_seqlens) for start in starts]
     return SlotPlan(
         (halos[0][0], halos[1][0]),
         (halos[0][1], halos[1][1]),
-        pad(position, (0, 1))[own.clamp(max=position.shape[0])],
+        pad(slot_position, (0, 1))[own.clamp(max=slot_position.shape[0])],
         chunk_place[chunk] * slots + within,
     )
 
@@ -136,21 +144,21 @@ class CompressedCall(GatheredCall):
         return num_slots(half.stop, self.spec, packed=half.borders is not None)
 
     def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        sizes, given = self.spec.as_ints(), (half.borders, half.first, self.backend)
-        o, lse = library.compressed_attention(q, k, v, sizes, *given)
+        o, lse = compressed_node(q, k, v, spec=self.spec.as_ints(), **self.options(half))
         return o, lse
 
     def backward(
         self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sizes, given = self.spec.as_ints(), (half.borders, half.first, self.backend)
-        dq, dk, dv = library.compressed_attention_backward(do, q, k, v, o, lse, sizes, *given)
+        given = {"o": o, "lse": lse, "spec": self.spec.as_ints()}
+        dq, dk, dv = compressed_backward_node(do, q, k, v, **given, **self.options(half))
         return dq, dk, dv
 
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
         if not self.selects:
             return None
-        return operators._select_blocks(q, k, lse, self.spec, half.borders, half.first, self.select_backend)
+        options = {**self.options(half), "backend": self.select_backend}
+        return cached_selection(q, k, lse, self.spec, **options)
 
     def scatter(self, grad: Tensor, local: int) -> Tensor:
         # Slots that no document uses may have the place of another.
@@ -161,7 +169,7 @@ class CompressedCall(GatheredCall):
 def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
     """`NSAAttention` on this rank's tokens; `cu_seqlens` has the borders of the whole sequence."""
     spec, forced = layer.spec, layer.force_branch
-    here = plan(x_BSC, cu_seqlens, context, spec)
+    here = plan(x_BSC, cu_seqlens, context)
     by = {name: backend_of(name, layer.backend) for name in ("cmp", "select", "sel", "win", "mix")}
     q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = layer.projections(
         x_BSC, rotary_tables(here.position, *layer.rotary)
@@ -179,14 +187,16 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
         cmp = CompressedCall(context, here, by["cmp"], spec, slots, forced != "cmp", by["select"])
         gathered_slots = Gathered(k_slots, v_slots, cmp)
         # Travels while compressed attention is computed.
-        heads = Gathered(k_sel, v_sel, SelectedCall(context, here, by["sel"], spec)) if forced != "cmp" else None
+        heads = (
+            Gathered(k_sel, v_sel, SelectedCall(context, here, by["sel"], spec.sel_block)) if forced != "cmp" else None
+        )
         o_cmp, indices = attend_gathered(gathered_slots, q, k_slots, v_slots)
     o_win = attend_halos(q, near, WindowCall(context, here, by["win"], spec.window)) if near else None
     if forced in (None, "sel"):
         assert heads is not None
         o_sel, _ = attend_gathered(heads, q, k_sel, v_sel, indices)
     if forced is None:
-        o_BSHV = library.mix_branches(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
+        o_BSHV = mix_node(o_cmp, o_sel, o_win, layer.gate(x_BSC), by["mix"])
     else:
         o_BSHV = {"cmp": o_cmp, "sel": o_sel, "win": o_win}[forced]
     assert isinstance(o_BSHV, Tensor)

@@ -20,8 +20,9 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, decode_backend
 from nsa.nn.rope import rotary_tables
-from nsa.ops.decode import paged_attention
-from nsa.ops.operators import Backend, backend_of, window_attention
+from nsa.ops.branches import window_attention
+from nsa.ops.decoding import paged_attention
+from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import slot_layout
-from nsa.ops.reference.attention import accumulation_dtype
+from nsa.ops.layout import compressed_overlap, slot_layout
+from nsa.ops.reference.masked_attention import accumulation_dtype
 from nsa.ops.spec import NSASpec
 
 
@@ -36,19 +36,26 @@ def _scatter(dblocks: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | N
     return dx.index_add_(1, token.flatten(), dblocks.flatten(1, 2))
 
 
-def mean_workspace(*args: Any) -> int:
-    """Estimate of the bytes held on top of arguments and results: every block, as it is and in float32."""
-    *given, spec, _ = args
-    largest = max((x for x in given if isinstance(x, Tensor)), key=Tensor.numel)
-    overlap: int = spec.cmp_block // spec.cmp_stride
-    return largest.numel() * overlap * (largest.element_size() + 4)
+def _blocks_bytes(x: Tensor, spec: NSASpec) -> int:
+    """Estimate of the bytes of every block of x [B,S,G,D], as it is and in float32."""
+    return x.numel() * compressed_overlap(spec) * (x.element_size() + 4)
 
 
-mean_backward_workspace = contract_workspace = mean_workspace
+def mean_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
+    """Bytes held on top of arguments and results."""
+    return _blocks_bytes(x, spec)
 
 
-def contract_backward_workspace(*args: Any) -> int:
-    return 2 * mean_workspace(*args)  # the gradients of the blocks as well
+def mean_backward_workspace(dy: Tensor, spec: NSASpec, **_: Any) -> int:
+    return _blocks_bytes(dy, spec)
+
+
+def contract_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
+    return _blocks_bytes(x, spec)
+
+
+def contract_backward_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
+    return 2 * _blocks_bytes(x, spec)  # the gradients of the blocks as well
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache: what `nsa.ops.decode` computes, from the parts of the other operators.
+"""Attention of a few new tokens over a cache: what `nsa.ops.decoding` computes, from the parts of the other operators.
 
 Pages may hold anything, NaN included, where no token was written yet: what a query does not see is read as 0.
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.ops.layout import num_blocks, visible_compressed
 from nsa.ops.reference import mix
-from nsa.ops.reference.attention import (
+from nsa.ops.reference.masked_attention import (
     accumulation_dtype,
     chunk_scores,
     exp_minus,
@@ -29,20 +29,9 @@ GATHERED = 1 << 24
 
 
 def nsa(
-    q: Tensor,
-    gates: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    cmp_table: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    sel_table: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    win_places: Tensor,
-    positions: Tensor,
-    spec: NSASpec,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp_table: Tensor, k_sel: Tensor, v_sel: Tensor,
+    sel_table: Tensor, k_win: Tensor, v_win: Tensor, win_places: Tensor, positions: Tensor, spec: NSASpec,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B,n,H,D], gates [B,n,H,3], positions [B,n]; pages and rings as `paged` takes them.
 
     Gives o [B,n,H,E] and the blocks each query read: int32 [B,n,G,num_selected], as `select_blocks` gives them.
@@ -50,7 +39,8 @@ def nsa(
     position = positions.to(torch.int64)
     reach = _reach(positions, k_sel.shape[1] * sel_table.shape[1])
     o_cmp, indices = _compressed(q, k_cmp, v_cmp, cmp_table, position, reach, spec)
-    o_sel = _selected(q, k_sel, v_sel, sel_table, indices[..., : num_blocks(reach, spec)], position, spec)
+    seen = indices[..., : num_blocks(reach, spec.sel_block)]
+    o_sel = _selected(q, k_sel, v_sel, sel_table, seen, position, spec.sel_block)
     o_win = paged(q, k_win, v_win, win_places, positions, spec.window)
     return mix.forward(o_cmp, o_sel, o_win, gates), indices
 
@@ -106,16 +96,14 @@ def _compressed(
     unseen = (torch.arange(k.shape[1], device=q.device) >= visible).unsqueeze(1)  # [B, 1, n, T]
     o, scores, lse = _attend(q, k.transpose(1, 2), v.transpose(1, 2), unseen)
     p = exp_minus(scores, lse).sum(2)  # [B, G, n, T]
-    indices = pick_blocks(block_scores(p, num_blocks(reach, spec), spec), position.unsqueeze(1), spec)
+    indices = pick_blocks(block_scores(p, num_blocks(reach, spec.sel_block), spec), position.unsqueeze(1), spec)
     return o, indices.transpose(1, 2).contiguous()
 
 
-def _selected(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, indices: Tensor, position: Tensor, spec: NSASpec
-) -> Tensor:
+def _selected(q: Tensor, k: Tensor, v: Tensor, table: Tensor, indices: Tensor, position: Tensor, block: int) -> Tensor:
     """Attention over the tokens of the selected blocks at positions up to the query's own."""
     (batch, new, heads, _), (pool, page, groups, _) = q.shape, k.shape
-    token = (indices.to(torch.int64) * spec.sel_block).unsqueeze(-1) + torch.arange(spec.sel_block, device=q.device)
+    token = (indices.to(torch.int64) * block).unsqueeze(-1) + torch.arange(block, device=q.device)
     token = token.flatten(3)  # [B, n, G, T], negative where there is no block
     unseen = (token < 0) | (token > position[:, :, None, None])
     token = token.clamp(min=0)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nsa.ops.reference.attention import accumulation_dtype
+from nsa.ops.reference.masked_attention import accumulation_dtype
 
 
 def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:

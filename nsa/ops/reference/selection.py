@@ -7,35 +7,39 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa.ops.layout import num_blocks, overlap_weights, token_layout, visible_compressed
-from nsa.ops.reference.attention import (
-    chunk_scores,
-    compressed,
-    exp_minus,
-    fold_heads,
-    keys_first,
-    shifted,
-    visible_chunks,
+from nsa.ops.layout import (
+    block_of,
+    compressed_per_block,
+    first_compressed,
+    is_forced,
+    num_blocks,
+    overlap_weights,
+    token_layout,
+    visible_compressed,
 )
-from nsa.ops.spec import NSASpec
+from nsa.ops.reference import compressed
+from nsa.ops.reference.masked_attention import chunk_scores, exp_minus, fold_heads, keys_first, shifted
+from nsa.ops.spec import NSASpec, SelectionSpec
 
 
-def forward(q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:
+def forward(
+    q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
+) -> Tensor:
     """q [B,S,H,D], k [B,N,G,D], lse [B,S,H] -> indices [B,S,G,num_selected] int32."""
     batch, tokens, heads, _ = q.shape
     groups, per_group = k.shape[2], heads // k.shape[2]
-    layout = token_layout(q_offset + tokens, spec, cu_seqlens, q.device)
+    position = token_layout(q_offset + tokens, cu_seqlens, q.device).position
     indices = torch.empty(batch, tokens, groups, spec.num_selected, dtype=torch.int32, device=q.device)
-    for chunk in visible_chunks(q, k.shape[1], spec, cu_seqlens, q_offset):
+    for chunk in compressed.chunks(q, k.shape[1], spec, cu_seqlens, q_offset):
         rows, at = chunk.rows, shifted(chunk.rows, q_offset)
         scores = chunk_scores(fold_heads(q[:, rows], groups), keys_first(k, chunk.keys), ~chunk.mask, per_group)
         row_lse = lse[:, rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
         p = exp_minus(scores, row_lse).sum(2)  # [B, G, R, K]
         if cu_seqlens is not None:
-            p = _count_from_document(p, layout.cmp_start[at] - chunk.keys.start, layout.position[at], spec)
-        blocks = block_scores(p, num_blocks(at.stop, spec), spec)
-        picked = pick_blocks(blocks, layout.position[at], spec)
-        indices[:, rows] = picked.transpose(1, 2)
+            first = first_compressed(q_offset + tokens, spec, cu_seqlens, q.device)
+            p = _count_from_document(p, first[at] - chunk.keys.start, position[at], spec)
+        blocks = block_scores(p, num_blocks(at.stop, spec.sel_block), spec)
+        indices[:, rows] = pick_blocks(blocks, position[at], spec).transpose(1, 2)
     return indices
 
 
@@ -54,7 +58,7 @@ def block_scores(p: Tensor, blocks: int, spec: NSASpec) -> Tensor:
     """Eq. 9: p [..., K] over compressed tokens -> [..., blocks]. Terms are added in one order for every
     block, so that equal inputs give equal scores to the last bit."""
     first, weights = overlap_weights(spec)
-    step = spec.sel_block // spec.cmp_stride
+    step = compressed_per_block(spec)
     width = (blocks - 1) * step + len(weights)
     padded = pad(p, (-first, max(0, width + first - p.shape[-1])))
     scores = p.new_zeros(*p.shape[:-1], blocks)
@@ -63,13 +67,12 @@ def block_scores(p: Tensor, blocks: int, spec: NSASpec) -> Tensor:
     return scores
 
 
-def pick_blocks(scores: Tensor, position: Tensor, spec: NSASpec) -> Tensor:
+def pick_blocks(scores: Tensor, position: Tensor, spec: SelectionSpec) -> Tensor:
     """scores [B,G,R,J], position [R] or [B,1,R] -> the chosen blocks, ascending, padded with -1."""
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
-    own = (position // spec.sel_block).unsqueeze(-1)
-    forced = (block < spec.num_init) | (block > own - spec.num_local)
-    scores = scores.masked_fill(forced, torch.inf).masked_fill(block > own, -torch.inf)
+    own = block_of(position, spec.sel_block).unsqueeze(-1)
+    scores = scores.masked_fill(is_forced(block, own, spec), torch.inf).masked_fill(block > own, -torch.inf)
     # A stable sort keeps equal scores in index order: the lower index wins.
     best = torch.sort(scores, dim=-1, descending=True, stable=True)
     keep = min(spec.num_selected, blocks)

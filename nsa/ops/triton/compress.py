@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.layout import num_slots, slot_layout, token_layout
+from nsa.ops.layout import first_compressed, num_slots, slot_layout, token_layout
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import launch
-from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton import launch_table
+from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
 
 LAUNCHES = LaunchTable({
     ("mean", "sm80"): {256: Launch(8, 128)},
@@ -32,7 +32,7 @@ LAUNCHES = LaunchTable({
 # The weight's gradient has few tiles and a long sum, which is split into parts until this many programs run.
 WEIGHT_PROGRAMS = 512
 
-refusal = launch.refusal
+refusal = launch_table.refusal
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
     channels = min(power_of_2(groups * dim), params.columns)
     grid = (cdiv(slots, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(x):
-        _mean_kernel[grid](
+        launcher(_mean_kernel, grid, x)(
             x, y, *table, slots, tokens, groups * dim, *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, UNROLL=divisor(spec.cmp_block, 8),
             ROWS=params.rows, CHANNELS=channels, PACKED=cu_seqlens is not None, num_warps=params.num_warps,
@@ -70,7 +70,7 @@ def mean_backward(dy: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | N
     channels = min(power_of_2(groups * dim), params.columns)
     grid = (cdiv(tokens, params.rows), cdiv(groups * dim, channels), batch)
     with launch_on(dy):
-        _mean_backward_kernel[grid](
+        launcher(_mean_backward_kernel, grid, dy)(
             dy, dx, *tables, slots, tokens, groups * dim, *dy.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride, ROWS=params.rows, CHANNELS=channels,
             PACKED=cu_seqlens is not None, num_warps=params.num_warps,
@@ -93,7 +93,7 @@ def contract(
     depth, columns = divisor(dim, params.depth), _tile(width, params.columns)
     grid = (cdiv(batch * slots * groups, params.rows), cdiv(width, columns))
     with launch_on(x):
-        _contract_kernel[grid](
+        launcher(_contract_kernel, grid, x)(
             x, weight, y, *table, batch * slots * groups, slots, groups, tokens, width, *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
             ROWS=params.rows, COLUMNS=columns, DEPTH=depth, PACKED=cu_seqlens is not None,
@@ -131,7 +131,7 @@ def _contract_dx(
     columns, depth = divisor(dim, params.columns), _tile(width, params.depth)
     grid = (cdiv(batch * chunks * groups, params.rows), spec.cmp_stride * (dim // columns))
     with launch_on(x):
-        _contract_dx_kernel[grid](
+        launcher(_contract_dx_kernel, grid, x)(
             dy, weight, dx, *chunks_table, *tables,
             batch * chunks * groups, chunks, slots, groups, tokens, width, *dy.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
@@ -155,7 +155,7 @@ def _contract_dweight(
     parts = max(1, min(WEIGHT_PROGRAMS // tiles, steps // 8))
     partial = torch.empty(parts, *weight.shape, dtype=torch.float32, device=x.device)
     with launch_on(x):
-        _contract_dweight_kernel[(spec.cmp_block * (dim // rows), cdiv(width, columns), parts)](
+        launcher(_contract_dweight_kernel, (spec.cmp_block * (dim // rows), cdiv(width, columns), parts), x)(
             dy, x, partial, *table, total, slots, groups, tokens, width, cdiv(steps, parts),
             *dy.stride()[:3], *x.stride()[:3],
             D=dim, CMP_BLOCK=spec.cmp_block, CMP_STRIDE=spec.cmp_stride,
@@ -186,8 +186,8 @@ def _token_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: 
     """First token and first slot of every token's document; unread without documents."""
     if cu_seqlens is None:
         return unread, unread
-    layout = token_layout(tokens, spec, cu_seqlens, unread.device)
-    return layout.doc_start, layout.cmp_start
+    doc_start = token_layout(tokens, cu_seqlens, unread.device).doc_start
+    return doc_start, first_compressed(tokens, spec, cu_seqlens, unread.device)
 
 
 @triton.jit

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.ops.layout import cached_with, first_compressed, token_layout, visible_compressed
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton.flash import Branch, compressed_range
-from nsa.ops.triton.launch import H200, Card, card_of
+from nsa.ops.triton.flash import IntervalAttention, KeyRange
+from nsa.ops.triton.launch_table import H200, Card, card_of
 
 # Tokens from which cuDNN is faster on an H200, by pass and head size.
 FEWEST_TOKENS = {
@@ -28,32 +29,23 @@ FEWEST_TOKENS = {
 MOST_ELEMENTS = 1 << 31  # of the queries; behind them cuDNN's dQ and dK are wrong (by 2 % at 1.1 times as many)
 
 
-class Compressed(Branch):
+class Compressed(IntervalAttention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
     ) -> tuple[Tensor, Tensor]:
         is_whole = cu_seqlens is None and not q_offset and not self.tuned
         if is_whole and _has_cudnn() and cudnn_is_faster("forward", q, v, spec, card_of(q)):
             return self.forward_by_runs(q, k, v, spec)
-        return super().forward(q, k, v, spec, cu_seqlens, q_offset=q_offset)
+        return self.attend(q, k, v, key_range(q, spec, cu_seqlens, q_offset))
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        spec: NSASpec,
-        cu_seqlens: Tensor | None,
-        *,
-        q_offset: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec,
+        cu_seqlens: Tensor | None, *, q_offset: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         is_whole = cu_seqlens is None and not q_offset and not self.tuned
         if is_whole and _has_cudnn() and cudnn_is_faster("backward", q, v, spec, card_of(q)):
             return self.backward_by_runs(do, q, k, v, o, lse, spec)
-        return super().backward(do, q, k, v, o, lse, spec, cu_seqlens, q_offset=q_offset)
+        return self.attend_backward(do, q, k, v, o, lse, key_range(q, spec, cu_seqlens, q_offset))
 
     def forward_by_runs(self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
         """`forward` of one sequence by cuDNN."""
@@ -63,7 +55,8 @@ class Compressed(Branch):
         o_rows, lse_rows = causal_forward(_rows(q, spec), _shared(k, q, spec), _shared(v, q, spec))
         o[:, first:end], lse[:, first:end] = _tokens(o_rows), _tokens(lse_rows).squeeze(3)
         if end < q.shape[1]:
-            o[:, end:], lse[:, end:] = super().forward(q[:, end:], k, v, spec, None, q_offset=end)
+            rest = q[:, end:]
+            o[:, end:], lse[:, end:] = self.attend(rest, k, v, key_range(rest, spec, None, end))
         return o, lse
 
     def backward_by_runs(
@@ -80,8 +73,10 @@ class Compressed(Branch):
         dq[:, :first], dq[:, first:end] = 0.0, _tokens(dq_rows)
         grads = [x.sum(0, dtype=torch.float32).transpose(0, 1)[None] for x in dkv_rows]  # of M compressed tokens
         if end < q.shape[1]:
-            rest = (q[:, end:], k, v, o[:, end:], lse[:, end:], spec, None)
-            dq[:, end:], *of_rest = super().backward(do[:, end:], *rest, q_offset=end)
+            rest = q[:, end:]
+            dq[:, end:], *of_rest = self.attend_backward(
+                do[:, end:], rest, k, v, o[:, end:], lse[:, end:], key_range(rest, spec, None, end)
+            )
             for grad, more in zip(grads, of_rest, strict=True):
                 more[:, : grad.shape[1]] += grad
             grads = of_rest
@@ -89,7 +84,7 @@ class Compressed(Branch):
         return dq, dk, dv
 
     def forward_workspace(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
+        self, q: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0, **_: Any
     ) -> int | None:
         """Of cuDNN on an H200, on top of arguments and results: the output and the log-sum-exp by rows. None where it
         does not run."""
@@ -98,17 +93,32 @@ class Compressed(Branch):
         return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4)
 
     def backward_workspace(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0
-    ) -> int | None:
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0,
+        **_: Any,
+    ) -> int | None:  # fmt: skip
         """Likewise: dQ by rows and, inside cuDNN, in float32; dO again; dK and dV of every row; two numbers a query."""
-        *_, spec, cu_seqlens = rest
         if cu_seqlens is not None or q_offset or not cudnn_is_faster("backward", q, v, spec, H200):
             return None
         rows: int = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
         return rows * q.element_size() + 4 * q.numel() + 8 * q.shape[1] * q.shape[2]
 
 
-compressed = Compressed("cmp", compressed_range)
+compressed = Compressed("cmp")
+
+
+def key_range(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
+    """For queries like q with `q_offset` tokens before them."""
+    if cu_seqlens is None and not q_offset:
+        return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
+    tokens = q_offset + q.shape[1]
+
+    def tables() -> KeyRange:
+        position = token_layout(tokens, cu_seqlens, q.device).position[q_offset:]
+        lo = first_compressed(tokens, spec, cu_seqlens, q.device)[q_offset:]
+        hi = lo + visible_compressed(position, spec)
+        return KeyRange(spec.cmp_block, spec.cmp_stride, 0, lo.to(torch.int32), hi.to(torch.int32))
+
+    return cached_with(cu_seqlens, ("cmp", tokens, q_offset, spec), tables)
 
 
 @cache

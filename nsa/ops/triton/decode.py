@@ -17,21 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.ops.layout import compressed_overlap, compressed_per_block
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import launch
+from nsa.ops.triton import launch_table
 from nsa.ops.triton.decode_kernels import blocks_kernel, interval_kernel
 from nsa.ops.triton.decode_merging import merge_kernel, mix_parts_kernel
-from nsa.ops.triton.launch import (
+from nsa.ops.triton.launch_table import (
     Card,
     Launch,
     LaunchTable,
     card_of,
     cdiv,
     launch_on,
+    launcher,
     padded,
     power_of_2,
     unit_last,
 )
+from nsa.ops.triton.selection import score_planes
 
 MAX_HEADS_PER_GROUP = 128
 MAX_TOKENS_PER_BLOCK = 128  # compressed ones
@@ -96,31 +99,21 @@ def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) ->
     return Launches(cmp, blocks, overlap=hopper, values=VALUES if hopper else 0)
 
 
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
-    """Why these kernels cannot run queries like q over values like v [P, page, G, Dv], or None."""
+def refusal(q: Tensor, v: Tensor, per_block: int = 1) -> str | None:
+    """Why these kernels cannot run queries like q over values like v [P, page, G, Dv], with `per_block` compressed
+    tokens in a selection block, or None."""
     if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
         return f"decoding takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    if spec.sel_block // spec.cmp_stride > MAX_TOKENS_PER_BLOCK:
+    if per_block > MAX_TOKENS_PER_BLOCK:
         return f"decoding takes at most {MAX_TOKENS_PER_BLOCK} compressed tokens in a selection block"
-    return launch.refusal(q, v, spec)
+    return launch_table.refusal(q, v)
 
 
 def nsa(
-    q: Tensor,
-    gates: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    cmp_table: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    sel_table: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    win_places: Tensor,
-    positions: Tensor,
-    spec: NSASpec,
+    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp_table: Tensor, k_sel: Tensor, v_sel: Tensor,
+    sel_table: Tensor, k_win: Tensor, v_win: Tensor, win_places: Tensor, positions: Tensor, spec: NSASpec,
     params: Launches | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `nsa.ops.reference.decode.nsa`."""
     batch, new, heads, _ = q.shape
     groups = v_sel.shape[2]
@@ -149,12 +142,12 @@ def _nsa_piece(
     k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places = caches
     batch, new, heads, dk = q.shape
     groups, dv = v_sel.shape[2:]
-    plan = interval_plan(new, heads // groups, spec.sel_block // spec.cmp_stride, params.cmp)
+    plan = interval_plan(new, heads // groups, compressed_per_block(spec), params.cmp)
     tiles = cdiv(k_cmp.shape[1] * cmp_table.shape[1], plan["BJ"] * plan["R"])
     lanes = batch * groups * cdiv(new, plan["QT"])
     splits = num_parts(lanes, params.cmp, card_of(q), tiles)
     rows = batch * new * heads
-    planes = 1 if spec.cmp_block == spec.cmp_stride else 2
+    planes = score_planes(spec)
     block = blocks_plan(heads // groups, spec, params.blocks)
     choice = choice_plan(spec, tiles, plan["BJ"], splits, plan["HP"], params.blocks)
     lines, width = batch * new * groups, cdiv(tiles * plan["BJ"], 16) * 16
@@ -184,16 +177,16 @@ def _nsa_piece(
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
     merge = merge_plan(rows, parts_cmp or splits, parts, dv, card_of(q))
     with launch_on(q):
-        interval_kernel[(lanes, splits)](
+        launcher(interval_kernel, (lanes, splits), q)(
             q, k_cmp, v_cmp, cmp_table, positions, o_cmp, stats_cmp, shares, edges, peaks, probs,
             *q.stride()[:3], *k_cmp.stride()[:3], *v_cmp.stride()[:3], cmp_table.stride(0),
             new, splits, cmp_table.shape[1], k_cmp.shape[0], capacity, tiles, scale, G=groups,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, WINDOW=0, RING=0, PAGE=k_cmp.shape[1],
-            **plan, **sizes, CHUNKS=spec.cmp_block // spec.cmp_stride, PLANES=planes,
+            **plan, **sizes, CHUNKS=compressed_overlap(spec), PLANES=planes,
             SAME=same_rows(k_cmp, v_cmp), SINGLE=single, KEYS=values > 0, INTERPRETED=q.is_cpu, ALONE=new == 1,
             OVERLAP=params.overlap, **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
-        blocks_kernel[(lines, parts_cmp + parts)](
+        launcher(blocks_kernel, (lines, parts_cmp + parts), q)(
             q, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions,
             stats_cmp, shares, edges, peaks, scores, indices, o_blocks, stats_blocks,
             v_cmp, cmp_table, probs, o_cmp, stats_values,
@@ -207,7 +200,7 @@ def _nsa_piece(
             SINGLE=single_blocks, VALUES=values, PAGE_CMP=k_cmp.shape[1], INTERPRETED=q.is_cpu,
             **params.overlapping(), **options(params.blocks, block["HP"], LEAST_REGISTERS if values else 255),
         )  # fmt: skip
-        mix_parts_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
+        launcher(mix_parts_kernel, (rows, cdiv(dv, merge["BLOCK_DV"])), q)(
             positions, gates, o_cmp, stats_values, o_blocks, stats_blocks, o,
             *gates.stride(), new, heads, parts_cmp or splits, parts_sel, parts_win, capacity,
             SPAN=spec.cmp_block, STRIDE=spec.cmp_stride, QT=plan["QT"], TILE=plan["BJ"] * plan["R"] * (values or 1),
@@ -219,14 +212,9 @@ def _nsa_piece(
 
 
 def paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    places: Tensor,
-    positions: Tensor,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, window: int | None,
     params: Launches | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `nsa.ops.reference.decode.paged`."""
     batch, new, heads, dk = q.shape
     groups, dv = v.shape[2:]
@@ -248,7 +236,7 @@ def paged(
     single = single and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"], params.cmp)
     seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
     with launch_on(q):
-        interval_kernel[(lanes, splits)](
+        launcher(interval_kernel, (lanes, splits), q)(
             q, k, v, places, positions, o_parts, stats, o_parts, stats, stats, q,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], places.stride(0),
             new, splits, places.shape[-1], k.shape[0], capacity, 0, dk**-0.5, G=groups,
@@ -256,7 +244,7 @@ def paged(
             SAME=same_rows(k, v), SINGLE=single, KEYS=False, INTERPRETED=q.is_cpu, ALONE=new == 1,
             OVERLAP=params.overlap, **options(params.cmp, plan["QT"] * plan["HP"]),
         )  # fmt: skip
-        merge_kernel[(rows, cdiv(dv, merge["BLOCK_DV"]))](
+        launcher(merge_kernel, (rows, cdiv(dv, merge["BLOCK_DV"])), q)(
             positions, o_parts, stats, o, new, heads, splits, capacity,
             **seen, QT=plan["QT"], TILE=plan["BJ"], DV=dv, **merge, **params.overlapping(),
         )  # fmt: skip

@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
-from nsa.ops.triton.launch import DTYPES, Launch, card_of, cdiv, launch_on, power_of_2
+from nsa.ops.triton.launch_table import DTYPES, Launch, card_of, cdiv, launch_on, launcher, power_of_2
 
 NORM, ACTIVATE = Launch(4096, 1), Launch(2048, 1)
 WIDEST = 1 << 14  # channels, which a program holds in registers
 
 
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+def refusal(q: Tensor, v: Tensor) -> str | None:
     """Why these kernels cannot serve an input like q and weights like v, or None."""
     if q.dtype not in DTYPES or v.dtype not in DTYPES:
         return f"the Triton kernels compute float16, bfloat16 and float32, not {q.dtype} and {v.dtype}"
@@ -31,7 +30,7 @@ def normalize(x_TC: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Ten
     read = torch.empty(x_TC.shape, dtype=dtype, device=x_TC.device)
     width, rows, warps = _tile(channels)
     with launch_on(x_TC):
-        _norm_kernel[(cdiv(tokens, rows),)](
+        launcher(_norm_kernel, (cdiv(tokens, rows),), x_TC)(
             x_TC, norm, read, eps, tokens, *x_TC.stride(), norm.stride(0),
             C=channels, CP=width, ROWS=rows, num_warps=warps,
         )  # fmt: skip
@@ -46,7 +45,7 @@ def normalize_backward(dread_TC: Tensor, x_TC: Tensor, norm: Tensor, eps: float)
     dx = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     parts = torch.empty(programs, channels, dtype=torch.float32, device=x_TC.device)
     with launch_on(x_TC):
-        _norm_backward_kernel[(programs,)](
+        launcher(_norm_backward_kernel, (programs,), x_TC)(
             dread_TC, x_TC, norm, dx, parts, eps, tokens, *dread_TC.stride(), *x_TC.stride(), norm.stride(0),
             C=channels, CP=width, ROWS=rows, num_warps=warps,
         )  # fmt: skip
@@ -59,7 +58,9 @@ def activate(hidden_TM: Tensor) -> Tensor:
     mixed = hidden_TM.new_empty(tokens, width)
     block = min(ACTIVATE.rows, power_of_2(width))
     with launch_on(mixed):
-        _activate_kernel[(tokens, cdiv(width, block))](hidden_TM, mixed, width, M=block, num_warps=ACTIVATE.num_warps)
+        launcher(_activate_kernel, (tokens, cdiv(width, block)), mixed)(
+            hidden_TM, mixed, width, M=block, num_warps=ACTIVATE.num_warps
+        )
     return mixed
 
 
@@ -69,7 +70,7 @@ def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor) -> tuple[Tensor, Ten
     mixed, dhidden = torch.empty_like(dmixed_TM), torch.empty_like(hidden_TM)
     block = min(ACTIVATE.rows, power_of_2(width))
     with launch_on(mixed):
-        _activate_backward_kernel[(tokens, cdiv(width, block))](
+        launcher(_activate_backward_kernel, (tokens, cdiv(width, block)), mixed)(
             dmixed_TM, hidden_TM, mixed, dhidden, width, M=block, num_warps=ACTIVATE.num_warps
         )  # fmt: skip
     return mixed, dhidden

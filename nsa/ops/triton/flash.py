@@ -1,13 +1,14 @@
-"""Compressed and window attention: every query sees one interval of keys, forward and backward.
+"""Attention in which every query sees one interval of keys, forward and backward.
 
 Query t sees keys lo(t) .. hi(t)-1 and both ends never decrease as t grows, so key n is seen by one interval of queries
-too. The two branches differ only in these ends (`KeyRange`). This file plans a call on the host; the kernels are in
-`flash_kernels.py`. The rows of a launch are those of a query tile (queries x heads of a group), its columns keys.
+too. Compressed and window attention (`compressed.py`, `windowed.py`) differ only in these ends (`KeyRange`). This file
+plans a call on the host; the kernels are in `flash_kernels.py`. The rows of a launch are those of a query tile (queries
+x heads of a group), its columns keys.
 
 Legend: B batch, S tokens, N keys, G key/value heads, H query heads, DK/DV head sizes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,11 +17,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.ops.layout import TokenLayout, cached_with, token_layout, visible_compressed
-from nsa.ops.spec import NSASpec
-from nsa.ops.triton import launch
+from nsa.ops.triton import launch_table
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
-from nsa.ops.triton.launch import Card, Launch, LaunchTable, card_of, cdiv, launch_on, padded, unit_last
+from nsa.ops.triton.launch_table import Card, Launch, LaunchTable, card_of, cdiv, launch_on, launcher, padded, unit_last
 
 FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
 LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
@@ -96,83 +95,39 @@ class KeyRange:
         return self._by_key[num_keys]
 
 
-def compressed_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
-    if layout is None:
-        return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
-    hi = layout.cmp_start + visible_compressed(layout.position, spec)
-    return KeyRange(spec.cmp_block, spec.cmp_stride, 0, layout.cmp_start.to(torch.int32), hi.to(torch.int32))
-
-
-def _window_range(spec: NSASpec, layout: TokenLayout | None) -> KeyRange:
-    if layout is None:
-        return KeyRange(1, 1, spec.window)
-    token = layout.doc_start + layout.position
-    lo = torch.maximum(layout.doc_start, token + (1 - spec.window))
-    return KeyRange(1, 1, spec.window, lo.to(torch.int32), (token + 1).to(torch.int32))
-
-
 @dataclass(frozen=True)
-class Branch:
-    """The functions of a branch: the same as its reference's. `tuned` replaces launches of the table."""
+class IntervalAttention:
+    """What both kinds of attention share. `tuned` replaces launches of the table."""
 
     name: str
-    range_of: Callable[[NSASpec, TokenLayout | None], KeyRange]
     tuned: Mapping[str, Launch] = field(default_factory=dict)
-    refusal = staticmethod(launch.refusal)
+    refusal = staticmethod(launch_table.refusal)
 
     def launch(self, kernel: str, q: Tensor, v: Tensor) -> Launch:
         """The launch of "forward", "dq" or "dkv" for tensors like q and v."""
         return self.tuned.get(kernel) or LAUNCHES.find(f"{self.name}_{kernel}", q, v)
 
-    def key_range(self, q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
-        """For queries like q with `q_offset` tokens before them."""
-        if cu_seqlens is None and not q_offset:
-            return self.range_of(spec, None)
-        tokens = q_offset + q.shape[1]
-
-        def of_queries() -> KeyRange:
-            whole = token_layout(tokens, spec, cu_seqlens, q.device)
-            tables = (whole.position, whole.doc_start, whole.cmp_start)
-            return self.range_of(spec, TokenLayout(*(table[q_offset:] for table in tables)))
-
-        key = (self.name, tokens, q_offset, spec)
-        return of_queries() if cu_seqlens is None else cached_with(cu_seqlens, key, of_queries)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, *, q_offset: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange) -> tuple[Tensor, Tensor]:
         """q [B,S,H,DK], k [B,N,G,DK], v [B,N,G,DV] -> o [B,S,H,DV], lse [B,S,H] float32, natural logarithm."""
         params = self.launch("forward", q, v)
-        key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         q, k, v = unit_last(q), unit_last(k), unit_last(v)
         o = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         lanes, tiles = _query_programs(q, k, params)
         if lanes * tiles:
             with launch_on(q):
-                forward_kernel[(lanes * tiles,)](
+                launcher(forward_kernel, (lanes * tiles,), q)(
                     q_ptr=q, k_ptr=k, v_ptr=v, o_ptr=o, lse_ptr=lse, lo_ptr=key_range.lo, hi_ptr=key_range.hi,
                     **_tma_keys(k, v, params), lanes=lanes, tiles=tiles,
                     **_strides(q=q, k=k, v=v), **_shape_args(q, k, v, key_range, params),
                 )  # fmt: skip
         return o, lse
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        spec: NSASpec,
-        cu_seqlens: Tensor | None,
-        *,
-        q_offset: int = 0,
+    def attend_backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, key_range: KeyRange
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v for the gradient `do` of `forward`'s output."""
+        """Gradients of q, k, v for the gradient `do` of `attend`'s output."""
         dq_params, dkv_params = self.launch("dq", q, v), self.launch("dkv", q, v)
-        key_range = self.key_range(q, spec, cu_seqlens, q_offset)
         do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
         (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -191,7 +146,7 @@ class Branch:
             )
         with launch_on(q):
             if lanes * tiles:
-                dq_kernel[(lanes * tiles,)](
+                launcher(dq_kernel, (lanes * tiles,), q)(
                     **shared, q_ptr=q, o_ptr=o, do_ptr=do, lse_ptr=lse.contiguous(), dq_ptr=dq,
                     q_rows_ptr=copies[0], do_rows_ptr=copies[1],
                     lo_ptr=key_range.lo, hi_ptr=key_range.hi, **_tma_keys(k, v, dq_params), lanes=lanes, tiles=tiles,
@@ -200,7 +155,7 @@ class Branch:
             row_tiles = _row_tiles(rows, key_range, dkv_params)
             for key in range(0, num_keys if batch * groups else 0, at_once):
                 keys = min(at_once, num_keys - key)
-                dkv_kernel[(batch * groups * splits * cdiv(keys, dkv_params.columns),)](
+                launcher(dkv_kernel, (batch * groups * splits * cdiv(keys, dkv_params.columns),), q)(
                     **shared, q_ptr=q, do_ptr=do, **row_tiles, dk_ptr=dk_parts, dv_ptr=dv_parts,
                     first_ptr=first, behind_ptr=behind, lanes=batch * groups, splits=splits, first_key=key,
                     part_keys=keys, **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
@@ -208,14 +163,11 @@ class Branch:
                 )  # fmt: skip
                 for parts, out in ((dk_parts, dk), (dv_parts, dv)) if splits > 1 else ():
                     of_key = groups * out.shape[3]
-                    sum_parts_kernel[(cdiv(batch * keys * of_key, SUM_BLOCK),)](
+                    launcher(sum_parts_kernel, (cdiv(batch * keys * of_key, SUM_BLOCK),), q)(
                         parts, out, batch * keys * of_key, splits, keys * of_key, num_keys * of_key, key * of_key,
                         BLOCK=SUM_BLOCK, num_warps=4, num_stages=1,
                     )  # fmt: skip
         return dq, dk, dv
-
-
-window = Branch("win", _window_range)
 
 
 def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescriptor | None]:

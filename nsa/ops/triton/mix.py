@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.triton import launch
-from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton import launch_table
+from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
 
 LAUNCHES = LaunchTable({("forward", "sm80"): {256: Launch(4096, 1)}, ("backward", "sm80"): {256: Launch(2048, 1)}})
 
-refusal = launch.refusal
+refusal = launch_table.refusal
 
 
 def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None) -> Tensor:
@@ -30,7 +30,7 @@ def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: 
     params = params or LAUNCHES.find("forward", o, o)
     padded, rows = _tile(dim, params)
     with launch_on(o):
-        _mix_kernel[(cdiv(tokens * heads, rows), batch)](
+        launcher(_mix_kernel, (cdiv(tokens * heads, rows), batch), o)(
             o_cmp, o_sel, o_win, gates, o, tokens * heads, heads,
             *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
             D=dim, DP=padded, ROWS=rows, num_warps=params.num_warps,
@@ -52,7 +52,7 @@ def backward(
     params = params or LAUNCHES.find("backward", do, do)
     padded, rows = _tile(dim, params)
     with launch_on(do):
-        _mix_backward_kernel[(cdiv(tokens * heads, rows), batch)](
+        launcher(_mix_backward_kernel, (cdiv(tokens * heads, rows), batch), do)(
             do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, tokens * heads, heads,
             *do.stride()[:3], *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
             D=dim, DP=padded, ROWS=rows, num_warps=params.num_warps,

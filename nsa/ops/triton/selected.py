@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
-from nsa.ops.triton import launch, selected_backward, selected_parts
+from nsa.ops.triton import launch_table, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch import Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
+from nsa.ops.triton.launch_table import Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
 from nsa.ops.triton.selected_lists import number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
@@ -51,34 +50,27 @@ LAUNCHES = LaunchTable({
 backward = selected_backward.backward
 
 
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+def refusal(q: Tensor, v: Tensor) -> str | None:
     """Why these kernels cannot run on such tensors; None when they can."""
     if v.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
-    return launch.refusal(q, v, spec)
+    return launch_table.refusal(q, v)
 
 
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> TilePlan:
+def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: int) -> TilePlan:
     """The checked-in launch parameters for such tensors."""
-    plan = choose_tiles(q, k, v, spec, LAUNCHES)
+    plan = choose_tiles(q, k, v, block, num_selected, LAUNCHES)
     head, kind = head_class(q.shape[3], v.shape[3]), card_of(q).kind
-    is_small = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP and spec.sel_block <= selected_parts.MAX_BLOCK
+    is_small = q.shape[2] // k.shape[2] <= PARTS_MAX_PER_GROUP and block <= selected_parts.MAX_BLOCK
     if plan.method != "adaptive" or not is_small or head not in PARTS_RATIO or kind != "sm90" or q.element_size() != 2:
         return plan
     return replace(plan, method="parts", ratio=PARTS_RATIO[head])
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-    params: TilePlan | None = None,
-    *,
-    q_offset: int = 0,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int, cu_seqlens: Tensor | None,
+    params: TilePlan | None = None, *, q_offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv], indices [B,S,G,n] -> o [B,S,H,Dv], lse [B,S,H] (natural log)."""
     o = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -87,22 +79,22 @@ def forward(
     q, k, v = unit_last(q), unit_last(k), unit_last(v)
     scale = q.shape[3] ** -0.5 * math.log2(math.e)
     with launch_on(q):
-        params = params or default_params(q, k, v, spec)
-        blocks = number_blocks(k.shape[1], spec, cu_seqlens, q.device, q_offset)
+        params = params or default_params(q, k, v, block, indices.shape[3])
+        blocks = number_blocks(k.shape[1], block, cu_seqlens, q.device, q_offset)
         tensors = (q, k, v, o, lse)
-        passes = plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params)
+        passes = plan_tiles(indices, blocks, q.shape[2] // k.shape[2], params)
         for tile_pass in passes:
-            tile_pass.launch(_attend_kernel, tensors, (), scale, spec)
+            tile_pass.launch(_attend_kernel, tensors, (), scale, block)
         if params.method == "parts":
             lists, parts = passes[0].lists, LAUNCHES.find("parts", q, v)
             assert lists.take is not None
-            selected_parts.attend_parts(tensors, indices, spec, blocks, lists.take, lists.queries, parts, scale)
+            selected_parts.attend_parts(tensors, indices, blocks, lists.take, lists.queries, parts, scale)
     return o, lse
 
 
-def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spec: NSASpec) -> int:
+def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int) -> int:
     """Stretches of queries whose parts `forward` holds in turn: where there is one more, its workspace is smaller."""
-    is_by_parts = default_params(q, k, v, spec).method == "parts"
+    is_by_parts = default_params(q, k, v, block, indices.shape[3]).method == "parts"
     return cdiv(q.shape[1], selected_parts.queries_at_once(q, v, indices)) if is_by_parts else 1
 
 

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected_lists, selected_tiles
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
 from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_place, number_blocks
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
 from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, extent, keys_at_once, load_block
@@ -57,7 +56,7 @@ class BackwardPlan:
     query: TilePlan
 
 
-def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardPlan:
+def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: int) -> BackwardPlan:
     """The checked-in launch parameters for such tensors."""
     batch, tokens, heads, _ = q.shape
     groups, per_group = k.shape[2], heads // k.shape[2]
@@ -66,29 +65,19 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> BackwardPl
         and max(q.shape[3], v.shape[3]) <= FUSED_MAX_HEAD
         and not torch.are_deterministic_algorithms_enabled()
     )
-    block = LAUNCHES.find("block_fused" if fused else "block", q, v)
-    # A block is chosen by num_selected * sel_block queries on average: lists up to twice that stay whole, and
+    gathered = LAUNCHES.find("block_fused" if fused else "block", q, v)
+    # A block is chosen by num_selected * block queries on average: lists up to twice that stay whole, and
     # their results are written once. Short sequences need shorter items to occupy the card.
-    items = batch * groups * tokens * spec.num_selected // ITEMS_WANTED
-    chunk = min(max(256, power_of_2(items)), max(256, 2 * spec.num_selected * spec.sel_block))
-    query = choose_tiles(q, k, v, spec, LAUNCHES, "query_")
-    return BackwardPlan("fused" if fused else "separate", block, chunk, query)
+    items = batch * groups * tokens * num_selected // ITEMS_WANTED
+    chunk = min(max(256, power_of_2(items)), max(256, 2 * num_selected * block))
+    query = choose_tiles(q, k, v, block, num_selected, LAUNCHES, "query_")
+    return BackwardPlan("fused" if fused else "separate", gathered, chunk, query)
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-    params: BackwardPlan | None = None,
-    *,
-    q_offset: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, lse: Tensor, block: int,
+    cu_seqlens: Tensor | None, params: BackwardPlan | None = None, *, q_offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v."""
     if q.numel() == 0:
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -98,8 +87,8 @@ def backward(
     q, do = (x if x.stride(2) == x.shape[3] else x.contiguous() for x in (q, do))
     lse = lse.contiguous()
     with launch_on(q):
-        params = params or default_params(q, k, v, spec)
-        blocks = number_blocks(k.shape[1], spec, cu_seqlens, q.device, q_offset)
+        params = params or default_params(q, k, v, block, indices.shape[3])
+        blocks = number_blocks(k.shape[1], block, cu_seqlens, q.device, q_offset)
         lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)  # lse in base 2
         if params.dq == "fused":
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -107,12 +96,12 @@ def backward(
         else:
             dq = q.new_empty(q.shape)
             tensors, strides = (q, k, v, o, do, lse, lse2, delta, dq), (*o.stride()[:3], *do.stride()[:3])
-            for tile_pass in selected_tiles.plan_tiles(indices, spec, blocks, q.shape[2] // k.shape[2], params.query):
-                tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, spec)
+            for tile_pass in selected_tiles.plan_tiles(indices, blocks, q.shape[2] // k.shape[2], params.query):
+                tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, block)
         pairs = k.shape[0] * k.shape[2]
         for turn in selected_lists.plan_turns(q.shape[1], blocks.count, pairs):
-            lists = selected_lists.block_lists(indices, spec, blocks, params.chunk, turn)
-            _launch_block(lists, blocks, params, spec, (q, k, v, do, lse2, delta, dq, dk, dv))
+            lists = selected_lists.block_lists(indices, blocks, params.chunk, turn)
+            _launch_block(lists, blocks, params, (q, k, v, do, lse2, delta, dq, dk, dv))
         if params.dq == "fused":
             dq = _scaled(dq, q.shape[3] ** -0.5, q.dtype)
     return dq, dk, dv
@@ -121,32 +110,30 @@ def backward(
 def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x * scale in another type."""
     scaled = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _scale_kernel[(cdiv(x.numel(), 4096),)](x, scaled, scale, x.numel(), SIZE=4096, num_warps=8)
+    launcher(_scale_kernel, (cdiv(x.numel(), 4096),), x)(x, scaled, scale, x.numel(), SIZE=4096, num_warps=8)
     return scaled
 
 
 def _launch_delta(do: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, delta: Tensor) -> None:
     rows = delta.numel()
-    _delta_kernel[(cdiv(rows, 32),)](
+    launcher(_delta_kernel, (cdiv(rows, 32),), do)(
         do, o, lse, lse2, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
         D=do.shape[3], BLOCK_D=power_of_2(do.shape[3]), ROWS=32, num_warps=4,
     )  # fmt: skip
 
 
-def _launch_block(
-    lists: BlockLists, blocks: Blocks, params: BackwardPlan, spec: NSASpec, tensors: tuple[Tensor, ...]
-) -> None:
+def _launch_block(lists: BlockLists, blocks: Blocks, params: BackwardPlan, tensors: tuple[Tensor, ...]) -> None:
     q, k, v, do, *_, dk, dv = tensors
-    keys = keys_at_once(params.block, spec)
+    keys = keys_at_once(params.block, blocks.size)
     shape = {
-        "SEL": spec.sel_block, "DK": q.shape[3], "DV": v.shape[3],
+        "SEL": blocks.size, "DK": q.shape[3], "DV": v.shape[3],
         "BLOCK_DK": power_of_2(q.shape[3]), "BLOCK_DV": power_of_2(v.shape[3]), "PACKED": blocks.packed,
     }  # fmt: skip
-    dk_parts = torch.empty(lists.max_slots, spec.sel_block, q.shape[3], dtype=torch.float32, device=q.device)
-    dv_parts = torch.empty(lists.max_slots, spec.sel_block, v.shape[3], dtype=torch.float32, device=q.device)
+    dk_parts = torch.empty(lists.max_slots, blocks.size, q.shape[3], dtype=torch.float32, device=q.device)
+    dv_parts = torch.empty(lists.max_slots, blocks.size, v.shape[3], dtype=torch.float32, device=q.device)
     places = (lists.counts, lists.item_first, lists.slot_first, blocks.starts)
     sizes = (lists.first_pair, lists.first_block, lists.chunk, k.shape[1], k.shape[2], lists.count)
-    _block_grads_kernel[(lists.max_items * cdiv(spec.sel_block, keys),)](
+    launcher(_block_grads_kernel, (lists.max_items * cdiv(blocks.size, keys),), q)(
         *tensors, dk_parts, dv_parts,
         lists.queries, lists.offsets, lists.item_block, lists.totals, *places,
         q.stride(0), *k.stride()[:3], *v.stride()[:3], do.stride(0), *sizes, blocks.q_offset, q.shape[3] ** -0.5,
@@ -155,7 +142,7 @@ def _launch_block(
         WIDE=max(extent(q), extent(do), q[0].numel()) >= 1 << 31,
         **shape, num_warps=params.block.num_warps, num_stages=params.block.num_stages,
     )  # fmt: skip
-    _sum_parts_kernel[(lists.pairs * lists.count * cdiv(spec.sel_block, 16),)](
+    launcher(_sum_parts_kernel, (lists.pairs * lists.count * cdiv(blocks.size, 16),), q)(
         dk, dv, dk_parts, dv_parts, *places, *sizes, KEYS=16, **shape, num_warps=4
     )
 

@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.layout import cached_with, num_blocks, token_layout
-from nsa.ops.spec import NSASpec
-from nsa.ops.triton.launch import cdiv, power_of_2
+from nsa.ops.triton.launch_table import cdiv, launcher, power_of_2
 
 MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g), or parts of one, are done in turns
 _SIZES = ["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
@@ -29,8 +28,9 @@ SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
 
 @dataclass(frozen=True)
 class Blocks:
-    """How blocks are numbered. Unpacked, block j starts at token j*sel_block and the tables are placeholders.
+    """How blocks are numbered. Unpacked, block j starts at token j * size and the tables are placeholders.
 
+    size       tokens of a block
     count      blocks, or when packed an upper bound of their number that depends on shapes alone
     packed     whether the tables hold anything
     doc_start  [S] int32, first token of every token's document
@@ -39,6 +39,7 @@ class Blocks:
     q_offset   tokens before the first query: indices are those of the queries alone, blocks those of the sequence
     """
 
+    size: int
     count: int
     packed: bool
     doc_start: Tensor
@@ -48,26 +49,26 @@ class Blocks:
 
 
 def number_blocks(
-    tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device, q_offset: int = 0
+    tokens: int, block: int, cu_seqlens: Tensor | None, device: torch.device, q_offset: int = 0
 ) -> Blocks:
     if cu_seqlens is None:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return Blocks(num_blocks(tokens, spec), False, nothing, nothing, nothing, q_offset)
-    blocks = cached_with(cu_seqlens, ("blocks", tokens, spec), lambda: _number_packed(tokens, spec, cu_seqlens))
+        return Blocks(block, num_blocks(tokens, block), False, nothing, nothing, nothing, q_offset)
+    blocks = cached_with(cu_seqlens, ("blocks", tokens, block), lambda: _number_packed(tokens, block, cu_seqlens))
     return replace(blocks, q_offset=q_offset)
 
 
-def _number_packed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Blocks:
+def _number_packed(tokens: int, block: int, cu_seqlens: Tensor) -> Blocks:
     device = cu_seqlens.device
-    layout = token_layout(tokens, spec, cu_seqlens, device)
-    count = min(tokens, tokens // spec.sel_block + cu_seqlens.shape[0] - 1)  # a document adds at most one short block
-    opens = layout.position % spec.sel_block == 0
+    layout = token_layout(tokens, cu_seqlens, device)
+    count = min(tokens, tokens // block + cu_seqlens.shape[0] - 1)  # a document adds at most one short block
+    opens = layout.position % block == 0
     number = opens.cumsum(0) - 1
     starts = torch.full((count + 2,), tokens, dtype=torch.int32, device=device)
     # Tokens inside a block write to the last place, which is then dropped.
     place = torch.where(opens, number, count + 1)
     starts.scatter_(0, place, torch.arange(tokens, dtype=torch.int32, device=device))
-    return Blocks(count, True, layout.doc_start.to(torch.int32), number.to(torch.int32), starts[: count + 1])
+    return Blocks(block, count, True, layout.doc_start.to(torch.int32), number.to(torch.int32), starts[: count + 1])
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,6 @@ class Skipped(NamedTuple):
 
 def block_lists(
     indices: Tensor,
-    spec: NSASpec,
     blocks: Blocks,
     chunk: int,
     turn: Turn,
@@ -179,20 +179,20 @@ def block_lists(
     sizes = (first_pair, first_block, tokens, blocks.q_offset, groups, spans, count, first, take.shape[1])
     shape = {
         "CHOSEN": chosen, "PADDED": padded, "TOKENS": at_once,
-        "SEL": spec.sel_block, "SPAN": SPAN, "PACKED": blocks.packed, "TILE": tile,
+        "SEL": blocks.size, "SPAN": SPAN, "PACKED": blocks.packed, "TILE": tile,
     }  # fmt: skip
-    _mark_kernel[grid](*source, *sizes, **shape)
-    _count_kernel[(pairs * cdiv(count, 32),)](
+    launcher(_mark_kernel, grid, indices)(*source, *sizes, **shape)
+    launcher(_count_kernel, (pairs * cdiv(count, 32),), indices)(
         bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
     )
-    _plan_kernel[(1,)](
+    launcher(_plan_kernel, (1,), indices)(
         lists.counts, lists.offsets, lists.item_first, lists.slot_first, lists.totals, cells, chunk,
         WIDTH=2048, num_warps=8,
     )  # fmt: skip
-    _fill_kernel[(cdiv(cells, 32),)](
+    launcher(_fill_kernel, (cdiv(cells, 32),), indices)(
         lists.counts, lists.item_first, lists.item_block, cells, chunk, WIDTH=32, num_warps=1
     )
-    _scatter_kernel[grid](
+    launcher(_scatter_kernel, grid, indices)(
         *source, before, lists.offsets, lists.queries, lists.queries if positions is None else positions, *sizes,
         **shape, POSITIONS=positions is not None,
     )  # fmt: skip

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
+from nsa.ops.layout import num_blocks
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch import Launch, cdiv, power_of_2
+from nsa.ops.triton.launch_table import Launch, cdiv, launcher, power_of_2
 from nsa.ops.triton.selected_lists import (
     SPAN,
     BlockLists,
@@ -50,15 +50,9 @@ def queries_at_once(q: Tensor, v: Tensor, indices: Tensor) -> int:
 
 
 def attend_parts(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    indices: Tensor,
-    spec: NSASpec,
-    blocks: Blocks,
-    take: Tensor,
-    tile: int,
-    params: Launch,
-    scale: float,
-) -> None:
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], indices: Tensor, blocks: Blocks, take: Tensor, tile: int,
+    params: Launch, scale: float,
+) -> None:  # fmt: skip
     """Writes o and lse of `tensors` (q, k, v, o, lse) for the queries of all tiles of `tile` queries whose `take` is 0.
     `scale` in base 2."""
     q, _, v, o, lse = tensors
@@ -71,31 +65,27 @@ def attend_parts(
     for first in range(0, tokens, at_once):
         here = indices[:, first : first + at_once]
         seen = replace(blocks, q_offset=blocks.q_offset + first)
-        visible = blocks.count if blocks.packed else cdiv(seen.q_offset + here.shape[1], spec.sel_block)
+        visible = blocks.count if blocks.packed else num_blocks(seen.q_offset + here.shape[1], blocks.size)
         turn, skipped = Turn(0, pairs, 0, min(blocks.count, visible)), Skipped(take, tile, first)
-        lists = block_lists(here, spec, seen, CHUNK, turn, skipped, positions)
-        _launch_block(
-            (q[:, first : first + at_once], *tensors[1:3], parts, lse_parts), lists, seen, spec, params, scale
-        )
+        lists = block_lists(here, seen, CHUNK, turn, skipped, positions)
+        _launch_block((q[:, first : first + at_once], *tensors[1:3], parts, lse_parts), lists, seen, params, scale)
         rows = here.shape[1] * per_group
-        _merge_kernel[(pairs * cdiv(rows, MERGED_ROWS),)](
+        launcher(_merge_kernel, (pairs * cdiv(rows, MERGED_ROWS),), q)(
             parts, lse_parts, positions, take, o, lse, first, here.shape[1], tokens, groups, take.shape[1],
             CHOSEN=chosen, PADDED=power_of_2(chosen), PER_GROUP=per_group, TILE=tile, DV=v.shape[3],
             BLOCK_DV=power_of_2(v.shape[3]), ROWS=MERGED_ROWS, num_warps=4,
         )  # fmt: skip
 
 
-def _launch_block(
-    tensors: tuple[Tensor, ...], lists: BlockLists, blocks: Blocks, spec: NSASpec, params: Launch, scale: float
-) -> None:
+def _launch_block(tensors: tuple[Tensor, ...], lists: BlockLists, blocks: Blocks, params: Launch, scale: float) -> None:
     q, k, v, *_ = tensors
-    _attend_block_kernel[(lists.max_items,)](
+    launcher(_attend_block_kernel, (lists.max_items,), q)(
         *tensors,
         lists.queries, lists.offsets, lists.item_block, lists.totals, lists.counts, lists.item_first, blocks.starts,
         q.stride(0), *k.stride()[:3], *v.stride()[:3], lists.chunk, k.shape[1], k.shape[2], lists.count,
         blocks.q_offset, scale,
         STRIDE_QS=q.stride(1), STRIDE_QH=q.stride(2), PER_GROUP=q.shape[2] // k.shape[2], ROWS=params.rows,
-        KEYS=max(16, power_of_2(spec.sel_block)), WIDE=extent(q) >= 1 << 31, SEL=spec.sel_block, DK=q.shape[3],
+        KEYS=max(16, power_of_2(blocks.size)), WIDE=extent(q) >= 1 << 31, SEL=blocks.size, DK=q.shape[3],
         DV=v.shape[3], BLOCK_DK=power_of_2(q.shape[3]), BLOCK_DV=power_of_2(v.shape[3]), PACKED=blocks.packed,
         num_warps=params.num_warps, num_stages=params.num_stages,
     )  # fmt: skip

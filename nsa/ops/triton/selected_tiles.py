@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
+from nsa.ops.layout import num_blocks
 from nsa.ops.triton.flash_kernels import load_tile
-from nsa.ops.triton.launch import Launch, LaunchTable, cdiv, head_class, power_of_2
+from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, head_class, launcher, power_of_2
 from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
@@ -76,19 +76,19 @@ class TilePass:
     sub: int = 1
 
     def launch(
-        self, kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], scale: float, spec: NSASpec
+        self, kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], scale: float, block: int
     ) -> None:
         """Starts a kernel on `tensors`, which begin with q, k and v, on the lists and with `strides` of its own."""
         q, k, v, *_ = tensors
         lists, take, per_group = self.lists, self.lists.take, q.shape[2] // k.shape[2]
         head_tiles = cdiv(per_group, self.shape.heads)
-        kernel[(lists.entries.shape[0] * lists.tiles * head_tiles,)](
+        launcher(kernel, (lists.entries.shape[0] * lists.tiles * head_tiles,), q)(
             *tensors, lists.entries, lists.counts, lists.counts if take is None else take,
             *q.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2), *strides,
             q.shape[1], k.shape[1] - q.shape[1], k.shape[2], lists.tiles, lists.capacity,
             0 if take is None else take.shape[1], scale,
             PER_GROUP=per_group, QUERIES=lists.queries, HEADS=self.shape.heads, HEAD_TILES=head_tiles,
-            ROWS=self.shape.rows, KEYS=keys_at_once(self.params, spec), SEL=spec.sel_block,
+            ROWS=self.shape.rows, KEYS=keys_at_once(self.params, block), SEL=block,
             STRIDE_KS=k.stride(1), STRIDE_VS=v.stride(1), DK=q.shape[3], DV=v.shape[3],
             BLOCK_DK=power_of_2(q.shape[3]), BLOCK_DV=power_of_2(v.shape[3]),
             WANTED=-1 if take is None else self.wanted, SUB=self.sub,
@@ -96,9 +96,9 @@ class TilePass:
         )  # fmt: skip
 
 
-def keys_at_once(params: Launch, spec: NSASpec) -> int:
+def keys_at_once(params: Launch, block: int) -> int:
     """A launch's keys, at most a block."""
-    return min(params.columns, max(16, power_of_2(spec.sel_block)))
+    return min(params.columns, max(16, power_of_2(block)))
 
 
 def extent(x: Tensor) -> int:
@@ -106,7 +106,9 @@ def extent(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
 
 
-def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTable, prefix: str = "") -> TilePlan:
+def choose_tiles(
+    q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: int, table: LaunchTable, prefix: str = ""
+) -> TilePlan:
     """The plan for such tensors, with the launches "small" and "large" of a table."""
     per_group = q.shape[2] // k.shape[2]
     small, large = (table.find(prefix + name, q, v) for name in ("small", "large"))
@@ -119,9 +121,9 @@ def choose_tiles(q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, table: LaunchTa
         small = replace(small, rows=rows, num_warps=max(small.num_warps, rows // 16))
     if per_group >= 16:
         ratio = min(ratio, 1.5)  # small tiles have no idle rows then
-    visible = cdiv(k.shape[1], spec.sel_block)
+    visible = num_blocks(k.shape[1], block)
     # When a query reads most of what it may see, so do its neighbours: nearly dense, whatever was selected.
-    return TilePlan("tile" if visible <= 2 * spec.num_selected else "adaptive", small, large, ratio)
+    return TilePlan("tile" if visible <= 2 * num_selected else "adaptive", small, large, ratio)
 
 
 def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
@@ -133,24 +135,24 @@ def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
     return TileShape(rows, heads, max(1, min(rows // heads, MAX_TILE_QUERIES, MAX_CANDIDATES // chosen)))
 
 
-def plan_tiles(indices: Tensor, spec: NSASpec, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
+def plan_tiles(indices: Tensor, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
     """The launches that together cover every query once; of "parts", one over the large tiles that are used."""
     small, large = (_tile_shape(per_group, indices.shape[3], params) for params in (plan.small, plan.large))
     if plan.method in ("tile", "parts"):
         ratio, wanted = (0.0, 0) if plan.method == "tile" else (plan.ratio, 1)
-        return [TilePass(plan.large, large, tile_lists(indices, spec, blocks, large.queries, ratio=ratio), wanted)]
-    lists = tile_lists(indices, spec, blocks, small.queries)
+        return [TilePass(plan.large, large, tile_lists(indices, blocks, large.queries, ratio=ratio), wanted)]
+    lists = tile_lists(indices, blocks, small.queries)
     sub = large.queries // small.queries  # large tiles then consist of whole small ones
     if plan.method == "query" or sub <= 1:
         return [TilePass(plan.small, small, lists)]
     large = large._replace(queries=sub * small.queries)
-    wide = tile_lists(indices, spec, blocks, large.queries, lists, plan.ratio)
+    wide = tile_lists(indices, blocks, large.queries, lists, plan.ratio)
     lists = replace(lists, take=wide.take)
     return [TilePass(plan.large, large, wide, 1), TilePass(plan.small, small, lists, 0, sub)]
 
 
 def tile_lists(
-    indices: Tensor, spec: NSASpec, blocks: Blocks, queries: int, small: TileLists | None = None, ratio: float = 0.0
+    indices: Tensor, blocks: Blocks, queries: int, small: TileLists | None = None, ratio: float = 0.0
 ) -> TileLists:
     """The union of the blocks of each `queries` neighbouring queries. With a ratio also `take`: 1 where a tile's union,
     at `ratio` times the cost per entry, costs no more than those of the `small` tiles it covers, or without them no
@@ -168,11 +170,11 @@ def tile_lists(
     bits = not blocks.packed and blocks.count <= MAX_BITS and chosen <= 32
     width = power_of_2(blocks.count if bits else queries * chosen)
     at_once = max(1, (256 if bits else 512) // width)
-    _tile_lists_kernel[(pairs * cdiv(tiles, at_once),)](
+    launcher(_tile_lists_kernel, (pairs * cdiv(tiles, at_once),), indices)(
         indices, *indices.stride(), blocks.doc_start, entries, counts,
         counts if small is None else small.counts, counts if take is None else take,
         ratio, tokens, blocks.q_offset, groups, tiles, 0 if small is None else small.tiles, capacity,
-        CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=spec.sel_block, PACKED=blocks.packed,
+        CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=blocks.size, PACKED=blocks.packed,
         SUB=0 if small is None else queries // small.queries,
         SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries), TAKE=take is not None,
         BITS=bits, UNROLL=chosen <= 32, num_warps=4 if width <= 1024 else 8,

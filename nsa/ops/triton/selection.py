@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import num_blocks, token_layout
+from nsa.ops.layout import compressed_overlap, compressed_per_block, first_compressed, num_blocks, token_layout
 from nsa.ops.spec import NSASpec
-from nsa.ops.triton import launch
-from nsa.ops.triton.launch import H200, Launch, LaunchTable, cdiv, launch_on, power_of_2, unit_last
+from nsa.ops.triton import launch_table
+from nsa.ops.triton.launch_table import H200, Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
 from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
@@ -37,11 +37,11 @@ LAUNCHES = LaunchTable({
 })  # fmt: skip
 
 
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+def refusal(q: Tensor, v: Tensor) -> str | None:
     """Why these kernels cannot run queries like q with key/value heads like v's, or None."""
     if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
         return f"block selection takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    return launch.refusal(q, v, spec)
+    return launch_table.refusal(q, v)
 
 
 def default_params(q: Tensor, k: Tensor) -> tuple[Launch, Launch]:
@@ -50,15 +50,9 @@ def default_params(q: Tensor, k: Tensor) -> tuple[Launch, Launch]:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-    params: tuple[Launch, Launch] | None = None,
-    *,
-    q_offset: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, lse: Tensor, spec: NSASpec, cu_seqlens: Tensor | None,
+    params: tuple[Launch, Launch] | None = None, *, q_offset: int = 0,
+) -> Tensor:  # fmt: skip
     """q [B,S,H,D], k [B,N,G,D], lse [B,S,H] -> indices [B,S,G,num_selected] int32."""
     batch, tokens, heads, dim = q.shape
     groups = k.shape[2]
@@ -86,7 +80,7 @@ def forward(
                 tiles = cdiv(stop - score_first, query_tile)
                 programs = tiles * (b1 - b0) * groups
                 splits, span = split_blocks(programs, width, constants["BJ"])
-                score_kernel[(programs * splits,)](
+                launcher(score_kernel, (programs * splits,), q)(
                     q, k, lse, workspace, doc_start, cmp_start,
                     b0, b1 - b0, score_first, stop, k.shape[1], width, groups, splits, span,
                     *q.stride()[:3], *k.stride()[:3], *lse.stride(),
@@ -95,7 +89,7 @@ def forward(
                     num_warps=score.num_warps, num_stages=score.num_stages, maxnreg=score.maxnreg,
                 )  # fmt: skip
             pick_args, warps = pick_constants(spec, width, pick)
-            pick_kernel[((stop - first) * (b1 - b0) * groups,)](
+            launcher(pick_kernel, ((stop - first) * (b1 - b0) * groups,), q)(
                 workspace, indices, doc_start,
                 b0, first, stop, score_first, tokens, width, groups,
                 **pick_args, PLANES=planes, PACKED=packed, num_warps=warps,
@@ -105,10 +99,10 @@ def forward(
 
 def _starts(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> tuple[Tensor, Tensor]:
     """The first token of every query's document, counted from the first query, and its first compressed token."""
-    layout = token_layout(q_offset + q.shape[1], spec, cu_seqlens, q.device)
-    if not q_offset:
-        return layout.doc_start, layout.cmp_start
-    return layout.doc_start[q_offset:] - q_offset, layout.cmp_start[q_offset:]
+    tokens = q_offset + q.shape[1]
+    doc_start = token_layout(tokens, cu_seqlens, q.device).doc_start
+    cmp_start = first_compressed(tokens, spec, cu_seqlens, q.device)
+    return (doc_start[q_offset:] - q_offset, cmp_start[q_offset:]) if q_offset else (doc_start, cmp_start)
 
 
 # What follows from shapes alone is computed once for each; callers only read it.
@@ -121,7 +115,7 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
     most = max(1, params.columns // per_group)
     queries = min(rows, 1 << (most.bit_length() - 1))
     heads = rows // queries
-    chunks = spec.sel_block // spec.cmp_stride
+    chunks = compressed_per_block(spec)
     padded = power_of_2(chunks)
     per_tile = min(padded, params.rows)
     # A head size such as 192 is two products, 128 + 64, rather than one padded to 256.
@@ -131,8 +125,8 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
         "HEADS": per_group, "PRODUCTS": cdiv(per_group, heads),
         "HP": heads, "QT": queries, "INNER": max(1, 16 // heads),
         "BJ": params.rows // per_tile, "BC": per_tile, "PARTS": padded // per_tile,
-        "R": chunks, "CHUNKS": spec.cmp_block // spec.cmp_stride,
-        "PLANES": 1 if spec.cmp_block == spec.cmp_stride else 2,
+        "R": chunks, "CHUNKS": compressed_overlap(spec),
+        "PLANES": score_planes(spec),
         "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
         "NUM_SELECTED": spec.num_selected, "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
         # A block with a score ends NUM_LOCAL blocks before the query's: often all its compressed tokens are visible.
@@ -160,7 +154,12 @@ def pick_constants(spec: NSASpec, width: int, params: Launch) -> tuple[dict[str,
 
 def block_width(stop: int, spec: NSASpec) -> int:
     """Length of one plane of a row's scores, for queries before `stop`: whole 64-byte pieces."""
-    return cdiv(num_blocks(stop, spec), 16) * 16
+    return cdiv(num_blocks(stop, spec.sel_block), 16) * 16
+
+
+def score_planes(spec: NSASpec) -> int:
+    """Planes of a row's scores: one of own blocks, and where compressed blocks overlap one of the next blocks."""
+    return 1 if compressed_overlap(spec) == 1 else 2
 
 
 def score_bytes(tokens: int) -> int:

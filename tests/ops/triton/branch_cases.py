@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from nsa.ops.layout import num_slots
-from nsa.ops.reference import attention as reference
+from nsa.ops.reference import compressed as reference_compressed
+from nsa.ops.reference import windowed as reference_windowed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import flash
 from nsa.ops.triton.compressed import compressed
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
+from nsa.ops.triton.windowed import windowed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 SPEC = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, window=20)
 SMALL = Launch(rows=32, columns=16, num_warps=4, num_stages=1)
-BRANCHES = {"cmp": (compressed, reference.compressed), "win": (flash.window, reference.window)}
+BRANCHES = {"cmp": (compressed, reference_compressed), "win": (windowed, reference_windowed)}
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,20 @@ def inputs(branch: str, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+def size_of(branch: str, spec: NSASpec) -> NSASpec | int:
+    """What a branch takes of a spec."""
+    return spec if branch == "cmp" else spec.window
+
+
 def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
     tuned = dict.fromkeys(("forward", "dq", "dkv"), case.launch) if case.launch else {}
     kernels = replace(BRANCHES[branch][0], tuned=tuned)
     q, k, v, do = tensors
     borders = case.cu_seqlens()
-    o, lse = kernels.forward(q, k, v, case.spec, borders)
+    o, lse = kernels.forward(q, k, v, size_of(branch, case.spec), borders)
     splits = mock.patch.object(flash, "num_splits", return_value=case.splits) if case.splits else nullcontext()
     with splits:
-        grads = kernels.backward(do, q, k, v, o, lse, case.spec, borders)
+        grads = kernels.backward(do, q, k, v, o, lse, size_of(branch, case.spec), borders)
     return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
 
 
@@ -77,8 +84,8 @@ def run_reference(branch: str, case: Case, tensors: tuple[Tensor, ...]) -> dict[
     module = BRANCHES[branch][1]
     q, k, v, do = (x.double() for x in tensors)
     borders = case.cu_seqlens()
-    o, lse = module.forward(q, k, v, case.spec, borders)
-    grads = module.backward(do, q, k, v, o, lse, case.spec, borders)
+    o, lse = module.forward(q, k, v, size_of(branch, case.spec), borders)
+    grads = module.backward(do, q, k, v, o, lse, size_of(branch, case.spec), borders)
     return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
 
 

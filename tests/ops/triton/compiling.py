@@ -1,6 +1,6 @@
 """Compiles every launch that the operators make for given tensors, without a GPU.
 
-The host functions run on meta tensors with the kernels replaced by recorders, so what is compiled is exactly what
+The host functions run on meta tensors with a launcher that records, so what is compiled is exactly what
 would be launched, and a host function that read a value back from the device would fail. Run as a program (never under
 TRITON_INTERPRET), it reads questions, a JSON line each, and answers with what each kernel takes from a multiprocessor.
 """
@@ -29,15 +29,16 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa.ops import dispatch
+from nsa.ops.fused_step import Gate, Source, Write
 from nsa.ops.layout import num_slots
 from nsa.ops.spec import NSASpec
-from nsa.ops.step import Gate, Source, Write
-from nsa.ops.triton import launch
-from nsa.ops.triton.step import WIDEST
+from nsa.ops.triton import launch_table
+from nsa.ops.triton.step_kernels import WIDEST
 
 FILES = (
-    "launch",
+    "launch_table",
     "compress",
+    "compressed",
     "decode",
     "feed_forward",
     "flash",
@@ -48,7 +49,7 @@ FILES = (
     "selected_parts",
     "selected_tiles",
     "selection",
-    "step",
+    "step_kernels",
 )
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -94,26 +95,20 @@ class Taken:
     narrow: list[str]
 
 
-class Recorder:
-    """Stands in for a kernel and keeps the arguments of its launches."""
-
-    def __init__(self, kernel: Any, launches: list[Any]):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.launches.append((self.kernel, args, options))
-
-
 @contextmanager
 def recording(arch: int) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Inside, kernels only note their launches, as if on a card of that architecture: (kernel, arguments, options)."""
     launches: list[Any] = []
-    card = launch.Card(launch.card_class(arch), MULTIPROCESSORS[arch])
+    card = launch_table.Card(launch_table.card_class(arch), MULTIPROCESSORS[arch])
+
+    def recorder(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Any:
+        return lambda *args, **options: launches.append((kernel, args, options))
+
     with ExitStack() as patches:
         for module in (import_module(f"nsa.ops.triton.{name}") for name in FILES):
-            for name, value in list(vars(module).items()):
-                if name.endswith("_kernel"):
-                    patches.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
+            for name in list(vars(module)):
+                if name == "launcher":
+                    patches.enter_context(mock.patch.object(module, name, recorder))
                 elif name == "card_of":
                     patches.enter_context(mock.patch.object(module, name, return_value=card))
         yield launches
@@ -147,10 +142,10 @@ def attend(plan: Plan) -> None:
     o, lse = cmp.forward(q, k_cmp, v_cmp, SPEC, borders)
     cmp.backward(do, q, k_cmp, v_cmp, o, lse, SPEC, borders)
     indices = select.forward(q, k_cmp, lse, SPEC, borders)
-    o, lse = sel.forward(q, k, v, indices, SPEC, borders)
-    sel.backward(do, q, k, v, indices, o, lse, SPEC, borders)
-    o, lse = win.forward(q, k, v, SPEC, borders)
-    win.backward(do, q, k, v, o, lse, SPEC, borders)
+    o, lse = sel.forward(q, k, v, indices, SPEC.sel_block, borders)
+    sel.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, borders)
+    o, lse = win.forward(q, k, v, SPEC.window, borders)
+    win.backward(do, q, k, v, o, lse, SPEC.window, borders)
     gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
     mix.forward(o, o, o, gates)
     mix.backward(do, o, o, o, gates)

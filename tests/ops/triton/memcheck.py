@@ -19,7 +19,7 @@ from nsa.ops import (
     RingKV,
     compress_contract,
     compress_mean,
-    feed_forward,
+    long_mlp,
     nsa_attention,
     nsa_decode,
     paged_attention,
@@ -93,10 +93,10 @@ def decode():
 
 def mlp():
     """More tokens than a chunk has, and widths that are no power of two."""
-    x, norm, dy = (torch.randn(shape, device="cuda") for shape in ((1, feed_forward.CHUNK + 5, 48), (48,), (48,)))
+    x, norm, dy = (torch.randn(shape, device="cuda") for shape in ((1, long_mlp.CHUNK + 5, 48), (48,), (48,)))
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((72, 48), (72, 48), (48, 72))]
-    feed_forward.forward(x, norm, *weights, 1e-5)
-    feed_forward.backward(dy.expand_as(x), x, norm, *weights, 1e-5)
+    long_mlp.forward(x, norm, *weights, 1e-5)
+    long_mlp.backward(dy.expand_as(x), x, norm, *weights, 1e-5)
 
 
 @torch.inference_mode()

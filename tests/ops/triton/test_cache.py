@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa.nn import KVCache, NSAAttention
-from nsa.nn.attention import DenseAttention
+from nsa.nn.attention import DenseAttention, WindowAttention
 from tests.nn.test_cache import SPEC, in_chunks, randomize_gates
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests of tests/generate/test_gpu.py do this")
@@ -19,7 +19,7 @@ def test_prompt_and_steps_equal_the_whole_sequence(kind, options):
     if kind == "nsa":
         layer = NSAAttention(24, 4, 2, 16, 32, SPEC, **options)
     else:
-        layer = DenseAttention(24, 4, 2, 16, 32, **options)
+        layer = (WindowAttention if options else DenseAttention)(24, 4, 2, 16, 32, **options)
     randomize_gates(layer)
     x = torch.randn(1, 42, 24)
     with torch.no_grad():

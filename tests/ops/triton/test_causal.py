@@ -7,10 +7,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.ops import NSASpec
 from nsa.ops.layout import num_compressed
-from nsa.ops.reference import attention as reference
+from nsa.ops.reference import compressed as reference
 from nsa.ops.triton import compressed as module
 from nsa.ops.triton.compressed import FEWEST_TOKENS, compressed, cudnn_is_faster
-from nsa.ops.triton.launch import H200, Card
+from nsa.ops.triton.launch_table import H200, Card
 
 
 def scores(q, k):
@@ -57,11 +57,11 @@ def test_causal_attention_over_runs_of_tokens_is_compressed_attention(tokens, sp
     q, k, v, do = draw(tokens, 6, 16), draw(keys, 2, 16), draw(keys, 2, 32), draw(tokens, 6, 32)
     q, k, v, do = (x.mT.contiguous().mT for x in (q, k, v, do))  # callers may have them in any order
     exact = [x.double() for x in (q, k, v)]
-    wanted = reference.compressed.forward(*exact, spec, None)
+    wanted = reference.forward(*exact, spec, None)
     got = compressed.forward_by_runs(q, k, v, spec)
     for x, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(x.double(), want.double(), rtol=1e-4, atol=1e-5)
-    wanted_grads = reference.compressed.backward(do.double(), *exact, *wanted, spec, None)
+    wanted_grads = reference.backward(do.double(), *exact, *wanted, spec, None)
     for x, want in zip(compressed.backward_by_runs(do, q, k, v, *got, spec), wanted_grads, strict=True):
         assert x.is_contiguous()
         torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-5)
@@ -96,9 +96,10 @@ def test_documents_stay_with_our_kernels():
     """cuDNN has a workspace where it would run."""
     q, k = like(), torch.empty(1, 65535, 2, 64, dtype=torch.bfloat16, device="meta")
     lse, borders = torch.empty(q.shape[:3], device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
-    forward, backward = (q, k, k, NSASpec()), (q, q, k, k, q, lse, NSASpec())
-    assert compressed.forward_workspace(*forward, None) > q.nbytes
-    assert compressed.backward_workspace(*backward, None) > 4 * q.nbytes
+    forward = {"q": q, "k": k, "v": k, "spec": NSASpec()}
+    backward = forward | {"do": q, "o": q, "lse": lse}
+    assert compressed.forward_workspace(**forward, cu_seqlens=None) > q.nbytes
+    assert compressed.backward_workspace(**backward, cu_seqlens=None) > 4 * q.nbytes
     for packed, offset in ((borders, 0), (None, 16)):
-        assert compressed.forward_workspace(*forward, packed, q_offset=offset) is None
-        assert compressed.backward_workspace(*backward, packed, q_offset=offset) is None
+        assert compressed.forward_workspace(**forward, cu_seqlens=packed, q_offset=offset) is None
+        assert compressed.backward_workspace(**backward, cu_seqlens=packed, q_offset=offset) is None

@@ -10,7 +10,7 @@ from nsa.ops.layout import slot_layout
 from nsa.ops.reference import compress as reference
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import compress
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -147,7 +147,7 @@ def test_invalid_borders_are_clamped():
 
 def test_float64_is_refused_with_a_reason():
     v = torch.zeros(1, 4, 2, 16, dtype=torch.float64)
-    assert "float64" in (compress.refusal(v, v, SMALL) or "")
-    assert compress.refusal(v.float(), v.float(), SMALL) is None
+    assert "float64" in (compress.refusal(v, v) or "")
+    assert compress.refusal(v.float(), v.float()) is None
     many = torch.empty(1 << 16, 1, 1, 16)
-    assert "65,535 sequences" in (compress.refusal(many, many, SMALL) or "")
+    assert "65,535 sequences" in (compress.refusal(many, many) or "")

@@ -5,7 +5,7 @@ import torch
 
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.flash import LONGEST_SUM, KeyRange, num_splits
-from nsa.ops.triton.launch import INTERPRETER, Launch
+from nsa.ops.triton.launch_table import INTERPRETER, Launch
 from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, poison, run_kernels
 
 BRANCH = "cmp"

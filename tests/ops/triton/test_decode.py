@@ -16,7 +16,7 @@ from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
 from nsa.ops.triton.decode import Launches
 from nsa.ops.triton.decode_choice import pick_blocks
-from nsa.ops.triton.launch import Card, Launch
+from nsa.ops.triton.launch_table import Card, Launch
 from tests.ops.cases import SMALL, Inputs, make_inputs
 from tests.ops.decode_cases import make_cache
 from tests.ops.triton.branch_cases import DEVICE, LIMIT, poison
@@ -323,7 +323,7 @@ def test_public_functions_run_the_kernels():
 def test_what_cannot_run_is_refused_with_a_reason():
     q = torch.zeros(1, 1, 4, 16)
     pool = torch.zeros(3, 64, 2, 16)
-    assert decode.refusal(q, pool, WIDE) is None
-    assert "float64" in (decode.refusal(q.double(), pool.double(), WIDE) or "")
-    assert "query heads" in (decode.refusal(q.repeat(1, 1, 100, 1), pool, WIDE) or "")
-    assert "compressed tokens" in (decode.refusal(q, pool, NSASpec(4, 1, 256)) or "")
+    assert decode.refusal(q, pool) is None
+    assert "float64" in (decode.refusal(q.double(), pool.double()) or "")
+    assert "query heads" in (decode.refusal(q.repeat(1, 1, 100, 1), pool) or "")
+    assert "compressed tokens" in (decode.refusal(q, pool, per_block=256) or "")

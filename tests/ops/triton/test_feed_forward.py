@@ -6,10 +6,9 @@ Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
 import pytest
 import torch
 
-from nsa.ops import feed_forward as whole
+from nsa.ops import long_mlp as whole
 from nsa.ops.dispatch import backend_name
 from nsa.ops.reference import feed_forward as reference
-from nsa.ops.spec import NSASpec
 from nsa.ops.triton import feed_forward
 
 INTERPRET = not torch.cuda.is_available()
@@ -72,7 +71,7 @@ def test_the_whole_in_chunks(monkeypatch, dtype):
     monkeypatch.setattr(whole, "CHUNK", 16)
     x, dy, norm = draw(2, 21, 32), draw(2, 21, 32, seed=1), 1 + draw(32, seed=2) / 4
     weights = [draw(*shape, seed=seed).to(dtype) / 8 for seed, shape in enumerate([(48, 32), (48, 32), (32, 48)], 3)]
-    assert backend_name("mlp", None, x, weights[2], NSASpec()) == "triton"
+    assert backend_name("mlp", None, x, weights[2]) == "triton"
     exact = [t.double() for t in (x, norm, *weights)]
     assert_near(whole.forward(x, norm, *weights, EPS), whole.forward(*exact, EPS), dtype, 3)
     wanted = whole.backward(dy.double(), *exact, EPS)
@@ -83,6 +82,6 @@ def test_the_whole_in_chunks(monkeypatch, dtype):
 
 
 def test_what_the_kernels_refuse():
-    assert "float64" in feed_forward.refusal(draw(1, 16).double(), draw(1, 16), NSASpec())
-    assert "16385 channels" in feed_forward.refusal(torch.zeros(1, 16385), draw(1, 16), NSASpec())
-    assert feed_forward.refusal(draw(1, 16), draw(1, 16).half(), NSASpec()) is None
+    assert "float64" in feed_forward.refusal(draw(1, 16).double(), draw(1, 16))
+    assert "16385 channels" in feed_forward.refusal(torch.zeros(1, 16385), draw(1, 16))
+    assert feed_forward.refusal(draw(1, 16), draw(1, 16).half()) is None

@@ -1,5 +1,5 @@
 """The kernels of the compressed and the window branch: same results as the reference, for every shape, type, layout and
-launch. What only one of them promises is in test_compressed.py and test_window.py."""
+launch. What only one of them promises is in test_compressed.py and test_windowed.py."""
 
 from dataclasses import replace
 
@@ -10,12 +10,11 @@ from nsa.checks.memory_trace import peak_bytes
 from nsa.checks.memory_workspaces import workspace_bytes
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import flash
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 from tests.ops.triton.branch_cases import (
     BRANCHES,
     DEVICE,
     SMALL,
-    SPEC,
     Case,
     assert_agrees,
     inputs,
@@ -213,12 +212,12 @@ def test_large_scores_do_not_overflow(branch):
 
 def test_says_what_it_cannot_run(branch):
     q, _, v, _ = inputs(branch, Case())
-    assert BRANCHES[branch][0].refusal(q, v, SPEC) is None
-    reason = BRANCHES[branch][0].refusal(q.double(), v.double(), SPEC)
+    assert BRANCHES[branch][0].refusal(q, v) is None
+    reason = BRANCHES[branch][0].refusal(q.double(), v.double())
     assert reason is not None
     assert "float64" in reason
     if DEVICE == "cpu":
-        assert "bfloat16" in str(BRANCHES[branch][0].refusal(q.bfloat16(), v.bfloat16(), SPEC))
+        assert "bfloat16" in str(BRANCHES[branch][0].refusal(q.bfloat16(), v.bfloat16()))
 
 
 @pytest.mark.parametrize("borders", [None, (0, 13, 13, 40)])

@@ -102,7 +102,7 @@ def test_branches_side_by_side_give_the_same_gradients(packed, monkeypatch):
     torch.use_deterministic_algorithms(True)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("nsa.ops.joint.LONGEST", 0)
+            patch.setattr("nsa.ops.mixing.LONGEST", 0)
             want = run(tensors, cu_seqlens, "triton", do)
         passes = [run(tensors, cu_seqlens, "triton", do)]
         graph = torch.cuda.CUDAGraph()

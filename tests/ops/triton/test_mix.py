@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from nsa.ops.reference import mix as reference
-from nsa.ops.spec import NSASpec
 from nsa.ops.triton import mix
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -76,5 +75,5 @@ def test_nothing_to_mix():
 
 def test_float64_is_refused_with_a_reason():
     v = torch.zeros(1, 4, 2, 16, dtype=torch.float64)
-    assert "float64" in (mix.refusal(v, v, NSASpec()) or "")
-    assert mix.refusal(v.float(), v.float(), NSASpec()) is None
+    assert "float64" in (mix.refusal(v, v) or "")
+    assert mix.refusal(v.float(), v.float()) is None

@@ -18,9 +18,10 @@ def test_selected_attention_keeps_documents_apart_where_a_tile_is_one_query():
 
     def run():
         q, k, v, do = tensors
-        o, lse = selected.forward(q, k, v, indices, SMALL, borders, plan)
-        back = replace(selected_backward.default_params(q, k, v, SMALL), dq="separate", query=plan)
-        return o, *selected.backward(do, q, k, v, indices, o, lse, SMALL, borders, back)
+        o, lse = selected.forward(q, k, v, indices, SMALL.sel_block, borders, plan)
+        back = selected_backward.default_params(q, k, v, SMALL.sel_block, SMALL.num_selected)
+        back = replace(back, dq="separate", query=plan)
+        return o, *selected.backward(do, q, k, v, indices, o, lse, SMALL.sel_block, borders, back)
 
     wanted = run()
     for x in tensors:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops.reference.attention import selected as reference
+from nsa.ops.reference import selected as reference
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selected, selected_backward, selected_lists, selected_parts, selected_tiles
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 from nsa.ops.triton.selected_tiles import TilePlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,20 +97,20 @@ def check(
 ) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and all gradients against the reference. `change`: fields of the plans."""
     indices = indices.to(DEVICE)
-    params = selected.default_params(q, k, v, spec)
+    params = selected.default_params(q, k, v, spec.sel_block, spec.num_selected)
     tiles = {name: change[name] for name in ("method", "small", "large", "ratio") if name in change}
     params = replace(params, **tiles)
-    back = selected_backward.default_params(q, k, v, spec)
+    back = selected_backward.default_params(q, k, v, spec.sel_block, spec.num_selected)
     if tiles.get("method") == "parts":  # only the forward has it
         tiles["method"] = "adaptive"
     back = replace(back, query=replace(back.query, **tiles))
     back = replace(back, **{name: change[name] for name in ("dq", "chunk", "block") if name in change})
 
     q64, k64, v64, do64 = (x.double() for x in (q, k, v, do))
-    want_o, want_lse = reference.forward(q64, k64, v64, indices, spec, borders)
-    want = reference.backward(do64, q64, k64, v64, indices, want_o, want_lse, spec, borders)
-    o, lse = selected.forward(q, k, v, indices, spec, borders, params=params)
-    grads = selected.backward(do, q, k, v, indices, o, lse, spec, borders, params=back)
+    want_o, want_lse = reference.forward(q64, k64, v64, indices, spec.sel_block, borders)
+    want = reference.backward(do64, q64, k64, v64, indices, want_o, want_lse, spec.sel_block, borders)
+    o, lse = selected.forward(q, k, v, indices, spec.sel_block, borders, params=params)
+    grads = selected.backward(do, q, k, v, indices, o, lse, spec.sel_block, borders, params=back)
 
     assert o.dtype == q.dtype
     assert lse.dtype == torch.float32
@@ -160,8 +160,8 @@ def test_parts_of_several_stretches(monkeypatch: pytest.MonkeyPatch, ratio: floa
     plan = {"method": "parts", "ratio": ratio, "large": WIDE}
     first = check(*tensors, indices, SPEC, cu_seqlens, **plan)
     q, k, v, _ = tensors
-    params = replace(selected.default_params(q, k, v, SPEC), **plan)
-    again = selected.forward(q, k, v, indices.to(DEVICE), SPEC, cu_seqlens, params=params)
+    params = replace(selected.default_params(q, k, v, SPEC.sel_block, SPEC.num_selected), **plan)
+    again = selected.forward(q, k, v, indices.to(DEVICE), SPEC.sel_block, cu_seqlens, params=params)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=False)), "output and log-sum-exp"
 
 
@@ -174,9 +174,9 @@ def test_parts_of_sizes_that_need_padding(dk: int, dv: int, sel_block: int) -> N
 
 def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
     indices = rows_of_blocks(1, 72, 1, SMALL).to(DEVICE)
-    blocks = selected_lists.number_blocks(72, SMALL, None, indices.device)
+    blocks = selected_lists.number_blocks(72, SMALL.sel_block, None, indices.device)
     params = selected_tiles.TilePlan("adaptive", NARROW, WIDE, 1.5)
-    large, small = selected_tiles.plan_tiles(indices, SMALL, blocks, 6, params)
+    large, small = selected_tiles.plan_tiles(indices, blocks, 6, params)
     assert (large.lists.queries, small.lists.queries, small.sub) == (10, 2, 5)
     assert large.lists.take is not None
     assert large.lists.take is small.lists.take
@@ -197,9 +197,9 @@ def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: 
     q, k, v, _ = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = torch.tensor([[0, 2], [0, -1]], dtype=torch.int32, device=DEVICE).repeat(36, 1)[None, :, None]
     plan = TilePlan(method, NARROW, WIDE, 100.0 if method == "parts" else 1.5)
-    want = selected.forward(q, k, v, indices, SMALL, None, plan)
+    want = selected.forward(q, k, v, indices, SMALL.sel_block, None, plan)
     k = k.index_fill(1, torch.arange(2 * SMALL.sel_block, 3 * SMALL.sel_block, device=DEVICE), value)
-    got = selected.forward(q, k, v, indices, SMALL, None, plan)
+    got = selected.forward(q, k, v, indices, SMALL.sel_block, None, plan)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[:, 1::2], b[:, 1::2])
         assert not a[:, 3 * SMALL.sel_block :: 2].isfinite().any()
@@ -211,8 +211,8 @@ def test_lists_of_few_blocks_equal_those_of_candidates(monkeypatch: pytest.Monke
         found = []
         for limit in (32, 0):
             monkeypatch.setattr(selected_tiles, "MAX_BITS", limit)
-            blocks = selected_lists.number_blocks(72, SMALL, None, torch.device(DEVICE))
-            lists = selected_tiles.tile_lists(indices.to(DEVICE), SMALL, blocks, queries, ratio=2.0)
+            blocks = selected_lists.number_blocks(72, SMALL.sel_block, None, torch.device(DEVICE))
+            lists = selected_tiles.tile_lists(indices.to(DEVICE), blocks, queries, ratio=2.0)
             assert lists.take is not None
             kinds = lists.counts.flatten(0, 1).tolist()
             rows = lists.entries.flatten(0, 1).tolist()
@@ -346,12 +346,12 @@ def test_gradients_are_the_same_every_time_when_asked_for() -> None:
     q, k, v, do = inputs(1, 40, 4, 1, 16, 16, torch.float32)
     torch.use_deterministic_algorithms(True)
     try:
-        back = selected_backward.default_params(q, k, v, SPEC)
+        back = selected_backward.default_params(q, k, v, SPEC.sel_block, SPEC.num_selected)
         assert back.dq == "separate"
         indices = rows_of_blocks(1, 40, 1, SPEC).to(DEVICE)
-        o, lse = selected.forward(q, k, v, indices, SPEC, None)
-        first = selected.backward(do, q, k, v, indices, o, lse, SPEC, None, params=replace(back, chunk=16))
-        again = selected.backward(do, q, k, v, indices, o, lse, SPEC, None, params=replace(back, chunk=16))
+        o, lse = selected.forward(q, k, v, indices, SPEC.sel_block, None)
+        first = selected.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, None, params=replace(back, chunk=16))
+        again = selected.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, None, params=replace(back, chunk=16))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -371,9 +371,9 @@ def test_long_sequences_in_turns_and_with_wide_offsets(monkeypatch: pytest.Monke
 def test_keys_that_no_query_reads_have_no_gradient(monkeypatch) -> None:
     q, k, v, do = inputs(1, 20, 4, 2, 16, 16, torch.float32)
     q, do, indices = q[:, :0], do[:, :0], torch.zeros(1, 0, 2, SPEC.num_selected, dtype=torch.int32, device=DEVICE)
-    o, lse = selected.forward(q, k, v, indices, SPEC, None, q_offset=20)
+    o, lse = selected.forward(q, k, v, indices, SPEC.sel_block, None, q_offset=20)
     monkeypatch.setattr(Tensor, "new_empty", lambda x, *sizes, **options: x.new_full(*sizes, float("nan"), **options))
-    _, dk, dv = selected.backward(do, q, k, v, indices, o, lse, SPEC, None, q_offset=20)
+    _, dk, dv = selected.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, None, q_offset=20)
     assert dk.shape == k.shape
     assert not dk.any()
     assert not dv.any()
@@ -382,10 +382,10 @@ def test_keys_that_no_query_reads_have_no_gradient(monkeypatch) -> None:
 def test_an_empty_batch_gives_empty_results() -> None:
     q, k, v, do = inputs(0, 20, 4, 2, 16, 16, torch.float32)
     indices = torch.zeros(0, 20, 2, SPEC.num_selected, dtype=torch.int32, device=DEVICE)
-    o, lse = selected.forward(q, k, v, indices, SPEC, None)
+    o, lse = selected.forward(q, k, v, indices, SPEC.sel_block, None)
     assert o.shape == (0, 20, 4, 16)
     assert lse.shape == (0, 20, 4)
-    assert [g.shape for g in selected.backward(do, q, k, v, indices, o, lse, SPEC, None)] == [
+    assert [g.shape for g in selected.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, None)] == [
         q.shape,
         k.shape,
         v.shape,
@@ -394,8 +394,8 @@ def test_an_empty_batch_gives_empty_results() -> None:
 
 def test_refusal_names_what_the_kernels_cannot_do() -> None:
     q, _, v, _ = inputs(1, 4, 2, 1, 16, 16, torch.float32)
-    assert selected.refusal(q, v, SPEC) is None
-    assert "float64" in (selected.refusal(q.double(), v.double(), SPEC) or "")
+    assert selected.refusal(q, v) is None
+    assert "float64" in (selected.refusal(q.double(), v.double()) or "")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -403,10 +403,10 @@ def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
     tokens, groups = 200, 2
     indices = wild_indices(2 - packed, tokens, groups, SPEC).to(DEVICE)
     borders = torch.tensor([0, 3, 3, 150, 200], dtype=torch.int32, device=DEVICE) if packed else None
-    blocks = selected_lists.number_blocks(tokens, SPEC, borders, indices.device)
+    blocks = selected_lists.number_blocks(tokens, SPEC.sel_block, borders, indices.device)
     turn = selected_lists.Turn(1, indices.shape[0] * groups - 1, 5, blocks.count - 8)
     first, pairs, first_block, num_blocks = turn
-    lists = selected_lists.block_lists(indices, SPEC, blocks, 32, turn)
+    lists = selected_lists.block_lists(indices, blocks, 32, turn)
     doc = blocks.doc_start.tolist() if packed else [0] * tokens
     items, slots = 0, 0
     for pair in range(pairs):
@@ -438,8 +438,8 @@ def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
 def test_tile_lists_hold_the_union_with_who_chose_what(queries: int) -> None:
     tokens = 130
     indices = torch.cat([rows_of_blocks(1, tokens, 1, SPEC), wild_indices(1, tokens, 1, SPEC)], 2).to(DEVICE)
-    blocks = selected_lists.number_blocks(tokens, SPEC, None, indices.device)
-    lists = selected_tiles.tile_lists(indices, SPEC, blocks, queries)
+    blocks = selected_lists.number_blocks(tokens, SPEC.sel_block, None, indices.device)
+    lists = selected_tiles.tile_lists(indices, blocks, queries)
     for pair in range(2):
         for tile in range(lists.tiles):
             first = tile * queries

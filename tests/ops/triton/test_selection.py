@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nsa.ops.layout import num_blocks, num_slots, token_layout
+from nsa.ops.reference import compressed
 from nsa.ops.reference import selection as reference
-from nsa.ops.reference.attention import compressed
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton import selection
-from nsa.ops.triton.launch import Launch
+from nsa.ops.triton.launch_table import Launch
 
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -131,7 +131,7 @@ def test_invalid_borders_are_clamped():
     borders = torch.tensor([7, 900, -3, 50, 1 << 30], dtype=torch.int32, device=DEVICE)
     got = selection.forward(q, k, lse, SMALL, borders)
     assert got.min() >= -1
-    assert got.max() < num_blocks(100, SMALL)
+    assert got.max() < num_blocks(100, SMALL.sel_block)
 
 
 def test_ties_go_to_the_lower_index():
@@ -247,7 +247,7 @@ def test_bad_numbers_stay_inside(bad):
     lse[:, 60:] = bad
     got = selection.forward(q, k, lse, SMALL, None)
     assert torch.equal(got[:, :60], expected(q, k, SMALL, None)[:, :60])
-    own = token_layout(100, SMALL, None, DEVICE).position // SMALL.sel_block
+    own = token_layout(100, None, DEVICE).position // SMALL.sel_block
     assert (got[:, 64:] >= 0).all()
     assert (got[:, 64:] <= own[64:, None, None]).all()
     assert (got[:, 64:].diff(dim=-1) > 0).all()
@@ -255,8 +255,8 @@ def test_bad_numbers_stay_inside(bad):
 
 def test_float64_is_refused_with_a_reason():
     q = torch.zeros(1, 4, 2, 16, dtype=torch.float64)
-    assert "float64" in (selection.refusal(q, q, SMALL) or "")
-    assert selection.refusal(q.float(), q.float(), SMALL) is None
+    assert "float64" in (selection.refusal(q, q) or "")
+    assert selection.refusal(q.float(), q.float()) is None
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from bench import decode as bench_decode
 from bench import tune
 from bench.shapes import SPEC, Inputs
 from nsa.ops.triton import decode, flash
-from nsa.ops.triton.launch import Card
+from nsa.ops.triton.launch_table import Card
 from tests.ops.triton.compiling import recording
 
 

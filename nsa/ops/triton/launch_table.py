@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops.spec import NSASpec
-
 _HERE: AbstractContextManager[None] = nullcontext()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_BATCH = 65_535  # programs of a grid's second and third dimension
@@ -129,7 +127,7 @@ def unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+def refusal(q: Tensor, v: Tensor) -> str | None:
     """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can. Every spec runs."""
     if q.dtype not in DTYPES:
         name = str(q.dtype).removeprefix("torch.")
@@ -150,3 +148,13 @@ def launch_on(x: Tensor) -> AbstractContextManager[Any]:
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(x.device)
+
+
+def launcher(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Any:
+    """What launches a kernel on tensors like x. On meta tensors it does nothing: host code then runs for what it
+    allocates alone."""
+    return _do_nothing if x.is_meta else kernel[grid]
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass

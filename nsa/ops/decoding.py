@@ -12,12 +12,17 @@ a call captured in a CUDA graph serves every length up to what the page table ho
 Legend: B batch, n new tokens of each sequence, H query heads, G key/value heads, Dk and Dv head sizes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError
-from nsa.ops import library, operators
+from nsa.ops import dispatch
+from nsa.ops.checks import check_float, check_gates, check_head_size, check_ints, check_pair
+from nsa.ops.layout import compressed_per_block
+from nsa.ops.library import define, spec_of, values_are_checked
 from nsa.ops.spec import NSASpec
 
 
@@ -64,7 +69,7 @@ def nsa_decode(
     where those of `sel` hold page tokens; page is a multiple of sel_block. A ring must hold window + n - 1 tokens.
     """
     _check_queries(q, positions)
-    operators._check_gates(gates, q)
+    check_gates(gates, q)
     for name, kv in (("cmp", cmp), ("sel", sel), ("win", win)):
         _check_cache(name, kv, q, spec.window if name == "win" else None)
     page = sel.k.shape[1]
@@ -83,7 +88,7 @@ def nsa_decode(
                 f"must have sel.v's heads and head size {list(sel.v.shape[2:])}, got {list(kv.v.shape[2:])}",
             )
     o: Tensor
-    o, _ = library.nsa_decode(
+    o, _ = nsa_decode_node(
         q.detach(), gates.detach(), *_tensors(cmp), *_tensors(sel), *_tensors(win), positions, spec.as_ints(), backend
     )
     return o
@@ -101,7 +106,7 @@ def paged_attention(
     if window is not None and window < 1:
         raise ArgumentError("window", f"must be None or at least 1, got {window}")
     _check_cache("kv", kv, q, window)
-    o: Tensor = library.paged_attention(q.detach(), *_tensors(kv), positions, window, backend)
+    o: Tensor = paged_node(q.detach(), *_tensors(kv), positions, window, backend)
     return o
 
 
@@ -110,19 +115,19 @@ def _tensors(kv: PagedKV | RingKV) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_queries(q: Tensor, positions: Tensor) -> None:
-    operators._check_float("q", q)
-    operators._check_head_size("q", q)
-    operators._check_ints("positions", positions, "[B, n]", list(q.shape[:2]), q)
+    check_float("q", q)
+    check_head_size("q", q)
+    check_ints("positions", positions, "[B, n]", list(q.shape[:2]), q)
 
 
 def _check_cache(name: str, kv: PagedKV | RingKV, q: Tensor, window: int | None) -> None:
     """k and v against q, and the tensor that finds a sequence's tokens."""
-    operators._check_pair(f"{name}.k", kv.k, f"{name}.v", kv.v, q, None)
+    check_pair(f"{name}.k", kv.k, f"{name}.v", kv.v, q, None)
     if isinstance(kv, PagedKV):
         pages = kv.table.shape[1] if kv.table.dim() == 2 else 1
-        operators._check_ints(f"{name}.table", kv.table, "[B, pages]", [q.shape[0], max(1, pages)], q)
+        check_ints(f"{name}.table", kv.table, "[B, pages]", [q.shape[0], max(1, pages)], q)
         return
-    operators._check_ints(f"{name}.slots", kv.slots, "[B]", [q.shape[0]], q)
+    check_ints(f"{name}.slots", kv.slots, "[B]", [q.shape[0]], q)
     if window is None:
         raise ArgumentError("window", "must be given for a ring, which does not keep all tokens")
     least = window + q.shape[1] - 1
@@ -132,3 +137,65 @@ def _check_cache(name: str, kv: PagedKV | RingKV, q: Tensor, window: int | None)
             f"a ring of {kv.k.shape[1]} tokens is too short for {q.shape[1]} new tokens with a window of {window}: it "
             f"must hold {least}",
         )
+
+
+def _decode(
+    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp_table: Tensor, k_sel: Tensor, v_sel: Tensor,
+    sel_table: Tensor, k_win: Tensor, v_win: Tensor, win_places: Tensor, positions: Tensor, spec: Sequence[int],
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`win_places` is a page table [B, pages] or the rings [B]. Gives the blocks that the queries read, too."""
+    sizes = spec_of(spec)
+    if positions.numel() == 0:
+        return _decode_shapes(q, k_cmp, v_cmp, sizes.num_selected)
+    if values_are_checked(positions):
+        last = positions.amax(1).tolist()
+        _check_places("cmp", k_cmp, cmp_table, last, sizes.cmp_stride)
+        _check_places("sel", k_sel, sel_table, last)
+        _check_places("win", k_win, win_places, last)
+    kernels = dispatch.choose("decode", backend, q, v_sel, count=True, per_block=compressed_per_block(sizes))
+    return kernels.nsa(
+        q, gates, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, sizes
+    )
+
+
+def _decode_shapes(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, num_selected: int) -> tuple[Tensor, Tensor]:
+    blocks = q.new_empty(*q.shape[:2], k_cmp.shape[2], num_selected, dtype=torch.int32)
+    return q.new_empty(*q.shape[:3], v_cmp.shape[3]), blocks
+
+
+def _attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, window: int | None, backend: str | None
+) -> Tensor:
+    """`places` is a page table [B, pages] or the rings [B]."""
+    if positions.numel() == 0:
+        return q.new_empty(*q.shape[:3], v.shape[3])
+    if values_are_checked(positions):
+        _check_places("kv", k, places, positions.amax(1).tolist())
+    return dispatch.choose("decode", backend, q, v, count=True).paged(q, k, v, places, positions, window)
+
+
+def _check_places(name: str, k: Tensor, places: Tensor, last: list[int], stride: int = 1) -> None:
+    """Every page or ring that a query needs exists. `last` is the last position of each sequence, `stride` the tokens
+    of a key."""
+    used = places.tolist()
+    if places.dim() == 2:
+        page = k.shape[1] * stride
+        room = page * places.shape[1]
+        if max(last) >= room:
+            raise ArgumentError("positions", f"{max(last)} is beyond the {room} tokens that {name}'s page table holds")
+        used = [n for row, end in zip(used, last, strict=True) if end >= 0 for n in row[: end // page + 1]]
+    else:
+        used = [n for n, end in zip(used, last, strict=True) if end >= 0]
+    if used and not 0 <= min(used) <= max(used) < k.shape[0]:
+        raise ArgumentError(name, f"refers to {min(used)} .. {max(used)} of {k.shape[0]} pages or rings in its pool")
+
+
+nsa_decode_node = define(
+    "nsa_decode",
+    _decode,
+    lambda q, gates, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, spec, _: (
+        _decode_shapes(q, k_cmp, v_cmp, spec_of(spec).num_selected)
+    ),
+)
+paged_node = define("paged_attention", _attend_pages, lambda q, k, v, *_: q.new_empty(*q.shape[:3], v.shape[3]))

@@ -1,6 +1,6 @@
 """A step of whole models on a GPU: the kernels around attention against the modules, in a CUDA graph, and their number.
 
-Kernels by themselves are in test_step.py, which runs on a GPU too.
+Kernels by themselves are in test_step_kernels.py, which runs on a GPU too.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from nsa.generate.batch import DecodeGraphs
 from nsa.generate.sampling import Sampling
 from nsa.nn import KVCache
 from nsa.nn.model import build_model
-from nsa.ops.triton import step as kernels
+from nsa.ops.triton import step_kernels as kernels
 from tests.nn.test_cache import randomize_gates
 
 pytestmark = [

@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nsa.ops.spec import NSASpec
-from nsa.ops.step import Gate, Source, Write
-from nsa.ops.triton.launch import DTYPES, Card, Launch, card_of, cdiv, launch_on, power_of_2
+from nsa.ops.fused_step import Gate, Source, Write
+from nsa.ops.triton.launch_table import DTYPES, Card, Launch, card_of, cdiv, launch_on, launcher, power_of_2
 
 WIDEST = 1 << 14  # channels: a program holds a row of weights in registers
 TILE = 1 << 13  # weights that a program of four warps holds
@@ -29,7 +28,7 @@ HEADS = 4  # that a program places
 FEW, MORE, EXACT = Launch(16, 16, 4, 3, depth=256), Launch(32, 16, 4, 3, depth=256), Launch(16, 16, 4, 1, depth=32)
 
 
-def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
+def refusal(q: Tensor, v: Tensor) -> str | None:
     """Why these kernels cannot serve an input like q [..., C] and a weight like v [N, C'], or None."""
     if q.dtype not in DTYPES or v.dtype != q.dtype:
         return f"the Triton kernels compute float16, bfloat16 and float32, not {q.dtype} with {v.dtype}"
@@ -39,15 +38,9 @@ def refusal(q: Tensor, v: Tensor, spec: NSASpec) -> str | None:
 
 
 def product(
-    x_TC: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] = (),
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    activation: str = "",
-) -> Tensor:
+    x_TC: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, norm: Tensor | None = None,
+    eps: float = 0.0, residual: Tensor | None = None, activation: str = "",
+) -> Tensor:  # fmt: skip
     """x, divided by its root mean square and scaled where there is a `norm`, times every weight [N, C]: side by side.
     All tensors are contiguous.
 
@@ -62,7 +55,7 @@ def product(
     launch = _product_launch(x_TC, tokens, sum(sizes), card_of(x_TC))
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages} | _overlap(card_of(x_TC))
     with launch_on(x_TC):
-        product_kernel[(sum(cdiv(size, launch.columns) for size in sizes), cdiv(tokens, launch.rows))](
+        launcher(product_kernel, (sum(cdiv(size, launch.columns) for size in sizes), cdiv(tokens, launch.rows)), x_TC)(
             x_TC, norm, residual, y, tuple(weights),
             tuple(weight if bias is None else bias for bias, weight in zip(given, weights, strict=False)),
             eps, tokens, SIZES=sizes, BIASED=tuple(bias is not None for bias in given), ACTIVATION=activation,
@@ -73,16 +66,9 @@ def product(
 
 
 def place(
-    read_TN: Tensor,
-    query: Source,
-    writes: Sequence[Write[Source]],
-    gate: Gate | None,
-    eps: float,
-    positions: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    tables: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor | None]:
+    read_TN: Tensor, query: Source, writes: Sequence[Write[Source]], gate: Gate | None, eps: float, positions: Tensor,
+    table: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The queries [B, n, H, D] of a product and the gates [B, n, H, 3]; keys and values go to their pools.
 
     positions [B, n], -1 for padding, which is not written; the page `table` [B, pages], the ring of every row `slots`
@@ -96,7 +82,7 @@ def place(
     # The length of a ring, minus that of a page, and 0 for what is not a cache.
     places = (0, *(write.pool.shape[1] * (1 if write.is_ring else -1) for write in writes))
     with launch_on(q):
-        place_kernel[(batch * new, len(sources) + (gate is not None), cdiv(query.heads, HEADS))](
+        launcher(place_kernel, (batch * new, len(sources) + (gate is not None), cdiv(query.heads, HEADS)), q)(
             read_TN, tuple(write.pool for write in all_writes),
             tuple(write.pool if write.source.norm is None else write.source.norm for write in all_writes),
             positions, table, slots, *tables, gate and gate.weight, gate and gate.bias, gates,

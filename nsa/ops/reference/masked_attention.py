@@ -1,7 +1,8 @@
-"""The three branches as masked attention over chunks of queries, forward and backward.
+"""Masked attention over chunks of queries, forward and backward.
 
-A branch is a rule for which keys a chunk of queries reads: `compressed`, `selected` and `window` at the end of this
-file. Probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S.
+Each kind of attention is a rule for which keys a chunk of queries reads: `chunks` in `compressed.py`, `selected.py` and
+`windowed.py`. Probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S. A
+row that reads nothing gives 0 and a log-sum-exp of -inf.
 
 A NaN or an infinity reaches the queries that read it, and in backward the keys that these queries read: no earlier
 token and no other document. A weight of 0 does not keep it out of a product, since 0 times NaN is NaN. Products
@@ -11,15 +12,11 @@ Legend: B batch, R query rows of a chunk, K keys of a chunk, G key/value heads, 
 H = G*h, D head size (keys), E head size (values).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from nsa.ops.layout import num_blocks, token_layout, visible_compressed
-from nsa.ops.spec import NSASpec
 
 # Scores held at once, over batch and heads. Small enough to stay in a CPU's cache, large enough for a GPU.
 SCORES_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
@@ -157,92 +154,16 @@ def shifted(rows: slice, offset: int) -> slice:
     return slice(rows.start + offset, rows.stop + offset)
 
 
-def visible_chunks(
-    q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0
-) -> Iterator[Chunk]:
-    """Which compressed tokens each chunk of queries sees. Shared with block selection."""
-    layout = token_layout(q_offset + q.shape[1], spec, cu_seqlens, q.device)
-    for rows in row_slices(q, num_keys):
-        at = shifted(rows, q_offset)
-        # Upper bound: visible tokens of the chunk's last query; packed, every document starts no later than here.
-        stop = visible_compressed(at.stop - 1, spec) if cu_seqlens is None else at.stop // spec.cmp_stride
-        first = layout.cmp_start[at]
-        last = first + visible_compressed(layout.position[at], spec)
-        keys = slice(min(earliest(layout.cmp_start, at.start), stop), stop)
-        slot = torch.arange(keys.start, keys.stop, device=q.device)
-        yield Chunk(rows, keys, (slot >= first[:, None]) & (slot < last[:, None]))
+def scores_held(q: Tensor, rows: int, num_keys: int) -> int:
+    """Upper bound of the scores of a chunk on a GPU, where it has at most `rows` rows against `num_keys` keys."""
+    by_row = q.shape[0] * q.shape[2] * num_keys
+    return min(max(SCORES_PER_CHUNK["cuda"], FEWEST_ROWS * by_row), rows * by_row)
 
 
-def selected_chunks(
-    q: Tensor, num_keys: int, indices: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0
-) -> Iterator[Chunk]:
-    layout = token_layout(num_keys, spec, cu_seqlens, q.device)
-    blocks = num_blocks(num_keys, spec)
-    for rows in row_slices(q, num_keys):
-        at = shifted(rows, q_offset)
-        keys = slice(earliest(layout.doc_start, at.start), at.stop)
-        key = torch.arange(keys.start, keys.stop, device=q.device)
-        row = torch.arange(at.start, at.stop, device=q.device)[:, None]
-        readable = (key >= layout.doc_start[at][:, None]) & (key <= row)
-        # One extra column takes the padding (-1) and every index out of range, and is never looked up.
-        chosen = indices[:, rows].to(torch.int64)
-        chosen = chosen.masked_fill((chosen < 0) | (chosen >= blocks), blocks)
-        table = torch.zeros(*chosen.shape[:3], blocks + 1, dtype=torch.bool, device=q.device)
-        table.scatter_(3, chosen, True)
-        picked = table[..., layout.position[keys] // spec.sel_block]  # [B, R, G, K]
-        yield Chunk(rows, keys, (picked.transpose(1, 2) & readable).unsqueeze(2))
+def forward_bytes(scores: int) -> int:
+    """Held on top of arguments and results for that many scores: the scores, and their mask and exponentials."""
+    return 2 * 4 * scores
 
 
-def window_chunks(
-    q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0
-) -> Iterator[Chunk]:
-    layout = token_layout(num_keys, spec, cu_seqlens, q.device)
-    # A chunk reads rows + window keys: as many rows as the window keeps half of them in use.
-    most = max(64, spec.window)
-    for rows in row_slices(q, min(most + spec.window, num_keys), most):
-        at = shifted(rows, q_offset)
-        keys = slice(max(0, at.start - spec.window + 1), at.stop)
-        key = torch.arange(keys.start, keys.stop, device=q.device)
-        row = torch.arange(at.start, at.stop, device=q.device)[:, None]
-        near = (key > row - spec.window) & (key <= row)
-        yield Chunk(rows, keys, near & (key >= layout.doc_start[at][:, None]))
-
-
-class Branch:
-    """Attention in which queries read what `chunks(q, num_keys, *indices, spec, cu_seqlens, q_offset)` yields. Rows
-    that read nothing give 0 and a log-sum-exp of -inf."""
-
-    def __init__(self, chunks: Callable[..., Iterator[Chunk]]):
-        self.chunks = chunks
-
-    def forward_workspace(self, q: Tensor, k: Tensor, *rest: Any, q_offset: int = 0) -> int:
-        """Upper bound of the bytes held on top of arguments and results: the scores of a chunk, and their mask and
-        exponentials."""
-        return 2 * 4 * self._scores(q, k, rest[-2])
-
-    def backward_workspace(self, do: Tensor, q: Tensor, k: Tensor, *rest: Any, q_offset: int = 0) -> int:
-        return 3 * 4 * self._scores(q, k, rest[-2])  # their gradients as well
-
-    def _scores(self, q: Tensor, k: Tensor, spec: NSASpec) -> int:
-        rows, keys = q.shape[1], k.shape[1]
-        if self.chunks is window_chunks:
-            most = max(64, spec.window)
-            rows, keys = min(rows, most), min(keys, most + spec.window)
-        by_row = q.shape[0] * q.shape[2] * keys
-        return min(max(SCORES_PER_CHUNK["cuda"], FEWEST_ROWS * by_row), rows * by_row)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0) -> tuple[Tensor, Tensor]:
-        """`rest` is the indices, for the selected branch, spec and cu_seqlens."""
-        return attend(q, k, v, self.chunks(q, k.shape[1], *rest, q_offset))
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, q_offset: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`rest` has o and lse before spec and cu_seqlens."""
-        *indices, o, lse, spec, cu_seqlens = rest
-        return attend_backward(do, q, k, v, o, lse, self.chunks(q, k.shape[1], *indices, spec, cu_seqlens, q_offset))
-
-
-compressed = Branch(visible_chunks)  # the visible compressed tokens
-selected = Branch(selected_chunks)  # the tokens of the blocks each query selected, at positions up to its own
-window = Branch(window_chunks)  # the last `window` tokens of the query's document, the query's own included
+def backward_bytes(scores: int) -> int:
+    return 3 * 4 * scores  # their gradients as well

@@ -1,4 +1,4 @@
-"""What surrounds attention in a step of a few new tokens, as `nsa.ops.triton.step` takes it.
+"""What surrounds attention in a step of a few new tokens, as `nsa.ops.triton.step_kernels` takes it.
 
 There is no reference of it: where the kernels cannot run, the modules of `nsa.nn` do.
 
@@ -10,10 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from nsa.ops.dispatch import choose
-from nsa.ops.spec import NSASpec
 
 MOST_TOKENS = 32  # of all rows together
-_SPEC = NSASpec()  # the kernels need none
 
 
 class Source(NamedTuple):
@@ -48,4 +46,4 @@ class Gate(NamedTuple):
 
 def step_kernels(x: Tensor, weight: Tensor) -> Any:
     """The kernels for an input like x [..., C] and products with weights like `weight`, or None."""
-    return choose("step", None, x, weight, _SPEC, count=False)
+    return choose("step", None, x, weight, count=False)

@@ -10,13 +10,13 @@ from nsa.ops import (
     RingKV,
     compressed_attention,
     dispatch,
-    library,
     nsa_attention,
     nsa_decode,
     paged_attention,
     select_blocks,
     window_attention,
 )
+from nsa.ops.decoding import nsa_decode_node
 from tests.ops.cases import SMALL, Inputs, make_inputs
 from tests.ops.decode_cases import make_cache
 from tests.ops.test_reference import causal
@@ -34,7 +34,7 @@ def whole(x: Inputs, spec: NSASpec):
 def decode_with_blocks(q, gates, cmp, sel, win, positions, spec):
     """What `nsa_decode` gives, and the blocks that every query read, which the operator under it gives as well."""
     pools = [x for kv in (cmp, sel, win) for x in vars(kv).values()]
-    _, blocks = library.nsa_decode(q, gates, *pools, positions, spec.as_ints(), None)
+    _, blocks = nsa_decode_node(q, gates, *pools, positions, spec.as_ints(), None)
     return nsa_decode(q, gates, cmp, sel, win, positions, spec), blocks
 
 
@@ -200,7 +200,7 @@ def arguments(**changes):
     [
         ({"positions": lambda p: p.long()}, "positions: must be int32"),
         ({"positions": lambda p: p[:, 0]}, r"positions: must be \[B, n\] = \[2, 1\]"),
-        ({"positions": lambda p: p + 400}, "positions: 430 lies behind the 128 tokens"),
+        ({"positions": lambda p: p + 400}, "positions: 430 is beyond the 128 tokens"),
         ({"gates": lambda g: g[..., :2]}, "gates: must be"),
         ({"sel": lambda s: PagedKV(s.k, s.v, s.table[0])}, r"sel.table: must be \[B, pages\]"),
         ({"sel": lambda s: PagedKV(s.k, s.v, s.table[:, :0])}, r"sel.table: must be \[B, pages\] = \[2, 1\]"),

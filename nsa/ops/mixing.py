@@ -1,0 +1,167 @@
+"""The whole of Native Sparse Attention: its three branches, mixed by gates.
+
+The gradients of short sequences are those of all branches in one operator. In a CUDA graph the selected branch runs on
+a stream of its own, since its lists leave the card partly idle; elsewhere the host would pay for it. Of long sequences
+autograd computes branch after branch, and frees what each read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops import dispatch
+from nsa.ops.block_attention import selected_backward_node, selected_node
+from nsa.ops.branches import (
+    cached_selection,
+    compressed_backward_node,
+    compressed_node,
+    num_cmp_keys,
+    window_backward_node,
+    window_node,
+)
+from nsa.ops.checks import check_gates, check_pair, check_sequence
+from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.layout import token_layout
+from nsa.ops.library import define, differentiate, refuse_tangents, spec_of
+from nsa.ops.observe import notify
+from nsa.ops.spec import NSASpec
+
+LONGEST = 1 << 26  # elements of q up to which a sequence is short; with more, every kernel fills the card
+
+
+def is_short(q: Tensor) -> bool:
+    return q.numel() <= LONGEST
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+    *,
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = None,
+) -> Tensor:
+    """The three branches mixed by gates [B,S,H,3] in the order (cmp, sel, win): [B,S,H,Dv].
+
+    q [B,S,H,Dk]; k_cmp [B,N,G,Dk] and v_cmp [B,N,G,Dv], compressed, N as for `compress_mean`; the keys [B,S,G,Dk] and
+    values [B,S,G,Dv] of selection and window. Rotary positions are applied by the caller, before. `backend` may be a
+    mapping from operators (`nsa.ops.dispatch.OPERATORS`) to names.
+    """
+    check_sequence("q", q, cu_seqlens)
+    check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, num_cmp_keys(q, spec, cu_seqlens, 0))
+    check_pair("k_sel", k_sel, "v_sel", v_sel, q, q.shape[1])
+    check_pair("k_win", k_win, "v_win", v_win, q, q.shape[1])
+    check_gates(gates, q)
+    refuse_tangents("mix_attention", q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
+    sizes = spec.as_ints()
+    together = is_short(q)
+    with torch.no_grad() if together else nullcontext():  # the mix then computes all gradients
+        o_cmp, lse_cmp = compressed_node(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
+        indices = cached_selection(q, k_cmp, lse_cmp, spec, cu_seqlens=cu_seqlens, backend=select)
+        o_sel, lse_sel = selected_node(q, k_sel, v_sel, indices, spec.sel_block, cu_seqlens, 0, sel)
+        o_win, lse_win = window_node(q, k_win, v_win, spec.window, cu_seqlens, 0, win)
+    if together:
+        mixed: Tensor = mix_attention_node(
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, indices,
+            sizes, cu_seqlens, cmp, sel, win, mix,
+        )  # fmt: skip
+    else:
+        mixed = mix_node(o_cmp, o_sel, o_win, gates, mix)
+    return mixed
+
+
+def _mix(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None) -> Tensor:
+    notify("mixed", gates)
+    return dispatch.choose("mix", backend, o_cmp, o_cmp, count=True).forward(o_cmp, o_sel, o_win, gates)
+
+
+def _mix_backward(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return dispatch.choose("mix", backend, o_cmp, o_cmp, count=False).backward(do, o_cmp, o_sel, o_win, gates)
+
+
+def _mix_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor, indices: Tensor,
+    spec: Sequence[int], cu_seqlens: Tensor | None, cmp: str | None, sel: str | None, win: str | None, mix: str | None,
+) -> Tensor:  # fmt: skip
+    """The mix of branches that were computed without gradients. The last four are backends."""
+    return _mix(o_cmp, o_sel, o_win, gates, mix)
+
+
+def all_gradients(
+    do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
+    gates: Tensor, o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor,
+    indices: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, cmp: str | None, sel: str | None, win: str | None,
+    mix: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, keys and values by branch, and gates. The last four are backends."""
+    sizes = spec_of(spec)
+    do_cmp, do_sel, do_win, dgates = mix_backward_node(do, o_cmp, o_sel, o_win, gates, mix)
+    if cu_seqlens is not None:  # both streams find what follows from the borders, and neither computes it
+        token_layout(q.shape[1], cu_seqlens, q.device)
+    with _second_stream(q) as stream:
+        with stream:
+            dq_sel, dk_sel, dv_sel = selected_backward_node(
+                do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, sizes.sel_block, cu_seqlens, 0, sel
+            )
+        dq, dk_win, dv_win = window_backward_node(
+            do_win, q, k_win, v_win, o_win, lse_win, sizes.window, cu_seqlens, 0, win
+        )
+        dq_cmp, dk_cmp, dv_cmp = compressed_backward_node(
+            do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, spec, cu_seqlens, 0, cmp
+        )
+    dq += dq_sel
+    dq += dq_cmp
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+
+def all_gradients_workspace(
+    do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp: float, sel: float, win: float
+) -> float:
+    """Bytes that `all_gradients` holds in a CUDA graph on top of arguments and results. The last three are the
+    workspaces of the branches."""
+    # While win runs, and while cmp does.
+    return sel + 3 * do.nbytes + q.nbytes + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
+
+
+@contextmanager
+def _second_stream(q: Tensor) -> Iterator[AbstractContextManager[Any]]:
+    """A stream beside the current one, for what is launched inside it, in the capture of a CUDA graph; the current one
+    waits for it at the end. A graph has its memory for itself, and every use of the second stream is ordered in it."""
+    if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
+        yield nullcontext()
+        return
+    main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+    side.wait_stream(main)
+    try:
+        yield torch.cuda.stream(side)
+    finally:
+        main.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+mix_node = define("mix_branches", _mix, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape))
+mix_backward_node = differentiate(mix_node, _mix_backward)
+mix_attention_node = define(
+    "mix_attention",
+    _mix_attention,
+    lambda q, k_cmp, v_cmp, *_: q.new_empty(*q.shape[:3], v_cmp.shape[3]),
+)
+differentiate(mix_attention_node, all_gradients)
