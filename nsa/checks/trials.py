@@ -25,7 +25,7 @@ import psutil
 from nsa.config import Config, parse_config
 from nsa.errors import CheckpointError, HangError, LaunchError, reworded
 from nsa.files import make_folder, read_regular, regular, write_whole
-from nsa.inspect.reading import RunView
+from nsa.inspect.reading import RunView, read_run
 from nsa.plain_yaml import dump_yaml
 from nsa.run_folder import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events, stack_dumps
 
@@ -108,15 +108,15 @@ def write_trial_config(trial: Trial) -> None:
 def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None) -> Outcome:
     """Runs the trial until it ends or its time limit passes."""
     write_trial_config(trial)
-    began, reader = time.monotonic(), RunView(trial.folder)
+    began = time.monotonic()
     with _started(trial) as (process, members):
         while (code := process.poll()) is None and time.monotonic() - began <= trial.limit_s:
             members.update(_process_tree(process.pid))
-            on_progress(_read(reader), time.monotonic() - began)
+            on_progress(_read(trial.folder), time.monotonic() - began)
             time.sleep(POLL_S)
         if code is None:
             _dump_stacks(trial, process)
-    seconds, view = time.monotonic() - began, _read(reader)
+    seconds, view = time.monotonic() - began, _read(trial.folder)
     on_progress(view, seconds)
     return outcome_of(trial, view, code, seconds)
 
@@ -219,9 +219,9 @@ def _dump_stacks(trial: Trial, process: subprocess.Popen[bytes]) -> None:
     time.sleep(DUMP_S if asked else 0.0)
 
 
-def _read(reader: RunView) -> RunView | None:
+def _read(folder: Path) -> RunView | None:
     try:
-        return reader.refresh()
+        return read_run(folder)
     except CheckpointError:  # the run has written nothing yet
         return None
 

@@ -13,7 +13,7 @@ def watch(
 ) -> None:
     """Show a live or finished run: progress, loss, speed, gates, selection, and what is unhealthy.
 
-    A folder that is not there yet is waited for, except with --once.
+    Waits for a folder that does not exist yet, except with --once.
     """
     import time
 
@@ -22,21 +22,21 @@ def watch(
     from rich.text import Text
 
     from nsa.errors import CheckpointError
-    from nsa.inspect.reading import RunView
+    from nsa.inspect.reading import read_run
     from nsa.inspect.view import frame
     from nsa.run_folder import LOCK_FILE
 
-    console, reader = Console(highlight=False), RunView(run_dir)
+    console = Console(highlight=False)
     plain = console.options.ascii_only
     if once or not console.is_terminal or console.is_dumb_terminal:
-        console.print(frame(reader.refresh(), console.width, max(24, console.height), plain=plain))
+        console.print(frame(read_run(run_dir), console.width, max(24, console.height), plain=plain))
         return
     waits = not run_dir.exists() or (run_dir / LOCK_FILE).exists()  # a run that starts has the lock first
 
     def look() -> Text:
         try:
             # The last line stays free: a terminal scrolls when it is written to.
-            return frame(reader.refresh(), console.width, console.height - 1, plain=plain)
+            return frame(read_run(run_dir), console.width, console.height - 1, plain=plain)
         except CheckpointError as error:
             if not waits:
                 raise
@@ -45,7 +45,8 @@ def watch(
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
+                began = time.monotonic()
                 live.update(look(), refresh=True)
-                time.sleep(every)
+                time.sleep(max(every, 3 * (time.monotonic() - began)))  # at most a quarter of a core
     except KeyboardInterrupt:
         console.print(look())

@@ -1,8 +1,8 @@
-"""A run as its folder shows it: never from the process, so that a run on another machine reads alike.
+"""A run as its folder shows it. Nothing comes from the process, so that a run on another machine reads alike.
 
-`read_run` reads everything once. A view that refreshes keeps a `RunView`: a refresh costs what was added since the last
-one. Files that are missing or damaged are named in `RunView.problems`; only a folder that is no run at all is an error.
-Statistics that several ranks wrote are merged.
+`read_run` reads the whole folder: a run of 50,000 steps takes half a second. `RunView.problems` names files that
+are missing or damaged; only a folder without any file of a run is an error. Statistics that several ranks wrote are
+merged.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from nsa import run_folder
 from nsa.errors import CheckpointError, HangError
 from nsa.inspect.run_files import (
     MISSING,
-    GrowingFile,
     HeartbeatFile,
+    LogFile,
     Numbers,
     RankTables,
     Samples,
@@ -53,62 +53,36 @@ class Status:
 
 
 class RunView:
-    """A run at the time of its last `refresh`. Numbers that nobody has written are NaN."""
+    """A run at the time `now`. Numbers that the run has not written are NaN."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, now: float):
+        self.folder, self.now = folder, now
+        self._heartbeats = {rank: HeartbeatFile(path) for rank, path in _find_heartbeats(folder).items()}
         self.training = StepTable(folder / run_folder.TRAINING.file, run_folder.TRAINING)  # of rank 0
-        self.gate_samples = Samples(run_folder.GATES, GateStats)
-        self.selection_samples = Samples(run_folder.SELECTION, SelectionStats)
-        self.layer_selection_samples = Samples(run_folder.LAYER_SELECTION, SelectionStats)
-        self._fallbacks = RankTables(run_folder.FALLBACKS)
-        self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, self._fallbacks)
         self.samples = SamplesFile(folder / run_folder.SAMPLES_FILE)
-        self._heartbeats = {0: HeartbeatFile(run_folder.HEARTBEAT.path(folder, 0))}
-        self._metrics_written_at = 0.0
-
-    def refresh(self, now: float | None = None) -> Self:
-        """Reads what was added."""
-        self.now = time.time() if now is None else now
-        for rank, path in self._find_heartbeats().items():
-            self._heartbeats.setdefault(rank, HeartbeatFile(path))
-        for file in (self.training, self.samples, *self._heartbeats.values()):
-            file.refresh()
-        with suppress(OSError):
-            self._metrics_written_at = (self.folder / run_folder.METRICS_FILE).lstat().st_mtime
         names = (run_folder.METRICS_FILE, run_folder.CONFIG_FILE, run_folder.ENVIRONMENT_FILE)
-        self._documents = {name: read_document(self.folder / name) for name in names}
+        self._documents = {name: read_document(folder / name) for name in names}
         self.metrics, self.config, self.env = (content for content, _ in self._documents.values())
-        self.evaluation, problem = read_document(self.folder / run_folder.EVALUATION_FILE)
+        self.evaluation, problem = read_document(folder / run_folder.EVALUATION_FILE)
         if problem != MISSING:  # most runs have none
             self._documents[run_folder.EVALUATION_FILE] = self.evaluation, problem
-        for tables in self._tables:
-            tables.refresh(self.folder, 1 if lookup(self.config, "telemetry.per_rank") is False else self.world_size)
-        newest = self.selection_samples.at(self.selection_samples.last_step)
-        self.selection = newest.get(run_folder.ALL_LAYERS)
+        writers = 1 if lookup(self.config, "telemetry.per_rank") is False else self.world_size
+        self.gate_samples = Samples(run_folder.GATES, GateStats, folder, writers)
+        self.selection_samples = Samples(run_folder.SELECTION, SelectionStats, folder, writers)
+        self.layer_selection_samples = Samples(run_folder.LAYER_SELECTION, SelectionStats, folder, writers)
+        fallbacks = RankTables(run_folder.FALLBACKS, folder, writers)
+        self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, fallbacks)
+        self.selection = self.selection_samples.at(self.selection_samples.last_step).get(run_folder.ALL_LAYERS)
         self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last is ALL_LAYERS
         self.layer_selection = self.layer_selection_samples.at(self.layer_selection_samples.last_step)
-        self.fallbacks = total_fallbacks(self._fallbacks, whole(self._start.get("step"), 0))  # by branch and reason
+        self.fallbacks = total_fallbacks(fallbacks, whole(self._start.get("step"), 0))  # by branch and reason
         own = self._own_heartbeats()
         self.ranks = {rank: file for rank, file in own.items() if file.newest and rank < self.world_size}
         self.timeline = timeline(own)  # the newest first
         self.status = self._status()
-        return self
-
-    def _find_heartbeats(self) -> dict[int, Path]:
-        """Refuses a folder that is no run."""
-        with run_folder.reading_run(self.folder):
-            found = run_folder.HEARTBEAT.find(self.folder)
-        names = (run_folder.TRAINING.file, run_folder.METRICS_FILE, run_folder.ENVIRONMENT_FILE)
-        if not found and not any((self.folder / name).exists() for name in names):
-            raise CheckpointError(
-                f"{self.folder}: is no folder of a run (no {', '.join(names)} or {run_folder.HEARTBEAT.pattern}); "
-                "give the out_dir of a run"
-            )
-        return found
 
     def _own_heartbeats(self) -> dict[int, HeartbeatFile]:
-        """Without ranks that only an earlier run, with more of them, had."""
+        """Without the ranks that only an earlier, larger run had."""
         began, size = 0.0 if math.isnan(self.started_at) else self.started_at, self.world_size
         return {
             rank: file
@@ -122,8 +96,8 @@ class RunView:
 
     @property
     def problems(self) -> dict[str, str]:
-        """What is wrong with each file that has something wrong with it."""
-        files: list[GrowingFile] = [self.training, self.samples]
+        """What is wrong, by the name of the file."""
+        files: list[LogFile] = [self.training, self.samples]
         files += [file for tables in self._tables for file in tables.files.values()]
         files += [file for _, file in sorted(self._heartbeats.items())]
         found = {name: problem for name, (_, problem) in self._documents.items()}
@@ -157,12 +131,12 @@ class RunView:
 
     @property
     def done(self) -> float:
-        """The part of all steps."""
+        """The part of all steps that are done."""
         return min(1.0, self.step / self.steps) if self.steps > 0 else 0.0
 
     @property
     def percent(self) -> str:
-        """Of all steps; 100 % only where all are done."""
+        """`done` as text; 100 % only if all steps are done."""
         return f"{math.floor(100 * self.done)}%"
 
     @property
@@ -181,15 +155,15 @@ class RunView:
 
     @property
     def left_s(self) -> float | None:
-        """From the median of the last steps, and the mean of what lies between steps: validation and saving. None
-        where it is unknown."""
+        """From the median of the last steps, and the mean time between steps, for validation and saving. None if it
+        is unknown."""
         took = self.recent("step_s")
         if self.status.kind != RUNNING or math.isnan(took):
             return None
         return max(0, self.steps - self.step) * (took + self._between_steps_s())
 
     def _between_steps_s(self) -> float:
-        """Seconds a step since the process started, beyond what the steps themselves took."""
+        """Mean time between two steps since the process started."""
         first, last = self._heartbeats[0].first_step, self._heartbeats[0].last_step
         if not first or not last or last["step"] <= first["step"]:
             return 0.0
@@ -210,7 +184,7 @@ class RunView:
 
     @property
     def loss(self) -> float:
-        """Smoothed: the mean of the last steps, of fewer in a run that is short."""
+        """Smoothed: the mean of the last steps, of fewer in a short run."""
         return self.recent("loss", np.mean, smoothing(len(self.training)))
 
     @property
@@ -221,13 +195,13 @@ class RunView:
 
     @property
     def mem_gib(self) -> float:
-        """Of the rank that needs most."""
+        """The memory of the rank that needs most."""
         known = [*(number(file.last_step.get("mem_gib")) for file in self.ranks.values()), self.now_of("mem_gib")]
         return max((value for value in known if math.isfinite(value)), default=math.nan)
 
     @property
     def save_wait_s(self) -> float:
-        """In all."""
+        """The time that all steps waited for checkpoints."""
         waits = self.training.column("save_wait_s")
         return float(waits[np.isfinite(waits)].sum())
 
@@ -242,7 +216,7 @@ class RunView:
 
     @property
     def telemetry_failures(self) -> dict[int, int]:
-        """Of every rank that has some: as of its last step, and of the rank that wrote the summary."""
+        """The failures of each rank that has any, from its last step; the summary may have counted more."""
         found = {rank: whole(file.last_step.get("telemetry_failures"), 0) for rank, file in self.ranks.items()}
         writer = whole(self.metrics.get("rank"), 0)
         found[writer] = max(found.get(writer, 0), whole(self.metrics.get("telemetry_failures"), 0))
@@ -253,20 +227,22 @@ class RunView:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
     def _status(self) -> Status:
-        files, metrics, written_at = self._heartbeats.values(), self.metrics, self._metrics_written_at
+        files, metrics, written_at = self._heartbeats.values(), self.metrics, 0.0
+        with suppress(OSError):
+            written_at = (self.folder / run_folder.METRICS_FILE).lstat().st_mtime
         newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
         booted_at = max((file.attempts[-1] for file in files if file.attempts), default=0.0)
         age = max(0.0, self.now - number(newest.get("time"), written_at))
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        is_restarted = booted_at > written_at  # and the summary is that of the last end; a run that is done stays done
+        is_restarted = booted_at > written_at  # the summary is of an earlier attempt; a run that is done stays done
         if ended == "done" and (live.kind == SILENT or not is_restarted):
             return Status(FINISHED, age, limit, 0)
         if ended in ("failed", "preempted") and not is_restarted:
             code, reason = whole(metrics.get("exit_code"), 1), str(metrics.get("reason", "not recorded"))
             return Status(FAILED if ended == "failed" else PREEMPTED, age, limit, code, reason)
-        last = newest.get("event")  # of a run that has no summary of its end
+        last = newest.get("event")  # the run wrote no summary when it ended
         if last == "hang":
             return Status(FAILED, age, limit, HangError.exit_code, describe_hang(newest))
         if last == "preempted":
@@ -285,7 +261,8 @@ class RunView:
         return max(floor, 5.0 * took + (0.0 if math.isnan(longest) else longest))
 
     def _validates_or_saves(self) -> bool:
-        """Whether that comes after the newest event: a step's event follows its validation and precedes its save."""
+        """Whether a validation or a save follows the newest event. A step reports after it validates and before it
+        saves."""
         step = self.step
         evals = whole(lookup(self.config, "train.eval_every"), 0)
         saves = whole(lookup(self.config, "checkpoint.every"), 0)
@@ -294,10 +271,23 @@ class RunView:
 
 
 def smoothing(rows: int) -> int:
-    """Steps whose mean is the smoothed loss of a run that has this many."""
+    """The number of steps that the smoothed loss is a mean of, in a run with this many rows."""
     return min(RECENT, max(5, rows // 20))
 
 
 def read_run(folder: Path, now: float | None = None) -> RunView:
-    """Everything the folder shows."""
-    return RunView(folder).refresh(now)
+    return RunView(folder, time.time() if now is None else now)
+
+
+def _find_heartbeats(folder: Path) -> dict[int, Path]:
+    """Rank 0's, which may be missing, and those of other ranks that exist. Raises CheckpointError if the folder has no
+    file of a run."""
+    with run_folder.reading_run(folder):
+        found = run_folder.HEARTBEAT.find(folder)
+    names = (run_folder.TRAINING.file, run_folder.METRICS_FILE, run_folder.ENVIRONMENT_FILE)
+    if not found and not any((folder / name).exists() for name in names):
+        raise CheckpointError(
+            f"{folder}: not the folder of a run (no {', '.join(names)} or {run_folder.HEARTBEAT.pattern}); "
+            "give the out_dir of a run"
+        )
+    return {0: run_folder.HEARTBEAT.path(folder, 0), **found}

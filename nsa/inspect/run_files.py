@@ -1,17 +1,15 @@
-"""The files of a run, read while they grow.
+"""Readers of the files of a run. Each reader reads its file once, when it is built, up to the last whole line.
 
-Each reader remembers its offset: a refresh costs what was added since the last one. A file that was truncated or
-rewritten, as when a run resumes, is noticed and read again from the start. What cannot be read is counted and named in
-`problem`; nothing here raises. Samples of several ranks are merged as if one had seen all rows. Torch and pyarrow are
-not needed: a view must open at once.
+A run may be writing the files: a last line without its newline is left out. Lines that cannot be parsed are counted and
+named in `problem`; no reader raises. Samples of several ranks are merged as if one rank had seen all rows. This module
+imports neither torch nor pyarrow, so that a view opens at once.
 """
 
 import csv
 import math
-import os
 import re
-from array import array
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,87 +27,59 @@ Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
 Stats = TypeVar("Stats", GateStats, SelectionStats)
 
-_CHUNK = 64 * 2**20  # bytes that are read at once; every line is shorter
+_PART = 16 * 2**20  # bytes that are read at once; a line that is longer counts as several damaged ones
 # Beyond float32, in which training computes, and small enough that sums and products of two stay finite.
 LARGEST = 1e100
 MISSING = "missing"
 SAMPLES_SHOWN = 8
-_COUNTS = ("rows", "max_distinct", "count")  # columns of samples
-_FINGERPRINT = 256  # bytes before the offset that must still be there
+_COUNTS = ("rows", "max_distinct", "count")  # columns that count something
 _ROUTINE = re.compile(
-    rb'\{"v": \d+, "time": (\d+(?:\.\d+)?), "rank": \d+, "step": (\d+), "event": "(%s)"(?:, "clock": (\d+\.\d+))?.*\}'
-    % "|".join(run_folder.ROUTINE_EVENTS).encode()
+    rb'\{"v": \d+, "time": (\d{1,15}(?:\.\d+)?), "rank": \d+, "step": (\d{1,15}), "event": "(%s)"'
+    rb'(?:, "clock": (\d+\.\d+))?.*\}' % "|".join(run_folder.ROUTINE_EVENTS).encode()
 )
 
 
-class GrowingFile:
-    """Gives every whole line that was added to `add`. A last line without its newline waits for the rest."""
+class LogFile:
+    """Passes every whole line to `add`, which raises ValueError for a damaged one."""
 
     unit = "lines"
 
     def __init__(self, path: Path):
-        self.path = path
-        self.damaged = 0
-        self._unreadable = ""
-        self._offset, self._before = 0, b""
-        self.clear()
+        self.path, self.damaged, self._unreadable = path, 0, ""
+        rest = b""
+        try:
+            with open_regular(path) as file:
+                while part := file.read(_PART):
+                    *lines, rest = (rest + part).split(b"\n")
+                    if len(rest) >= _PART:
+                        lines, rest = [*lines, rest], b""
+                    self._add_all(lines)
+        except FileNotFoundError:
+            self._unreadable = MISSING
+        except OSError as error:
+            self._unreadable = f"cannot be read: {error.strerror}"
 
-    def clear(self) -> None:
-        """Forgets all lines."""
-        raise NotImplementedError
+    def _add_all(self, lines: list[bytes]) -> None:
+        for line in lines:
+            try:
+                self.add(line)
+            except (ValueError, OverflowError, csv.Error):
+                self.damaged += 1
 
     def add(self, line: bytes) -> None:
-        """Raises ValueError where the line is damaged."""
         raise NotImplementedError
 
     @property
     def problem(self) -> str:
         return self._unreadable or (f"{self.damaged} damaged {self.unit} left out" if self.damaged else "")
 
-    def refresh(self) -> None:
-        while lines := self._new_lines():
-            for line in lines:
-                try:
-                    self.add(line)
-                except (ValueError, OverflowError, csv.Error):
-                    self.damaged += 1
 
-    def _new_lines(self) -> list[bytes]:
-        try:
-            with open_regular(self.path) as file:
-                if self._was_rewritten(file.fileno()):
-                    self._restart()
-                file.seek(self._offset)
-                new = file.read(_CHUNK)
-        except FileNotFoundError:
-            self._restart()
-            self._unreadable = MISSING
-            return []
-        except OSError as error:
-            self._unreadable = f"cannot be read: {error.strerror}"
-            return []
-        self._unreadable = ""
-        whole = new if len(new) == _CHUNK and b"\n" not in new else new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        self._before = (self._before + whole[-_FINGERPRINT:])[-_FINGERPRINT:]
-        return whole.splitlines()
-
-    def _was_rewritten(self, file: int) -> bool:
-        """The size alone does not tell: a truncated file may have grown past the offset again."""
-        if os.fstat(file).st_size < self._offset:
-            return True
-        return os.pread(file, len(self._before), self._offset - len(self._before)) != self._before
-
-    def _restart(self) -> None:
-        self._offset, self._before, self.damaged = 0, b"", 0
-        self.clear()
-
-
-class SamplesFile(GrowingFile):
+class SamplesFile(LogFile):
     """The newest texts that the run wrote, the last one last. Most runs have none."""
 
-    def clear(self) -> None:
+    def __init__(self, path: Path):
         self.newest = deque[Sample](maxlen=SAMPLES_SHOWN)
+        super().__init__(path)
 
     def add(self, line: bytes) -> None:
         self.newest.append(Sample.of(line))
@@ -119,122 +89,126 @@ class SamplesFile(GrowingFile):
         return "" if self._unreadable == MISSING else super().problem
 
 
-class TableFile(GrowingFile):
+class TableFile(LogFile):
     """A CSV file. Its columns may be in another order, fewer or more: an empty or missing cell is NaN."""
 
     unit = "rows"
 
     def __init__(self, path: Path, table: Table):
         self.table = table
-        self._numbers = [name for name in table.columns if name not in table.text]
+        self._header: list[str] = []
         super().__init__(path)
 
-    def clear(self) -> None:
-        self._header: list[str] = []
-
-    def take(self, row: Row) -> None:
-        """One row. Raises ValueError where it cannot be."""
+    def take(self, numbers: list[float], texts: list[str]) -> None:
+        """Keeps one row: the numbers and the texts, each in the order of the table's columns."""
         raise NotImplementedError
 
     @property
     def problem(self) -> str:
         if not self._unreadable and not self._header:
-            return "holds no header"
+            return "has no header"
         if not self._unreadable and "step" not in self._header:
-            return "damaged: its first line is no header of this table"
+            return "damaged: the first line is not the header of this table"
         return super().problem
 
     def add(self, line: bytes) -> None:
-        text = line.decode("utf-8", "replace")
+        text = line.decode("utf-8", "replace").rstrip("\r")
         cells = next(csv.reader([text]), []) if '"' in text else text.split(",")
         if not self._header:
             self._header = cells
+            places = {name: at for at, name in enumerate(cells)}
+            found = [(name in self.table.text, places.get(name, -1)) for name in self.table.columns]
+            self._texts, self._numbers = ([at for is_text, at in found if is_text is kind] for kind in (True, False))
         elif "step" in self._header:
-            found = dict(zip(self._header, cells, strict=True))
-            row: Row = {name: bounded(float(found.get(name) or "nan")) for name in self._numbers}
-            if not 0 <= row["step"] < math.inf:
+            if len(cells) != len(self._header):
                 raise ValueError
-            self.take(row | {name: found.get(name, "") for name in self.table.text})
+            cells.append("")  # at index -1, the cell of a missing column
+            numbers = [float(cells[at] or "nan") for at in self._numbers]
+            if not 0 <= numbers[0] <= LARGEST:  # the step
+                raise ValueError
+            self.take(numbers, [cells[at] for at in self._texts])
 
 
 class StepTable(TableFile):
     """A row per step, kept as numbers. Steps rise: of two rows that do not, the one that breaks the order of all
     others is the damaged one."""
 
-    def clear(self) -> None:
-        super().clear()
-        self._width, self._values = len(self.table.columns), array("d")  # row by row
+    def __init__(self, path: Path, table: Table):
+        self._rows: list[list[float]] = []
+        super().__init__(path, table)
+        self._values: Numbers = np.array(self._rows, dtype=np.float64).reshape(-1, len(table.columns))
+        self._values[np.abs(self._values) > LARGEST] *= math.inf
+        del self._rows
 
-    def take(self, row: Row) -> None:
-        if self.step >= row["step"]:
-            if len(self) > 1 and self._values[-2 * self._width] >= row["step"]:
+    def take(self, numbers: list[float], texts: list[str]) -> None:
+        if self._rows and self._rows[-1][0] >= numbers[0]:
+            if len(self._rows) > 1 and self._rows[-2][0] >= numbers[0]:
                 raise ValueError
             self.damaged += 1
-            del self._values[-self._width :]
-        self._values.extend(row.values())
+            self._rows.pop()
+        self._rows.append(numbers)
 
     def __len__(self) -> int:
-        return len(self._values) // self._width
+        return len(self._values)
 
     @property
     def step(self) -> int:
         """The newest; -1 where there is none."""
-        return int(self._values[-self._width]) if self._values else -1
+        return int(self._values[-1, 0]) if len(self) else -1
 
     def column(self, name: str) -> Numbers:
-        """All values of a column so far."""
-        return np.array(self._values[self.table.columns.index(name) :: self._width])
+        return self._values[:, self.table.columns.index(name)].copy()
 
 
 class SampleTable(TableFile):
-    """Any number of rows per step, kept by step. A row whose counts are none is damaged: with it, its step would have
-    no sample, and be the newest."""
+    """Any number of rows per step, kept by step. A row without a finite count is damaged: its step would be the newest
+    and have no sample."""
 
-    def clear(self) -> None:
-        super().clear()
-        self.rows: dict[int, list[Row]] = {}
+    def __init__(self, path: Path, table: Table):
+        self.steps: dict[int, list[tuple[list[float], list[str]]]] = {}
+        self._names = [name for name in table.columns if name not in table.text]
+        self._counts = [self._names.index(name) for name in _COUNTS if name in self._names]
+        super().__init__(path, table)
 
-    def take(self, row: Row) -> None:
-        if not all(0 <= row[name] < math.inf for name in _COUNTS if name in row):
+    def take(self, numbers: list[float], texts: list[str]) -> None:
+        if not all(0 <= numbers[at] <= LARGEST for at in self._counts):
             raise ValueError
-        self.rows.setdefault(int(row["step"]), []).append(row)
+        self.steps.setdefault(int(numbers[0]), []).append((numbers, texts))
+
+    def rows(self, step: int) -> Iterator[Row]:
+        for numbers, texts in self.steps.get(step, ()):
+            yield dict(zip((*self._names, *self.table.text), (*map(bounded, numbers), *texts), strict=True))
 
 
 class RankTables:
     """One table of all ranks; `files` is by rank."""
 
-    def __init__(self, table: Table):
-        self.table, self.files = table, dict[int, SampleTable]()
-
-    def refresh(self, folder: Path, world_size: int) -> None:
+    def __init__(self, table: Table, folder: Path, world_size: int):
         """Files of ranks that the run no longer has, or does not write, may be of an earlier run: they are ignored."""
-        paths = {0: self.table.files.path(folder, 0), **self.table.files.find(folder)}
-        ranks = [rank for rank in paths if rank == 0 or rank < world_size]
-        self.files = {rank: self.files.get(rank) or SampleTable(paths[rank], self.table) for rank in ranks}
-        for file in self.files.values():
-            file.refresh()
+        paths = {0: table.files.path(folder, 0), **table.files.find(folder)}
+        self.files = {rank: SampleTable(path, table) for rank, path in paths.items() if rank == 0 or rank < world_size}
 
 
 class Samples(RankTables, Generic[Stats]):
     """Statistics of one kind. A step is merged on request."""
 
-    def __init__(self, table: Table, kind: type[Stats]):
-        super().__init__(table)
+    def __init__(self, table: Table, kind: type[Stats], folder: Path, world_size: int):
+        super().__init__(table, folder, world_size)
         self._kind: type[Stats] = kind
 
     @property
     def last_step(self) -> int:
-        return max((max(file.rows) for file in self.files.values() if file.rows), default=0)
+        return max((step for file in self.files.values() for step in file.steps), default=0)
 
     def by_step(self) -> dict[int, dict[str, Stats]]:
-        steps = sorted(set().union(*(file.rows for file in self.files.values())))
+        steps = sorted(set().union(*(file.steps for file in self.files.values())))
         return {step: found for step in steps if (found := self.at(step))}
 
     def at(self, step: int) -> dict[str, Stats]:
-        """By layer, or ALL_LAYERS in a table without layers. Empty where the columns are not those of this table."""
+        """By layer, or ALL_LAYERS in a table without layers. Empty if the columns are not those of this table."""
         parts: dict[str, list[Stats]] = {}
         try:
-            for row in (row for file in self.files.values() for row in file.rows.get(step, ())):
+            for row in (row for file in self.files.values() for row in file.rows(step)):
                 parts.setdefault(row.get("layer", ALL_LAYERS), []).append(self._kind.of(row))
             return {layer: self._kind.merge(part) for layer, part in parts.items()}
         except (KeyError, ValueError, OverflowError, ZeroDivisionError):
@@ -246,25 +220,29 @@ def total_fallbacks(tables: RankTables, started_at: int) -> dict[tuple[str, str]
     each, which are those since the newest start, after step `started_at`."""
     counts: defaultdict[tuple[str, str], float] = defaultdict(float)
     for file in tables.files.values():
-        newest = max(file.rows, default=0)
-        for row in file.rows[newest] if newest > started_at else ():
+        newest = max(file.steps, default=0)
+        for row in file.rows(newest) if newest > started_at else ():
             counts[row["branch"], row["reason"]] += row["count"]
     return dict(sorted(counts.items()))
 
 
-class HeartbeatFile(GrowingFile):
-    """The events of one rank since the last start with --fresh: the file keeps those of the run before.
+class HeartbeatFile(LogFile):
+    """The events of one rank since the last start with --fresh: the file keeps the events of the run before.
 
-    Of the routine events, whose numbers are in the tables, only the newest is parsed.
+    The tables have the numbers of routine events. This class parses the first and the last step of the newest start,
+    and the last routine event before each other event.
     """
 
-    def clear(self) -> None:
+    def __init__(self, path: Path):
         self.events: list[Event] = []  # all that are not routine
         self.newest: Event = {}
         self.first_step: Event = {}  # of the newest start of the process
-        self._last_step = b""
         self.attempts: list[float] = []  # when the process was started
-        self.seconds: list[float] = []  # that passed in each
+        self.seconds: list[float] = []  # that passed in each attempt
+        self._routine: re.Match[bytes] | None = None  # the newest, not counted yet
+        self._last_step = b""
+        super().__init__(path)
+        self._count_routine()
 
     @property
     def last_step(self) -> Event:
@@ -273,33 +251,45 @@ class HeartbeatFile(GrowingFile):
     def add(self, line: bytes) -> None:
         routine = _ROUTINE.fullmatch(line)
         if routine:
-            event: Event = {"time": float(routine[1]), "step": int(routine[2]), "event": routine[3].decode()}
-            event["clock"] = routine[4]
-            if event["event"] == "step":
-                self.first_step, self._last_step = self.first_step or event, line
-        elif not line.strip():
-            return
-        else:
+            if not self.attempts:
+                self._count(_parse_routine(routine))
+            if routine[3] == b"step":
+                self.first_step = self.first_step or _parse_routine(routine)
+                self._last_step = line
+            self._routine = routine
+        elif line.strip():
             event = run_folder.parse_event(line)
+            self._count_routine()
+            self._count(event)
+            self.events.append({**event, "attempt": len(self.attempts)})
+            if event["event"] == "start" and event.get("fresh"):
+                self._drop_earlier_attempts()
+
+    def _count_routine(self) -> None:
+        if self._routine:
+            self._count(_parse_routine(self._routine))
+            self._routine = None
+
+    def _count(self, event: Event) -> None:
+        """Takes the event as the newest, and the time that passed until then."""
         if event["event"] == "boot" or not self.attempts:
             self.attempts.append(event["time"])
             self.seconds.append(0.0)
-            self._began = event
-            self.first_step = event if event["event"] == "step" else {}
+            self._began, self.first_step = event, {}
         by_clock, by_time = (number(event.get(key)) - number(self._began.get(key)) for key in ("clock", "time"))
         passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; an old file has nothing else
         self.seconds[-1] = max(self.seconds[-1], passed)
         self.newest = event
-        if not routine:
-            self.events.append({**event, "attempt": len(self.attempts)})
-        if event["event"] == "start" and event.get("fresh"):
-            self._drop_earlier_attempts()
 
     def _drop_earlier_attempts(self) -> None:
         attempt = len(self.attempts)
         self.events = [{**event, "attempt": 1} for event in self.events if event["attempt"] == attempt]
         self.attempts, self.seconds = self.attempts[-1:], self.seconds[-1:]
         self.first_step, self._last_step = {}, b""
+
+
+def _parse_routine(found: re.Match[bytes]) -> Event:
+    return {"time": float(found[1]), "step": int(found[2]), "event": found[3].decode(), "clock": found[4]}
 
 
 def read_document(path: Path) -> tuple[Row, str]:
@@ -313,11 +303,11 @@ def read_document(path: Path) -> tuple[Row, str]:
         return {}, f"cannot be read: {error.strerror}"
     except (ValueError, yaml.YAMLError, RecursionError):
         return {}, "damaged: cannot be parsed"
-    return (content, "") if content and isinstance(content, dict) else ({}, "damaged: holds no table of values")
+    return (content, "") if content and isinstance(content, dict) else ({}, "damaged: not a table of values")
 
 
 def lookup(content: Any, path: str) -> Any:
-    """`a.b` of nested tables; None where it is not there."""
+    """The value at `a.b` of nested tables; None if there is none."""
     for key in path.split("."):
         if not isinstance(content, dict) or key not in content:
             return None

@@ -136,7 +136,7 @@ def test_the_newest_texts_are_shown_with_control_characters_visible(finished):
     texts = [f"text {n} {EVIL}" for n in range(10)] + ["a\tb\n\x1b[31mred\u202e\ud800", "long " * 2000]
     lines = [Sample(BEGAN, f"model{EVIL}", "the prompt ", text, settings).to_line() for text in texts]
     (finished / "samples.jsonl").write_text("".join(lines[:10]) + '{"time": 1}\n[]\n' + "".join(lines[10:]))
-    view.refresh()
+    view = read_run(finished)
     page = render(view)
     shown = re.findall(r"<pre><b>the prompt </b>(.*?)</pre>", page, re.DOTALL)
     assert [text[:7].strip() for text in shown] == ["long lo", "a\tb\n\\x1", *(f"text {n}" for n in range(9, 3, -1))]
@@ -364,7 +364,7 @@ def test_the_command_writes_into_the_run_or_to_the_file_it_is_given(finished, tm
 def test_a_place_that_cannot_be_written_and_a_folder_that_is_no_run_are_errors(finished, tmp_path):
     with pytest.raises(LaunchError, match="--out"):
         write_page(render(read_run(finished)), tmp_path / "nowhere" / "r.html")
-    with pytest.raises(CheckpointError, match="no folder of a run"):
+    with pytest.raises(CheckpointError, match="not the folder of a run"):
         read_run(tmp_path)
 
 

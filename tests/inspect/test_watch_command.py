@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(folder, starting, tmp_path
     assert "step 40 of 80" in looks[2]
     with pytest.raises(CheckpointError, match="No such file or directory; give the out_dir of a run"):
         watch(tmp_path / "never", once=True)
-    with pytest.raises(CheckpointError, match="is no folder of a run"):
+    with pytest.raises(CheckpointError, match="not the folder of a run"):
         watch(tmp_path)
 
 
