@@ -113,8 +113,6 @@ def run_of(weights: Path) -> Path | None:
 
 RunStatus = Literal["running", "done", "failed", "preempted"]  # `status` in metrics.json
 
-ENVIRONMENT_FIELDS = ("nsa", "command", "python", "packages", "world_size", "strategy", "variables", "config")
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """A document that holds a table of values. Raises OSError, or ValueError where it is damaged."""

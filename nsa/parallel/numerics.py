@@ -1,34 +1,39 @@
-"""What decides a run's numbers besides its inputs: PyTorch's process-wide switches, and the precision of the device.
+"""The process-wide switches of PyTorch that decide a run's numbers, and the precision of the device.
 
-A run sets every such switch from its configuration when it starts and restores the caller's when it ends. So its
-numbers do not depend on what the process did before, and the process is not changed by the run.
+A run sets these switches from its configuration when it starts and restores the caller's values when it ends. So its
+numbers do not depend on what the process did before, and the run does not change the process.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config.schema import RuntimeConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Switch = tuple[Callable[[], Any], Callable[[Any], Any], Any]  # getter, setter, the value a run needs
+Switch = tuple[Callable[[], Any], Callable[[Any], Any], Any]  # getter, setter, the value that a run needs
+_CUDA_MATMUL, _MKLDNN = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)
+_TF32, _IEEE = ("high", "tf32", "ieee"), ("highest", "ieee", "ieee")  # see _matmul_precision
+_SDPA_BACKENDS = [
+    *(SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH),
+]
 
 
 @contextmanager
 def numerics(runtime: RuntimeConfig) -> Iterator[None]:
     """Inside, PyTorch computes as in a fresh process with this configuration."""
     with ExitStack() as restored:
-        switches = list(_switches(runtime))
-        before = [get() for get, _, _ in switches]  # all of them first: some settings move others
-        for (_, set_to, value), found in zip(switches, before, strict=True):
-            restored.callback(set_to, found)
+        for get, set_to, value in _switches(runtime):
+            restored.callback(set_to, get())
             set_to(value)
+        restored.enter_context(sdpa_kernel(_SDPA_BACKENDS))
         if runtime.deterministic:  # cuBLAS reads it before its first use
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if runtime.compile:  # else shapes that were compiled before decide how these are
@@ -49,7 +54,7 @@ def compute_precision(wanted: str, device: torch.device) -> str:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 numbers itself. One whose instructions are unknown counts as one without."""
+    """Whether this CPU has instructions that multiply bf16 numbers; False if PyTorch does not know."""
     known = torch.cpu.get_capabilities()
     return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))  # the last: Arm
 
@@ -64,53 +69,36 @@ def default_threads() -> int:
 
 
 def _switches(runtime: RuntimeConfig) -> Iterator[Switch]:
-    """In the order they are set. They are restored in the opposite order."""
-    cuda = torch.backends.cuda
-    cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
     yield torch.get_default_dtype, torch.set_default_dtype, torch.float32
     yield torch.get_default_device, _set_default_device, torch.device("cpu")
     yield torch.is_grad_enabled, torch.set_grad_enabled, True
     yield torch.get_num_threads, torch.set_num_threads, runtime.threads or default_threads()
     yield _flushes_denormals, torch.set_flush_denormal, False
     yield _deterministic_mode, _set_deterministic_mode, (runtime.deterministic, False)
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", "cuda"):  # not by torch.autocast: around the run it would keep casts of weights for all steps
         yield partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device), False
-    # The precision of float32 products, by operation and by the older settings, which PyTorch wants to agree.
-    for operation in (cuda.matmul, mkldnn.matmul, cudnn.conv, cudnn.rnn):
-        yield _attribute(operation, "fp32_precision", "ieee")
-    yield _unless_mixed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
-    yield _unless_mixed(*_attribute(cuda.matmul, "allow_tf32", runtime.tf32))
-    yield _unless_mixed(*_attribute(cudnn, "allow_tf32", runtime.tf32))
-    yield _attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction", True)
-    yield _attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction", True)
-    yield _attribute(cuda.matmul, "allow_fp16_accumulation", False)
-    yield _attribute(cudnn, "benchmark", False)
-    yield _attribute(cudnn, "deterministic", False)
-    yield _attribute(cudnn, "enabled", True)
-    # PyTorch itself turns oneDNN off after the first bf16 product on a CPU without bf16 instructions.
-    yield _attribute(mkldnn, "enabled", True)
-    yield _attribute(mkldnn, "deterministic", False)
-    yield cuda.flash_sdp_enabled, cuda.enable_flash_sdp, True
-    yield cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, True
-    yield cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, True
-    yield cuda.math_sdp_enabled, cuda.enable_math_sdp, True
+    yield _matmul_precision, _set_matmul_precision, _TF32 if runtime.tf32 else _IEEE
+    for module, name, value in (
+        (_CUDA_MATMUL, "allow_fp16_reduced_precision_reduction", True),
+        (_CUDA_MATMUL, "allow_bf16_reduced_precision_reduction", True),
+        (_CUDA_MATMUL, "allow_fp16_accumulation", False),
+        (_MKLDNN, "enabled", True),  # off after the first bf16 product on a CPU without bf16 instructions
+    ):
+        yield partial(getattr, module, name), partial(setattr, module, name), value
 
 
-def _attribute(module: Any, name: str, value: Any) -> Switch:
-    return partial(getattr, module, name), partial(setattr, module, name), value
+def _matmul_precision() -> tuple[str, str, str]:
+    """The older setting, and the newer ones of GPU and CPU."""
+    gpu, cpu = _CUDA_MATMUL.fp32_precision, _MKLDNN.matmul.fp32_precision
+    try:
+        return torch.get_float32_matmul_precision(), gpu, cpu
+    except RuntimeError:  # PyTorch does not read the older setting if the newer ones disagree with it
+        return "high" if gpu == "tf32" else "highest", gpu, cpu
 
 
-def _unless_mixed(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> Switch:
-    """PyTorch refuses to read an older setting after its newer counterparts were set: then those alone are restored."""
-
-    def read() -> Any:
-        try:
-            return get()
-        except RuntimeError:
-            return None
-
-    return read, lambda found: None if found is None else set_to(found), value
+def _set_matmul_precision(wanted: tuple[str, str, str]) -> None:
+    torch.set_float32_matmul_precision(wanted[0])  # moves both newer settings
+    _CUDA_MATMUL.fp32_precision, _MKLDNN.matmul.fp32_precision = wanted[1:]
 
 
 def _set_default_device(device: torch.device) -> None:

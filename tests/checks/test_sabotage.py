@@ -73,8 +73,8 @@ def test_every_missed_target_is_named_with_target_and_value(tmp_path):
     assert "wanted >= 1G tokens/s" in reason(result, "throughput")
     assert "wanted < 0.01 GiB" in reason(result, "memory")
     assert "did not fall" in reason(result, "loss")
-    assert "k_stats.csv: holds no sample" in reason(result, "artifacts")
-    assert "gate_stats.csv: holds no sample" in reason(result, "artifacts")
+    assert "k_stats.csv: 0 rows" in reason(result, "artifacts")
+    assert "gate_stats.csv: 0 rows" in reason(result, "artifacts")
     assert "trained on fallback data: no answer" in reason(result, "phase2: data")
     assert all(phase["was_run"] for phase in result["phases"])  # nothing is fatal: everything is measured
     resume = next(c for c in result["criteria"] if c["name"] == "resume")
@@ -176,7 +176,7 @@ def test_everything_that_is_missed_is_named_with_target_and_value(tmp_path):
     )
     assert code == 1, output
     assert failed(result) == {("phase1", name) for name in TRAINED} | {("phase2", n) for n in {*TRAINED, "data"}}
-    assert "k_stats.csv: holds no sample" in reason(result, "artifacts")
+    assert "k_stats.csv: 0 rows" in reason(result, "artifacts")
     assert "trained on fallback data: " in reason(result, "phase2: data")
     assert all(phase["was_run"] for phase in result["phases"])
 

@@ -60,7 +60,6 @@ SWITCHES = {
     "oneDNN": (*attribute(torch.backends.mkldnn, "enabled"), False),
     "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
     "precision of oneDNN's products": (*attribute(torch.backends.mkldnn.matmul, "fp32_precision"), "bf16"),
-    "TF32": (*attribute(torch.backends.cudnn, "allow_tf32"), False),
     "deterministic algorithms": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
@@ -112,7 +111,6 @@ def test_settings_of_a_run_follow_its_configuration_and_the_callers_come_back():
             assert torch.are_deterministic_algorithms_enabled()
             assert torch.get_num_threads() == 2
             assert not torch.backends.cuda.matmul.allow_tf32
-            assert not torch.backends.cudnn.allow_tf32
             raise KeyError
 
     with pytest.raises(KeyError):
