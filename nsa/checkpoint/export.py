@@ -4,11 +4,11 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from nsa.checkpoint.format import (
@@ -25,9 +25,10 @@ from nsa.checkpoint.format import (
     write_atomically,
 )
 from nsa.checkpoint.restore import fill, read_state, read_step, refuse_misfit, saved_shapes
-from nsa.checkpoint.storage import open_safetensors
+from nsa.checkpoint.storage import byte_view, open_safetensors, write_safetensors
 from nsa.config.schema import Architecture
 from nsa.errors import CheckpointError, reworded
+from nsa.files import flush_folder, open_replacement
 from nsa.run_folder import WEIGHTS_FILE, reading_run
 
 
@@ -77,7 +78,7 @@ def export_weights(source: Path, target: Path) -> int:
         metadata = weights_metadata(read_step(source), read_state(source)["config"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{source}: its saved configuration cannot be read: no {error}") from None
-    write_atomically(target, serialize_weights(weights, **metadata))
+    write_weights(target, weights, **metadata)
     return len(weights)
 
 
@@ -98,7 +99,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Those of a safetensors file. One that `serialize_weights` made is compared with the checksum in it."""
+    """The tensors of a safetensors file. A file of `write_weights` is compared with its checksum."""
     with open_safetensors(path) as file:
         about, tensors = _about(file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if "sha256" in about and about.pop("sha256") != _checksum(tensors, about):
@@ -112,22 +113,27 @@ def _about(file: Any) -> dict[str, Any]:
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: dict[str, Any]) -> str:
-    """Of the tensors with their names, types and shapes, and of what the file says of itself."""
+    """SHA-256 of the tensors with their names, types and shapes, and of the metadata."""
     found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(byte_view(tensor))
     return found.hexdigest()
 
 
-def serialize_weights(tensors: Mapping[str, Tensor], **metadata: Any) -> bytes:
-    """The bytes of a safetensors file, with a checksum. A tensor that several names share is stored under the first."""
-    stored: dict[int, str] = {}
+def write_weights(path: Path, tensors: Mapping[str, Tensor], **metadata: Any) -> None:
+    """Writes a safetensors file with a checksum, one tensor after another, and replaces `path` with it. A tensor that
+    several names share is stored under the first. Raises CheckpointError."""
+    first: dict[int, str] = {}
     for name, tensor in tensors.items():
-        stored.setdefault(id(tensor), name)
-    whole = {name: tensors[name].detach().cpu().contiguous() for name in stored.values()}
-    metadata["sha256"] = _checksum(whole, metadata)
-    return bytes(save(whole, metadata={"nsa": json.dumps(metadata, sort_keys=True)}))
+        first.setdefault(id(tensor), name)
+    stored = {name: tensors[name].detach() for name in sorted(first.values())}
+    metadata["sha256"] = _checksum(stored, metadata)
+    entries = [(name, t.dtype, tuple(t.shape), partial(Tensor.detach, t)) for name, t in stored.items()]
+    with reworded(CheckpointError, f"{path}: cannot be written"):
+        with open_replacement(path) as file:
+            write_safetensors(file, entries, {"nsa": json.dumps(metadata, sort_keys=True)})
+        flush_folder(path.parent)
 
 
 def find_weights(path: Path) -> Path:

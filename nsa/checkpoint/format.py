@@ -16,6 +16,7 @@ version 1 the tensors are as nsa/checkpoint/legacy.py describes.
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def optimizer_key(parameter: str, key: str = "") -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """As `nsa.files.replace_file`; raises CheckpointError."""
+    """The same as `nsa.files.replace_file`, but raises CheckpointError."""
     with reworded(CheckpointError, f"{path}: cannot be written"):
         replace_file(path, content)
 
@@ -135,10 +136,13 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def verify(folder: Path) -> dict[str, FileEntry]:
-    """Reads every file and compares; returns the manifest, or raises with the first file that differs."""
+def verify(folder: Path, names: Collection[str] | None = None) -> dict[str, FileEntry]:
+    """Hashes the files of these names, by default all, and compares them with the manifest, which is returned. Raises
+    CheckpointError with the first file that differs."""
     entries = read_manifest(folder)
     for name, entry in entries.items():
+        if names is not None and name not in names:
+            continue
         path = folder / name
         with reworded(CheckpointError, f"{path}: cannot be read"):
             if path.is_symlink() or not path.is_file():

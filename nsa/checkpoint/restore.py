@@ -1,13 +1,13 @@
-"""Loads a checkpoint that was verified before. Nothing in a checkpoint is executed: tensors are in safetensors files,
-everything else is JSON, and no file outside the manifest is opened. Torch's distributed checkpoint reshards the tensors
-between world sizes and strategies.
+"""Loads a checkpoint whose files the caller verified. Nothing in a checkpoint is executed: tensors are in safetensors
+files, everything else is JSON, and no file outside the manifest is opened. Torch's distributed checkpoint reshards the
+tensors between world sizes and strategies.
 """
 
 import logging
 import math
 import pickle
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nsa.checkpoint.format import INDEX_FILE, MODEL, STATE_FILE, STATE_VERSION, random_file, read_manifest
@@ -45,7 +46,7 @@ def read_step(checkpoint: Path) -> int:
 
 
 def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
-    """The random state of that rank; None where fewer ranks saved."""
+    """The random state of that rank; None if the checkpoint is of fewer ranks."""
     name = random_file(rank)
     return _read_json(checkpoint / name) if name in read_manifest(checkpoint) else None
 
@@ -55,15 +56,30 @@ def saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
     return {name: torch.Size(tensor.shape) for name, tensor in _reader(checkpoint).tensors.items()}
 
 
-def fill(tensors: dict[str, Tensor], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
+def fill(
+    tensors: dict[str, Tensor],
+    checkpoint: Path,
+    group: dist.ProcessGroup | None = None,
+    check_files: Callable[[set[str]], object] = lambda names: None,
+) -> None:
     """Fills every tensor in place, the model's among them, whatever world saved them.
 
     A missing tensor, another shape, or a tensor of the model that is left over is an error before any is changed.
+    Calls `check_files` with the names of the files that this rank is about to read.
     """
     reader = _reader(checkpoint)
     saved = {n: torch.Size(t.shape) for n, t in reader.tensors.items() if n in tensors or n.startswith(MODEL)}
     refuse_misfit(checkpoint, saved, {name: tensor.shape for name, tensor in tensors.items()})
+    check_files(_planned_files(tensors, reader))
     _load(tensors, checkpoint, reader, group)
+
+
+def _planned_files(tensors: dict[str, Tensor], reader: ShardReader | LegacyReader) -> set[str]:
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(dict(tensors), reader.read_metadata())
+    files = {(name, chunk.offset): chunk.file for name, tensor in reader.tensors.items() for chunk in tensor.chunks}
+    places = (item.storage_index for item in planner.create_local_plan().items)
+    return {files[place.fqn, tuple(place.offset or ())] for place in places}
 
 
 def check_loadable(checkpoint: Path) -> None:

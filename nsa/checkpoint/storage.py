@@ -8,15 +8,16 @@ tensors it took 482 MiB more and held the interpreter for 0.6 s at once. This on
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -60,7 +61,8 @@ class ShardWriter(FileSystemWriter):
             chunk = Chunk(self._shard, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
             results.append(WriteResult(item.index, data.chunk.sizes.numel(), chunk))
             tensors.append((item.index.fqn, data.properties.dtype, chunk.shape, partial(planner.resolve_data, item)))
-        write_safetensors(self._folder / self._shard, tensors, self._pause)
+        with open(self._folder / self._shard, "wb", opener=regular) as file:
+            write_safetensors(file, tensors, before_each=self._pause)
         faults.point("save.shard_written")
         return _done(results)
 
@@ -131,10 +133,15 @@ def _done(value: Any) -> Future[Any]:
 Entry = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Any]]  # name, type, shape, and how to get the tensor
 
 
-def write_safetensors(path: Path, tensors: Iterable[Entry], before_each: Callable[[], object]) -> None:
-    """Writes a safetensors file and waits until it is on disk. No more than one tensor is in memory at a time."""
+def write_safetensors(
+    file: BinaryIO,
+    tensors: Iterable[Entry],
+    metadata: Mapping[str, str] | None = None,
+    before_each: Callable[[], object] = lambda: None,
+) -> None:
+    """Writes a safetensors file and waits until it is on disk. Holds one tensor in memory at a time."""
     ordered = sorted(tensors, key=lambda entry: -entry[1].itemsize)  # keeps every tensor aligned in the file
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape, _ in ordered:
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
@@ -142,13 +149,17 @@ def write_safetensors(path: Path, tensors: Iterable[Entry], before_each: Callabl
         header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb", opener=regular) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, _, _, resolve in ordered:
-            before_each()
-            file.write(resolve().detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, _, _, resolve in ordered:
+        before_each()
+        file.write(byte_view(resolve()))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The content of the tensor, without a copy if it is contiguous and in host memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager

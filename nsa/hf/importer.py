@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.export import serialize_weights, weights_metadata
+from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.checkpoint.format import write_atomically
 from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
@@ -100,7 +100,7 @@ def import_model(
         if kept:
             write_atomically(run / TOKENIZER_FILE, kept)
         metadata = weights_metadata(0, config.to_dict())
-        write_atomically(run / WEIGHTS_FILE, serialize_weights(weights, **metadata))
+        write_weights(run / WEIGHTS_FILE, weights, **metadata)
         write_config(run, config)
     return config
 

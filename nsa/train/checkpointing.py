@@ -10,6 +10,7 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,16 @@ from torch import Tensor
 from nsa.checkpoint.format import (
     BEST,
     FOLDER,
+    INDEX_FILE,
+    LEGACY_INDEX_FILE,
     MODEL,
+    STATE_FILE,
     STATE_VERSION,
-    newest_verified,
+    committed,
     optimizer_key,
+    random_file,
     step_of,
+    verify,
     write_atomically,
 )
 from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
@@ -32,7 +38,8 @@ from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
 from nsa.config.schema import TrainConfig
 from nsa.errors import CheckpointError, ConfigError
-from nsa.parallel.collectives import lost_rank, on_first_rank
+from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank
+from nsa.parallel.world import World
 from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
 from nsa.train.state import Progress, RunState
@@ -157,43 +164,71 @@ class Checkpointing:
         self._retry_at = self.clock() + RETRY_S[self._failures - 1]
 
 
+class _DamagedError(CheckpointError):
+    """A file of a checkpoint is not as it was written. All ranks raise it together."""
+
+
 def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
-    """Restores the newest sound checkpoint of the run; its name, or None where there is none."""
-    root = folder / FOLDER
-    name, damage, changes = on_first_rank(state.world, lambda: _choose(root, state.config, accept_changes))
-    for message in damage:
-        monitor.incident("damaged_checkpoint", message, state.progress.step)
-    if name is None:
-        return None
-    restore(state, root / name)
-    for line in changes:
-        monitor.log(f"changed {line}")
-    return name
+    """Restores the newest sound checkpoint of the run; returns its name, or None if the run has no checkpoint.
+
+    Every rank hashes the files that it reads, all ranks at the same time: a large checkpoint takes rank 0 alone longer
+    than the others can wait in a collective.
+    """
+    root, world, damage = folder / FOLDER, state.world, list[str]()
+    for name in on_first_rank(world, lambda: [checkpoint.name for checkpoint in committed(root)]):
+        checkpoint = root / name
+        try:
+            _verify(checkpoint, {INDEX_FILE, LEGACY_INDEX_FILE, STATE_FILE, random_file(world.rank)}, world)
+            changes = on_first_rank(world, partial(_check_changes, checkpoint, state.config, accept_changes))
+            restore(state, checkpoint)
+        except _DamagedError as error:
+            damage.append(str(error))
+            continue
+        on_first_rank(world, partial(_mark_best, checkpoint))
+        for message in damage:
+            monitor.incident("damaged_checkpoint", message, state.progress.step)
+        for line in changes:
+            monitor.log(f"changed {line}")
+        return str(name)
+    if damage:
+        raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")
+    return None
 
 
-def _choose(root: Path, config: Config, accept_changes: bool) -> tuple[str | None, list[str], list[str]]:
-    """The checkpoint to resume from, why newer ones are not used, and what changed since in the configuration."""
-    chosen, damage = newest_verified(root)
-    if chosen is None:
-        if damage:
-            raise CheckpointError(f"no checkpoint in {root} is whole: {damage[0]}; --fresh starts over")
-        return None, [], []
-    saved = read_state(chosen)
+def _verify(checkpoint: Path, names: set[str], world: World) -> None:
+    """Every rank verifies the files of its own names. Raises on all ranks the first damage that one of them found."""
+    problem = ""
+    try:
+        verify(checkpoint, names)
+    except CheckpointError as error:
+        problem = str(error)
+    if found := next(filter(None, gather_objects(problem, world)), ""):
+        raise _DamagedError(found)
+
+
+def _check_changes(checkpoint: Path, config: Config, accept_changes: bool) -> list[str]:
+    """What changed in the configuration since the checkpoint. Raises ConfigError if that prevents a resume."""
+    saved = read_state(checkpoint)
     changes = differences(saved.get("config"), config)
+    root = checkpoint.parent
     if any(line.startswith("train.optimizer:") for line in changes):
         raise ConfigError(
-            f"train.optimizer: {chosen} holds the state of another optimizer; --fresh starts over, or "
+            f"train.optimizer: {checkpoint} holds the state of another optimizer; --fresh starts over, or "
             f"train.init_from={root.parent} starts a run in another folder from its weights"
         )
     if changes and not accept_changes:
         lines = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
-            f"{chosen}: was saved with another configuration:\n{lines}\n"
+            f"{checkpoint}: was saved with another configuration:\n{lines}\n"
             "--accept-changes resumes with the new values, --fresh starts over, train.out_dir chooses another folder"
         )
-    if saved.get("is_best") is True:  # a kill may have come before the mark
-        write_atomically(root / BEST, chosen.name.encode() + b"\n")
-    return chosen.name, damage, changes + _changed_rate(saved, step_of(chosen), config.train)
+    return changes + _changed_rate(saved, step_of(checkpoint), config.train)
+
+
+def _mark_best(checkpoint: Path) -> None:
+    """The run may have been killed between the commit of its best checkpoint and the mark."""
+    if read_state(checkpoint).get("is_best") is True:
+        write_atomically(checkpoint.parent / BEST, checkpoint.name.encode() + b"\n")
 
 
 def _changed_rate(saved: dict[str, Any], step: int, now: TrainConfig) -> list[str]:
@@ -238,7 +273,7 @@ def restore(state: RunState, checkpoint: Path) -> None:
             # The step counter is a float32 number; everything else is shaped and sharded like the parameter.
             value = torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
             tensors[moment] = state.optimizer.state[parameter][key] = value
-    fill(tensors, checkpoint, state.world.cpu_group)
+    fill(tensors, checkpoint, state.world.cpu_group, lambda names: _verify(checkpoint, names, state.world))
     try:
         state.progress = _read_progress(saved["progress"])
         if state.progress.step != step_of(checkpoint):

@@ -18,7 +18,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from nsa import faults
-from nsa.checkpoint.export import serialize_weights, weights_metadata
+from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.checkpoint.format import committed, write_atomically
 from nsa.config import Config
 from nsa.data.loader import Batch
@@ -235,7 +235,7 @@ class Session:
         progress = self.state.progress
         faults.point("end.weights")
         metadata = weights_metadata(progress.step, self.config.to_dict())
-        write_atomically(self.folder / WEIGHTS_FILE, serialize_weights(weights, **metadata))
+        write_weights(self.folder / WEIGHTS_FILE, weights, **metadata)
         faults.point("end.metrics")
         write_json(
             self.folder / METRICS_FILE,

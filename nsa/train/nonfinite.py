@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save
 from torch import Tensor
 
-from nsa.checkpoint.export import load_weights, read_tensors, serialize_weights
+from nsa.checkpoint.export import load_weights, read_tensors, write_weights
 from nsa.checkpoint.format import write_atomically
 from nsa.config import parse_config
 from nsa.data.loader import Batch
@@ -74,7 +74,7 @@ def dump(folder: Path, state: RunState, batches: list[Batch], result: StepResult
     make_folder(dumped)
     write_atomically(dumped / f"batch_rank{state.world.rank}.safetensors", save(tensors))
     if state.world.is_first:
-        write_atomically(dumped / "weights.safetensors", serialize_weights(weights, step=state.progress.step))
+        write_weights(dumped / "weights.safetensors", weights, step=state.progress.step)
         report = {
             "step": state.progress.step + 1,
             "loss": str(result.loss),

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nsa.checkpoint import format
-from nsa.checkpoint.export import export_weights, find_weights, load_weights, read_tensors, read_weights
+from nsa.checkpoint.export import export_weights, find_weights, load_weights, read_tensors, read_weights, write_weights
 from nsa.checkpoint.format import FOLDER, INDEX_FILE, MANIFEST_FILE, STATE_FILE
 from nsa.checkpoint.save import Saver
 from nsa.cli.main import main
@@ -362,3 +362,18 @@ def test_the_list_shows_a_checkpoint_from_before_the_first_step(tmp_path, nsa):
     assert saver.finish() is None
     _, out, _ = nsa("ckpt", "list", tmp_path)
     assert out.startswith("step_00000000 | 0 tokens | loss - | validation - | single x 1 | ")
+
+
+def peak_memory() -> int:
+    """The most bytes that this process had resident since the peak was reset."""
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is in /proc/self/status")
+def test_weights_are_written_without_a_second_copy_in_memory(tmp_path):
+    tensors = {str(number): torch.ones(2048, 1024).t() for number in range(16)}  # 8 MiB each, copied to be contiguous
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_memory()
+    write_weights(tmp_path / "model.safetensors", tensors, step=1)
+    assert peak_memory() - before < 0.5 * sum(tensor.nbytes for tensor in tensors.values())
+    assert len(read_tensors(tmp_path / "model.safetensors")) == 16

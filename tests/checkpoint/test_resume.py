@@ -1,6 +1,7 @@
 """A run that was interrupted goes on as if nothing had been: to the last bit, and only with what it was told."""
 
 import errno
+import json
 import random
 import shutil
 
@@ -8,16 +9,20 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 import nsa.parallel.numerics
 import nsa.train.loop
-from nsa.checkpoint.format import BEST, FOLDER, LATEST, name_of, pointed
-from nsa.checkpoint.restore import read_random, read_state, saved_shapes
+from nsa.checkpoint import format
+from nsa.checkpoint.format import BEST, FOLDER, INDEX_FILE, LATEST, MANIFEST_FILE, name_of, pointed, shard_file
+from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
 from nsa.errors import CheckpointError, ConfigError, LaunchError
-from nsa.train import train
-from nsa.train.checkpointing import Checkpointing, _choose
+from nsa.train import checkpointing, train
+from nsa.train.checkpointing import Checkpointing, _check_changes
 from tests.checkpoint.helpers import (
+    KINDS,
+    SHARD,
     assert_same_contents,
     assert_same_run,
     checkpoint_of,
@@ -28,6 +33,7 @@ from tests.checkpoint.helpers import (
     metrics_of,
     rows_of,
     saved_steps,
+    sign_again,
     small,
     train_until,
 )
@@ -240,8 +246,7 @@ def test_accepted_changes_are_said_and_used_from_the_checkpoint_on(crashed_run, 
     ],
 )
 def test_a_change_that_moves_the_schedule_says_the_old_and_the_new_rate(override, line, crashed_run):
-    name, _, changes = _choose(crashed_run / FOLDER, small(override), accept_changes=True)
-    assert name == checkpoint_of(crashed_run, 4).name
+    changes = _check_changes(checkpoint_of(crashed_run, 4), small(override), accept_changes=True)
     assert changes[1:] == ([line] if line else [])
 
 
@@ -383,3 +388,43 @@ def test_fresh_says_what_it_cannot_remove_and_the_old_run_does_not_come_back(cra
     train_until(1, crashed_run)
     assert rows_of(crashed_run)[0]["step"] == "1"
     assert not (crashed_run / ".removed").exists()
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The files that are hashed, each with whether the other ranks wait for this one meanwhile."""
+    found, waiting, entry_of, first = [], [], format.entry_of, checkpointing.on_first_rank
+
+    def on_first_rank(*call):
+        waiting.append(call)
+        try:
+            return first(*call)
+        finally:
+            waiting.pop()
+
+    monkeypatch.setattr(format, "entry_of", lambda path: found.append((path.name, bool(waiting))) or entry_of(path))
+    monkeypatch.setattr(checkpointing, "on_first_rank", on_first_rank)
+    return found
+
+
+def test_no_rank_waits_while_another_hashes_the_checkpoint(crashed_run, hashed):
+    train(small(), crashed_run)
+    assert sorted(hashed[:4]) == [(name, False) for name in sorted(KINDS) if name != MANIFEST_FILE]
+
+
+def test_a_rank_hashes_the_shards_that_it_reads(crashed_run):
+    """The checkpoint becomes one of two ranks: the first wrote the model, the second wrote the optimizer."""
+    checkpoint = checkpoint_of(crashed_run, 4)
+    tensors, index = load_file(checkpoint / SHARD), json.loads((checkpoint / INDEX_FILE).read_text())
+    model = {name: tensor for name, tensor in tensors.items() if name.startswith(format.MODEL)}
+    optimizer = {name: tensor for name, tensor in tensors.items() if name not in model}
+    for file, part in ((SHARD, model), (shard_file(1), optimizer)):
+        save_file(part, checkpoint / file)
+        for name in part:
+            index["tensors"][name]["chunks"][0]["file"] = file
+    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
+    sign_again(checkpoint)
+    read = []
+    fill(dict(model), checkpoint, check_files=read.append)
+    fill(dict(tensors), checkpoint, check_files=read.append)
+    assert read == [{SHARD}, {SHARD, shard_file(1)}]

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from nsa.checkpoint.export import find_checkpoint, read_weights
+from nsa.checkpoint.format import shard_file
 from nsa.config import parse_config
 from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.nn.model import build_model
+from tests.checkpoint.helpers import checkpoint_of, flip_byte, incidents_of
 from tests.distributed.launching import TINY, rows_of, start_ranks, wait_all
 
 # The first test waits for all runs, minutes on a busy machine.
@@ -239,7 +241,8 @@ def test_safe_mode_and_every_rank_are_announced(tmp_path):
 
 
 def test_a_checkpoint_of_two_sharded_ranks_resumes_anywhere(runs, tmp_path):
-    """Weights and optimizer are exact in another world: the rest of the run has the numbers of an unbroken one."""
+    """Weights and optimizer are exact in another world: the rest of the run has the numbers of an unbroken one. Damage
+    that one rank finds makes all ranks take the checkpoint before."""
     whole = find_checkpoint(runs / "half")
     weights = read_weights(whole)
     exported = load_file(runs / "half" / "model.safetensors")
@@ -253,9 +256,13 @@ def test_a_checkpoint_of_two_sharded_ranks_resumes_anywhere(runs, tmp_path):
             config = tree({"train": {"steps": 4, "schedule": "constant"}}, strategy(name))
             listed.append({"name": f"{name}-same", "config": config, "accept_changes": True})
         shutil.copytree(runs / "half", tmp_path / name)
+        if name == "fsdp":
+            flip_byte(checkpoint_of(tmp_path / name, 4) / shard_file(1), 0.5)
         config = tree({"train": {"steps": 8, "schedule": "constant"}}, strategy(name))
         listed.append({"name": name, "config": config, "accept_changes": True})
     train_beside(tmp_path, jobs)
+    (damage,) = incidents_of(tmp_path / "fsdp")
+    assert shard_file(1) in damage["message"]
     for name in ("single", "ddp", "fsdp"):
         if name != "fsdp":
             again = load_file(tmp_path / f"{name}-same" / "model.safetensors")

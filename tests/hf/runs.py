@@ -4,7 +4,7 @@ import torch
 import yaml
 
 from nsa import load_run
-from nsa.checkpoint.export import serialize_weights, weights_metadata
+from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.config import parse_config
 from nsa.data.tokenizers import GPT2Tokenizer, load_tokenizer
 from nsa.data.vocabulary import train_bpe
@@ -45,7 +45,7 @@ def make_run(folder, variant):
     folder.mkdir(exist_ok=True)
     metadata = weights_metadata(7, config.to_dict())
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    (folder / "model.safetensors").write_bytes(serialize_weights(weights, **metadata))
+    write_weights(folder / "model.safetensors", weights, **metadata)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
     return load_run(folder)
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import nsa.parallel.numerics
-from nsa.checkpoint.export import load_weights, serialize_weights
-from nsa.checkpoint.format import write_atomically
+from nsa.checkpoint.export import load_weights, write_weights
 from nsa.cli.main import app
 from nsa.config import parse_config
 from nsa.data.build import build_data
@@ -230,7 +229,7 @@ def test_a_run_can_start_from_saved_weights(trained, tmp_path):
 def test_saved_weights_load_to_the_last_bit(tmp_path, tied):
     config = tiny(f"model.tied_head={str(tied).lower()}")
     model = build_model(config, 256, seed=0)
-    write_atomically(tmp_path / "model.safetensors", serialize_weights(model.state_dict(keep_vars=True), step=1))
+    write_weights(tmp_path / "model.safetensors", model.state_dict(keep_vars=True), step=1)
     other = build_model(config, 256, seed=9)
     load_weights(other, tmp_path / "model.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
