@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 
 from nsa import files
+from nsa.record import failures
 
 # Folders of long tests and of tests that start processes. They run first: short tests even out the end, and tests
 # that measure time run beside short ones.
@@ -32,6 +33,17 @@ settings.load_profile("fixed")
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def recorder_bugs(monkeypatch):
+    """A programming error in a recorder, which a run only counts, fails the test. A test that breaks a recorder takes
+    the errors out of the list."""
+    found: list[Exception] = []
+    monkeypatch.setattr(failures, "report_bug", found.append)
+    yield found
+    if found:
+        raise found[0]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from nsa.config.schema import ParallelConfig
-from nsa.errors import ConfigError, LaunchError
+from nsa.errors import ConfigError, LaunchError, reworded
 from nsa.parallel.context import Context, data_ranks
 
 
@@ -33,7 +33,7 @@ class World:
     size: int = 1
     backend: str = "none"
     cpu_group: dist.ProcessGroup | None = None
-    local_size: int = 0  # ranks of this node; 0 where the launcher does not say
+    local_size: int | None = None  # ranks of this node; None if the launcher does not say
     context: Context | None = None  # the ranks that share this rank's sequences; None where each has its own
 
     @property
@@ -49,7 +49,7 @@ class World:
     @property
     def node_share(self) -> slice:
         """This rank's share of what each node checks for itself: nodes may have copies of their own."""
-        return slice(self.local_rank, None, self.local_size) if self.local_rank < self.local_size else slice(None)
+        return slice(None) if self.local_size is None else slice(self.local_rank, None, self.local_size)
 
     @property
     def is_first(self) -> bool:
@@ -64,13 +64,13 @@ class World:
 
 @dataclass(frozen=True)
 class Launch:
-    """This process as the launcher describes it."""
+    """This process as the environment variables of `torchrun` describe it."""
 
     rank: int = 0
     local_rank: int = 0
     size: int = 1
-    attempt: int = 0
-    local_size: int = 0
+    attempt: int = 0  # restarts before this one
+    local_size: int | None = None  # ranks of this node; None if the launcher does not say
     max_restarts: int = 0
 
 
@@ -82,15 +82,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if missing:
         raise LaunchError(f"{', '.join(missing)}: not set although WORLD_SIZE is; start the run with torchrun")
     optional = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
-    given = {name: environment[name] for name in names} | {name: environment.get(name) or "0" for name in optional}
-    try:
-        rank, local_rank, size, *others = (int(value) for value in given.values())
-    except ValueError:
-        texts = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise LaunchError(f"{texts}: must be whole numbers; start the run with torchrun") from None
-    if not (0 <= rank < size and 0 <= local_rank <= rank):
-        raise LaunchError(f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={size}: cannot be; use torchrun")
-    return Launch(rank, local_rank, size, *others)
+    given = {name: environment[name] for name in (*names, *optional) if name in names or environment.get(name)}
+    texts = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    with reworded(LaunchError, f"{texts}: must be whole numbers", "start the run with torchrun", caught=ValueError):
+        found = {name: int(value) for name, value in given.items()}
+    rank, local_rank, size = (found[name] for name in names)
+    attempt, local_size, max_restarts = (found.get(name) for name in optional)
+    if not (0 <= rank < size and 0 <= local_rank <= rank and (local_size is None or local_rank < local_size)):
+        raise LaunchError(f"{texts}: do not fit together; start the run with torchrun")
+    return Launch(rank, local_rank, size, attempt or 0, local_size, max_restarts or 0)
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa.ops.layout import block_of, is_forced, token_layout
 from nsa.ops.spec import SelectionSpec
+from nsa.record.failures import reporting_bugs
 from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
@@ -54,10 +55,12 @@ class AttentionObserver:
         self._selection: list[Tensor] = []
         self._waiting: list[tuple[int, Tensor | None, Tensor | None, Any]] = []
 
+    @reporting_bugs()
     @torch.no_grad()
     def mixed(self, gates: Tensor) -> None:
         self._gates.append(gate_numbers(gates))
 
+    @reporting_bugs()
     @torch.no_grad()
     def selected(self, indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> None:
         self._selection.append(selection_numbers(indices, spec, cu_seqlens, q_offset))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.files import ends_amid_line, regular
-from nsa.record.failures import Failures
+from nsa.record.failures import Failures, reporting_bugs
 from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
 
 MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
@@ -143,7 +143,8 @@ class Writer:
     def _try(self, sink: Sink, task: Task) -> None:
         self.current = sink.name
         try:
-            task(sink)
+            with reporting_bugs():
+                task(sink)
             self._errors[sink.name] = 0
         except Exception as error:
             self._failures.add(f"{sink.name} cannot be written: {getattr(error, 'strerror', None) or error}")

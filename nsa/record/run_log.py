@@ -4,6 +4,7 @@ Both are sinks (events.py) with a thread each: a pipe that nobody reads, a termi
 ends the run nor holds it up. What cannot be written is counted.
 """
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,8 @@ class _Stream(Sink):
         return bool(event["stream"] == self.name)
 
     def write(self, event: Event) -> None:
+        if self._stream.closed:  # else Python raises ValueError, as for a mistake in a program
+            raise BrokenPipeError(errno.EPIPE, "it is closed")
         self._stream.write(event["text"])
         self._stream.flush()
 

@@ -1,7 +1,8 @@
 """Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
 
-Nothing here waits for the device, and after the first step nothing for another rank. A file that cannot be opened at
-the start ends the run, because its folder is not usable; nothing that fails later does: it is counted.
+No method waits for the device, nor after the first step for another rank. A file that cannot be opened at the start
+ends the run, because its folder is not usable. Later failures are counted and do not end the run; `nsa.record.failures`
+also prints the traceback of a programming error.
 """
 
 import math

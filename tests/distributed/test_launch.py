@@ -24,7 +24,13 @@ def test_a_rank_finds_its_place():
     launched = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert read_launch(launched) == Launch(5, 1, 8, 2)
     assert read_launch({**launched, "TORCHELASTIC_MAX_RESTARTS": "3", "LOCAL_WORLD_SIZE": ""}).max_restarts == 3
-    for wrong in ({"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "7"}):
+    for wrong in (
+        {"RANK": "8"},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "many"},
+        {"LOCAL_RANK": "7"},
+        {"LOCAL_WORLD_SIZE": "1"},
+    ):
         with pytest.raises(LaunchError, match="torchrun"):
             read_launch({**launched, **wrong})
     for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"):

@@ -101,7 +101,7 @@ def test_what_waits_for_a_sink_that_hangs_is_bounded_and_the_rest_is_counted(han
     assert (stream.failures.count, hanging.closed) == (20, 1)
 
 
-def test_a_sink_that_fails_three_times_in_a_row_is_removed_and_its_neighbours_stay():
+def test_a_sink_that_fails_three_times_in_a_row_is_removed_and_its_neighbours_stay(recorder_bugs):
     class Failing(Kept):
         def write(self, event):
             super().write(event)
@@ -117,6 +117,8 @@ def test_a_sink_that_fails_three_times_in_a_row_is_removed_and_its_neighbours_st
     assert failing.closed == 1
     assert kept.steps == [1, 2, 3, 4, 5, 6, 7]
     assert (stream.failures.count, stream.failures.last) == (4, "failing cannot be written: no")
+    assert len(recorder_bugs) == 4
+    recorder_bugs.clear()
 
 
 def test_a_last_event_is_written_after_the_stream_was_closed():

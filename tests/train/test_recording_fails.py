@@ -10,6 +10,7 @@ import pytest
 from nsa import faults
 from nsa.checkpoint.export import find_checkpoint
 from nsa.checkpoint.restore import read_state
+from nsa.record import failures
 from nsa.record.events import EventStream
 from nsa.record.sinks import TableSink
 from nsa.run_folder import TRAINING, TrainingRow, read_events
@@ -17,6 +18,8 @@ from nsa.train import loop, train
 from nsa.train.monitor import Monitor
 from tests.checkpoint.helpers import faults_armed, incidents_of, small
 from tests.train.test_training import rows_of
+
+REPORT_BUG = failures.report_bug  # which a fixture of every test replaces
 
 
 def test_rows_that_found_no_room_are_kept_and_written_when_there_is_some(tmp_path):
@@ -103,7 +106,7 @@ def test_a_process_without_file_descriptors_trains_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["profiler", "watchdog", "console", "_observer"])
-def test_whatever_only_records_can_fail_without_ending_the_run(tmp_path, monkeypatch, part):
+def test_whatever_only_records_can_fail_without_ending_the_run(tmp_path, monkeypatch, part, recorder_bugs):
     class Broken:
         failures = 0
 
@@ -125,3 +128,17 @@ def test_whatever_only_records_can_fail_without_ending_the_run(tmp_path, monkeyp
     train(small("telemetry.every=1"), tmp_path)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert (metrics["status"], metrics["telemetry_failures"] >= 6) == ("done", True)
+    assert len(recorder_bugs) >= 6, "each of them fails a test that does not ask for them"
+    assert {type(error) for error in recorder_bugs} <= {TypeError, ValueError}
+    recorder_bugs.clear()
+
+
+def test_a_programming_error_in_a_recorder_is_counted_and_its_traceback_printed_once(monkeypatch, capsys):
+    monkeypatch.setattr(failures, "report_bug", REPORT_BUG)
+    found = failures.Failures()
+    for error in (KeyError("rows"), KeyError("rows"), OSError(28, "No space left on device")):
+        with found.counted():
+            raise error
+    assert (found.count, found.last) == (3, "[Errno 28] No space left on device")
+    said = capsys.readouterr().err
+    assert (said.count("Traceback"), said.count("KeyError: 'rows'"), "No space" in said) == (1, 1, False)
