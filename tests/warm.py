@@ -17,17 +17,28 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.02
+_ColdPopen = subprocess.Popen
 
 
 class Process:
     """What tests use of subprocess.Popen, for a child of the starter; its output is text."""
 
-    def __init__(self, pid: int, output: int):
-        self.pid, self.returncode = pid, None
-        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
+    def __init__(self, pid: int, stdout: int | None = None, stderr: int | None = None):
+        self.pid, self.returncode, self.args = pid, None, f"process {pid}"
+        self.stdout, self.stderr = (
+            None if output is None else os.fdopen(output, encoding="utf-8", errors="replace")
+            for output in (stdout, stderr)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
     def poll(self) -> int | None:
         if self.returncode is None and (status := _ask({"poll": self.pid})["status"]) is not None:
@@ -38,16 +49,20 @@ class Process:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             time.sleep(POLL_S)
         assert self.returncode is not None
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str | None, str | None]:
         """Output goes to a file, so nobody has to drain a pipe while the process runs."""
         self.wait(timeout)
-        self.stdout.seek(0)
-        return self.stdout.read(), None
+        found = []
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.seek(0)
+            found.append(None if stream is None else stream.read())
+        return found[0], found[1]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -81,11 +96,12 @@ def start(
 
 
 _ASKING = threading.Lock()
+_own: socket.socket | None = None  # of the starter that a program which `starts_others` has
 
 
 def _ask(message: dict, *handles: int) -> dict:
     with _ASKING:
-        starter = _starter(os.getpid())
+        starter = _own or _starter(os.getpid())
         socket.send_fds(starter, [json.dumps(message).encode()], list(handles))
         return json.loads(starter.recv(1 << 16))
 
@@ -148,39 +164,44 @@ def _own_starter() -> socket.socket | None:
         ours.close()
         return theirs
     theirs.close()
-    global _starter
-    _starter = lambda owner: ours  # noqa: E731
-    popen = subprocess.Popen
-    really_execute, really_wait, really_poll = popen._execute_child, popen._try_wait, popen._internal_poll
+    global _own
+    _own = ours
+    return None
 
-    def execute(self, args, *options):
+
+class Popen(_ColdPopen):
+    """`subprocess.Popen` in a program that `starts_others`: its own starter starts `python -m`. The arguments
+    are given by name, as `subprocess` documents them."""
+
+    def __new__(cls, args, **options):
         words = [str(word) for word in args]
         if words[1:2] == ["-u"]:  # torchrun's
             del words[1]
-        self.is_warm = words[:2] == [sys.executable, "-m"]
-        if not self.is_warm:
-            really_execute(self, args, *options)
-            return
-        cwd, env, pipes, new_session = options[4], options[5], options[9:15], options[20]
-        handles = [stream if pipe == -1 else pipe for stream, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        known = {**(os.environ if env is None else env)}
-        asked = {"argv": words[2:], "env": known, "cwd": str(cwd or Path.cwd()), "new_session": new_session}
-        self.pid = _ask(asked, *handles)["pid"]
-        self._child_created = True
-        self._close_pipe_fds(*pipes)
+        streams = [options.get(name) for name in ("stdin", "stdout", "stderr")]
+        pipes = [stream == subprocess.PIPE for stream in streams]
+        if _own is None or words[:2] != [sys.executable, "-m"] or pipes[0] or (any(pipes) and not options.get("text")):
+            return _ColdPopen(args, **options)
+        files = [os.memfd_create("output", os.MFD_CLOEXEC) if is_pipe else None for is_pipe in pipes[1:]]
+        streams[1:] = [stream if file is None else file for stream, file in zip(streams[1:], files, strict=True)]
+        with Path(os.devnull).open("r+b") as nothing:
+            handles = [_handle(stream, default, nothing) for default, stream in enumerate(streams)]
+            if streams[2] == subprocess.STDOUT:
+                handles[2] = handles[1]
+            asked = {
+                "argv": words[2:],
+                "env": dict(options.get("env") or os.environ),
+                "cwd": str(options.get("cwd") or Path.cwd()),
+                "new_session": options.get("start_new_session", False),
+            }
+            return Process(_ask(asked, *handles)["pid"], *files)
 
-    def wait(self, flags):
-        if not self.is_warm:
-            return really_wait(self, flags)
-        while (status := _ask({"poll": self.pid})["status"]) is None and not flags:
-            time.sleep(POLL_S)
-        return (0, 0) if status is None else (self.pid, status)
 
-    def poll(self, _deadstate=None):
-        return really_poll(self, _deadstate, lambda pid, flags: self._try_wait(flags))
-
-    popen._execute_child, popen._try_wait, popen._internal_poll = execute, wait, poll
-    return None
+def _handle(stream, default: int, nothing) -> int:
+    if stream in (None, subprocess.STDOUT):
+        return default
+    if stream == subprocess.DEVNULL:
+        return nothing.fileno()
+    return stream if isinstance(stream, int) else stream.fileno()
 
 
 def _threads() -> list[str]:
@@ -190,6 +211,7 @@ def _threads() -> list[str]:
 
 
 def _main() -> None:
+    subprocess.Popen = Popen  # before torch takes the name from there
     import torch._inductor  # noqa: F401 (deterministic mode imports it)
 
     import nsa.cli.main
