@@ -8,7 +8,7 @@ from nsa import __version__
 
 # What the extra `train` of pyproject.toml installs, by the names under which it is imported.
 TRAIN_PACKAGES = {"huggingface_hub", "numpy", "psutil", "pyarrow", "pydantic", "pynvml", "rich", "safetensors"}
-TRAIN_PACKAGES |= {"tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
+TRAIN_PACKAGES |= {"fsspec", "tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
 
 
 def repository() -> str | None:

@@ -13,12 +13,13 @@ from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_la
 from nsa.data.loader import Loader
 from nsa.data.recall import RecallSequences
 from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSequences
-from nsa.data.sources.base import Progress, Skipped
+from nsa.data.sources.base import Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
+from nsa.data.threads import Progress, in_threads
 from nsa.data.token_shards import ShardTokens, open_shards
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.data.waiting import Activity, in_threads
+from nsa.data.waiting import Activity
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import make_folder
 
@@ -49,15 +50,9 @@ class Data:
         """What streams have skipped so far, of what this rank read."""
         return sum((stream.skipped for stream in self.streams), Skipped())
 
-    def set_deadline(self, deadline_s: float) -> None:
-        """Sets how long a stream may go without an answer, from now on."""
-        for stream in self.streams:
-            stream.source.set_deadline(deadline_s)
-
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
-            stream.source.cancel()
 
 
 def build_data(
@@ -119,7 +114,7 @@ class _Builder:
             progress = self.activity.add("prepared", Progress("shards checked"))
             list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
             return self._from_documents("prepared", shards, fingerprint)
-        opened = open_source(source, self.data.first_batch_s)
+        opened = open_source(source, self.data.timeout_s)
         if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(HubDataset, opened), folder)
         read = partial(tokenise_units, opened, tokenizer=self.tokenizer)

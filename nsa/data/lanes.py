@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from nsa.data.corpus import Corpus, Tokenised, in_validation, join, tokenise_units
 from nsa.data.sequences import Borders, Row, Sequences, random_order
-from nsa.data.sources.base import Progress, Skipped
+from nsa.data.sources.base import Skipped
 from nsa.data.sources.dataset import HubDataset
+from nsa.data.threads import DaemonPool, Progress, in_threads
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.data.waiting import DaemonPool, in_threads
 from nsa.errors import DataError
 from nsa.files import read_regular, regular
 

@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from nsa import faults
 from nsa.data.sequences import IGNORED, Sequences
-from nsa.data.waiting import DaemonPool, Waiter
+from nsa.data.threads import DaemonPool
+from nsa.data.waiting import Waiter
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nsa.config.schema import DataConfig
 from nsa.data.sources.base import groups, is_offline
-from nsa.data.waiting import run_in_thread
+from nsa.data.threads import run_in_thread
 from nsa.errors import ConfigError, DataError, DataUnavailableError, reworded
 
 TokenArray = NDArray[np.unsignedinteger]

@@ -1,9 +1,9 @@
 """What a run reads, step after step: opened, checked against the checkpoint, prefetched, reported when it stalls."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from nsa.parallel.collectives import gather_objects, sum_over_ranks
 from nsa.supervise.signals import StopRequest
 from nsa.train.monitor import Monitor
 from nsa.train.state import RunState
+
+T = TypeVar("T")
 
 
 class Feed:
@@ -54,7 +56,6 @@ class Feed:
         counted = torch.tensor([float(vote) for vote in votes], device=self.state.device)
         failed, terminated, interrupted = sum_over_ranks(counted, self.state.world).tolist()
         if failed:
-            self._activity.cancel()  # threads that still read this source end soon
             if self._batches is not None:
                 self.close()
             if terminated or interrupted:
@@ -63,7 +64,6 @@ class Feed:
                 raise failure or DataUnavailableError("another rank could not reach its data; see its log")
             self._fall_back(str(failure or "another rank could not reach its data"))
         self._check_same_data(accept_changes)
-        self.data.set_deadline(self.config.data.timeout_s)
         self._interruptible = self.state.world.size == 1
         self.first_batch_s = time.perf_counter() - began
         self.monitor.emit("first_batch", self.state.progress.step, seconds=self.first_batch_s, data=self.data.summary)
@@ -84,6 +84,8 @@ class Feed:
         self.data: Data = self._waiter.run(
             lambda: build_data(data, train, state.tokenizer, self.folder, world.rank, self._activity, world.node_share),
             "the source to open",
+            data.first_batch_s,
+            "data.first_batch_s",
         )
         self._batches = Prefetcher(
             self.data.train,
@@ -126,7 +128,7 @@ class Feed:
         """The validation sequences; those of a stream are collected when they are first needed."""
         loader = self.data.validation
         assert loader is not None
-        self._waiter.run(lambda: loader.sequences.count, "validation documents", interruptible=False)
+        self._run(lambda: loader.sequences.count, "validation documents")
         return loader
 
     def num_targets(self) -> int:
@@ -145,11 +147,11 @@ class Feed:
     def again(self) -> list[Batch]:
         """The micro-batches of the current step, once more."""
         passes = list(self._numbers_of(self.state.progress.sequences))
-        return self._waiter.run(
-            lambda: [self.data.train.batch(n.start, len(n), n.step) for n in passes],
-            "the batches of the step",
-            interruptible=False,
-        )
+        batches = lambda: [self.data.train.batch(n.start, len(n), n.step) for n in passes]  # noqa: E731
+        return self._run(batches, "the batches of the step")
+
+    def _run(self, function: Callable[[], T], what: str) -> T:
+        return self._waiter.run(function, what, self.config.data.timeout_s, "data.timeout_s", interruptible=False)
 
     def _is_stopped(self) -> bool:
         return self._interruptible and (self.stop.terminate or self.stop.interrupt)

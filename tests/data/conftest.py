@@ -1,9 +1,11 @@
 """A mirror of FineWeb-Edu for all tests of a process, and a hub that serves it to one test."""
 
+import time
+from types import SimpleNamespace
+
+import huggingface_hub
 import pytest
 
-from nsa.data.sources import hub
-from tests.data.clock import Clock
 from tests.data.hub_server import HubServer
 from tests.data.mirror import write_mirror
 
@@ -14,23 +16,25 @@ VARIABLES = (
 
 @pytest.fixture
 def hub_settings(monkeypatch, tmp_path):
-    """None of the user's settings, and retries that follow at once."""
+    """None of the user's settings."""
     for name in VARIABLES.split():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     # huggingface_hub reads HF_HOME when it is imported.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(hub, "BACKOFF_FIRST_S", 0.01)
-    monkeypatch.setattr(hub, "BACKOFF_MAX_S", 0.05)
+    # Its client reads the proxies when it is made.
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Time for retries of the hub that passes at once."""
-    made = Clock()
-    monkeypatch.setattr(hub, "_now", made)
-    monkeypatch.setattr(hub, "_pause", made.pause)
+def pauses(monkeypatch):
+    """The pauses between attempts, which take no time."""
+    made = []
+    library = "huggingface_hub.utils._http.time"
+    monkeypatch.setattr(library, SimpleNamespace(sleep=made.append, time=time.time))
     return made
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face hub on this machine: API, downloads that redirect to a second port with a signature, and faults.
 
-It answers what huggingface_hub asks too, which a test checks. The second port plays the storage hosts behind the hub:
-it honours ranges, wants a signature that has not run out, and refuses every request that brings a token.
+It answers `snapshot_download` of huggingface_hub too. The second port plays the storage hosts of the hub: it honours
+ranges, wants a signature that has not run out, and refuses every request that brings a token.
 """
 
 import hashlib

@@ -64,7 +64,6 @@ def test_hub_mirror_and_cache_give_the_same_documents(server, repository, tmp_pa
     assert (online.name, online.commit, mirror.commit) == (f"{REPO} long", server.branches["main"], None)
     assert texts_of(opened(split="test")) == texts["long/test-0"]
     assert texts_of(opened(paths=[str(folder / "short" / "all.parquet")])) == texts["short/all"], "a file is a file"
-    assert {r.path.split("/")[-1].split("?")[0] for r in server.requests("hub", "/tree/")} == {"long"}
     download(server, tmp_path / "home", ["README.md", "long/train-*"])
     requests = len(server.log)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -134,6 +133,16 @@ def test_the_fingerprint_of_fineweb_edu_is_that_of_earlier_versions(tmp_path):
 def test_a_column_that_holds_no_text_is_refused_by_name(server, column, error):
     with pytest.raises(DataError, match=error):
         opened(split="test", text_field=column).units()
+
+
+def test_a_repository_without_parquet_files_is_refused_with_what_to_try(tmp_path, hub_settings, monkeypatch):
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "a.jsonl").write_text("{}")
+    with HubServer(tmp_path / "repository", repo=REPO) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
+        error = rf"{REPO} at main: no \.parquet file matches \*\.parquet; try data\.revision=refs/convert/parquet"
+        with pytest.raises(DataError, match=error):
+            opened(subset="default").units()
 
 
 def test_a_repository_that_does_not_exist_is_named(server):

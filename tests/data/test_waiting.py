@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from nsa.data import waiting
-from nsa.data.sources.base import Progress
+from nsa.data.threads import Progress
 from nsa.data.waiting import Activity, Waiter, WaitStopped
 from nsa.errors import DataUnavailableError
 from tests.data.clock import Clock
@@ -44,7 +44,7 @@ def test_a_long_wait_is_reported_until_its_result_is_there():
 
 def test_a_short_wait_is_not_reported():
     wait = Wait()
-    assert [wait.waiter.run(lambda n=n: n * n, "a square") for n in range(5)] == [0, 1, 4, 9, 16]
+    assert [wait.waiter.run(lambda n=n: n * n, "a square", 30, "data.timeout_s") for n in range(5)] == [0, 1, 4, 9, 16]
     assert not wait.reports
 
 
@@ -54,7 +54,7 @@ def test_an_error_is_raised_as_it_was(error):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        Wait().waiter.run(fail, "an error")
+        Wait().waiter.run(fail, "an error", 30, "data.timeout_s")
 
 
 def test_nothing_for_too_long_ends_the_wait():
@@ -92,7 +92,7 @@ def test_a_wait_that_the_step_depends_on_is_not_interrupted():
 def test_the_thread_of_an_interrupted_wait_ends_with_its_work():
     wait, released = Wait(stopped=lambda: True), threading.Event()
     with pytest.raises(WaitStopped):
-        wait.waiter.run(lambda: released.wait(30), "an hour")
+        wait.waiter.run(lambda: released.wait(30), "an hour", 30, "data.timeout_s")
     (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("data-wait")]
     released.set()
     thread.join(5)
@@ -103,13 +103,10 @@ class Remote:
     name = "hub"
 
     def __init__(self):
-        self.listed, self.slow, self.cancelled = Progress("footers read"), None, False
+        self.listed, self.slow = Progress("footers read"), None
 
     def waiting_for(self):
         return self.slow
-
-    def cancel(self):
-        self.cancelled = True
 
 
 def test_an_activity_names_its_progress_and_the_server_that_does_not_answer():
@@ -130,5 +127,14 @@ def test_an_activity_names_its_progress_and_the_server_that_does_not_answer():
     remote.slow = None
     assert activity.waiting_for() == "hub: 5 of 16 row groups tokenised"
     assert activity.arrived() == 1405
-    activity.cancel()
-    assert remote.cancelled
+
+
+def test_a_server_that_does_not_answer_ends_a_wait_for_work_that_may_take_any_time():
+    wait, remote = Wait(), Remote()
+    wait.activity.watch(remote)
+    future = wait.future(done_at=100)
+    assert wait.waiter.wait(future, "tokens", timeout_s=30, setting="data.first_batch_s", server_only=True) == 7
+    remote.slow, began = "a.parquet, footer: no answer", wait.clock.now
+    with pytest.raises(DataUnavailableError, match=r"a\.parquet, footer: no answer; nothing arrived for 30 s: "):
+        wait.waiter.wait(wait.future(), "tokens", timeout_s=30, setting="data.first_batch_s", server_only=True)
+    assert wait.clock.now == pytest.approx(began + 30)

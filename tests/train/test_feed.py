@@ -12,8 +12,8 @@ from nsa.config import parse_config
 from nsa.data import build
 from nsa.data.loader import Loader
 from nsa.data.prepare import prepare
-from nsa.data.sources.base import Progress
 from nsa.data.sources.text import TextSource
+from nsa.data.threads import Progress
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError, DataUnavailableError
 from nsa.train import train

@@ -11,6 +11,7 @@ import pytest
 from nsa.config import parse_config
 from nsa.data import build
 from nsa.data.sources import hub as hub_client
+from nsa.errors import DataUnavailableError
 from nsa.train import train
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import write_mirror
@@ -61,7 +62,7 @@ def has_event(run, kind):
     ("fault", "known"),
     [
         ({"side": "hub", "match": "/tree/"}, "fineweb_edu: files are being listed; "),
-        ({"side": "cdn", "match": "000_00000"}, "fineweb_edu: 1 of 2 footers read; "),
+        ({"side": "cdn", "match": "001_00000"}, "fineweb_edu: 1 of 2 footers read; "),
     ],
 )
 def test_a_hub_that_is_slow_while_the_source_is_opened_is_reported(hub, tmp_path, monkeypatch, capsys, fault, known):
@@ -71,9 +72,18 @@ def test_a_hub_that_is_slow_while_the_source_is_opened_is_reported(hub, tmp_path
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
     opening = [message for message in messages if "waiting for the source to open since" in message]
     assert len(opening) >= 3
-    what = f"{REPO}, listing of sample/10BT" if fault["side"] == "hub" else "000_00000.parquet, footer"
-    assert any(known in message and f"{what}: try 1" in message for message in opening), opening
+    what = f"{REPO}, listing" if fault["side"] == "hub" else "001_00000.parquet, footer"
+    assert any(known in message and f"{what}: no answer from" in message for message in opening), opening
     assert opening[0] in capsys.readouterr().out
+
+
+def test_a_hub_that_is_silent_while_the_source_is_opened_ends_the_run_in_time(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_client, "SLOW_S", 0.1)
+    hub.fault(side="hub", match="/tree/", times=10**9, sleep=STALL)
+    began = time.monotonic()
+    with pytest.raises(DataUnavailableError, match=rf"{REPO}, listing: no answer .*more time with data\.first_batch_s"):
+        train(streamed("data.first_batch_s=1.0", "data.timeout_s=1.0"), tmp_path / "run")
+    assert time.monotonic() - began < 8, "long before the request times out"
 
 
 def test_text_that_takes_long_to_tokenise_is_reported_with_how_far_it_is(texts, tmp_path, monkeypatch):  # noqa: F811

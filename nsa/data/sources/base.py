@@ -61,22 +61,6 @@ class Entry:
     content_id: str
 
 
-@dataclass
-class Progress:
-    """How far a long operation is: `done` of `total`, which is None while files are being listed."""
-
-    what: str  # "row groups tokenised"
-    done: int = 0
-    total: int | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.total is None or self.done < self.total
-
-    def __str__(self) -> str:
-        return "files are being listed" if self.total is None else f"{self.done:,} of {self.total:,} {self.what}"
-
-
 class Source(Protocol):
     """Documents in units. Can be pickled: worker processes get a copy."""
 

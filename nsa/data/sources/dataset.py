@@ -6,38 +6,42 @@ commit that the revision stood for at the first contact.
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
-from nsa.data.sources.base import Entry, Progress, Skipped, Unit, is_offline
-from nsa.data.sources.layout import HubLayout, is_parquet
-from nsa.data.sources.readers import file_errors, parquet_documents, parquet_units
-from nsa.data.sources.repository import HubRepository, LocalRepository, Repository
-from nsa.data.sources.text import no_such_path
+from nsa.data.sources.base import Entry, Skipped, Unit, is_offline
+from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
+from nsa.data.sources.subsets import CARD, Chosen, choose, choose_fineweb, is_parquet
+from nsa.data.sources.text import files_below, no_such_path
+from nsa.data.threads import Progress, in_threads
 from nsa.errors import DataError, DataUnavailableError
 
 if TYPE_CHECKING:  # a mirror needs no HTTP client, which takes a while to import
-    from nsa.data.sources.hub import Hub
+    from nsa.data.sources.hub import HubRepository
 
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FOOTER_THREADS = 16
+Files = dict[str, tuple[Entry, Path | None]]  # by their names in the source; those without a path are on the hub
 
 
 @dataclass(eq=False)
 class HubDataset:
-    """A document per row. Units are row groups, in the order of file names.
+    """A document per row. Units are row groups, in the order of file names. The first call lists the files; after it
+    threads and copies in other processes may share the dataset.
 
-    `paths` are files or folders of a mirror to read instead of the hub. `deadline_s` is how long an operation on the
-    hub may go without any success before it is a `DataUnavailableError`. The first call lists the files; from then on
-    threads and copies in other processes may share it.
+    `repo` is None for FineWeb-Edu. `paths` are files or folders of a mirror to read instead of the hub. A request to
+    the hub is repeated for about `deadline_s`, then it is a `DataUnavailableError`.
     """
 
     name: str
-    repo: str
-    layout: HubLayout
+    repo: str | None
+    subset: str
+    split: str
     revision: str
     paths: Sequence[str]
     text_field: str
@@ -45,29 +49,13 @@ class HubDataset:
 
     def __post_init__(self) -> None:
         self.listed = Progress("footers read")
-        self._hub: Hub | None = None
-        self._files: dict[str, tuple[Repository, Entry]] = {}  # never empty once they are listed
-
-    @property
-    def commit(self) -> str | None:
-        """The commit that is read, from the first contact on; None for a mirror, which has none."""
-        return next(repository.commit for repository, _ in self._listed().values())
+        self._hub: HubRepository | None = None
+        self.commit: str | None = None  # that is read, once the files are listed; a mirror has none
+        self._files: Files = {}
 
     def units(self) -> Sequence[Unit]:
-        names = sorted(self._listed())
-        with ThreadPoolExecutor(FOOTER_THREADS, thread_name_prefix="footer") as pool:
-            footers = [pool.submit(self._units_of, name) for name in names]
-            self.listed.done, self.listed.total = 0, len(footers)
-            try:
-                for footer in as_completed(footers):
-                    footer.result()
-                    self.listed.done += 1
-            except BaseException:
-                # After a Ctrl-C the other files would keep the process for a whole deadline.
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.cancel()
-                raise
-        return [unit for footer in footers for unit in footer.result()]
+        footers = in_threads(self._units_of, sorted(self._listed()), FOOTER_THREADS, self.listed)
+        return [unit for units in footers for unit in units]
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
         with self._open(unit.path, f"row group {unit.part}") as file:
@@ -75,26 +63,12 @@ class HubDataset:
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(b"" if self.text_field == "text" else self.text_field.encode())
-        for name, (_, entry) in sorted(self._listed().items()):
+        for name, (entry, _) in sorted(self._listed().items()):
             digest.update(f"{name}\0{entry.size}\0{entry.content_id}\n".encode())
         return digest.hexdigest()
 
     def waiting_for(self) -> str | None:
-        """The slowest operation and its last failure, as "FILE, row group 3: try 4, 12 s, last: HTTP 503"; None when
-        nothing is slow."""
         return None if self._hub is None else self._hub.waiting_for()
-
-    def set_deadline(self, deadline_s: float) -> None:
-        """Sets how long an operation may go without any success, from now on: a run that is under way waits longer
-        than one that has not started."""
-        self.deadline_s = deadline_s
-        if self._hub is not None:
-            self._hub.deadline_s = deadline_s
-
-    def cancel(self) -> None:
-        """Operations in other threads end soon, with an error."""
-        if self._hub is not None:
-            self._hub.cancel()
 
     def _units_of(self, name: str) -> list[Unit]:
         with self._open(name, "footer") as file:
@@ -103,62 +77,91 @@ class HubDataset:
     def _open(self, name: str, what: str) -> AbstractContextManager[BinaryIO]:
         if name not in (files := self._listed()):
             raise DataError(f"{name}: is not among the files of this source; did data.paths or data.subset change?")
-        repository, entry = files[name]
-        return repository.open(entry, what)
+        entry, path = files[name]
+        return open_file(path) if path else cast("HubRepository", self._hub).open(entry, what)
 
-    def _listed(self) -> dict[str, tuple[Repository, Entry]]:
-        """The files that are read, by their names in the source: where each lies, and as what."""
+    def _listed(self) -> Files:
         if not self._files:
-            self._files = self._mirrored() if self.paths else self._from_hub()
+            self._files = self._mirrored() if self.paths else self._cached() if is_offline() else self._from_hub()
         return self._files
 
-    def _from_hub(self) -> dict[str, tuple[Repository, Entry]]:
-        from nsa.data.sources.hub import Hub
+    def _choose(self, names: Sequence[str], read_card: Callable[[], str], title: str) -> Chosen:
+        if self.repo is None:
+            return choose_fineweb(names, title, self.subset)
+        return choose(names, read_card, title, self.subset, self.split)
 
-        if is_offline():
-            return self._cached()
-        self._hub = Hub(self.repo, self.deadline_s)
-        repository = HubRepository(self._hub, self.revision)
-        return {name: (repository, repository.entry(name)) for name in self.layout.choose(repository).names}
+    def _from_hub(self) -> Files:
+        from nsa.data.sources.hub import HubRepository
 
-    def _cached(self) -> dict[str, tuple[Repository, Entry]]:
-        """From the hub's local cache, if it holds all of them."""
-        from nsa.data.sources.hub import cached_snapshot
+        self._hub = HubRepository(self.repo or FINEWEB_EDU, self.revision, self.deadline_s)
+        entries, title = dict[str, Entry](), f"{self._hub.repo} at {self.revision}"
+        for entry in self._hub.files():
+            entries[entry.name] = entry
+            self.listed.done += 1
+        self.commit = self._hub.commit
+        names, include = self._choose(list(entries), self._hub.card, title)
+        if not names:
+            remedy = "try data.revision=refs/convert/parquet, or download the files and set data.source=text"
+            raise DataError(f"{title}: no .parquet file matches {', '.join(include)}; {remedy}")
+        return {name: (entries[name], None) for name in names}
 
-        include = self.layout.needs
-        snapshot = cached_snapshot(self.repo, self.revision, include)
-        if snapshot is not None:
-            repository = LocalRepository(snapshot, "cache", f"the local cache of {self.repo}", snapshot.name)
-            chosen = self.layout.choose(repository)
-            if chosen.names and cached_snapshot(self.repo, self.revision, chosen.include) is not None:
-                return {name: (repository, repository.entry(name)) for name in chosen.names}
-            include = [*include, *chosen.include]
-        patterns = " ".join(f'"{pattern}"' for pattern in dict.fromkeys(include))
+    def _cached(self) -> Files:
+        """From the hub's local cache, if it holds all of the files."""
+        from huggingface_hub import snapshot_download
+
+        repo, include = self.repo or FINEWEB_EDU, [CARD] if self.repo else choose_fineweb([], "", self.subset)[1]
+        find = partial(snapshot_download, repo, repo_type="dataset", revision=self.revision, local_files_only=True)
+        try:
+            top = Path(find(allow_patterns=include))
+            held = [name for name in _names(top) if self.repo or fnmatch(name, include[0])]
+            names, needed = self._choose(held, partial(_card, top), f"the local cache of {repo}")
+            include = [*dict.fromkeys([*include, *needed])]
+            find(allow_patterns=include)  # newer versions of huggingface_hub know which files are missing
+            if names:
+                self.commit = top.name
+                return {name: (_entry(top, name), top / name) for name in names}
+        except FileNotFoundError:
+            pass
+        patterns = " ".join(f'"{pattern}"' for pattern in include)
         raise DataUnavailableError(
-            f"{self.repo}, {self.layout.subset}: offline mode is on and the local cache does not hold all of it at "
-            f"{self.revision}; unset HF_HUB_OFFLINE, or download it with `hf download {self.repo} --repo-type dataset "
+            f"{repo}, {self.subset}: offline mode is on and the local cache does not hold all of it at "
+            f"{self.revision}; unset HF_HUB_OFFLINE, or download it with `hf download {repo} --repo-type dataset "
             f"--include {patterns}`, or set data.paths to a mirror"
         )
 
-    def _mirrored(self) -> dict[str, tuple[Repository, Entry]]:
+    def _mirrored(self) -> Files:
         """The files that `data.paths` names, each once. Names are relative to the folder that was named."""
-        found: dict[str, tuple[Repository, Entry]] = {}
-        seen: set[str] = set()
+        found, seen = Files(), set[str]()
         for number, given in enumerate(self.paths):
             top = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
+            folder, names = top.parent, [top.name]
             with file_errors(top):
                 if not top.exists():
                     raise no_such_path(given)
-                is_folder = top.is_dir()
-                repository = LocalRepository(top if is_folder else top.parent, "mirror", f"the mirror {top}")
-                names = self.layout.choose(repository).names if is_folder else [top.name]
+                if top.is_dir():
+                    folder, names = top, self._choose(_names(top), partial(_card, top), f"the mirror {top}")[0]
             if not any(map(is_parquet, names)):
-                raise DataError(
-                    f"data.paths: {given} holds no .parquet file; name a mirror of {self.repo}, or a folder of it"
-                )
+                raise DataError(f"data.paths: {given} holds no .parquet file; name a mirror, or a folder of it")
             for name in sorted(names):
-                real = os.path.realpath(repository.top / name)
-                if real not in seen:
+                if (real := os.path.realpath(folder / name)) not in seen:
                     seen.add(real)
-                    found[name if name not in found else f"{number}/{name}"] = repository, repository.entry(name)
+                    found[name if name not in found else f"{number}/{name}"] = _entry(folder, name), folder / name
         return found
+
+
+def _names(top: Path) -> list[str]:
+    return [path.relative_to(top).as_posix() for path in files_below(top)]
+
+
+def _card(top: Path) -> str:
+    with open_file(top / CARD) as file:
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _entry(top: Path, name: str) -> Entry:
+    path = top / name
+    with file_errors(path):
+        # Files of the hub's cache are links to blobs/ID, with the content id that the hub lists.
+        blob = path.readlink() if path.is_symlink() else None
+        content_id = blob.name if blob is not None and blob.parent.name == "blobs" else ""
+        return Entry(name, path.stat().st_size, content_id)
