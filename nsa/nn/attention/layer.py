@@ -6,7 +6,7 @@ Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,23 @@ class Exchange(Protocol):
     def halo(self, x: Tensor, width: int) -> tuple[Tensor, Tensor]: ...
 
 
+class OperatorCase(NamedTuple):
+    """One operator of a layer with random inputs, for a check of its kernels.
+
+    operator   its name in `nsa.ops.dispatch`
+    inputs     by name
+    compute    the result of such inputs by a backend
+    like       queries and values for which a backend is chosen
+    selects    the result is block indices; otherwise it has a gradient in every input
+    """
+
+    operator: str
+    inputs: dict[str, Tensor]
+    compute: Callable[[dict[str, Tensor], str | None], Tensor]
+    like: tuple[Tensor, Tensor]
+    selects: bool = False
+
+
 class Attention(nn.Module):
     """Causal self-attention on [B, S, dim]: the base of all kinds.
 
@@ -71,6 +88,7 @@ class Attention(nn.Module):
         saved_operators    operators whose results selective recomputation keeps
         fixed_operators    operators whose results every recomputation keeps: a second call might choose otherwise
         memory_borders     micro-batches at which the memory of a pass stops growing linearly
+        operator_cases     operators with inputs, for a check of their kernels
         dense_targets      parameters that take the place of those of a dense layer
         start_from_dense   initialises the others so that the layer starts close to the dense one
         parts              smaller configurations by name, in each of which one part of the layer runs alone
@@ -219,6 +237,13 @@ class Attention(nn.Module):
 
     def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
         """For sequences of which a rank has `queries` tokens out of `keys`; micro-batches up to `most`."""
+        return []
+
+    def operator_cases(
+        self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
+    ) -> list[OperatorCase]:
+        """For sequences of up to `seq_len` tokens, `is_short` for a check that takes many passes, in several documents
+        if `packed`."""
         return []
 
     def dense_targets(self, name: str) -> list[str]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.attention import nsa_context
-from nsa.nn.attention.layer import Attention, Exchange
+from nsa.nn.attention import nsa_cases, nsa_context
+from nsa.nn.attention.layer import Attention, Exchange, OperatorCase
 from nsa.nn.attention.nsa_cache import NSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
@@ -230,6 +230,11 @@ class NSAAttention(Attention):
 
         borders = [] if packed else [2]
         return borders + [1 + bisect_right(range(1, most + 1), few, key=stretches) for few in (1, 2, 3)]
+
+    def operator_cases(
+        self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
+    ) -> list[OperatorCase]:
+        return nsa_cases.operator_cases(self, seq_len, dtype, device, packed=packed, is_short=is_short)
 
     def dense_targets(self, name: str) -> list[str]:
         part, _, rest = name.partition(".")
