@@ -108,25 +108,33 @@ def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
 
 
-def time_eager(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+Call = Callable[[], Tensor | tuple[Tensor, ...]]  # gives one output, or several that have gradients
+
+
+def outputs_of(call: Call) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """What `call` gives, and a gradient of each."""
+    given = call()
+    outputs = (given,) if isinstance(given, Tensor) else given
+    return outputs, [torch.randn_like(o) for o in outputs]
+
+
+def time_eager(call: Call, leaves: list[Tensor], rep: int) -> dict[str, float]:
     """Forward and backward of `call`, started by Python."""
-    o = call()
-    do = torch.randn_like(o)
+    o, do = outputs_of(call)
     with torch.no_grad():
         forward = median_ms(call, rep)
     backward = median_ms(partial(torch.autograd.grad, o, leaves, do, retain_graph=True), rep)
     return {"eager_fwd_ms": forward, "eager_bwd_ms": backward}
 
 
-def time_graph(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+def time_graph(call: Call, leaves: list[Tensor], rep: int) -> dict[str, float]:
     """Forward and backward of `call`, replayed from a CUDA graph, which leaves out what the host needs to start the
     kernels."""
     both, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        o = call()
-        do = torch.randn_like(o)
+        o, do = outputs_of(call)
         torch.autograd.grad(o, leaves, do)
         del o
     torch.cuda.current_stream().wait_stream(stream)
@@ -139,7 +147,7 @@ def time_graph(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> di
     return {"fwd_ms": forward_ms, "bwd_ms": median_ms(both.replay, rep) - forward_ms}
 
 
-def time_call(call: Callable[[], Tensor], leaves: list[Tensor], rep: int) -> dict[str, float]:
+def time_call(call: Call, leaves: list[Tensor], rep: int) -> dict[str, float]:
     return time_graph(call, leaves, rep) | time_eager(call, leaves, rep)
 
 

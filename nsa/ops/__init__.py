@@ -1,11 +1,11 @@
-"""The operators of Native Sparse Attention on tensors.
+"""The operators of Native Sparse Attention, and of MSA, on tensors.
 
 Shapes: B batch, S tokens, H query heads, G key/value heads (H is a multiple of G), N compressed tokens, Dk and Dv head
 sizes, multiples of 16 from 16 to 256. Queries, keys and values of a call have one float type of 16, 32 or 64 bits, and
 all tensors one device. First derivatives only, by `.backward()` or `torch.autograd.grad`: a second derivative and
 forward mode (`torch.func.jvp`, `jacfwd`, `hessian`, `forward_ad`) raise DerivativeError.
 
-spec         NSASpec, the sizes of blocks, selection and window
+spec         NSASpec, the sizes of blocks, selection and window; of MSA's operators, MSASpec
 cu_seqlens   None, or the borders of documents packed into one sequence, for B = 1: int32 [documents + 1] on the device
              of the others, from 0 to S, never decreasing. No document reads another. On a GPU, pass `.clone()` of a
              buffer that a collective or code outside torch fills: such a write is not noticed there
@@ -19,10 +19,11 @@ Names are loaded on first use, so that `nsa.ops.spec` can be imported without to
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 
 if TYPE_CHECKING:
     from nsa.ops.block_attention import selected_attention
+    from nsa.ops.block_index import index_blocks, msa_attention
     from nsa.ops.branches import compressed_attention, select_blocks, window_attention
     from nsa.ops.compression import compress_contract, compress_mean
     from nsa.ops.decoding import PagedKV, RingKV, nsa_decode, paged_attention
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nsa.ops.mixing import nsa_attention
 
 __all__ = [
+    "MSASpec",
     "NSASpec",
     "PagedKV",
     "RingKV",
@@ -37,6 +39,8 @@ __all__ = [
     "compress_contract",
     "compress_mean",
     "compressed_attention",
+    "index_blocks",
+    "msa_attention",
     "nsa_attention",
     "nsa_decode",
     "paged_attention",
@@ -47,6 +51,7 @@ __all__ = [
 
 _MODULES = {
     "block_attention": ("selected_attention",),
+    "block_index": ("index_blocks", "msa_attention"),
     "branches": ("compressed_attention", "select_blocks", "window_attention"),
     "compression": ("compress_contract", "compress_mean"),
     "decoding": ("PagedKV", "RingKV", "nsa_decode", "paged_attention"),

@@ -76,9 +76,7 @@ def cached_selection(
         )
         return indices
 
-    # A compiler sees the operator itself: selective checkpointing keeps its output.
-    cache = None if torch.compiler.is_compiling() else selection_cache.active.get()
-    return compute() if cache is None else cache.select(compute)
+    return selection_cache.select(compute)
 
 
 def window_attention(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError, BackendError
-from nsa.ops.reference import compress, compressed, decode, feed_forward, mix, selected, selection, windowed
+from nsa.ops.reference import compress, compressed, decode, feed_forward, mix, msa_index, selected, selection, windowed
 
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
@@ -24,8 +24,8 @@ OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
 # One name for all operators, or a name by operator; operators that are not named choose for themselves.
 Backend = str | Mapping[str, str] | None
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
-# a few new tokens over a cache: all of the above but phi, in one. mlp is what surrounds the products of a long MLP,
-# step what surrounds decode: its reference are the modules of nsa.nn.
+# a few new tokens over a cache: all of the above but phi, in one. index and index_loss are of MSA. mlp is what
+# surrounds the products of a long MLP, step what surrounds decode: its reference are the modules of nsa.nn.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
     "cmp": (compressed, "compressed.compressed"),
@@ -34,6 +34,8 @@ _COMPUTED: dict[str, tuple[Any, str]] = {
     "win": (windowed, "windowed.windowed"),
     "mix": (mix, "mix"),
     "decode": (decode, "decode"),
+    "index": (msa_index, "msa_selection"),
+    "index_loss": (msa_index, "msa_loss"),
     "mlp": (feed_forward, "feed_forward"),
     "step": (None, "step_kernels"),
 }

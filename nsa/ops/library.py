@@ -115,6 +115,7 @@ def differentiate(
     not_differentiated = (None,) * (len(forward._schema.arguments) - grads)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)  # no zeros for the outputs after the first, whose gradients are not used
         kept = list(arguments(output, *inputs))
         ctx.places = [place for place, x in enumerate(kept) if isinstance(x, Tensor)]
         ctx.save_for_backward(*[kept[place] for place in ctx.places])
@@ -122,7 +123,9 @@ def differentiate(
             kept[place] = None
         ctx.constants = kept
 
-    def gradient(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradient(ctx: Any, do: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * len(forward._schema.arguments)
         kept = ctx.constants.copy()
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             kept[place] = tensor

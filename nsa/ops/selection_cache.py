@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,13 @@ class SelectionCache:
             return self._kept[-1]
         self._next += 1
         return self._kept[self._next - 1]
+
+
+def select(compute: Callable[[], Tensor]) -> Tensor:
+    """What `compute` gives, or in a recomputation what it gave in the forward pass."""
+    # A compiler sees the operator itself: selective checkpointing keeps its output.
+    cache = None if torch.compiler.is_compiling() else active.get()
+    return compute() if cache is None else cache.select(compute)
 
 
 class _Activation(AbstractContextManager[None]):

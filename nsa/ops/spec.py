@@ -1,4 +1,4 @@
-"""The seven sizes that define Native Sparse Attention, and the rules between them.
+"""The sizes that define the kinds of sparse attention, and the rules between them.
 
 Imports neither torch nor triton, so that configurations can be validated without loading either.
 """
@@ -37,6 +37,20 @@ class SelectionSpec(Protocol):
         ...
 
 
+def _check_sizes(spec: object, ranges: dict[str, tuple[int, int]]) -> None:
+    """Every size of a frozen spec is a whole number within its range. Stores integers of other types as int."""
+    for name, (least, most) in ranges.items():
+        value = getattr(spec, name)
+        if not isinstance(value, int):
+            with suppress(TypeError):  # an integer of numpy, for example
+                value = index(value)
+                object.__setattr__(spec, name, value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SpecError(name, f"must be a whole number, got {value!r}")
+        if not least <= value <= most:
+            raise SpecError(name, f"must be {f'at least {least}' if value < least else f'at most {most}'}, got {value}")
+
+
 @dataclass(frozen=True)
 class NSASpec:
     """Geometry of one NSA layer. All sizes count tokens unless they count blocks.
@@ -59,18 +73,8 @@ class NSASpec:
     window: int = 512
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, int):
-                with suppress(TypeError):  # an integer of numpy, for example
-                    value = index(value)
-                    object.__setattr__(self, f.name, value)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f.name, f"must be a whole number, got {value!r}")
-            least = 0 if f.name in ("num_init", "num_local") else 1
-            if not least <= value <= LARGEST:
-                bound = f"at least {least}" if value < least else f"at most {LARGEST}"
-                raise SpecError(f.name, f"must be {bound}, got {value}")
+        least = {"num_init": 0, "num_local": 0}
+        _check_sizes(self, {f.name: (least.get(f.name, 1), LARGEST) for f in fields(self)})
         if self.cmp_block % self.cmp_stride:
             raise SpecError("cmp_stride", f"must divide cmp_block; {self.cmp_stride} does not divide {self.cmp_block}")
         if self.sel_block % self.cmp_stride:
@@ -88,3 +92,44 @@ class NSASpec:
         # Each by name: a compiled layer could not trace a dictionary of fields in PyTorch 2.11.
         blocks = (self.cmp_block, self.cmp_stride, self.sel_block)
         return (*blocks, self.num_selected, self.num_init, self.num_local, self.window)
+
+
+@dataclass(frozen=True)
+class MSASpec:
+    """Geometry of one MSA layer, in which a learned index chooses the blocks that a query reads.
+
+    block         tokens in one block, a power of two from 16 to 256
+    num_selected  blocks each query reads, forced ones included, at most 64
+    num_local     newest blocks up to the query's own, always read
+    num_init      first blocks, always read
+    """
+
+    block: int = 128
+    num_selected: int = 16
+    num_local: int = 1
+    num_init: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {"block": (16, 256), "num_selected": (1, 64), "num_local": (0, 64), "num_init": (0, 64)}
+        _check_sizes(self, ranges)
+        if self.block & (self.block - 1):
+            raise SpecError("block", f"must be a power of two from 16 to 256, got {self.block}")
+        forced = self.num_local + self.num_init
+        if self.num_selected < forced:
+            raise SpecError(
+                "num_selected", f"must be at least num_local + num_init = {forced}, got {self.num_selected}"
+            )
+
+    @property
+    def dense_tokens(self) -> int:
+        """Length up to which every query reads all that it sees."""
+        return self.block * self.num_selected
+
+    @property
+    def sel_block(self) -> int:
+        """`block`, under the name that every `SelectionSpec` has."""
+        return self.block
+
+    def as_ints(self) -> tuple[int, ...]:
+        """The sizes in field order: the form in which a spec crosses a torch operator's schema."""
+        return self.block, self.num_selected, self.num_local, self.num_init

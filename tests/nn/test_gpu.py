@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nsa.nn.attention.dense import DenseAttention, _runs_varlen
+from nsa.nn.attention.dense import DenseAttention
+from nsa.ops.causal import _runs_varlen
 
 pytestmark = [
     pytest.mark.gpu,

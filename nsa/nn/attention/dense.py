@@ -5,13 +5,10 @@ Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.nn.attention.gathered import Gathered, WindowCall, attend_gathered, plan
 from nsa.nn.attention.layer import Attention, Exchange
@@ -21,11 +18,10 @@ from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
-from nsa.ops.branches import window_attention
+from nsa.ops.causal import causal_attention
 from nsa.ops.decoding import paged_attention
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.positions import token_positions
-from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
     from nsa.config.schema import Architecture
@@ -94,15 +90,8 @@ class DenseAttention(Attention):
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> Tensor:
         """Attention of whole sequences, [B, S, H, V]."""
-        tokens = q_BSHK.shape[1]
-        if cu_seqlens is None:
-            return _fused(q_BSHK, k_BSGK, v_BSGV)
-        if _runs_varlen(q_BSHK, v_BSGV):
-            return _varlen(q_BSHK, k_BSGK, v_BSGV, cu_seqlens, max_seqlen or tokens)
-        # A window as long as the row is causal attention, in memory that grows linearly on every device.
         backend = backend_of("win", self.backend)
-        spec = NSASpec(window=tokens)
-        return window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
+        return causal_attention(q_BSHK, k_BSGK, v_BSGV, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend)
 
     def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Queries and keys, rotated by `tables` of `rotary_tables`, and values."""
@@ -143,32 +132,3 @@ class DenseAttention(Attention):
         names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
         fused = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
         return [*fused, torch.ops.nsa.window_attention.default, torch.ops.torch_attn._varlen_attn.default]
-
-
-def _fused(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
-    is_grouped = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped).transpose(1, 2)
-
-
-def _runs_varlen(q: Tensor, v: Tensor) -> bool:
-    """PyTorch's variable-length kernels: a CUDA GPU from sm_80 on, 16-bit types, heads of one size."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[3] == v.shape[3]
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-
-
-def _varlen(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Causal, with fewer key/value heads than query heads: how to say so changed between torch 2.11 and 2.12.
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    o = varlen_attn(q_BSHK[0], k_BSGK[0], v_BSGV[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
-    assert isinstance(o, Tensor)
-    return o[None]

@@ -136,28 +136,15 @@ class Skipped(NamedTuple):
     first: int
 
 
-def block_lists(
-    indices: Tensor,
-    blocks: Blocks,
-    chunk: int,
-    turn: Turn,
-    skipped: Skipped | None = None,
-    positions: Tensor | None = None,
-) -> BlockLists:
-    """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
-    atomics set bits, so the order is fixed. `positions` [pairs, S, n] int32, if given, receives for every index where
-    its query stands in `queries`; -1 where it does not, or where an equal index comes first."""
-    _, tokens, groups, chosen = indices.shape
-    (first_pair, pairs, first_block, count), spans = turn, cdiv(tokens, SPAN)
+def empty_lists(turn: Turn, chunk: int, queries: int, device: torch.device) -> BlockLists:
+    """Lists of `queries` entries in all, to be filled; `chunk` queries make a work item."""
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=indices.device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=indices.device)
-    before = ints(pairs, spans, count)
-    queries, cells = pairs * tokens * chosen, pairs * count
+    cells = turn.pairs * turn.blocks
     items = cells + queries // chunk
-    lists = BlockLists(
+    return BlockLists(
         *turn,
         chunk,
         queries=ints(queries),
@@ -171,6 +158,36 @@ def block_lists(
         # A block gets slots when its list is longer than a chunk: at most 2 * length / chunk of them.
         max_slots=min(items, 2 * queries // chunk + 1),
     )
+
+
+def plan_items(lists: BlockLists) -> None:
+    """Fills in all but `queries` from the counts."""
+    cells = lists.pairs * lists.count
+    launcher(_plan_kernel, (1,), lists.counts)(
+        lists.counts, lists.offsets, lists.item_first, lists.slot_first, lists.totals, cells, lists.chunk,
+        WIDTH=2048, num_warps=8,
+    )  # fmt: skip
+    launcher(_fill_kernel, (cdiv(cells, 32),), lists.counts)(
+        lists.counts, lists.item_first, lists.item_block, cells, lists.chunk, WIDTH=32, num_warps=1
+    )
+
+
+def block_lists(
+    indices: Tensor,
+    blocks: Blocks,
+    chunk: int,
+    turn: Turn,
+    skipped: Skipped | None = None,
+    positions: Tensor | None = None,
+) -> BlockLists:
+    """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
+    atomics set bits, so the order is fixed. `positions` [pairs, S, n] int32, if given, receives for every index where
+    its query stands in `queries`; -1 where it does not, or where an equal index comes first."""
+    _, tokens, groups, chosen = indices.shape
+    (first_pair, pairs, first_block, count), spans = turn, cdiv(tokens, SPAN)
+    bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=indices.device)
+    before = torch.empty(pairs, spans, count, dtype=torch.int32, device=indices.device)
+    lists = empty_lists(turn, chunk, pairs * tokens * chosen, indices.device)
     padded = power_of_2(chosen)
     at_once = max(1, min(64, 1024 // padded))
     grid = (pairs * cdiv(tokens, at_once),)
@@ -185,13 +202,7 @@ def block_lists(
     launcher(_count_kernel, (pairs * cdiv(count, 32),), indices)(
         bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
     )
-    launcher(_plan_kernel, (1,), indices)(
-        lists.counts, lists.offsets, lists.item_first, lists.slot_first, lists.totals, cells, chunk,
-        WIDTH=2048, num_warps=8,
-    )  # fmt: skip
-    launcher(_fill_kernel, (cdiv(cells, 32),), indices)(
-        lists.counts, lists.item_first, lists.item_block, cells, chunk, WIDTH=32, num_warps=1
-    )
+    plan_items(lists)
     launcher(_scatter_kernel, grid, indices)(
         *source, before, lists.offsets, lists.queries, lists.queries if positions is None else positions, *sizes,
         **shape, POSITIONS=positions is not None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.layout import compressed_overlap, compressed_per_block, first_compressed, num_blocks, token_layout
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 from nsa.ops.triton import launch_table
 from nsa.ops.triton.launch_table import H200, Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
 from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
@@ -29,6 +29,8 @@ SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would 
 SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
 
 # Of sm90 found by timing, of the others by counting registers and shared memory.
+AnySpec = NSASpec | MSASpec  # for what every kind of selection has
+
 LAUNCHES = LaunchTable({
     ("score", "sm90"): {64: Launch(64, 192, 4, 3, maxnreg=128), 128: Launch(64, 256, 4, 2), 256: Launch(64, 128, 4, 2)},
     ("score", "sm80"): {128: Launch(64, 192, 4, 3), 256: Launch(64, 64, 4, 2)},
@@ -65,7 +67,10 @@ def forward(
     wide = k.shape[1] * k.stride(1) >= 1 << 31  # else 32-bit offsets inside a head: a tenth of the loop
     constants = score_constants(spec, heads // groups, dim, wide, score)
     packed = cu_seqlens is not None or q_offset > 0
-    doc_start, cmp_start = _starts(q, spec, cu_seqlens, q_offset) if packed else (indices, indices)
+    doc_start = cmp_start = indices
+    if packed:
+        doc_start = document_starts(q, cu_seqlens, q_offset)
+        cmp_start = first_compressed(q_offset + tokens, spec, cu_seqlens, q.device)[q_offset:]
     planes, query_tile = constants["PLANES"], constants["QT"]
     limit = score_bytes(q_offset + tokens)
     scored_from, chunks = plan_chunks(batch, tokens, groups * planes, query_tile, spec, packed, limit, q_offset)
@@ -92,17 +97,15 @@ def forward(
             launcher(pick_kernel, ((stop - first) * (b1 - b0) * groups,), q)(
                 workspace, indices, doc_start,
                 b0, first, stop, score_first, tokens, width, groups,
-                **pick_args, PLANES=planes, PACKED=packed, num_warps=warps,
+                **pick_args, PLANES=planes, PACKED=packed, LEAST=-1, num_warps=warps,
             )  # fmt: skip
     return indices
 
 
-def _starts(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> tuple[Tensor, Tensor]:
-    """The first token of every query's document, counted from the first query, and its first compressed token."""
-    tokens = q_offset + q.shape[1]
-    doc_start = token_layout(tokens, cu_seqlens, q.device).doc_start
-    cmp_start = first_compressed(tokens, spec, cu_seqlens, q.device)
-    return (doc_start[q_offset:] - q_offset, cmp_start[q_offset:]) if q_offset else (doc_start, cmp_start)
+def document_starts(q: Tensor, cu_seqlens: Tensor | None, q_offset: int) -> Tensor:
+    """The first token of every query's document, counted from the first query."""
+    doc_start = token_layout(q_offset + q.shape[1], cu_seqlens, q.device).doc_start
+    return doc_start[q_offset:] - q_offset if q_offset else doc_start
 
 
 # What follows from shapes alone is computed once for each; callers only read it.
@@ -136,7 +139,7 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
 
 
 @lru_cache(maxsize=256)
-def pick_constants(spec: NSASpec, width: int, params: Launch) -> tuple[dict[str, Any], int]:
+def pick_constants(spec: AnySpec, width: int, params: Launch) -> tuple[dict[str, Any], int]:
     """The compile-time constants of the top-k kernel for rows of at most `width` blocks, and its warps."""
     block = max(32, power_of_2(width))
     per_warp = params.columns // params.num_warps
@@ -152,7 +155,7 @@ def pick_constants(spec: NSASpec, width: int, params: Launch) -> tuple[dict[str,
     return constants, warps
 
 
-def block_width(stop: int, spec: NSASpec) -> int:
+def block_width(stop: int, spec: AnySpec) -> int:
     """Length of one plane of a row's scores, for queries before `stop`: whole 64-byte pieces."""
     return cdiv(num_blocks(stop, spec.sel_block), 16) * 16
 
@@ -177,7 +180,7 @@ def split_blocks(programs: int, width: int, tile: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def plan_chunks(
-    batch: int, tokens: int, planes: int, query_tile: int, spec: NSASpec, packed: bool, limit: int, q_offset: int = 0
+    batch: int, tokens: int, planes: int, query_tile: int, spec: AnySpec, packed: bool, limit: int, q_offset: int = 0
 ) -> tuple[int, list[tuple[int, int, int, int]]]:
     """The first query that needs scores, and the work cut into (batch from, to, query from, to) so that the scores of
     each chunk fit `limit` bytes, as far as single tiles of queries allow. `planes` of a query: those of all groups."""
@@ -211,7 +214,7 @@ def plan_chunks(
 
 
 def score_elements(
-    chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: NSASpec, q_offset: int = 0
+    chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: AnySpec, q_offset: int = 0
 ) -> int:
     """Scores of the largest chunk, [B, S, G, planes, width] of that chunk; 0 where none are needed."""
     return max(

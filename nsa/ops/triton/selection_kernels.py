@@ -9,10 +9,10 @@ sel_block): the two shares are stored as two planes, own[j] and next[j], and sco
 token is computed twice, nothing is carried between tiles, and every block's terms are added in one order, so
 that equal inputs give equal scores to the last bit, and a row's blocks can be split between programs.
 
-Top-k. Scores are not negative: their bits order like integers. One program per row keeps them in registers,
-finds the k-th largest by bisection on the bits, and compacts what reaches it by a prefix sum: the order is
-ascending by construction. Of blocks that equal it the first are taken, found by bisection on their numbers. The first
-bisection starts from the k-th of the best ones of 32 lines, which few more than k reach.
+Top-k. Scores become integers of the same order: of scores that are not negative, their bits. One program per row keeps
+them in registers, finds the k-th largest by bisection on the bits, and compacts what reaches it by a prefix sum: the
+order is ascending by construction. Of blocks that equal it the first are taken, found by bisection on their numbers.
+The first bisection starts from the k-th of the best ones of 32 lines, which few more than k reach.
 
 Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
 """
@@ -176,8 +176,9 @@ def score_kernel(
 
 
 @triton.jit
-def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.constexpr):
-    """Blocks start .. start+BLOCK of a row as integer keys: score bits, or -1 outside [first, stop)."""
+def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.constexpr, LEAST: tl.constexpr):
+    """Blocks start .. start+BLOCK of a row as integer keys, LEAST outside [first, stop). Scores are not negative, and
+    the keys their bits, where LEAST is -1; else it is -2**31, below every key."""
     block = start + tl.arange(0, BLOCK)
     # Whole vectors are read, inside the row since its length is a multiple of 16; the rest is dropped below.
     readable = block < tl.cdiv(stop, 16) * 16
@@ -185,17 +186,23 @@ def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.c
     if PLANES == 2:
         before = tl.load(row + width + block, mask=readable, other=0.0)
         score += tl.where(block > 0, before, 0.0)
-    # Whatever is not a number counts as 0, so that the keys have one order.
-    score = tl.where(score > 0.0, score, 0.0)
     inside = (block >= first) & (block < stop)
-    return block, tl.where(inside, score.to(tl.int32, bitcast=True), -1)
+    if LEAST == -1:
+        # Whatever is not a number counts as 0, so that the keys have one order.
+        keys = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
+    else:
+        bits = (score + 0.0).to(tl.int32, bitcast=True)  # of -0.0 those of 0.0
+        keys = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST + 1)
+    return block, tl.where(inside, keys, LEAST)
 
 
 @triton.jit
-def pick_row(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
+def pick_row(
+    row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr
+):
     """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
-    block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES)
-    pick_keys(block, keys, out, first, stop, BLOCK, FREE, True)
+    block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES, LEAST)
+    pick_keys(block, keys, out, first, stop, BLOCK, FREE, True, LEAST)
 
 
 @triton.jit
@@ -207,8 +214,11 @@ def ranks(keys):
 
 
 @triton.jit
-def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, BOUND: tl.constexpr):
-    """The FREE best of blocks first .. stop by their keys; those of the others are -1. BOUND: it pays to look for a
+def pick_keys(
+    block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.constexpr, BOUND: tl.constexpr,
+    LEAST: tl.constexpr = -1,
+):  # fmt: skip
+    """The FREE best of blocks first .. stop by their keys; those of the others are LEAST. BOUND: it pays to look for a
     bound first. Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
     if BOUND and FREE <= 32:
@@ -216,14 +226,14 @@ def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.const
         # are in different lines.
         best = tl.max(tl.reshape(keys, [BLOCK // 32, 32]), axis=0)
         high = tl.max(best, axis=0) + 1
-        low = tl.maximum(tl.sum(tl.where(ranks(best) == FREE - 1, best, 0), axis=0), 0)
+        low = tl.maximum(tl.sum(tl.where(ranks(best) == FREE - 1, best, 0), axis=0), LEAST + 1)
         count = tl.sum((keys >= low).to(tl.int32), axis=0)
     else:
         high = tl.max(keys, axis=0) + 1
-        low = tl.min(tl.where(keys < 0, 0x7FFFFFFF, keys), axis=0)
+        low = tl.min(tl.where(keys == LEAST, 0x7FFFFFFF, keys), axis=0)
         count = stop - first
-    while (high - low > 1) & (count != FREE):
-        middle = low + ((high - low) >> 1)
+    while (low + 1 < high) & (count != FREE):
+        middle = (low & high) + ((low ^ high) >> 1)  # rounded down; a difference might not fit 32 bits
         reach = tl.sum((keys >= middle).to(tl.int32), axis=0)
         enough = reach >= FREE
         low = tl.where(enough, middle, low)
@@ -249,16 +259,19 @@ def pick_keys(block, keys, out, first, stop, BLOCK: tl.constexpr, FREE: tl.const
 
 
 @triton.jit
-def pick_tiled(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr):
+def pick_tiled(
+    row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr,
+    LEAST: tl.constexpr = -1,
+):  # fmt: skip
     """As pick_row for rows longer than the registers hold: every pass reads the scores again."""
-    low = 0
+    low = LEAST + 1
     high = 0x7FFFFFFF
     count = stop - first
-    while (high - low > 1) & (count != FREE):
-        middle = low + ((high - low) >> 1)
+    while (low + 1 < high) & (count != FREE):
+        middle = (low & high) + ((low ^ high) >> 1)  # rounded down; a difference might not fit 32 bits
         reach = 0
         for start in range(0, stop, BLOCK):
-            block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
+            block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
             reach += tl.sum((keys >= middle).to(tl.int32), axis=0)
         enough = reach >= FREE
         low = tl.where(enough, middle, low)
@@ -266,11 +279,11 @@ def pick_tiled(row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.con
         high = tl.where(enough, high, middle)
     ties = FREE
     for start in range(0, stop, BLOCK):
-        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
+        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
         ties -= tl.sum((keys > low).to(tl.int32), axis=0)
     put = 0
     for start in range(0, stop, BLOCK):
-        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES)
+        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
         equal = (keys == low).to(tl.int32)
         chosen = (keys > low) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= ties))
         place = put + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
@@ -285,9 +298,9 @@ def pick_kernel(
     b0, row_first, row_stop, score_first, tokens, width, groups,
     BLOCK: tl.constexpr, SMALL: tl.constexpr, TILED: tl.constexpr, SEL_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    PLANES: tl.constexpr, PACKED: tl.constexpr,
+    PLANES: tl.constexpr, PACKED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query and group. indices [B, S, G, NUM_SELECTED]."""
+    """One program: one query and group. indices [B, S, G, NUM_SELECTED]. LEAST as for `_load_keys`."""
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     pid = tl.program_id(0)
     g = pid % groups
@@ -311,8 +324,8 @@ def pick_kernel(
             row = scores + (scored * groups + g) * (PLANES * width)
             stop = own - NUM_LOCAL + 1
             if TILED:
-                pick_tiled(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
+                pick_tiled(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE, LEAST)
             elif stop <= SMALL:
-                pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, SMALL, PLANES, FREE)
+                pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, SMALL, PLANES, FREE, LEAST)
             else:
-                pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE)
+                pick_row(row, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, PLANES, FREE, LEAST)

@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops import dispatch
 from nsa.ops.fused_step import Gate, Source, Write
 from nsa.ops.layout import num_slots
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 from nsa.ops.triton import launch_table
 from nsa.ops.triton.step_kernels import WIDEST
 
@@ -43,6 +43,8 @@ FILES = (
     "feed_forward",
     "flash",
     "mix",
+    "msa_loss",
+    "msa_selection",
     "selected",
     "selected_backward",
     "selected_lists",
@@ -61,6 +63,7 @@ TYPES = {
 }
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 SPEC = NSASpec()
+MSA = MSASpec(num_selected=8)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,9 @@ def attend(plan: Plan) -> None:
     sel.backward(do, q, k, v, indices, o, lse, SPEC.sel_block, borders)
     o, lse = win.forward(q, k, v, SPEC.window, borders)
     win.backward(do, q, k, v, o, lse, SPEC.window, borders)
+    index, index_q, index_k = dispatch.kernels_for("index"), tokens(plan.groups, plan.dk), tokens(1, plan.dk).squeeze(2)
+    indices, counted = index.choose(index_q, index_k, MSA, borders), tensor(*q.shape[:2], kind=torch.bool)
+    dispatch.kernels_for("index_loss").loss(index_q, index_k, q, k, lse, indices, counted, MSA.block, borders)
     gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
     mix.forward(o, o, o, gates)
     mix.backward(do, o, o, o, gates)

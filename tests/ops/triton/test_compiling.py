@@ -11,6 +11,8 @@ KERNELS = {
     "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
+    "block_max_kernel", "index_lse_kernel", "merge_lse_kernel", "loss_kernel", "index_grads_kernel",
+    "merge_grads_kernel", "sum_keys_kernel",
     "_norm_kernel", "_norm_backward_kernel", "_activate_kernel", "_activate_backward_kernel",
 }  # fmt: skip
 # Of selected attention with few heads in a group, on cards of class "sm90".
@@ -44,14 +46,14 @@ UNUSUAL_STEPS = [
     Plan(2, 4096, 8, 8, 256, 256, "float32", new=1),
 ]
 # A few values parked around a loop cost nothing; a loop that spills needs hundreds of bytes.
-SPILLED = {"_block_grads_kernel": 512}
+SPILLED = {"_block_grads_kernel": 512, "loss_kernel": 512}
 
 
 # Strides of which products may be in 32 bits: `selection.forward` has counted that they fit.
-NARROW = {"score_kernel": {"stride_kn"}}
+NARROW = {"score_kernel": {"stride_kn"}, "block_max_kernel": {"stride_ks"}}
 
 # Those that hold most in shared memory: compressed attention, the selected blocks and their gradients.
-LARGEST = ("forward_kernel", "dkv_kernel", "_attend_kernel", "_block_grads_kernel")
+LARGEST = ("forward_kernel", "dkv_kernel", "_attend_kernel", "_block_grads_kernel", "loss_kernel", "block_max_kernel")
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +89,7 @@ def test_production_kernels_fit_the_card(compiler, plan):
 def test_the_largest_kernels_fit_cards_that_nothing_was_run_on(compiler, arch, spilled):
     check(compiler, [arch], PRODUCTION[0], spilled, only=LARGEST)
     if arch == 86:  # the same launches and limits
-        check(compiler, [89], PRODUCTION[0], spilled, only=LARGEST[-1:])
+        check(compiler, [89], PRODUCTION[0], spilled, only=LARGEST[3:4])
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_kernels_of_a_million_tokens_have_wide_offsets_where_32_bits_overflow(he
         attend(Plan(1, tokens, heads, groups, dim, dim, packed=packed))
     wide = {kernel.__name__: options["WIDE"] for kernel, _, options in launches if "WIDE" in options}
     few = {"_attend_block_kernel": False} if heads // groups < 8 else {}  # over a stretch of the queries
+    few |= dict.fromkeys(("block_max_kernel", "index_lse_kernel", "loss_kernel", "index_grads_kernel"), False)
     assert wide == {"score_kernel": False, "_block_grads_kernel": tokens * heads * dim >= 1 << 31} | few
     assert len([kernel for kernel, *_ in launches if kernel.__name__ == "_block_grads_kernel"]) > groups, "in turns"
 
