@@ -99,13 +99,13 @@ class Taken:
 
 
 @contextmanager
-def recording(arch: int) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+def recording(arch: int, *, keep: bool = True) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Inside, kernels only note their launches, as if on a card of that architecture: (kernel, arguments, options)."""
     launches: list[Any] = []
     card = launch_table.Card(launch_table.card_class(arch), MULTIPROCESSORS[arch])
 
     def recorder(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Any:
-        return lambda *args, **options: launches.append((kernel, args, options))
+        return lambda *args, **options: launches.append((kernel, args, options)) if keep else None
 
     with ExitStack() as patches:
         for module in (import_module(f"nsa.ops.triton.{name}") for name in FILES):
