@@ -124,14 +124,16 @@ def download(server, home, include=("sample/10BT/*",)):
     """As `hf download ... --include "sample/10BT/*"` does it, with `home` as HF_HOME; the folder of the snapshot."""
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(
-        server.repo,
-        repo_type="dataset",
-        cache_dir=home / "hub",
-        allow_patterns=list(include),
-        endpoint=server.endpoint,
-        token=False,
-    )
+    from nsa.data.sources import hub
+
+    wanted = {"cache_dir": home / "hub", "allow_patterns": list(include), "endpoint": server.endpoint, "token": False}
+    for attempt in range(5):
+        try:
+            return snapshot_download(server.repo, repo_type="dataset", **wanted)
+        except hub.httpx.HTTPError:  # a thread of an earlier test whose server is gone closes the shared client
+            if attempt == 4:
+                raise
+    raise AssertionError
 
 
 class _Server(ThreadingHTTPServer):
