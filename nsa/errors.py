@@ -1,6 +1,6 @@
-"""Every error that a user can meet, with its exit code, and how text from elsewhere is shown to them.
+"""Every error that a user can meet, with its exit code, and escaping for text that may come from outside.
 
-A message says what was wrong, where, and what to do about it. Asserts elsewhere are for what cannot happen.
+A message says what was wrong, where, and what to do about it. Assertions state what cannot happen.
 """
 
 import re
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from operator import index
 from typing import SupportsIndex
 
-# What acts on a terminal: controls other than a tab and the end of a line, marks that reverse the direction of text,
-# and halves of a pair, which cannot be encoded (a file name that is no UTF-8 has them).
-_ACTING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
+# Control characters other than tab and line feed, marks that reverse the direction of text, and lone surrogates, which
+# cannot be encoded (Python puts them into a file name that is not valid UTF-8).
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 
 
 def printable(text: object) -> str:
-    r"""The text with control characters escaped, such as \x1b. Everything that may come from data, a file, a server or
-    a model passes through here before it is printed: it must not control a terminal."""
-    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    r"""Returns the text with control characters escaped, such as \x1b. Text that may come from data, a file, a server
+    or a model passes through this function before it is printed, so that it cannot control the terminal."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 class NSAError(Exception):
@@ -33,7 +33,7 @@ class NSAError(Exception):
 def reworded(
     kind: type[NSAError], what: str, remedy: str = "", caught: type[Exception] | tuple[type[Exception], ...] = OSError
 ) -> Iterator[None]:
-    """Raises `what: reason; remedy` in place of an error that is caught."""
+    """Replaces an error of type `caught` by a `kind` with the message `what: reason; remedy`."""
     try:
         yield
     except caught as error:
@@ -70,7 +70,7 @@ class NumericsError(NSAError):
 
 
 class HangError(NSAError):
-    """The run made no progress for too long. The watchdog ends the process; this names the end in metrics.json."""
+    """The run made no progress for too long. The watchdog ends the process and writes this name into metrics.json."""
 
     exit_code = 6
 
@@ -93,20 +93,20 @@ class OutOfMemoryError(NSAError):
     exit_code = 9
 
 
-class Preempted(NSAError):  # noqa: N818  (nothing went wrong: the run was asked to stop, and saved)
-    """The run stopped at a signal with everything saved; the same command resumes it."""
+class Preempted(NSAError):  # noqa: N818  (not a failure: the run saved and stopped on request)
+    """The run stopped at a signal and saved a checkpoint; the same command resumes it."""
 
     exit_code = 75
 
 
 class Interrupted(Preempted):
-    """The same after Ctrl-C."""
+    """The run stopped at Ctrl-C and saved a checkpoint; the same command resumes it."""
 
     exit_code = 130
 
 
 class SpecError(NSAError, ValueError):
-    """An attention geometry that breaks a rule. `field` is the name of the offending size."""
+    """An attention geometry that breaks a rule. `field` is the name of the invalid size."""
 
     exit_code = 2
 
@@ -117,7 +117,7 @@ class SpecError(NSAError, ValueError):
 
 
 class ArgumentError(NSAError, ValueError):
-    """An operator was called with an argument it cannot take. `argument` is its name."""
+    """A function was called with an invalid argument. `argument` is its name."""
 
     def __init__(self, argument: str, message: str):
         super().__init__(f"{argument}: {message}")
@@ -125,7 +125,7 @@ class ArgumentError(NSAError, ValueError):
 
 
 def whole_number(argument: str, value: SupportsIndex, least: int = 1, most: int | None = None) -> int:
-    """The argument as an int, from any integer type such as numpy's; within the bounds."""
+    """Converts an argument of any integer type, such as numpy's, to int and checks its bounds."""
     try:
         number = index(value)
     except TypeError:
@@ -140,7 +140,7 @@ def whole_number(argument: str, value: SupportsIndex, least: int = 1, most: int 
 def whole_numbers(
     argument: str, value: SupportsIndex | Iterable[SupportsIndex], count: int, least: int = 0, most: int | None = None
 ) -> list[int]:
-    """An argument that is one number for all of `count`, or a list of numbers."""
+    """Converts an argument, one number or a list of numbers, to a list. One number is repeated `count` times."""
     try:
         given = [index(value)] * count  # type: ignore[arg-type]
     except TypeError:
@@ -156,7 +156,7 @@ class CacheFullError(NSAError, RuntimeError):
 
 
 class DerivativeError(NSAError, NotImplementedError):
-    """A second derivative, or one in forward mode, was asked for. `operator` is the one that does not have it."""
+    """A second derivative or a forward-mode derivative was requested. `operator` is the operator that lacks it."""
 
     def __init__(self, operator: str, *, is_forward_mode: bool = False):
         problem = (
@@ -174,4 +174,4 @@ class DerivativeError(NSAError, NotImplementedError):
 
 
 class BackendError(NSAError, RuntimeError):
-    """A backend was asked for by name and cannot run here; the message says why."""
+    """A backend was requested by name and cannot run on this machine; the message says why."""

@@ -1,8 +1,8 @@
 """Fault injection: named points at which a test can kill, stop or starve a process.
 
 While no fault is armed, a point costs one check of a module variable. `arm` parses comma-separated faults such as
-`save.rename:kill`, `save.shard:enospc:hit=2:rank=1` or `step.loss:nan:hit=5`. The second one: when rank 1 reaches
-`save.shard` for the second time, its disk is full. `nsa train` arms the faults in NSA_FAULTS.
+`save.rename:kill`, `save.shard:enospc:hit=2:rank=1` or `step.loss:nan:hit=5`. The second example raises ENOSPC when
+rank 1 reaches `save.shard` for the second time. `nsa train` arms the faults in NSA_FAULTS.
 """
 
 import errno
@@ -20,7 +20,7 @@ ACTIONS = (*SIGNALS, *DISK_ERRORS, "raise", "sleep", "nan", "barrier")
 
 @dataclass
 class Fault:
-    """Triggered when the process reaches `point` for the `hit`th time, and `times` times in a row from there."""
+    """Triggers when the process reaches `point` for the `hit`th time, `times` times in a row."""
 
     point: str
     action: str
@@ -28,7 +28,7 @@ class Fault:
     times: int = 1
     rank: int = -1  # every rank
     attempt: int = -1  # every attempt of torchrun
-    seconds: int = 3600  # of sleep
+    seconds: int = 3600  # duration of the action `sleep`
     seen: int = field(default=0, init=False)
 
     def due(self) -> bool:
@@ -40,7 +40,7 @@ _armed: list[Fault] = []
 
 
 def arm(text: str, rank: int = 0, attempt: int = 0) -> None:
-    """Replaces the armed faults by those in `text` for this rank and attempt; an empty text disarms."""
+    """Replaces the armed faults by the faults in `text` for this rank and attempt; an empty text disarms all."""
     faults = [_parse(part) for part in text.split(",") if part.strip()]
     _armed[:] = [f for f in faults if f.rank in (-1, rank) and f.attempt in (-1, attempt)]
 
@@ -58,7 +58,7 @@ def point(name: str) -> None:
 
 
 def makes_nan(name: str) -> bool:
-    """Whether a fault replaces the value computed here by a NaN."""
+    """Whether an armed fault replaces the value computed at this point by a NaN."""
     return bool(_armed) and any(f.point == name and f.action == "nan" and f.due() for f in _armed)
 
 
@@ -84,7 +84,7 @@ def _parse(text: str) -> Fault:
         if action not in ACTIONS:
             raise ValueError
         return Fault(name, action, **{key: int(value) for key, value in (s.split("=") for s in settings)})
-    except (ValueError, TypeError):  # a TypeError: no such setting
+    except (ValueError, TypeError):  # TypeError: an unknown setting
         numbers = [f.name for f in fields(Fault) if f.init and f.type is int]
         raise ConfigError(
             f"NSA_FAULTS: cannot read {text!r}; write POINT:ACTION[:SETTING=N]..., where an action is one of "

@@ -1,7 +1,7 @@
-"""Opening files that somebody else may have prepared (a run folder may come from anywhere), and writing them whole.
+"""Safe file access inside run folders, which may come from anywhere, and atomic writes.
 
-Whoever reads or writes inside a run folder opens its files here: only regular files, no links, a bounded size. The
-folder itself may be reached through links. All functions raise OSError.
+All code that reads or writes inside a run folder opens its files with these functions: only regular files, no links, a
+bounded size. The path of the folder itself may contain links. All functions raise OSError.
 """
 
 import errno
@@ -16,36 +16,36 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a file that is read whole
-LARGEST_LOG = 4 * 2**30  # of one that is read line by line
-# Names of `open_replacement`; version 0.1 put the process id in place of the random part.
+LARGEST_LOG = 4 * 2**30  # bytes of a file that is read line by line
+# Temporary names of `open_replacement`. Version 0.1 used the process id instead of a random number.
 _UNFINISHED = re.compile(r"\..+\.(docs|json|safetensors|txt|yaml)\.([0-9a-f]{16}|\d+)")
 
 
 def expand_home(path: str) -> Path:
-    """The path with `~` as the home folder. An unknown user's `~name` stays, where Path.expanduser would fail."""
+    """Replaces `~` by the home folder. Keeps the `~name` of an unknown user, for which Path.expanduser would fail."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def regular(path: str | Path, flags: int) -> int:
-    """An opener for `open`: a regular file, never one behind a link, which could lead a write out of the folder.
-    A pipe does not block it. Raises OSError."""
+    """An opener for `open` that accepts only regular files. It refuses links, which could lead a write out of the
+    folder, and does not block on a pipe. Raises OSError."""
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if Path(path).is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
-            raise OSError(errno.EINVAL, "it is no regular file", str(path)) from None
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     os.set_blocking(file, True)
     return file
 
 
 def open_regular(path: Path, most: int = LARGEST_LOG) -> BinaryIO:
-    """For reading. Raises OSError, also where the file has more than `most` bytes."""
+    """Opens a regular file for reading. Raises OSError, also if the file has more than `most` bytes."""
     file = cast(BinaryIO, open(path, "rb", opener=regular))  # noqa: SIM115  (the caller closes it)
     if os.fstat(file.fileno()).st_size > most:
         file.close()
@@ -54,20 +54,20 @@ def open_regular(path: Path, most: int = LARGEST_LOG) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
-    """The whole file. Raises OSError."""
+    """Returns the content of a regular file. Raises OSError."""
     with open_regular(path, most) as file:
         return file.read()
 
 
 def make_folder(path: Path) -> None:
-    """A folder inside a run folder; it may be there already, but not as a link. Raises OSError."""
+    """Creates a folder inside a run folder. The folder may exist, but must not be a link. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
 
 
 def write_flushed(path: Path, content: bytes) -> None:
-    """Writes in place and waits until it is on disk."""
+    """Writes the file in place and waits until its content is on disk."""
     with open(path, "wb", opener=regular) as file:
         file.write(content)
         file.flush()
@@ -75,7 +75,7 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes beside the place, flushes, renames: a reader sees the old file or the new one, after a crash too."""
+    """Writes a temporary file, flushes and renames it: readers see the old or the new file, even after a crash."""
     with open_replacement(path) as file:
         file.write(content)
         file.flush()
@@ -84,16 +84,16 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The same without waiting for the disk: after a crash of the machine the file may be lost."""
+    """Replaces the file without waiting for the disk: a crash of the machine may lose it."""
     with open_replacement(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def open_replacement(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file beside `path` for writing. At the end it replaces `path`; if anything raises, it is removed.
+    """Opens a temporary file beside `path` for writing. On exit the file replaces `path`; on an error it is removed.
 
-    A process id would not make the name unique: containers that share a volume have the same ids.
+    A process id would not make the temporary name unique: containers that share a volume have the same ids.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -109,14 +109,14 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def ends_amid_line(file: FileIO) -> bool:
-    """Whether a file that was opened to append ("a+b") has a last line without an end."""
+def lacks_final_newline(file: FileIO) -> bool:
+    """Whether the last line of a file that was opened to append ("a+b") does not end in a newline."""
     size = os.fstat(file.fileno()).st_size
     return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what `replace_file` left in a process that was killed. No other may be writing there now."""
+    """Removes the temporary files of processes that were killed. No other process may be writing to the folder."""
     for path in folder.glob(".*.*"):
         if _UNFINISHED.fullmatch(path.name) and not path.is_dir():
             with suppress(OSError):
@@ -124,7 +124,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Waits until the folder's names are on disk."""
+    """Waits until the entries of the folder are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

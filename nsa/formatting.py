@@ -1,4 +1,4 @@
-"""Numbers and text from files, formatted for people."""
+"""Formats numbers and untrusted text for display."""
 
 import math
 import time
@@ -10,7 +10,7 @@ DASH = "-"
 
 
 def plain(value: Any) -> Any:
-    """For JSON, which has no NaN and no infinity: numbers that are not finite become texts."""
+    """Replaces NaN and infinity, which JSON does not have, by strings."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -19,7 +19,7 @@ def plain(value: Any) -> Any:
 
 
 def short(value: float) -> str:
-    """Three digits that matter, with k, M, G, T."""
+    """Formats with three significant digits and the suffix k, M, G or T."""
     if not math.isfinite(value):
         return DASH if math.isnan(value) else str(value)
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -29,7 +29,7 @@ def short(value: float) -> str:
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """1 rank, 2 ranks, 1,024 passes (with `many` where an s is not enough)."""
+    """Formats a count with its noun: 1 rank, 2 ranks, 1,024 passes. `many` is the plural if adding an s is wrong."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -42,7 +42,7 @@ def percent(share: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Two units at most: 4.2 s, 3 min 5 s, 2 h 10 min, 6 d 4 h."""
+    """Formats a duration with at most two units: 4.2 s, 3 min 5 s, 2 h 10 min, 6 d 4 h."""
     if not math.isfinite(value):
         return DASH
     if value < 60:
@@ -56,7 +56,7 @@ def seconds(value: float) -> str:
 
 
 def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Local time of the reader."""
+    """Formats a Unix time as local time."""
     try:
         return time.strftime(form, time.localtime(at))
     except (ValueError, OverflowError, OSError):
@@ -64,7 +64,7 @@ def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def one_line(text: str, most: int = 2000) -> str:
-    """Without line breaks, control characters escaped: text of a file must not control a terminal."""
+    """Removes line breaks and escapes control characters: text from a file must not control the terminal."""
     text = "".join(c if c.isprintable() else " " for c in printable(text[: most + 1]))
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,29 +1,29 @@
-"""How to install this package, for messages and for the model cards of exported models. The package is on no index, and
-a package named `nsa` on a public index is another one: no text may say `pip install nsa`."""
+"""Install instructions for messages and for the model cards of exported models. This package is not on a public index,
+and a package named `nsa` there is a different project: no text may say `pip install nsa`."""
 
 import sys
 from importlib.metadata import PackageNotFoundError, metadata
 
 from nsa import __version__
 
-# What the extra `train` of pyproject.toml installs, by the names under which it is imported.
+# The import names of the packages in the extra `train` of pyproject.toml.
 TRAIN_PACKAGES = {"huggingface_hub", "numpy", "psutil", "pyarrow", "pydantic", "pynvml", "rich", "safetensors"}
 TRAIN_PACKAGES |= {"fsspec", "tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
 
 
 def repository() -> str | None:
-    """The git address that pip installs this package from: `Repository` among `project.urls` of the pyproject.toml that
-    it was built from. None where nobody has set it."""
+    """Returns the git address that pip can install this package from: `Repository` in `project.urls` of pyproject.toml.
+    None if it is not set."""
     try:
         urls = metadata("nsa").get_all("Project-URL") or []
-    except PackageNotFoundError:  # run from its source files
+    except PackageNotFoundError:  # runs from source files
         return None
     found = dict(url.split(", ", 1) for url in urls).get("Repository")
     return f"git+{found}" if found else None
 
 
 def how_to_install(extra: str, address: str | None = None) -> str:
-    """What to do to get the package with an extra, from `address` or from its repository."""
+    """Returns the pip command for the package with an extra, from `address` or from its repository."""
     if address := address or repository():
         return f"pip install 'nsa[{extra}] @ {address}'"
     return (
@@ -33,7 +33,7 @@ def how_to_install(extra: str, address: str | None = None) -> str:
 
 
 def missing_module(error: BaseException, needed_by: str = "the nsa command") -> str | None:
-    """Why an import failed and what to do, if the extra or the operating system lacks the module."""
+    """Returns why an import failed and what to do, if an extra is not installed or the system lacks the module."""
     if not isinstance(error, ModuleNotFoundError):
         return None
     name = (error.name or "").partition(".")[0]

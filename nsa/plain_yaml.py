@@ -1,8 +1,8 @@
-"""YAML as plain data: no tags that build objects, no aliases and no merge keys, of which a few hundred bytes can stand
-for more than any memory; no duplicate keys; a bounded size; the numbers of YAML 1.2.
+"""Reads YAML as plain data of bounded size, with the numbers of YAML 1.2. Tags that build objects, aliases and merge
+keys (a few hundred bytes could expand beyond any memory) and duplicate keys are errors.
 
-In YAML 1.1, which PyYAML reads, `060` is 48, `1:30` is 90, `3e-4` is text and `2024-01-01` a date. Here they are 60,
-text, a number and text. An underscore between digits may stay.
+PyYAML reads YAML 1.1, in which `060` is 48, `1:30` is 90, `3e-4` is text and `2024-01-01` is a date. This module reads
+them as 60, text, a number and text. Underscores between digits are allowed.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 LARGEST = 2**18  # characters; the parser takes about 3 s for a million
-LARGEST_SAVED = 4 * LARGEST  # of what `dump_yaml` wrote, which is longer than what was read
+LARGEST_SAVED = 4 * LARGEST  # characters of a `dump_yaml` output, which is longer than the file it came from
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _NUMBERS = {
     _INT: re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+"),
@@ -50,12 +50,12 @@ class _Loader(yaml.SafeLoader):
             base = {"0o": 8, "0x": 16}.get(text[:2], 10)
             return int(text.replace("_", ""), base)
         if not _NUMBERS[_FLOAT].fullmatch(text):
-            raise _error(f"{text!r} is no number", node.start_mark)
+            raise _error(f"{text!r} is not a number", node.start_mark)
         return float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either version of YAML would read as something else than text."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -78,7 +78,7 @@ def parse_yaml(text: str, most: int = LARGEST) -> Any:
 
 
 def dump_yaml(content: Any, *, ascii_only: bool = False) -> str:
-    """Text that `parse_yaml` reads as the same content. `ascii_only`: other characters are escaped."""
+    """Returns text that `parse_yaml` reads as the same content. `ascii_only` escapes all other characters."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=not ascii_only)
 
 

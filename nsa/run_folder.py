@@ -1,7 +1,6 @@
-"""The contract of a run folder: the files a run writes, their columns and fields, how to write a row or an event and
-how to read one back. Writers, watchdog, viewers and checks take every name from here. No torch, no numpy.
-
-docs/telemetry.md explains the meaning of each file, column and field.
+"""The contract of a run folder: the files that a run writes, their columns and fields, and functions that format and
+parse rows and events. Recorders, watchdog, viewers and checks take every name from here. Imports neither torch nor
+numpy. docs/telemetry.md explains each file, column and field.
 """
 
 import csv
@@ -36,12 +35,12 @@ LOCK_FILE = ".lock"
 CHECKPOINTS_FOLDER = "checkpoints"
 TENSORBOARD_FOLDER = "tb"
 NONFINITE_FOLDER = "nonfinite"
-FOLDERS = (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, NONFINITE_FOLDER, "wandb", ".wandb")  # W&B takes one of two
+FOLDERS = (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, NONFINITE_FOLDER, "wandb", ".wandb")  # W&B uses one of these two
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """A file per rank: `{stem}_rank{r}{suffix}`. `plain_first`: rank 0 has the name without a rank."""
+    """One file per rank: `{stem}_rank{r}{suffix}`. `plain_first`: the name of rank 0 is `{stem}{suffix}`."""
 
     stem: str
     suffix: str
@@ -55,11 +54,11 @@ class RankFiles:
 
     @property
     def pattern(self) -> str:
-        """As a glob, of every rank."""
+        """A glob pattern that matches the file of every rank."""
         return f"{self.stem}{'*' if self.plain_first else '_rank*'}{self.suffix}"
 
     def find(self, folder: Path) -> dict[int, Path]:
-        """The files that exist, by rank. A stem may hold a `*`: of several files of a rank the last by name counts."""
+        """Returns the files that exist, by rank. A stem may contain a `*`; the last match of a rank by name counts."""
         rank = r"(?:_rank(\d+))?" if self.plain_first else r"_rank(\d+)"
         form = re.compile(re.escape(self.stem).replace(r"\*", ".*") + rank + re.escape(self.suffix))
         matches = ((form.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -78,32 +77,32 @@ MEMORY_PATTERN = "mem_*"
 
 
 def memory_files(label: str, suffix: Literal[".txt", ".json"]) -> RankFiles:
-    """A memory dump at `label`: boot or step{N}."""
+    """The files of a memory dump; `label` is boot or step{N}."""
     return RankFiles(f"mem_{label}", suffix, plain_first=True)
 
 
 def stack_dumps(stamp: str = "*") -> RankFiles:
-    """The stack dumps of a time; of any time unless one is given."""
+    """The files of the stack dumps with a time stamp, by default with any."""
     return RankFiles(f"stackdump_{stamp}", ".txt")
 
 
-# A new run in the same folder (--fresh) removes these; the others are appended to, replaced or begun again.
+# A new run in the same folder (--fresh) removes these files. It appends to, replaces or restarts all others.
 REMOVED_BY_FRESH = (
     *(CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, TRACKER_FILE),
     *(SAMPLES_FILE, EVALUATION_FILE, EVALUATION_PAGE),
     *(OUT_OF_MEMORY.pattern, MEMORY_PATTERN),
 )
-# A run also replaces these.
+# Every run replaces these files.
 REPLACED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, DTYPES_FILE, OPTIMIZER_STATE_FILE)
 
 
 def reading_run(path: Path) -> AbstractContextManager[None]:
-    """Around the first look at a run that somebody named: every command says alike that there is none."""
+    """Wraps the first access to a run that the user named, so that all commands report a missing one alike."""
     return reworded(CheckpointError, f"{path}: cannot be read", "give the out_dir of a run")
 
 
 def run_of(weights: Path) -> Path | None:
-    """The run folder that a checkpoint or a file of weights lies in; None outside of one."""
+    """Returns the run folder that contains a checkpoint or a weights file; None if it is not in a run folder."""
     weights = weights.absolute()
     folder = weights.parent.parent if weights.is_dir() else weights.parent
     return folder if (folder / CONFIG_FILE).is_file() else None
@@ -115,13 +114,13 @@ RunStatus = Literal["running", "done", "failed", "preempted"]  # `status` in met
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A document that holds a table of values. Raises OSError, or ValueError where it is damaged."""
+    """Reads a JSON object. Raises OSError, or ValueError if the file is damaged."""
     try:
         content = json.loads(read_regular(path).decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no valid JSON: {error}") from None
+        raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError("holds no table of values")
+        raise ValueError("not a JSON object")
     return content
 
 
@@ -133,13 +132,13 @@ EventKind = Literal[
 ]  # fmt: skip
 Event = dict[str, Any]
 EVENT_VERSION = 1
-COMMON_FIELDS = ("v", "time", "rank", "step", "event", "clock")  # clock: monotonic seconds, for differences
-ROUTINE_EVENTS: tuple[EventKind, ...] = ("step", "gates", "selection", "fallbacks")  # their numbers are in the tables
+COMMON_FIELDS = ("v", "time", "rank", "step", "event", "clock")  # clock: monotonic seconds, for durations
+ROUTINE_EVENTS: tuple[EventKind, ...] = ("step", "gates", "selection", "fallbacks")  # the tables have their numbers
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One optimizer step. The validation columns are empty where no validation was run."""
+    """One optimizer step. The validation columns are empty in steps without a validation."""
 
     step: int
     tokens: int
@@ -149,14 +148,14 @@ class TrainingRow:
     toks_per_s: float
     step_s: float
     data_wait_s: float
-    mem_gib: float | None  # None: could not be read
+    mem_gib: float | None  # None if it could not be read
     val_loss: float | None = None
     val_bits_per_byte: float | None = None
-    save_wait_s: float = 0.0  # how long training stood still for a checkpoint before this step
-    skipped: int = 0  # 1: the optimizer did not move, because something was not finite
+    save_wait_s: float = 0.0  # how long training waited for a checkpoint before this step
+    skipped: int = 0  # 1: the optimizer skipped the step because of a NaN or an infinity
 
 
-# What differs between two runs that did the same: they depend on the machine, not on the numbers.
+# Columns that depend on the machine: they differ between two runs with equal results.
 MACHINE_COLUMNS = ("toks_per_s", "step_s", "data_wait_s", "mem_gib", "save_wait_s")
 BRANCHES = ("cmp", "sel", "win")
 ALL_LAYERS = "all"
@@ -166,7 +165,7 @@ DISTANCE_COLUMNS = tuple(f"distance_{name}" for name in DISTANCE_BINS)
 
 @dataclass(frozen=True)
 class GateStats:
-    """Gates of one layer or of all: `rows` of them were seen, each divided by its sum."""
+    """Statistics of the gates of one layer or of all layers, over `rows` gate vectors, each divided by its sum."""
 
     rows: int
     mean_entropy: float
@@ -179,17 +178,17 @@ class GateStats:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """In the order of BRANCHES."""
+        """The shares in the order of BRANCHES."""
         return self.share_cmp, self.share_sel, self.share_win
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
-        """From a row of gate_stats.csv."""
+        """Builds the statistics from a row of gate_stats.csv."""
         return cls(int(row["rows"]), *(row[f.name] for f in fields(cls)[1:]))
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
-        """As if one rank had seen all rows."""
+        """Combines the statistics of several ranks as if one rank had seen all rows."""
         rows = [part.rows for part in parts]
         mean = _means(parts, rows)
         lowest, largest = min(part.min_entropy for part in parts), max(part.largest_share for part in parts)
@@ -199,7 +198,7 @@ class GateStats:
 
 @dataclass(frozen=True)
 class SelectionStats:
-    """Selected blocks of one layer or of all; a row is what one token and key/value head reads."""
+    """Statistics of the selected blocks of one layer or of all layers. A row is one token and one key/value head."""
 
     rows: int
     mean_distinct: float
@@ -211,15 +210,15 @@ class SelectionStats:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
-        """From a row of k_stats.csv or k_stats_layers.csv."""
+        """Builds the statistics from a row of k_stats.csv or k_stats_layers.csv."""
         own = {f.name: row[f.name] for f in fields(cls)[:-1]}
         own |= {name: int(own[name]) for name in ("rows", "max_distinct")}
         return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
-        """As if one rank had seen all rows. The files do not hold the blocks that an agreement is a share of: all
-        blocks stand in for them."""
+        """Combines the statistics of several ranks as if one rank had seen all rows. The files lack the number of
+        blocks that an agreement refers to, so agreements are weighted by all blocks."""
         rows, blocks = [part.rows for part in parts], [part.rows * part.mean_distinct for part in parts]
         by_row, by_block = _means(parts, rows), _means(parts, blocks)
         bins = zip(*(part.distances for part in parts), strict=True)
@@ -236,7 +235,7 @@ class SelectionStats:
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     if len(values) == 1:
-        return values[0]  # as it is, not rounded by a product
+        return values[0]  # without the rounding of a product
     return sum(v * w for v, w in zip(values, weights, strict=True)) / (sum(weights) or 1.0)
 
 
@@ -248,17 +247,17 @@ _TRAINING = tuple(f.name for f in fields(TrainingRow))
 _GATES = tuple(f.name for f in fields(GateStats))
 _SELECTION = tuple(f.name for f in fields(SelectionStats))
 
-# The fields of each event beside COMMON_FIELDS.
+# The fields of each event besides COMMON_FIELDS.
 EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
     "boot": ("pid", "host", "boot_id", "start_ticks"),
     "first_batch": ("seconds", "data"),
     "start": ("strategy", "world_size", "backend", "steps", "fresh", "from_checkpoint", "pid", "host"),
     "step": (*_TRAINING[1:], "telemetry_failures"),
-    "gates": _GATES,  # and `layers`, a list of the same with `layer`, which the heartbeat leaves out
-    "selection": _SELECTION,  # the same
+    "gates": _GATES,  # and `layers`: these fields per layer, with `layer`; the heartbeat omits it
+    "selection": _SELECTION,  # and `layers`, as above
     "fallbacks": ("counts",),  # lists of operator, reason, count
     "data_stall": ("seconds", "message"),
-    "save_wait": ("seconds", "writing"),  # a step waits until the checkpoint of step `writing` is saved
+    "save_wait": ("seconds", "writing"),  # training waits until the checkpoint of step `writing` is saved
     "incident": ("kind", "message"),
     "hang": ("phase", "silent_s", "limit_s", "file", "ranks"),  # tables of rank, step, event, age_s, pid, host, state
     "preempted": (),
@@ -273,24 +272,24 @@ def make_event(event: EventKind, rank: int, step: int, **values: Any) -> Event:
 
 
 def format_event(event: Event) -> str:
-    """A line of a heartbeat. JSON has no NaN: numbers that are not finite are written as text."""
+    """Formats a line of a heartbeat file. NaN and infinity, which JSON does not have, become strings."""
     return json.dumps({key: plain(value) for key, value in event.items() if key != "layers"}) + "\n"
 
 
 def parse_event(line: str | bytes) -> Event:
-    """An event with a finite time, a step and a kind. Raises ValueError for any other line."""
+    """Parses an event with a finite time, a step and a kind. Raises ValueError for any other line."""
     try:
         event = json.loads(line)
         event["time"], event["step"], event["event"] = float(event["time"]), int(event["step"]), str(event["event"])
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"is no event: {error}") from None
+        raise ValueError(f"not an event: {error}") from None
     if not math.isfinite(event["time"]):
-        raise ValueError("has no time")
+        raise ValueError("not an event: its time is not finite")
     return dict(event)
 
 
 def parse_events(lines: Iterable[str | bytes]) -> list[Event]:
-    """The events among lines; damaged ones are left out."""
+    """Parses the events in `lines`; omits damaged lines."""
     found = []
     for line in lines:
         with suppress(ValueError):
@@ -299,7 +298,7 @@ def parse_events(lines: Iterable[str | bytes]) -> list[Event]:
 
 
 def read_events(folder: Path, rank: int = 0) -> list[Event]:
-    """All events of a rank, the oldest first. Raises OSError."""
+    """Reads all events of a rank, oldest first. Raises OSError."""
     with open_regular(HEARTBEAT.path(folder, rank)) as file:
         return parse_events(file)
 
@@ -309,12 +308,13 @@ def read_events(folder: Path, rank: int = 0) -> list[Event]:
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV file that one kind of event fills: with a row, or with a row per layer, or both (`whole`)."""
+    """A CSV file for one kind of event. An event adds one row; in a table with the column `layer` it adds a row per
+    layer, and with `whole` one more for all layers."""
 
     stem: str
     event: EventKind
     columns: tuple[str, ...]
-    text: tuple[str, ...] = ()  # columns that hold text, all others hold numbers
+    text: tuple[str, ...] = ()  # columns that contain text; all others contain numbers
     whole: bool = True
 
     @property
@@ -323,7 +323,7 @@ class Table:
 
     @property
     def file(self) -> str:
-        """The name of rank 0's."""
+        """The name of rank 0's file."""
         return self.files.name(0)
 
     @property
@@ -331,7 +331,7 @@ class Table:
         return format_row(self.columns)
 
     def format(self, event: Event) -> str:
-        """The lines that an event adds."""
+        """Formats the lines that an event adds."""
         lines = []
         for row in self._rows(event):
             cells = {**row, **dict(zip(DISTANCE_COLUMNS, row.get("distances", ()), strict=False))}
@@ -357,7 +357,7 @@ TABLES = (TRAINING, GATES, SELECTION, LAYER_SELECTION, FALLBACKS)
 
 
 def format_row(values: Iterable[Any]) -> str:
-    """A line of a table: numbers in full precision, an empty cell for None, quotes where a text needs them."""
+    """Formats a line of a table: numbers in full precision, an empty cell for None, quotes where a text needs them."""
     return ",".join(map(_format_cell, values)) + "\n"
 
 
@@ -369,6 +369,6 @@ def _format_cell(value: Any) -> str:
 
 
 def read_rows(folder: Path, table: Table) -> list[dict[str, str]]:
-    """Rank 0's rows of a table as written. Raises OSError; a row of another length has None as a key or value."""
+    """Reads rank 0's rows as strings. Raises OSError. A row of the wrong length has None as a key or value."""
     with open(table.files.path(folder, 0), encoding="utf-8", newline="", opener=regular) as file:
         return list(csv.DictReader(file))

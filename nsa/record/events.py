@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from nsa.files import ends_amid_line, regular
+from nsa.files import lacks_final_newline, regular
 from nsa.record.failures import Failures, reporting_bugs
 from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
 
@@ -185,7 +185,7 @@ class FileSink(Sink):
         try:
             if self._file is None:
                 self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
-            if on_new_line and ends_amid_line(self._file):  # a full disk may have cut the last one
+            if on_new_line and lacks_final_newline(self._file):  # a full disk may have cut the last one
                 text = b"\n" + text
             if self._file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.files import ends_amid_line, regular
+from nsa.files import lacks_final_newline, regular
 from nsa.formatting import plain
 from nsa.nn.block import DecoderBlock
 from nsa.record.failures import Failures
@@ -297,7 +297,7 @@ class TraceFile:
     def _write(self, text: bytes) -> None:
         if self._file is None:
             self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
-            text = b"\n" * ends_amid_line(self._file) + _format_line("start", None, self._header) + text
+            text = b"\n" * lacks_final_newline(self._file) + _format_line("start", None, self._header) + text
         try:
             written = self._file.write(text)
             if written < len(text):

@@ -25,7 +25,7 @@ from nsa.train import loop, train
 from nsa.train.folder import Claim, refuse_foreign
 from tests.checkpoint.helpers import checkpoint_of, small
 
-REFUSED = r"it is no regular file|it is a symbolic link|it has more than"
+REFUSED = r"it is not a regular file|it is a symbolic link|it has more than"
 pytestmark = pytest.mark.timeout(150)  # what follows a link or waits for a pipe never ends
 
 
@@ -148,7 +148,7 @@ def test_weights_that_are_a_pipe_are_refused_and_a_link_that_the_user_names_is_f
     config = small()
     model = build_model(config, 256, seed=0)
     for read in (read_metadata, lambda path: load_weights(model, path)):
-        with pytest.raises(CheckpointError, match=r"pipe\.safetensors: .*it is no regular file"):
+        with pytest.raises(CheckpointError, match=r"pipe\.safetensors: .*it is not a regular file"):
             read(tmp_path / "pipe.safetensors")
 
 
