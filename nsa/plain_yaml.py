@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise _error("an alias (*) is not read", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+            raise _error("an alias (*) is not supported", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = str(key_node.value)
             if key == "<<" or key_node.tag == "tag:yaml.org,2002:merge":
-                raise _error("a merge key (<<) is not read", key_node.start_mark)
+                raise _error("a merge key (<<) is not supported", key_node.start_mark)
             if key in seen:
                 raise _error(f"key '{key}' is given twice", key_node.start_mark)
             seen.add(key)

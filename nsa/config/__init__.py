@@ -1,4 +1,4 @@
-"""Configurations: the schema, and loading a YAML file with overrides. Needs neither torch nor a GPU."""
+"""Configurations: the schema, and a loader for YAML files with overrides. Needs neither torch nor a GPU."""
 
 from nsa.config.load import differences, load_config, parse_config, shipped_names
 from nsa.config.schema import Config

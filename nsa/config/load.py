@@ -1,7 +1,7 @@
 """Loads a YAML file with `key=value` overrides as a validated configuration, or raises one error that lists all
-mistakes; and says how a configuration differs from one that was saved.
+mistakes. Also lists how a configuration differs from a saved one.
 
-Only data is read (nsa.plain_yaml), and every message names the key, where it came from and the closest valid key.
+Files are read as plain data (nsa.plain_yaml). Every message names the key, its origin and the closest valid key.
 """
 
 import difflib
@@ -21,22 +21,22 @@ from nsa.errors import ConfigError
 from nsa.files import read_regular
 from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
 
-_repr = reprlib.Repr()  # a value may be as large as the file it came from
+_repr = reprlib.Repr()  # shortens values: one may be as large as its file
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
-# What to do, by a part of the parser's message; the first that fits counts.
+# Advice by a part of the parser's message; the first match counts.
 _YAML_HINTS = {
     "\\t": "indent with spaces, not tabs",
-    "tag": "tags are not read, write the plain value",
-    "is not read": "write out what it stands for",
+    "tag": "tags are not supported, write the plain value",
+    "is not supported": "write out its value",
     "given twice": "keep one of them",
 }
 _YAML_HINT = "check indentation, colons and brackets there"
 
-SHIPPED = Path(__file__).parents[1] / "configs"  # in a checkout a link to the folder at its root
+SHIPPED = Path(__file__).parents[1] / "configs"  # in a checkout, a link to the folder in the repository root
 
 
 class ConfigWarning(UserWarning):
-    """A remark about a configuration that can run all the same."""
+    """A warning about a valid configuration."""
 
 
 def load_config(
@@ -48,9 +48,9 @@ def load_config(
 ) -> Config:
     """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the result.
 
-    Where there is no such file, `path` may be one of `shipped_names()`.
+    If there is no such file, `path` may be one of `shipped_names()`.
     The old NSA_* variables in `environment` set keys that neither the file nor an override sets.
-    A file that lies in a run folder (`in_run`) must be a regular one; any other may be a link or a pipe.
+    A file in a run folder (`in_run`) must be a regular file; any other file may be a link or a pipe.
     """
     path = Path(path)
     shipped = str(path) in shipped_names() and not path.is_file()
@@ -74,7 +74,7 @@ def _read(path: Path, in_run: bool) -> str:
 
 
 def shipped_names() -> list[str]:
-    """The configurations that come with the package."""
+    """Returns the names of the configurations that come with the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
@@ -105,12 +105,12 @@ def parse_config(
         raise ConfigError("\n".join(dict.fromkeys(_describe(error, origin, applied)))) from None
     for keys, setter in applied if config.data.mixture else ():
         if keys[0] == "data" and keys[-1] in SourceConfig.model_fields:
-            raise ConfigError(f"{setter}: is not read beside data.mixture; add data.mixture=[], or change the mixture")
+            raise ConfigError(f"{setter}: has no effect with data.mixture; add data.mixture=[], or change the mixture")
     return config
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key such as `train.steps`, in the order of the schema."""
+    """Returns the values by dotted key such as `train.steps`, in the order of the schema."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -118,16 +118,16 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _filled(defaults: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """`stored` with the defaults of what it lacks."""
+    """Adds default values for the keys that `stored` lacks."""
     sections = [key for key, value in defaults.items() if isinstance(value, dict) and isinstance(stored.get(key), dict)]
     return defaults | stored | {key: _filled(defaults[key], stored[key]) for key in sections}
 
 
 def differences(stored: Any, config: Config) -> list[str]:
-    """One line for every key whose value differs from `stored`, a configuration as plain data.
+    """Returns one line for every key whose value differs from `stored`, a configuration as plain data.
 
-    train.out_dir is ignored: the folder of a run may be moved. A key that an earlier version did not know had the
-    effect of its default.
+    Ignores train.out_dir, since the folder of a run may be moved. A key that an earlier version did not have counts as
+    its default.
     """
     then = flat(_filled(Config().to_dict(), stored)) if isinstance(stored, dict) else {}
     mixture = then.get("data.mixture")
@@ -136,16 +136,16 @@ def differences(stored: Any, config: Config) -> list[str]:
             MixturePart().model_dump() | part if isinstance(part, dict) else part for part in mixture
         ]
     return [
-        f"{name}: {repr(then[name]) if name in then else 'not known'} then, {value!r} now"
+        f"{name}: {repr(then[name]) if name in then else 'unknown'} then, {value!r} now"
         for name, value in flat(config.to_dict()).items()
         if name != "train.out_dir" and (name not in then or then[name] != value)
     ]
 
 
 def warn_if_unlikely(config: Config, origin: str) -> None:
-    """Warns of what can run and is probably a mistake."""
+    """Warns about valid settings that are probably mistakes."""
     remarks = [
-        f"data.repo: nothing is read from {part.repo!r}, since data.source is {part.source}; set data.source=hub"
+        f"data.repo: {part.repo!r} is not used, since data.source is {part.source}; set data.source=hub"
         for part in (*config.data.mixture, config.data)
         if part.repo and part.source not in ("hub", "synthetic")
     ]
@@ -153,7 +153,7 @@ def warn_if_unlikely(config: Config, origin: str) -> None:
     if warmup > steps:
         remarks.append(
             f"train.warmup_steps: {warmup} is more than the {steps} of train.steps: the learning rate never reaches "
-            f"train.lr={config.train.lr:g}; lower it unless this is a trial of a longer run"
+            f"train.lr={config.train.lr:g}; lower it, unless this run tests the start of a longer one"
         )
     for remark in remarks:
         warnings.warn(f"{origin}: {remark}", ConfigWarning, stacklevel=2)
@@ -188,7 +188,7 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     try:
         override.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"override '{override}': is not valid UTF-8; rename what it names, in UTF-8") from None
+        raise ConfigError(f"override '{override}': is not valid UTF-8; rename the file or value") from None
     parsed = _parse_yaml(value, f"override '{override}'")
     if isinstance(parsed, str) and parsed != value:
         first = value.lstrip()[0]
@@ -201,21 +201,21 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _section_of(tree: dict[str, Any], keys: tuple[str, ...], origin: str) -> dict[str, Any]:
-    """What holds the last of the keys; made where there is none."""
+    """Returns the section that contains the last key; creates missing sections."""
     for depth, key in enumerate(keys[:-1], start=1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             name = ".".join(keys[:depth])
-            raise ConfigError(f"{origin}: '{name}' holds no keys; set it as a whole with {name}=VALUE")
+            raise ConfigError(f"{origin}: '{name}' is not a section; set its value with {name}=VALUE")
     return tree
 
 
 def _fill(tree: dict[str, Any], keys: tuple[str, ...], value: Any, variable: str) -> str:
-    """Sets the key unless it is set; returns a warning if it is set to another value."""
+    """Sets the key unless it is set. Returns a warning if it is set to another value."""
     try:
         present = _section_of(tree, keys, variable).setdefault(keys[-1], value)
     except ConfigError:
-        return ""  # validation will name it
+        return ""  # validation reports it
     return "" if present == value else f"{variable}: {'.'.join(keys)} is set to {present!r} explicitly, which wins"
 
 
@@ -227,15 +227,16 @@ def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str
         if problem["type"] == "extra_forbidden":
             text = f"unknown key{_similar_key(keys, section)}"
         else:
-            text = "must hold keys" if problem["type"] == "model_type" else _plain(problem["msg"])
+            text = "must be a section" if problem["type"] == "model_type" else _plain(problem["msg"])
             if problem["type"] != "rule":
-                missing = "nothing; leave the key out to take its default"
+                missing = "nothing; remove the key to use its default"
                 text += f", got {missing if problem['input'] is None else _repr.repr(problem['input'])}"
         yield f"{_source(keys, text, applied) or origin}: {'.'.join(keys)}: {text}"
 
 
 def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...], str]]) -> str | None:
-    """What set these keys last, or a key inside or around them, or a field that a rule names; None: the file."""
+    """Returns the override or variable that last set these keys, a key inside or around them, or a field that the rule
+    in `text` names. None: the file set them."""
     for path, setter in reversed(applied):
         shared = min(len(path), len(keys))
         if path[:shared] == keys[:shared]:
@@ -247,12 +248,13 @@ def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...
 
 
 def _locate(path: tuple[str | int, ...]) -> tuple[tuple[str, ...], type[BaseModel]]:
-    """The keys of a path without the parts that pydantic adds for members of a union, and the section of the last."""
+    """Returns the keys of a path, without the parts that pydantic adds for members of a union, and the section of the
+    last key."""
     section: type[BaseModel] = Config
     inner: type[BaseModel] | None = Config
     keys: list[str] = []
     for part in path:
-        if isinstance(part, str):  # a number is a place in a list
+        if isinstance(part, str):  # a number is an index into a list
             if inner is None:
                 break
             section = inner
@@ -262,7 +264,7 @@ def _locate(path: tuple[str | int, ...]) -> tuple[tuple[str, ...], type[BaseMode
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, if any: by itself, in a list, or unless it is None."""
+    """Returns the section type in the annotation of a field, which may be a list or optional; None if there is none."""
     kinds = (annotation, *get_args(annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -271,7 +273,7 @@ def _similar_key(keys: tuple[str, ...], section: type[BaseModel]) -> str:
     wrong = keys[-1].lower()
     close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
     elsewhere = next((path for path in _all_keys(Config) if path[-1] == wrong), None)
-    if elsewhere and wrong not in section.model_fields:  # the same name in another section beats a similar one here
+    if elsewhere and wrong not in section.model_fields:  # an equal name elsewhere is likelier than a similar one here
         return f"; did you mean '{'.'.join(elsewhere)}'?"
     if close:
         return f"; did you mean '{'.'.join((*keys[:-1], close[0]))}'?"
@@ -295,7 +297,7 @@ def _similar_file(path: Path) -> str:
 
 
 def _plain(message: str) -> str:
-    """pydantic's message without its label and in lower case, since it follows a colon."""
+    """Removes the label of pydantic's message and starts it in lower case, since it follows a colon."""
     message = message.removeprefix("Input ").removeprefix("Value error, ").replace(" after validation", "")
     message = message.replace("should be", "must be").replace("should have", "must have")
     return message[:1].lower() + message[1:]

@@ -1,7 +1,7 @@
-"""The configuration of a run, section by section. Frozen; unknown keys and wrong types are rejected.
+"""The configuration of a run, section by section. Sections are frozen and reject unknown keys and wrong types.
 
-Every field has a description. Rules between fields are checked here too, so that a
-configuration that loads can be started.
+Every field has a description. Validators also check rules between fields, so that a run can start with every
+configuration that loads.
 """
 
 import re
@@ -16,18 +16,18 @@ from nsa.kinds import KINDS
 from nsa.ops.spec import NSASpec
 
 HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
-LARGEST = 2**31 - 1  # of a count; no machine has more
+LARGEST = 2**31 - 1  # upper bound of counts
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Text = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Seconds = Annotated[float, Field(gt=0.0, le=2e6)]  # 23 days: the longest wait that the operating system counts
+Seconds = Annotated[float, Field(gt=0.0, le=2e6)]  # 23 days: the longest timeout that the operating system accepts
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """An error of a section that is reported under one of its fields."""
+    """Creates a validation error that is reported under a field of the section."""
     return PydanticCustomError("rule", "{message}", {"field": field, "message": message})
 
 
@@ -45,14 +45,16 @@ class Section(BaseModel):
 
 
 class RopeScalingConfig(Section):
-    """Lower rotary frequencies, as `nsa.nn.rope.RopeScaling` defines them."""
+    """Scaling of the rotary frequencies for a longer context, as `nsa.nn.rope.RopeScaling` defines it."""
 
-    factor: float = Field(1.0, ge=1.0, description="what frequencies are divided by")
+    factor: float = Field(1.0, ge=1.0, description="divisor of the rotary frequencies")
     original_length: Positive | None = Field(
-        None, description="context the model was first trained with: high frequencies stay (Llama 3.1); all when unset"
+        None,
+        description="context length of the original training; if set, high frequencies are kept as in Llama 3.1, "
+        "otherwise all frequencies are divided",
     )
-    low_freq_factor: PositiveFloat = Field(1.0, description="turns in it below which one is divided")
-    high_freq_factor: PositiveFloat = Field(4.0, description="turns in it above which one stays")
+    low_freq_factor: PositiveFloat = Field(1.0, description="fewer turns in original_length: frequency is divided")
+    high_freq_factor: PositiveFloat = Field(4.0, description="more turns in original_length: frequency is kept")
 
     @model_validator(mode="after")
     def _check_factors(self) -> Self:
@@ -71,22 +73,22 @@ class ModelConfig(Section):
     head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
     head_dim_v: HeadSize = Field(64, description="size of a value head")
     mlp_dim: int | None = Field(
-        None, ge=1, le=2**22, description="width of the SwiGLU MLP; 8/3 * dim in steps of 64 when unset"
+        None, ge=1, le=2**22, description="width of the SwiGLU MLP; 8/3 * dim rounded up to a multiple of 64 when unset"
     )
     attention: LayerKind = Field("nsa", description="kind of attention layers: nsa, dense or window")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
         None,
         description="kinds of attention layers (nsa, dense, window), repeated over the layers, for example "
-        "[dense, nsa, nsa, nsa]; every layer is `attention` when unset",
+        "[dense, nsa, nsa, nsa]; every layer is of the kind `attention` when unset",
     )
-    qk_norm: bool = Field(False, description="RMSNorm on the queries and keys of every head, before rotary positions")
+    qk_norm: bool = Field(False, description="apply RMSNorm to the queries and keys of every head, before RoPE")
     tied_head: bool = Field(False, description="the output head shares the embedding's weight")
     rope_base: float = Field(10_000.0, gt=1.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScalingConfig | None = Field(None, description="lower rotary frequencies for a longer context")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="scaled rotary frequencies for a longer context")
     qkv_bias: bool = Field(False, description="biases in the projections of queries, keys and values")
-    norm_eps: PositiveFloat = Field(1e-5, description="added inside RMSNorm")
+    norm_eps: PositiveFloat = Field(1e-5, description="epsilon of RMSNorm")
     vocab_size: Positive | None = Field(
-        None, description="taken from the tokenizer when unset; more leaves rows that no token uses"
+        None, description="rows of the embedding; the size of the tokenizer's vocabulary when unset, may be larger"
     )
 
     @model_validator(mode="after")
@@ -96,7 +98,7 @@ class ModelConfig(Section):
         return self
 
     def layer_kinds(self) -> list[str]:
-        """The kind of attention of every layer."""
+        """Returns the kind of attention of every layer."""
         pattern = self.layer_pattern or [self.attention]
         return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
 
@@ -107,22 +109,22 @@ class ModelConfig(Section):
 class NSAConfig(Section):
     """Native Sparse Attention: the sizes of NSASpec, and how the layer is built."""
 
-    cmp_block: int = Field(32, description="tokens summarised by one compressed token")
-    cmp_stride: int = Field(16, description="distance between starts of neighbouring compressed blocks")
+    cmp_block: int = Field(32, description="tokens in one compression block, which becomes one compressed token")
+    cmp_stride: int = Field(16, description="distance between the starts of neighbouring compression blocks")
     sel_block: int = Field(64, description="tokens in one selection block")
-    num_selected: int = Field(16, description="blocks each query reads, forced ones included")
-    num_init: int = Field(1, description="first blocks, always read")
-    num_local: int = Field(2, description="newest blocks up to the query's own, always read")
-    window: int = Field(512, description="tokens of the sliding window, the query's own included")
+    num_selected: int = Field(16, description="blocks that each query reads, including the forced ones")
+    num_init: int = Field(1, description="blocks at the start of the sequence that every query reads")
+    num_local: int = Field(2, description="newest blocks, including the query's own, that every query reads")
+    window: int = Field(512, description="tokens of the sliding window, including the query's own")
     phi: Literal["mean", "mlp", "mean_mlp"] = Field(
-        "mean", description="how a block becomes one compressed token; mean_mlp: their sum, the MLP starting at zero"
+        "mean", description="how a block is compressed to one token; mean_mlp: mean + MLP, which is initialized to zero"
     )
     compress: Literal["before_rotation", "after_rotation"] = Field(
-        "before_rotation", description="whether keys are compressed before or after rotary positions turn them"
+        "before_rotation", description="compress keys before or after RoPE is applied to them"
     )
-    gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how branches are weighted")
-    shared_kv: bool = Field(False, description="one key/value pair for all three branches")
-    force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train one branch alone")
+    gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="activation of the branch gates")
+    shared_kv: bool = Field(False, description="all three branches share one key and value projection")
+    force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train only this branch")
 
     @model_validator(mode="after")
     def _check_spec(self) -> Self:
@@ -137,35 +139,35 @@ class NSAConfig(Section):
 
 
 class SourceConfig(Section):
-    """Where documents come from."""
+    """A source of documents."""
 
     source: Literal["synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared"] = Field(
-        "python", description="where text comes from"
+        "python", description="kind of source"
     )
     paths: list[Text] = Field(
         [],
-        description="text: files, folders or globs; prepared: folders of `nsa data prepare`; "
-        "fineweb_edu, hub: a local mirror instead of the hub",
+        description="text: files, folders or globs; prepared: folders that `nsa data prepare` wrote; "
+        "fineweb_edu, hub: a local mirror to read instead of the hub",
     )
     text_field: Text = Field(
-        "text", description="field of a .jsonl line or column of a .parquet file that holds the text"
+        "text", description="field of a .jsonl line or column of a .parquet file that contains the text"
     )
     repo: Text | None = Field(None, description="hub: a dataset repository of the Hugging Face hub, as OWNER/NAME")
     subset: Text = Field(
         "sample-10BT",
         description="fineweb_edu: sample-10BT, sample-100BT, sample-350BT, a crawl, or default for all; "
-        "hub: a subset (configuration) of the repository, its default one when unset",
+        "hub: a subset (configuration) of the repository; the default subset when unset",
     )
     split: Text = Field("train", description="hub: split of the subset")
     revision: Text = Field("main", description="fineweb_edu, hub: branch, tag or commit")
     document_tokens: int | None = Field(
-        None, ge=16, description="recall: tokens of the longest documents; train.seq_len when unset"
+        None, ge=16, description="recall: maximum tokens of a document; train.seq_len when unset"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _set_default_subset(cls, values: Any) -> Any:
-        """For any repository the name that the hub gives it; the field's own default is FineWeb-Edu's."""
+        """Sets the hub's name for the default subset of a repository; the default of the field is for FineWeb-Edu."""
         is_hub = isinstance(values, dict) and values.get("source") == "hub"
         return {"subset": "default", **values} if is_hub else values
 
@@ -187,37 +189,37 @@ class SourceConfig(Section):
 class MixturePart(SourceConfig):
     """One source of a mixture."""
 
-    weight: PositiveFloat = Field(1.0, description="share of the sequences, relative to the others'")
+    weight: PositiveFloat = Field(1.0, description="share of the sequences, relative to the other weights")
 
 
 class DataConfig(SourceConfig):
-    """What is read, and how it becomes tokens."""
+    """The training data: sources, tokenizer, packing and loading."""
 
-    mixture: list[MixturePart] = Field([], description="several sources with weights, instead of source")
+    mixture: list[MixturePart] = Field([], description="several sources with weights; replaces source")
     tokenizer: Text = Field("bytes", description="bytes, gpt2, or the path of a tokenizer.json")
     tokenizer_path: Text | None = Field(
-        None, description="gpt2: folder with vocab.bpe; downloaded and checked when unset"
+        None, description="gpt2: folder with vocab.bpe; the file is downloaded and checked when unset"
     )
     separator: Text | None = Field(
-        None, description="token of a tokenizer.json that stands before every document; found by name when unset"
+        None, description="token of a tokenizer.json that precedes every document; found by name when unset"
     )
     end_tokens: list[Text] = Field(
-        [], description="tokens of a tokenizer.json that end a generated text, besides the separator"
+        [], description="tokens of a tokenizer.json, besides the separator, that end generation"
     )
-    isolate_documents: bool = Field(True, description="attention never crosses a document boundary")
+    isolate_documents: bool = Field(True, description="tokens attend only to tokens of their own document")
     packing: Literal["concat", "best_fit"] = Field(
         "concat",
-        description="concat: concatenated documents, split at sequence ends; best_fit: whole documents, with padding",
+        description="concat: concatenate documents and split them at sequence ends; best_fit: pad whole documents",
     )
-    validation_fraction: Probability = Field(0.02, description="share of documents kept for validation; 0 for none")
+    validation_fraction: Probability = Field(0.02, description="share of documents held out for validation; 0 for none")
     workers: int = Field(
-        2, ge=0, le=1024, description="threads of a rank that read, tokenize and pack ahead; 0 for none"
+        2, ge=0, le=1024, description="threads per rank that read, tokenize and pack in advance; 0 for none"
     )
     prefetch: Positive = Field(4, description="batches that a rank prefetches")
     first_batch_s: Seconds = Field(60.0, description="timeout of the first batch of a source")
-    stall_s: Seconds = Field(10.0, description="wait for a batch that is reported as a stall")
+    stall_s: Seconds = Field(10.0, description="a longer wait for a batch is reported as a stall")
     timeout_s: Seconds = Field(
-        300.0, description="how long a source that does not answer is retried before the run ends"
+        300.0, description="how long requests to a source that does not answer are retried before the run ends"
     )
 
 
@@ -227,42 +229,42 @@ class TrainConfig(Section):
     steps: Positive = Field(1000, description="optimizer steps of the whole run")
     seq_len: int = Field(2048, ge=2, le=2**27, description="tokens in one sequence")
     batch_size: int = Field(16, ge=1, le=2**20, description="sequences in one optimizer step, over all ranks")
-    micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences one rank runs at once")
+    micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences in one forward pass of a rank")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest; not with fsdp"
     )
-    lr: PositiveFloat = Field(2e-4, description="highest learning rate")
-    min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0, description="last learning rate over the highest")
+    lr: PositiveFloat = Field(2e-4, description="maximum learning rate")
+    min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0, description="final learning rate divided by lr")
     warmup_steps: NonNegative = Field(0, description="steps of linear warm-up")
-    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="how the rate falls after warm-up")
+    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="decay of the rate after warm-up")
     decay_fraction: float = Field(
-        0.2, gt=0.0, le=1.0, description="wsd: last share of the steps, in which the rate falls"
+        0.2, gt=0.0, le=1.0, description="wsd: share of the steps, at the end, in which the rate decays"
     )
-    weight_decay: NonNegativeFloat = Field(0.01, description="AdamW decay of matrices")
-    beta1: Probability = Field(0.9, description="AdamW")
-    beta2: Probability = Field(0.95, description="AdamW")
-    grad_clip: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 for no clipping")
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and sampling")
-    log_every: Positive = Field(10, description="steps between step lines")
+    weight_decay: NonNegativeFloat = Field(0.01, description="weight decay of matrices")
+    beta1: Probability = Field(0.9, description="beta1 of AdamW")
+    beta2: Probability = Field(0.95, description="beta2 of AdamW")
+    grad_clip: NonNegativeFloat = Field(1.0, description="maximum global gradient norm; 0 for no clipping")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and sampling")
+    log_every: Positive = Field(10, description="steps between log lines")
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="at a NaN or an infinity: end the run, or skip the step"
+        "stop", description="end the run at a NaN or an infinity, or skip the step"
     )
     max_skips: Positive = Field(10, description="skipped steps after which the run ends")
-    eval_every: NonNegative = Field(500, description="steps between validations; 0 for none before the end")
-    eval_sequences: Positive = Field(64, description="validation sequences, always the same")
+    eval_every: NonNegative = Field(500, description="steps between validations; 0: only at the end")
+    eval_sequences: Positive = Field(64, description="validation sequences, the same in every validation")
     out_dir: Text | None = Field(None, description="folder of the run; runs/NAME OF THE FILE when unset")
     init_from: Text | None = Field(
-        None, description="run folder, checkpoint or .safetensors file whose weights to start from"
+        None, description="run folder, checkpoint or .safetensors file to load the initial weights from"
     )
     freeze: list[Text] = Field(
         [],
-        description="parameters that do not learn: patterns such as 'embedding.*' on their names; '!' before one takes "
-        "it back, the last that matches decides",
+        description="name patterns of parameters to freeze, such as 'embedding.*'; a pattern after '!' unfreezes; the "
+        "last pattern that matches a name decides",
     )
     teacher: Text | None = Field(
         None,
-        description="run folder, checkpoint or .safetensors file of a model whose distribution over the next token is "
-        "learned instead of the tokens (KL divergence)",
+        description="run folder, checkpoint or .safetensors file of a teacher model; the run minimizes the KL "
+        "divergence from its next-token distribution",
     )
     profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = Field(
         None, description="first and last step to profile, counted from 1"
@@ -280,88 +282,87 @@ class TrainConfig(Section):
 
 
 def _recomputation_of_a_switch(value: Any) -> Any:
-    """`true` and `false`, as an earlier system wrote them."""
+    """Accepts the `true` and `false` of an earlier system."""
     return ("block" if value else "none") if isinstance(value, bool) else value
 
 
 Recomputation = Annotated[Literal["none", "selective", "block", "branch"], BeforeValidator(_recomputation_of_a_switch)]
-# Where ranks share sequences, blocks are compiled in two parts, which torch's selective checkpointing does not allow.
+# With context parallelism, blocks are compiled in two parts, which torch's selective checkpointing does not support.
 COMPILED_IN_PARTS: tuple[Recomputation, ...] = ("none", "block")
 KernelChoice = Literal["auto", "triton", "reference"]
 
 
 class KernelsConfig(Section):
-    """Who computes each operator: auto takes the fastest that can run, a name insists on that one."""
+    """The backend of each operator: auto uses the fastest that can run; any other value requires that backend."""
 
     phi: KernelChoice = Field("auto", description="compression")
     cmp: KernelChoice = Field("auto", description="compressed attention")
-    select: KernelChoice = Field("auto", description="choice of blocks")
+    select: KernelChoice = Field("auto", description="block selection")
     sel: KernelChoice = Field("auto", description="selected attention")
     win: KernelChoice = Field("auto", description="window attention")
     mix: KernelChoice = Field("auto", description="gated mix")
 
     def chosen(self) -> dict[str, str]:
-        """The operators that do not choose for themselves."""
+        """Returns the operators whose backend is not auto."""
         return {name: choice for name, choice in self.model_dump().items() if choice != "auto"}
 
 
 class RuntimeConfig(Section):
-    """How the machine is used."""
+    """Device, precision, compilation and kernels."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
         description="auto: bf16 on a GPU, fp32 on a CPU; bf16 on a CPU without bf16 instructions is computed in fp32",
     )
     gradient_checkpointing: Recomputation = Field(
         "none",
-        description="what is recomputed in backward: all but what the attention kernels gave, whole blocks, or "
-        "attention branches and MLPs one by one; true and false mean block and none",
+        description="what backward recomputes; selective: all but the outputs of the attention kernels; block: whole "
+        "blocks; branch: attention branches and MLPs one by one; true and false mean block and none",
     )
-    compile: bool = Field(False, description="torch.compile each block")
+    compile: bool = Field(False, description="apply torch.compile to each block")
     cuda_graphs: bool | Literal["auto"] = Field(
         "auto",
-        description="replay forward and backward as CUDA graphs; auto: where a run on one GPU can, with the reason in "
-        "the log where it cannot",
+        description="replay forward and backward as CUDA graphs; auto: if possible, on one GPU; the log says why not",
     )
-    deterministic: bool = Field(False, description="only algorithms that give the same bits every time")
-    tf32: bool = Field(True, description="TF32 in fp32 matrix products on GPUs that have it")
+    deterministic: bool = Field(False, description="use only algorithms that give the same bits every time")
+    tf32: bool = Field(True, description="use TF32 for fp32 matrix products on GPUs that support it")
     kernels: KernelsConfig = KernelsConfig()
     threads: int | None = Field(
-        None, ge=1, le=4096, description="CPU threads; OMP_NUM_THREADS or the physical cores when unset"
+        None, ge=1, le=4096, description="CPU threads; OMP_NUM_THREADS or the number of physical cores when unset"
     )
 
 
 class DDPConfig(Section):
     """Options of DistributedDataParallel."""
 
-    static_graph: bool = Field(False, description="the same parameters have gradients in every step")
-    find_unused: bool = Field(False, description="look for parameters without gradients every step")
-    bucket_mb: int = Field(25, ge=1, le=2**20, description="size of a gradient bucket")
-    bucket_view: bool = Field(True, description="gradients are views of the buckets")
+    static_graph: bool = Field(False, description="assume that the same parameters have gradients in every step")
+    find_unused: bool = Field(False, description="search for parameters without gradients in every step")
+    bucket_mb: int = Field(25, ge=1, le=2**20, description="size of a gradient bucket in MiB")
+    bucket_view: bool = Field(True, description="make gradients views of the buckets")
     broadcast_buffers: bool = Field(False, description="broadcast rank 0's buffers before each forward")
-    safe_mode: bool = Field(False, description="the conservative set of all of these, with reference kernels")
+    safe_mode: bool = Field(False, description="conservative values for all options above, and reference kernels")
 
 
 class FSDPConfig(Section):
     """Options of FSDP2, fully_shard."""
 
-    blocks_per_unit: Positive = Field(1, description="decoder blocks wrapped together")
+    blocks_per_unit: Positive = Field(1, description="decoder blocks in one FSDP unit")
     sharding: Literal["full", "grad_op"] = Field(
-        "full", description="full frees parameters after forward, grad_op keeps them"
+        "full", description="full: reshard parameters after forward; grad_op: keep them until backward"
     )
-    forward_prefetch: bool = Field(True, description="gather the next unit while this one runs")
+    forward_prefetch: bool = Field(True, description="gather the next unit while the current one runs")
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="type of gathered parameters; auto follows runtime.precision"
+        "auto", description="dtype of gathered parameters; auto: the dtype of runtime.precision"
     )
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of reduced gradients")
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="dtype of gradient reduction")
 
 
 class ParallelConfig(Section):
     """Distributed training."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
-        "auto", description="auto: single for one rank, else ddp"
+        "auto", description="auto: single for one rank, ddp for several"
     )
     context: Positive = Field(1, description="ranks that share each sequence; the others divide the batch")
     timeout_s: Seconds = Field(600.0, description="timeout of a collective")
@@ -373,35 +374,35 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     """How often checkpoints are saved, and how many are kept."""
 
-    every: NonNegative = Field(500, description="steps between checkpoints; 0 for the last only")
-    keep: int = Field(3, ge=2, description="newest checkpoints that are kept, besides the best")
-    background: bool = Field(True, description="write while training continues; false waits for every save")
+    every: NonNegative = Field(500, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(3, ge=2, description="newest checkpoints to keep, besides the best")
+    background: bool = Field(True, description="write while training continues; false: wait for every save")
 
 
 class TelemetryConfig(Section):
     """What a run records."""
 
     every: Positive = Field(50, description="steps between samples of gate and selection statistics")
-    attention: bool = Field(True, description="sample them at all")
-    mem_dump_every: NonNegative = Field(0, description="steps between memory dumps; 0 for boot and step 1 only")
-    per_rank: bool = Field(False, description="CSV files of every rank, not only of rank 0")
+    attention: bool = Field(True, description="sample gate and selection statistics")
+    mem_dump_every: NonNegative = Field(0, description="steps between memory dumps; 0: only at boot and step 1")
+    per_rank: bool = Field(False, description="write the CSV files of every rank, not only of rank 0")
     tensorboard: bool = Field(True, description="write TensorBoard files")
     tracker: Literal["none", "wandb", "trackio"] = Field("none", description="send curves to a tracker, if installed")
-    trace_grads: bool = Field(False, description="trace when every gradient arrives, with digests; slow")
-    trace_modules: bool = Field(False, description="trace the order of modules in backward; slow")
-    trace_buckets: bool = Field(False, description="trace DDP's gradient buckets; slow")
-    watchdog_floor_s: Seconds = Field(60.0, description="shortest time without progress that counts as a hang")
-    watchdog_first_step_s: Seconds = Field(600.0, description="the same for the first step")
+    trace_grads: bool = Field(False, description="record when every gradient arrives, with digests; slow")
+    trace_modules: bool = Field(False, description="record the order of modules in backward; slow")
+    trace_buckets: bool = Field(False, description="record DDP's gradient buckets; slow")
+    watchdog_floor_s: Seconds = Field(60.0, description="minimum time without progress that counts as a hang")
+    watchdog_first_step_s: Seconds = Field(600.0, description="the same limit for the first step")
 
 
 class ReadinessConfig(Section):
     """The criteria of `nsa ready`."""
 
-    max_mem_gib: PositiveFloat = Field(40.0, description="highest memory of one GPU")
-    min_toks_per_s: NonNegativeFloat = Field(0.0, description="lowest throughput over all ranks")
-    max_step_s: PositiveFloat | None = Field(None, description="longest median step")
-    min_gpu_util: float = Field(80.0, ge=0.0, le=100.0, description="lowest GPU utilisation in percent")
-    phase_limit_s: Seconds = Field(3600.0, description="how long a run of a phase may take")
+    max_mem_gib: PositiveFloat = Field(40.0, description="maximum memory of one GPU in GiB")
+    min_toks_per_s: NonNegativeFloat = Field(0.0, description="minimum tokens per second over all ranks")
+    max_step_s: PositiveFloat | None = Field(None, description="maximum of the median step time in seconds")
+    min_gpu_util: float = Field(80.0, ge=0.0, le=100.0, description="minimum GPU utilisation in percent")
+    phase_limit_s: Seconds = Field(3600.0, description="time limit of each run of a phase")
 
 
 class Architecture(Section):

@@ -1,7 +1,7 @@
-"""The environment variables of an earlier system; no other module reads them.
+"""The environment variables of an earlier system. No other module reads them.
 
-A variable sets configuration keys. A key that the file or an override sets explicitly wins, with a warning. An unknown
-`NSA_*` name gives a warning with the closest known one.
+A variable sets configuration keys. If the file or an override sets the key too, that value wins and a warning says so.
+An unknown `NSA_*` variable gives a warning with the closest known name.
 """
 
 import difflib
@@ -18,7 +18,7 @@ _SHARDING: dict[str, Any] = {"full": "full", "full_shard": "full", "grad_op": "g
 _BRANCH: dict[str, Any] = {"cmp": "cmp", "sel": "sel", "win": "win"}
 _ALL_KERNELS = " ".join(f"runtime.kernels.{name}" for name in ("phi", "cmp", "select", "sel", "win", "mix"))
 _KERNELS_OFF: dict[str, Any] = {"0": "reference", "1": None}
-# The keys that each variable sets, and its values: None for an integer; a value of None sets nothing.
+# The keys that each variable sets, and its values (None: any integer). A value that maps to None sets nothing.
 _KEYS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "NSA_USE_FA2": ("runtime.kernels.cmp runtime.kernels.win", _KERNELS_OFF),
     "NSA_USE_FA2_WIN": ("runtime.kernels.win", _KERNELS_OFF),
@@ -45,7 +45,7 @@ KNOWN = (*_KEYS, *_IGNORED, *_FOR_TESTS)
 
 
 def environment_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...] | None, Any, str]]:
-    """(variable, key it sets or None, value, warning or "") for every NSA_* variable."""
+    """Yields (variable, key that it sets or None, value, warning or "") for every NSA_* variable."""
     for name in sorted(n for n in environment if n.startswith("NSA_")):
         value = environment[name]
         if name in _KEYS:
@@ -60,7 +60,7 @@ def environment_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, 
         elif name in _FOR_TESTS:
             yield name, None, None, f"{name}={value}: fault injection is on, which is for tests"
         elif name in _IGNORED:
-            yield name, None, None, f"{name}: nothing to switch, {_IGNORED[name]}"
+            yield name, None, None, f"{name}: has no effect, {_IGNORED[name]}"
         else:
             close = difflib.get_close_matches(name, KNOWN, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

@@ -77,10 +77,10 @@ WRONG_TYPES = [
     override("scalar-for-list", "data.paths=notes.txt", "data.paths", "must be a valid list"),
     override("integer-for-path", "data.paths=[3]", "data.paths.0", "must be a valid string"),
     override("integer-for-bool", "runtime.compile=1", "runtime.compile", "must be a valid boolean"),
-    override("nothing-for-integer", "train.steps=", "train.steps", "leave the key out to take its default"),
-    override("null-for-number", "train.lr=null", "train.lr", "leave the key out to take its default"),
-    override("scalar-for-section", "train=5", "train", "must hold keys, got 5"),
-    config_file("missing-space-after-colon", "model:\n  dim:32\n", "model", "must hold keys, got 'dim:32'"),
+    override("nothing-for-integer", "train.steps=", "train.steps", "remove the key to use its default"),
+    override("null-for-number", "train.lr=null", "train.lr", "remove the key to use its default"),
+    override("scalar-for-section", "train=5", "train", "must be a section, got 5"),
+    config_file("missing-space-after-colon", "model:\n  dim:32\n", "model", "must be a section, got 'dim:32'"),
 ]
 
 WRONG_VALUES = [
@@ -148,7 +148,7 @@ BROKEN_OVERRIDES = [
     malformed(
         "empty-part", "train..steps=1", culprit="override 'train..steps=1'", hint="write it as section.key=value"
     ),
-    malformed("into-a-scalar", "train.steps.x=3", culprit="'train.steps' holds no keys", hint="train.steps=VALUE"),
+    malformed("into-a-scalar", "train.steps.x=3", culprit="'train.steps' is not a section", hint="train.steps=VALUE"),
     malformed("open-bracket", "data.paths=[a", culprit="override 'data.paths=[a'", hint="colons and brackets"),
     malformed("open-quote", "--override", "train.out_dir='a", culprit="--override: ", hint="write key=value pairs"),
     malformed("in-one-string", "--override", "train.seed=1 train.steps=0", culprit=" train.steps: ", hint="equal to 1"),
@@ -316,7 +316,7 @@ def test_checking_a_file_finds_what_would_run_and_is_not_meant(tmp_path, monkeyp
     assert sorted(stderr.splitlines()) == [
         f"warning: {tmp_path / 'mine.yaml'}: data.tokenizer: there is no file gone/tokenizer.json",
         f"warning: {tmp_path / 'short.yaml'}: train.warmup_steps: 100 is more than the 5 of train.steps: the learning "
-        "rate never reaches train.lr=0.0002; lower it unless this is a trial of a longer run",
+        "rate never reaches train.lr=0.0002; lower it, unless this run tests the start of a longer one",
         "warning: NSA_USE_FA3: unknown variable; did you mean NSA_USE_FA2?",
     ]
 

@@ -41,7 +41,7 @@ def test_an_explicit_key_wins_with_a_warning():
     ("variable", "value", "message"),
     [
         ("NSA_USE_FA3", "0", "unknown variable; did you mean NSA_USE_FA2"),
-        ("NSA_USE_SEL_PACK", "1", "nothing to switch"),
+        ("NSA_USE_SEL_PACK", "1", "has no effect"),
         ("NSA_USE_FA2", "no", "must be one of 0, 1"),
         ("NSA_FSDP_LIMIT_ALL_GATHERS", "1", "always limited"),
         ("NSA_DDP_SAFE_MODE", "yes", "must be one of 0, 1"),

@@ -273,7 +273,7 @@ def test_an_error_names_the_override_it_comes_from(mistakes, overrides, culprit,
 def test_an_override_of_a_source_beside_a_mixture_is_refused(mistakes, load, override):
     mixture = "data: {mixture: [{source: synthetic}], paths: [unused]}"
     [line] = mistakes(mixture, override)
-    assert line == f"override '{override}': is not read beside data.mixture; add data.mixture=[], or change the mixture"
+    assert line == f"override '{override}': has no effect with data.mixture; add data.mixture=[], or change the mixture"
     assert load(mixture, override, "data.mixture=[]").data.mixture == []
 
 
@@ -328,7 +328,7 @@ def test_a_tag_is_refused_and_nothing_runs(mistakes, tmp_path, value):
     value = value.replace("{marker}", str(marker))
     for lines in (mistakes(f"train:\n  steps: {value}\n"), mistakes("", f"train.steps={value}")):
         assert len(lines) == 1
-        assert "tags are not read, write the plain value" in lines[0]
+        assert "tags are not supported, write the plain value" in lines[0]
     assert not marker.exists()
     assert "this" not in sys.modules
 
@@ -336,16 +336,16 @@ def test_a_tag_is_refused_and_nothing_runs(mistakes, tmp_path, value):
 def test_a_value_that_expands_to_billions_of_elements_gives_a_short_error(mistakes):
     levels = "".join(f"  - &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))
     [line] = mistakes(f"train:\n  steps:\n  - &l0 [x, x]\n{levels}")
-    assert "run.yaml, line 4: not valid YAML: an alias (*) is not read" in line
+    assert "run.yaml, line 4: not valid YAML: an alias (*) is not supported" in line
     assert len(line) < 500
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("model: &m {dim: 64}\ntrain: *m\n", "line 2: not valid YAML: an alias (*) is not read; write out"),
-        ("model:\n  <<: {dim: 64}\n", "line 2: not valid YAML: a merge key (<<) is not read; write out"),
-        ("model:\n  ? !!merge x\n  : {dim: 64}\n", "line 2: not valid YAML: a merge key (<<) is not read"),
+        ("model: &m {dim: 64}\ntrain: *m\n", "line 2: not valid YAML: an alias (*) is not supported; write out"),
+        ("model:\n  <<: {dim: 64}\n", "line 2: not valid YAML: a merge key (<<) is not supported; write out"),
+        ("model:\n  ? !!merge x\n  : {dim: 64}\n", "line 2: not valid YAML: a merge key (<<) is not supported"),
         ("#" * 300_000, "run.yaml: not valid YAML: it has"),
         ("# " + 10**7 * "x", "run.yaml: not valid YAML: it has"),
         ("model: " + "[" * 100_000, "run.yaml: not valid YAML: maximum recursion depth exceeded"),
@@ -408,8 +408,8 @@ def test_a_value_that_does_not_fit_its_tag_is_a_mistake(mistakes, value):
 def test_a_section_that_is_set_or_unset_differs_from_what_a_run_was_started_with():
     scaled = parse_config({"model": {"rope_scaling": {"factor": 4.0}}}, "test")
     assert differences(scaled.to_dict(), scaled) == []
-    assert differences(scaled.to_dict(), Config()) == ["model.rope_scaling: not known then, None now"]
-    assert "model.rope_scaling.factor: not known then, 4.0 now" in differences(Config().to_dict(), scaled)
+    assert differences(scaled.to_dict(), Config()) == ["model.rope_scaling: unknown then, None now"]
+    assert "model.rope_scaling.factor: unknown then, 4.0 now" in differences(Config().to_dict(), scaled)
 
 
 def test_what_earlier_versions_saved_still_loads(load):

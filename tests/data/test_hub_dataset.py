@@ -218,7 +218,5 @@ def test_a_repository_is_named_as_owner_and_name(repo):
 
 
 def test_a_repository_that_no_source_reads_is_a_warning():
-    with pytest.warns(
-        ConfigWarning, match=r"data\.repo: nothing is read from 'a/b', since data\.source is python; set"
-    ):
+    with pytest.warns(ConfigWarning, match=r"data\.repo: 'a/b' is not used, since data\.source is python; set"):
         warn_if_unlikely(parse_config({"data": {"repo": "a/b"}}, "test"), "test")

@@ -174,7 +174,7 @@ def test_the_production_command_trains_on_synthetic_text_when_the_hub_is_away(tm
     assert "THIS RUN TRAINS ON SYNTHETIC TEXT" in outcome.output
     assert outcome.metrics["data"]["source"] == "synthetic"
     assert outcome.metrics["data"]["fallback"]
-    assert outcome.output.count("NSA_PREFILL_BATCHED: nothing to switch") == 2, "once by each rank"
+    assert outcome.output.count("NSA_PREFILL_BATCHED: has no effect") == 2, "once by each rank"
     config = outcome.recorded["config"]
     assert config["parallel"]["ddp"]["static_graph"] is True
     assert config["telemetry"]["attention"] is False
