@@ -1,4 +1,4 @@
-"""A model's weights in one place: loaded into a model from wherever they lie, or written as one safetensors file."""
+"""Finds the weights of a run, loads them into a model, and writes them as one safetensors file."""
 
 import hashlib
 import json
@@ -19,12 +19,12 @@ from nsa.checkpoint.format import (
     MODEL,
     committed,
     newest_verified,
-    pointed,
+    read_pointer,
     step_of,
     verify,
     write_atomically,
 )
-from nsa.checkpoint.restore import fill, read_state, read_step, refuse_misfit, saved_shapes
+from nsa.checkpoint.restore import check_shapes, fill, read_state, read_step, saved_shapes
 from nsa.checkpoint.storage import byte_view, open_safetensors, write_safetensors
 from nsa.config.schema import Architecture
 from nsa.errors import CheckpointError, reworded
@@ -33,17 +33,18 @@ from nsa.run_folder import WEIGHTS_FILE, reading_run
 
 
 def resolve_pointer(path: Path) -> Path:
-    """The checkpoint that a pointer file, `latest` or `best`, names; any other path as it is. It must exist."""
+    """Returns the checkpoint that a pointer file, `latest` or `best`, names, and any other path unchanged. The path
+    must exist."""
     with reading_run(path):
         path.stat()
-    name = pointed(path.parent, path.name) if path.name in (LATEST, BEST) else None
+    name = read_pointer(path.parent, path.name) if path.name in (LATEST, BEST) else None
     return path if name is None else path.parent / name
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` itself where it is a checkpoint, else the newest sound one of the run folder it is; verified.
+    """Returns the verified checkpoint `path`, or the newest undamaged checkpoint of the run folder `path`.
 
-    Every damaged one that is newer gives a warning.
+    Warns about every newer checkpoint that is damaged.
     """
     path = resolve_pointer(path)
     if (path / MANIFEST_FILE).exists():
@@ -52,14 +53,14 @@ def find_checkpoint(path: Path) -> Path:
     found, damaged = newest_verified(path / FOLDER if (path / FOLDER).is_dir() else path)
     if found is None:
         why = f": {damaged[0]}" if damaged else ""
-        raise CheckpointError(f"{path}: holds no whole checkpoint{why}")
+        raise CheckpointError(f"{path}: contains no complete checkpoint{why}")
     for message in damaged:
         warnings.warn(f"{message}; using {found.name} instead", stacklevel=2)
     return found
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The model's tensors, whole, whatever strategy saved them."""
+    """Returns the full tensors of the model, whichever strategy saved them."""
     shapes = saved_shapes(checkpoint)
     with reworded(CheckpointError, f"{checkpoint}: its weights do not fit into memory", caught=RuntimeError):
         tensors = {name: torch.empty(shapes[name]) for name in shapes if name.startswith(MODEL)}
@@ -68,7 +69,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def export_weights(source: Path, target: Path) -> int:
-    """Writes the weights of a path that `find_weights` returned as one safetensors file; how many tensors there are."""
+    """Writes the weights of a path that `find_weights` returned as one safetensors file. Returns the tensor count."""
     if source.is_file():
         count = len(read_tensors(source))
         write_atomically(target, source.read_bytes())
@@ -83,8 +84,8 @@ def export_weights(source: Path, target: Path) -> int:
 
 
 def weights_metadata(step: int, config: Any) -> dict[str, Any]:
-    """What a file of weights says of itself: its step, and the part of the configuration (plain data) that rebuilds
-    model and tokenizer. The rest stays with the run, so that equal weights are equal files."""
+    """Returns the metadata of a weights file: the step, and the part of the configuration (plain data) that rebuilds
+    model and tokenizer. Other keys are left out, so that equal weights give equal files."""
     data = {key: config["data"][key] for key in ("tokenizer", "separator")}
     if end_tokens := config["data"].get("end_tokens"):
         data["end_tokens"] = end_tokens
@@ -93,37 +94,37 @@ def weights_metadata(step: int, config: Any) -> dict[str, Any]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What `weights_metadata` made of a safetensors file; empty where another program wrote it."""
+    """Reads the `weights_metadata` of a safetensors file; empty if another program wrote the file."""
     with open_safetensors(path) as file:
-        return _about(file)
+        return _metadata_of(file)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. A file of `write_weights` is compared with its checksum."""
+    """Reads the tensors of a safetensors file. Checks the SHA-256 if `write_weights` wrote the file."""
     with open_safetensors(path) as file:
-        about, tensors = _about(file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if "sha256" in about and about.pop("sha256") != _checksum(tensors, about):
-        raise CheckpointError(f"{path}: its content differs from the SHA-256 in it; the file is damaged")
+        metadata, tensors = _metadata_of(file), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if "sha256" in metadata and metadata.pop("sha256") != _checksum(tensors, metadata):
+        raise CheckpointError(f"{path}: its content differs from its SHA-256; the file is damaged")
     return tensors
 
 
-def _about(file: Any) -> dict[str, Any]:
+def _metadata_of(file: Any) -> dict[str, Any]:
     content = json.loads((file.metadata() or {}).get("nsa", "{}"))
     return content if isinstance(content, dict) else {}
 
 
-def _checksum(tensors: Mapping[str, Tensor], about: dict[str, Any]) -> str:
-    """SHA-256 of the tensors with their names, types and shapes, and of the metadata."""
-    found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+def _checksum(tensors: Mapping[str, Tensor], metadata: dict[str, Any]) -> str:
+    """Returns the SHA-256 of the tensors, with their names, dtypes and shapes, and of the metadata."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(byte_view(tensor))
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(byte_view(tensor))
+    return digest.hexdigest()
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], **metadata: Any) -> None:
-    """Writes a safetensors file with a checksum, one tensor after another, and replaces `path` with it. A tensor that
-    several names share is stored under the first. Raises CheckpointError."""
+    """Writes a safetensors file with a checksum, tensor by tensor, and replaces `path` with it. A tensor with several
+    names is stored under the first. Raises CheckpointError."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
@@ -137,8 +138,8 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], **metadata: Any) ->
 
 
 def find_weights(path: Path) -> Path:
-    """The safetensors file or the verified checkpoint that `path` names: itself, the weights of a finished run, or the
-    newest sound checkpoint of one that has not finished, or was resumed since."""
+    """Returns the safetensors file or verified checkpoint for `path`: `path` itself, the weights file of a finished
+    run, or the newest undamaged checkpoint of a run that has not finished or was resumed since."""
     path = resolve_pointer(path)
     is_checkpoint, weights = (path / MANIFEST_FILE).exists(), path / WEIGHTS_FILE
     if is_checkpoint or ((path / FOLDER).is_dir() and not weights.exists()):
@@ -157,14 +158,14 @@ def find_weights(path: Path) -> Path:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Fills `model` from a path that `find_weights` returned. A name or a shape that does not fit is an error."""
+    """Loads a path that `find_weights` returned into `model`. A different name or shape is an error."""
     if path.is_dir():
         fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
         return
     tensors, own = read_tensors(path), dict(model.named_parameters(remove_duplicate=False))
-    tied = own.keys() - dict(model.named_parameters()).keys()  # of tied parameters only the first is stored
+    tied = own.keys() - dict(model.named_parameters()).keys()  # tied parameters are stored once, under the first name
     saved, wanted = ({name: tensor.shape for name, tensor in some.items()} for some in (tensors, own))
-    refuse_misfit(path, saved, wanted, optional=tied)
+    check_shapes(path, saved, wanted, optional=tied)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

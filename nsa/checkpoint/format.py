@@ -1,16 +1,16 @@
-"""What a checkpoint looks like on disk: every name in it, its manifest, and which checkpoints a run folder holds.
+"""The on-disk format of checkpoints: file names, the manifest, and the checkpoints in a run folder.
 
 checkpoints/step_00000500/   a committed checkpoint
     shard_rank{r}.safetensors  tensors that each rank wrote
-    index.json               which shard holds which part of which tensor
+    index.json               which shard contains which part of which tensor
     state.json               progress, loss scale, configuration, fingerprint of the data
     random_rank{r}.json      random state of each rank
     manifest.json            size and SHA-256 of every other file, written last
-checkpoints/latest, best     names of the newest and of the one with the lowest validation loss
-checkpoints/.writing-*       being written or deleted; removed when the next save starts
+checkpoints/latest, best     name of the newest checkpoint, and of the one with the lowest validation loss
+checkpoints/.writing-*       folders being written or deleted; the next save removes them
 
-The manifest has one valid serialization, so that a changed byte anywhere, in itself too, is found. In a manifest of
-version 1 the tensors are as nsa/checkpoint/legacy.py describes.
+The manifest has exactly one valid serialization, so that a changed byte in any file, including the manifest, is
+detected. nsa/checkpoint/legacy.py describes the tensor files of version 1.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ FOLDER = CHECKPOINTS_FOLDER
 LATEST, BEST = "latest", "best"
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "index.json"
-LEGACY_INDEX_FILE = ".metadata"  # of version 1
+LEGACY_INDEX_FILE = ".metadata"  # in version 1
 STATE_FILE = "state.json"
 WRITING = ".writing-"
 MODEL, OPTIMIZER = "model/", "optimizer/"  # prefixes of the names of tensors
@@ -61,13 +61,13 @@ def optimizer_key(parameter: str, key: str = "") -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The same as `nsa.files.replace_file`, but raises CheckpointError."""
+    """Calls `nsa.files.replace_file`, but raises CheckpointError."""
     with reworded(CheckpointError, f"{path}: cannot be written"):
         replace_file(path, content)
 
 
 def committed(root: Path) -> list[Path]:
-    """Every checkpoint that was renamed into place, the newest first."""
+    """Returns every committed checkpoint, newest first."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
@@ -75,7 +75,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def newest_verified(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every byte is as written, and what is wrong with those that are newer."""
+    """Returns the newest undamaged checkpoint, and the problems of all newer checkpoints."""
     damage: list[str] = []
     for checkpoint in committed(root):
         try:
@@ -87,8 +87,8 @@ def newest_verified(root: Path) -> tuple[Path | None, list[str]]:
     return None, damage
 
 
-def pointed(root: Path, pointer: str) -> str | None:
-    """The name in `latest` or `best`; None where there is none that could be a checkpoint's."""
+def read_pointer(root: Path, pointer: str) -> str | None:
+    """Returns the checkpoint name in the file `latest` or `best`; None if there is no valid name."""
     try:
         name = read_regular(root / pointer).decode(errors="replace").strip()
     except OSError:
@@ -112,7 +112,7 @@ def write_manifest(folder: Path, files: dict[str, FileEntry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """The manifest of a checkpoint. Only plain names of files in this very folder are accepted."""
+    """Reads the manifest of a checkpoint. Accepts only names of files directly in this folder."""
     path = folder / MANIFEST_FILE
     try:
         raw = read_regular(path)
@@ -137,8 +137,8 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> dict[str, FileEntry]:
-    """Hashes the files of these names, by default all, and compares them with the manifest, which is returned. Raises
-    CheckpointError with the first file that differs."""
+    """Compares the files with these names, by default all, with the manifest by size and SHA-256. Returns the manifest.
+    Raises CheckpointError with the first file that differs."""
     entries = read_manifest(folder)
     for name, entry in entries.items():
         if names is not None and name not in names:

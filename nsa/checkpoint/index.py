@@ -1,7 +1,6 @@
-"""The index of a checkpoint: which shard holds which part of which tensor, as JSON.
+"""The index of a checkpoint, a JSON file: which shard contains which part of which tensor.
 
-An index is data from outside. It names only files of the manifest, and its parts cover their tensors, or reading it is
-an error.
+An index is untrusted. `read_index` raises unless all its files are in the manifest and its parts cover their tensors.
 """
 
 import json
@@ -31,7 +30,7 @@ INDEX_VERSION = 1
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and the file that holds it; `place` tells a reader where in the file."""
+    """A rectangular part of a tensor and the file that contains it. `place` is the reader's position in the file."""
 
     file: str
     offset: tuple[int, ...]
@@ -59,7 +58,7 @@ def serialize_index(tensors: Mapping[str, SavedTensor]) -> bytes:
 
 
 def read_index(path: Path, files: Mapping[str, FileEntry]) -> dict[str, SavedTensor]:
-    """The index in `path`, checked against the `files` of the manifest. Raises CheckpointError."""
+    """Reads the index in `path` and checks it against the `files` of the manifest. Raises CheckpointError."""
     try:
         content = json.loads(read_regular(path, LARGEST_DOCUMENT))
         version, entries = content["version"], content["tensors"]
@@ -88,8 +87,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def check_index(path: Path, tensors: Mapping[str, SavedTensor], files: Mapping[str, FileEntry]) -> None:
-    """Raises CheckpointError where the index names other files than the manifest, or more bytes than a file has, or
-    where the parts of a tensor are not the whole tensor."""
+    """Raises CheckpointError if the index names a file that is not in the manifest, places more bytes into a file than
+    it has, or the parts of a tensor do not form the whole tensor."""
     claimed: Counter[str] = Counter()
     for name, tensor in tensors.items():
         if not _is_whole(tensor):
@@ -104,7 +103,7 @@ def check_index(path: Path, tensors: Mapping[str, SavedTensor], files: Mapping[s
 
 
 def _is_whole(tensor: SavedTensor) -> bool:
-    """Whether every part lies within the tensor, none begins where another does, and together they have its size."""
+    """Whether all parts lie within the tensor, start at different offsets, and add up to the size of the tensor."""
     for chunk in tensor.chunks:
         if not len(tensor.shape) == len(chunk.offset) == len(chunk.shape):
             return False
@@ -116,7 +115,7 @@ def _is_whole(tensor: SavedTensor) -> bool:
 
 
 def to_metadata(tensors: Mapping[str, SavedTensor]) -> Metadata:
-    """The index as torch's planner reads it. `storage_data` holds the place of each chunk, or the chunk."""
+    """Converts the index to the metadata of torch's planner. `storage_data` has each chunk's place, or the chunk."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places = {}
     for name, tensor in tensors.items():

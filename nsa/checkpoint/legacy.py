@@ -62,13 +62,13 @@ class _Object:
 
 @dataclass
 class _Pairs:
-    """A dictionary as pairs, since a key from the file may take forever to hash."""
+    """A dictionary as a list of pairs: hashing a key from the file could take forever."""
 
     pairs: list[tuple[Any, Any]]
 
 
 def _parse(content: bytes) -> Any:
-    """The object that the pickle describes, as strings, numbers, tuples, lists, `_Pairs` and `_Object`."""
+    """Returns the object that the pickle describes, as strings, numbers, tuples, lists, `_Pairs` and `_Object`."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []
@@ -156,7 +156,7 @@ def _text(value: Any) -> str:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Of a `torch.Size`."""
+    """Returns the sizes of a pickled `torch.Size`."""
     (sizes,) = value.arguments
     if not all(type(size) is int for size in sizes):
         raise CheckpointError("the size of a tensor is not a tuple of integers")

@@ -1,6 +1,6 @@
-"""Loads a checkpoint whose files the caller verified. Nothing in a checkpoint is executed: tensors are in safetensors
-files, everything else is JSON, and no file outside the manifest is opened. Torch's distributed checkpoint reshards the
-tensors between world sizes and strategies.
+"""Loads a checkpoint whose files the caller has verified. Loading executes no code from a checkpoint: tensors are in
+safetensors files, everything else is JSON, and only files in the manifest are opened. Torch's distributed checkpoint
+reshards the tensors between world sizes and strategies.
 """
 
 import logging
@@ -36,7 +36,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_step(checkpoint: Path) -> int:
-    """The step that was saved, whatever its folder is called."""
+    """Returns the saved step, whatever the name of the folder."""
     damage = (KeyError, TypeError, ValueError, OverflowError)
     with reworded(CheckpointError, f"{checkpoint / STATE_FILE}: has no step", caught=damage):
         step = int(read_state(checkpoint)["progress"]["step"])
@@ -46,13 +46,13 @@ def read_step(checkpoint: Path) -> int:
 
 
 def read_random(checkpoint: Path, rank: int) -> dict[str, Any] | None:
-    """The random state of that rank; None if the checkpoint is of fewer ranks."""
+    """Returns the random state of a rank; None if fewer ranks saved the checkpoint."""
     name = random_file(rank)
     return _read_json(checkpoint / name) if name in read_manifest(checkpoint) else None
 
 
 def saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Name and shape of every saved tensor."""
+    """Returns the shape of every saved tensor by name."""
     return {name: torch.Size(tensor.shape) for name, tensor in _reader(checkpoint).tensors.items()}
 
 
@@ -62,14 +62,14 @@ def fill(
     group: dist.ProcessGroup | None = None,
     check_files: Callable[[set[str]], object] = lambda names: None,
 ) -> None:
-    """Fills every tensor in place, the model's among them, whatever world saved them.
+    """Loads the tensors, which include all of the model's, in place. Any world size may have saved them.
 
-    A missing tensor, another shape, or a tensor of the model that is left over is an error before any is changed.
-    Calls `check_files` with the names of the files that this rank is about to read.
+    Raises CheckpointError before any tensor changes if a tensor is missing, has a different shape, or a saved tensor of
+    the model is not in `tensors`. Calls `check_files` with the names of the files that this rank is about to read.
     """
     reader = _reader(checkpoint)
     saved = {n: torch.Size(t.shape) for n, t in reader.tensors.items() if n in tensors or n.startswith(MODEL)}
-    refuse_misfit(checkpoint, saved, {name: tensor.shape for name, tensor in tensors.items()})
+    check_shapes(checkpoint, saved, {name: tensor.shape for name, tensor in tensors.items()})
     check_files(_planned_files(tensors, reader))
     _load(tensors, checkpoint, reader, group)
 
@@ -83,8 +83,7 @@ def _planned_files(tensors: dict[str, Tensor], reader: ShardReader | LegacyReade
 
 
 def check_loadable(checkpoint: Path) -> None:
-    """Reads everything that a resume reads, one tensor at a time, whatever model it belongs to. Raises
-    CheckpointError."""
+    """Reads everything that a resume reads, one tensor at a time, without a model. Raises CheckpointError."""
     read_step(checkpoint)
     reader = _reader(checkpoint)
     for name in read_manifest(checkpoint):
@@ -121,10 +120,10 @@ def _load(
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {causes}") from None
 
 
-def refuse_misfit(
+def check_shapes(
     path: Path, saved: Mapping[str, torch.Size], own: Mapping[str, torch.Size], optional: Collection[str] = ()
 ) -> None:
-    """Raises a CheckpointError where the tensors saved in `path` are not the model's own, by name or by shape."""
+    """Raises CheckpointError if names or shapes of the tensors saved in `path` differ from the model's."""
     missing = sorted(set(own) - set(saved) - set(optional))
     unknown = sorted(set(saved) - set(own))
     if missing or unknown:
@@ -139,15 +138,15 @@ def refuse_misfit(
 
 
 def _cause(error: BaseException) -> str:
-    """Without torch's advice to load with weights_only=False, which would run the code in the file."""
+    """Describes the error without torch's advice to set weights_only=False, which would run code from the file."""
     if isinstance(error, pickle.UnpicklingError):
         return "a shard contains an object that is not a tensor (weights-only loading refuses it)"
     return str(error) or type(error).__name__
 
 
 def silence_torch() -> None:
-    """Drops torch's remarks about running without a process group. The filter stays: restoring the old filters from
-    the thread that saves could undo what another thread did meanwhile."""
+    """Suppresses torch's warnings about a missing process group. The filter stays: restoring the old filters from the
+    saving thread could undo a change of another thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 

@@ -1,11 +1,12 @@
-"""Saving in the background: a copy is taken between two steps, a thread writes and commits it.
+"""Saves checkpoints in the background: the saver copies the state between two steps, and a thread writes and commits
+the copy.
 
-The order of a commit: shards and state are written into a folder of another name and flushed, the manifest with size
-and SHA-256 of every file follows, the folder is renamed, `latest` moves, old checkpoints are deleted. A kill anywhere
-leaves the checkpoint before or this one, whole.
+The order of a commit: write shards and state into a temporary folder and flush them, write the manifest with the size
+and SHA-256 of every file, rename the folder, update `latest`, delete old checkpoints. A kill at any point leaves either
+the previous checkpoint or this one complete.
 
-Why a thread and not torch's saver in a process of its own: when a rank is killed its thread dies with it, while a
-process would live on and could still commit into a folder that the restarted run already owns.
+Why a thread instead of torch's saver process: the thread of a killed rank dies with it, while a separate process would
+survive and could still commit into a folder that the restarted run already owns.
 """
 
 import json
@@ -34,12 +35,12 @@ from nsa.checkpoint.storage import ShardWriter
 from nsa.errors import CheckpointError
 from nsa.files import flush_folder, make_folder, write_flushed
 
-NEVER_DELETED = 2  # newest verified checkpoints
+NEVER_DELETED = 2  # newest verified checkpoints, whatever `keep` is
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves. `state` is the same on every rank, `random` each rank's own; both are JSON."""
+    """What one rank saves. `state` is the same on every rank, `random` differs by rank; both are JSON data."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -49,24 +50,24 @@ class Snapshot:
 
 
 class Saver:
-    """One save at a time. `begin` and `finish` are called by all ranks of `group` at the same step."""
+    """Runs one save at a time. All ranks of `group` call `begin` and `finish` at the same step."""
 
     def __init__(self, root: Path, keep: int, group: dist.ProcessGroup | None = None):
         self.root, self.keep, self.group = root, keep, group
-        # Runs something on every rank or on the first alone, and fails on all if it failed on one.
+        # Runs a function on every rank or on rank 0 alone. An error of one rank is raised on all.
         self._ranks = _DistWrapper(group, group is not None, 0)
         self.rank, self.size = self._ranks.get_rank(), self._ranks.get_world_size()
         self.last_good: str | None = None
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._hurry = threading.Event()  # somebody waits: no more pauses
-        self._sound: set[Path] = set()  # verified by this process
-        self._own: set[Path] = set()  # written by it
+        self._is_awaited = threading.Event()  # `finish` waits: the thread makes no more pauses
+        self._verified: set[Path] = set()  # checkpoints that this process has verified
+        self._own: set[Path] = set()  # checkpoints that this process wrote
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        """The ranks as a mesh of host memory, on which copies of shards are laid out."""
+        """A CPU mesh of all ranks for the host copies of sharded tensors."""
         return init_device_mesh("cpu", (self.size,))
 
     @property
@@ -75,36 +76,36 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's thread is through; the others may not be."""
+        """Whether the thread of this rank has finished; other ranks may still be writing."""
         return self._thread is not None and not self._thread.is_alive()
 
     def begin(self, snapshot: Snapshot, *, pause_s: float = 0.0) -> None:
-        """Copies the tensors to host memory and starts writing them; training may go on at once.
+        """Copies the tensors to host memory and starts writing them; training may continue at once.
 
-        `pause_s` before each tensor leaves the interpreter to the thread that trains, until `finish` is called.
+        Until `finish` is called, the thread waits `pause_s` before each tensor, to leave the interpreter to training.
         """
-        assert self._thread is None, "finish() the save before"
+        assert self._thread is None, "finish() the previous save first"
         faults.point("save.begin")
         copy = replace(snapshot, tensors=self._stage(snapshot.tensors))
         faults.point("save.staged")
         self._failure = None
-        self._hurry.clear()
-        # A daemon: a run that ends by an error does not wait for a save that may never end.
+        self._is_awaited.clear()
+        # A daemon thread: a run that fails does not wait for a save that may never end.
         self._thread = threading.Thread(target=self._run, args=(copy, pause_s), name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> str | None:
-        """Waits for the save. None, or why it failed, the same on every rank."""
+        """Waits for the save. Returns None or why it failed, the same on every rank."""
         assert self._thread is not None
-        self._hurry.set()
+        self._is_awaited.set()
         self._thread.join()
         self._thread = None
         return self._failure
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part: its shards, and of what all ranks hold whole its share, so that no copy is made twice."""
+        """Copies this rank's part to host memory: its shards, and its share of the tensors that all ranks have."""
         staged = {}
-        owners = _share_out({n: t for n, t in tensors.items() if not isinstance(t, DTensor)}, self.size)
+        owners = _assign_ranks({n: t for n, t in tensors.items() if not isinstance(t, DTensor)}, self.size)
         for name, tensor in tensors.items():
             if owners.get(name, self.rank) != self.rank:
                 continue
@@ -126,7 +127,7 @@ class Saver:
     def _run(self, snapshot: Snapshot, pause_s: float) -> None:
         try:
             self._write(snapshot, pause_s)
-        except CheckpointException as error:  # of any rank, by rank, with a traceback each
+        except CheckpointException as error:  # contains the errors of all ranks, each with a traceback
             reasons = {rank: _reason(cause[0]) for rank, cause in error.failures.items()}
             self._failure = "; ".join(f"rank {rank}: {why}" if self.size > 1 else why for rank, why in reasons.items())
         except BaseException as error:
@@ -138,8 +139,8 @@ class Saver:
         silence_torch()
         save(
             snapshot.tensors,
-            # A pause before each tensor: writing one is partly Python, which would hold up the training thread.
-            storage_writer=ShardWriter(aside, self.rank, lambda: self._hurry.wait(pause_s)),
+            # A pause before each tensor: writing one runs Python code, which would delay the training thread.
+            storage_writer=ShardWriter(aside, self.rank, lambda: self._is_awaited.wait(pause_s)),
             process_group=self.group,
             no_dist=self.group is None,
         )
@@ -155,7 +156,7 @@ class Saver:
         aside.mkdir()
 
     def _write_own(self, aside: Path, snapshot: Snapshot) -> dict[str, FileEntry]:
-        """Writes this rank's small files; the entries of all its files, read back from the disk."""
+        """Writes this rank's small files. Returns the manifest entries of all its files, read back from disk."""
         faults.point("save.own")
         random_file = names.random_file(self.rank)
         write_flushed(aside / random_file, json.dumps(snapshot.random).encode())
@@ -170,19 +171,19 @@ class Saver:
         faults.point("save.manifest")
         write_manifest(aside, files)
         flush_folder(aside)
-        if not self._own:  # the first: can this installation read what it writes?
+        if not self._own:  # the first save checks that this installation can read what it writes
             read_back(aside, names.shard_file(0))
         checkpoint = self.root / names.name_of(snapshot.step)
         faults.point("save.rename")
-        if checkpoint not in self._own:  # one of the same step that this process wrote is the same
+        if checkpoint not in self._own:  # this process already wrote the same content for this step
             if checkpoint.exists() or checkpoint.is_symlink():
                 checkpoint.rename(self.root / f"{names.WRITING}damaged-{checkpoint.name}")
             aside.rename(checkpoint)
         faults.point("save.renamed")
         flush_folder(self.root)
-        self._sound.add(checkpoint)
+        self._verified.add(checkpoint)
         self._own.add(checkpoint)
-        self.last_good = checkpoint.name  # even if what follows fails
+        self.last_good = checkpoint.name  # even if a later line fails
         pointer = checkpoint.name.encode() + b"\n"
         faults.point("save.latest")
         write_atomically(self.root / names.LATEST, pointer)
@@ -190,8 +191,8 @@ class Saver:
             faults.point("save.best")
             write_atomically(self.root / names.BEST, pointer)
         faults.point("save.retention")
-        for old in list(self._expendable()):
-            # Renamed first: a deletion that is cut short leaves nothing that looks like a checkpoint.
+        for old in list(self._deletable()):
+            # Renamed first: an interrupted deletion leaves nothing that looks like a checkpoint.
             gone = self.root / f"{names.WRITING}deleted-{old.name}"
             old.rename(gone)
             flush_folder(self.root)
@@ -200,7 +201,7 @@ class Saver:
         faults.point("save.done")
 
     def _remove_leftovers(self) -> None:
-        """Removes what an interrupted save or deletion left."""
+        """Removes the leftovers of an interrupted save or deletion."""
         pointers = [path for name in (names.LATEST, names.BEST) for path in self.root.glob(f".{name}.*")]
         for path in [*self.root.glob(f"{names.WRITING}*"), *pointers]:
             if path.is_dir() and not path.is_symlink():
@@ -208,28 +209,28 @@ class Saver:
             else:
                 path.unlink()
 
-    def _expendable(self) -> Iterator[Path]:
-        """All but the newest `keep`, the best, and the newest two that are sound."""
-        best, sound = names.pointed(self.root, names.BEST), 0
+    def _deletable(self) -> Iterator[Path]:
+        """Yields all checkpoints but the newest `keep`, the best, and the newest two that verify."""
+        best, verified = names.read_pointer(self.root, names.BEST), 0
         for number, checkpoint in enumerate(names.committed(self.root)):
-            if sound < NEVER_DELETED and self._is_sound(checkpoint):
-                sound += 1
+            if verified < NEVER_DELETED and self._verifies(checkpoint):
+                verified += 1
             elif number >= self.keep and checkpoint.name != best:
                 yield checkpoint
 
-    def _is_sound(self, checkpoint: Path) -> bool:
-        """Whether it verifies, which each process checks once."""
-        if checkpoint not in self._sound:
+    def _verifies(self, checkpoint: Path) -> bool:
+        """Whether the checkpoint is undamaged. Each process verifies a checkpoint once."""
+        if checkpoint not in self._verified:
             try:
                 verify(checkpoint)
             except CheckpointError:
                 return False
-            self._sound.add(checkpoint)
+            self._verified.add(checkpoint)
         return True
 
 
-def _share_out(tensors: dict[str, Tensor], size: int) -> dict[str, int]:
-    """A rank for every tensor, the same on all of them, with about as many bytes for each."""
+def _assign_ranks(tensors: dict[str, Tensor], size: int) -> dict[str, int]:
+    """Assigns every tensor to a rank, with about as many bytes for each rank. The result is the same on all ranks."""
     loads = [0] * size
     owners = {}
     for name, tensor in tensors.items():

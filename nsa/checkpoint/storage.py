@@ -1,8 +1,8 @@
-"""Safetensors shards for torch's distributed checkpoint: torch plans which rank writes and reads what, this module
-writes and reads the files.
+"""Safetensors shards for torch's distributed checkpoint: torch plans which rank writes and reads which part, and this
+module writes and reads the files.
 
-Why not torch's own safetensors writer: that writer assembles a rank's whole shard in memory again. For 240 MiB of
-tensors it took 482 MiB more and held the interpreter for 0.6 s at once. This one writes tensor by tensor.
+Why not torch's own safetensors writer: it assembles a rank's whole shard in memory. For 240 MiB of tensors it needed
+482 MiB more and blocked the interpreter for 0.6 s at a time. This module writes tensor by tensor.
 """
 
 import json
@@ -30,7 +30,7 @@ from nsa.checkpoint.index import Chunk, SavedTensor, read_index, serialize_index
 from nsa.errors import CheckpointError, reworded
 from nsa.files import regular, write_flushed
 
-# As the safetensors format names them.
+# Names of the dtypes in the safetensors format.
 _TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,7 +46,7 @@ _TYPE_NAMES = {
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes the planned tensors of this rank into one safetensors file, and on rank 0 the index of all."""
+    """Writes the planned tensors of this rank into one safetensors file. Rank 0 also writes the index of all shards."""
 
     def __init__(self, folder: Path, rank: int, pause: Callable[[], object]):
         super().__init__(folder)
@@ -94,7 +94,7 @@ class ShardReader(FileSystemReader):
         return to_metadata(self.tensors)
 
     def read_shard(self, file: str) -> None:
-        """Reads every part of a tensor in that file. Raises CheckpointError."""
+        """Reads all parts of tensors in a file. Raises CheckpointError."""
         with open_safetensors(self._folder / file) as shard:
             for name, tensor in self.tensors.items():
                 for chunk in tensor.chunks:
@@ -102,7 +102,7 @@ class ShardReader(FileSystemReader):
                         self._part(shard, name, chunk)[()]
 
     def _part(self, shard: Any, name: str, chunk: Chunk) -> Any:
-        """The part of a tensor in an open file, not read yet."""
+        """Returns a lazy slice of the part of a tensor in an open file."""
         part = shard.get_slice(name)
         dtype = _TYPE_NAMES.get(self.tensors[name].dtype)
         if tuple(part.get_shape()) != chunk.shape or part.get_dtype() != dtype:
@@ -130,7 +130,7 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
-Entry = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Any]]  # name, type, shape, and how to get the tensor
+Entry = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Any]]  # name, dtype, shape, function that returns it
 
 
 def write_safetensors(
@@ -139,8 +139,8 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     before_each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Writes a safetensors file and waits until it is on disk. Holds one tensor in memory at a time."""
-    ordered = sorted(tensors, key=lambda entry: -entry[1].itemsize)  # keeps every tensor aligned in the file
+    """Writes a safetensors file and waits until it is on disk. Keeps one tensor in memory at a time."""
+    ordered = sorted(tensors, key=lambda entry: -entry[1].itemsize)  # aligns every tensor in the file
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape, _ in ordered:
@@ -158,18 +158,18 @@ def write_safetensors(
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The content of the tensor, without a copy if it is contiguous and in host memory."""
+    """Returns the bytes of the tensor, without a copy if it is contiguous and in host memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """As the library's `safe_open`. A file that is damaged, missing or not regular raises CheckpointError."""
+    """Calls the library's `safe_open`. Raises CheckpointError if the file is damaged, missing or not regular."""
     damage = (OSError, SafetensorError, ValueError, RecursionError)
     with reworded(CheckpointError, f"{path}: is not a complete safetensors file", caught=damage):
         if not path.exists():
             raise CheckpointError(f"{path}: no such file; has the run finished?")
-        with open(path.resolve(), "rb", opener=regular):  # the library would wait for a pipe
+        with open(path.resolve(), "rb", opener=regular):  # the library would block on a pipe
             pass
         with safe_open(path, "pt") as file:
             yield file

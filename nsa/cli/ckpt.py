@@ -21,11 +21,11 @@ def _source(of_a_run: str) -> Any:
 @app.command("list")
 def list_checkpoints(run_dir: RunFolder) -> None:
     """Every checkpoint of a run, the newest first."""
-    from nsa.checkpoint.format import BEST, LATEST, committed, pointed
+    from nsa.checkpoint.format import BEST, LATEST, committed, read_pointer
     from nsa.checkpoint.restore import read_state
 
     root = _root(run_dir)
-    latest, best = pointed(root, LATEST), pointed(root, BEST)
+    latest, best = read_pointer(root, LATEST), read_pointer(root, BEST)
     for path in committed(root):
         marks = [mark for mark, name in (("latest", latest), ("best", best)) if name == path.name]
         try:
@@ -88,5 +88,5 @@ def _root(run_dir: Path) -> Path:
     with reading_run(run_dir):
         run_dir.stat()
     if not committed(root):
-        raise CheckpointError(f"{run_dir}: holds no checkpoint; give the out_dir of a run")
+        raise CheckpointError(f"{run_dir}: contains no checkpoint; give the out_dir of a run")
     return root

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nsa.checkpoint.export import find_checkpoint, find_weights, load_weights, read_metadata
-from nsa.checkpoint.format import BEST, FOLDER, LATEST, committed, pointed
+from nsa.checkpoint.format import BEST, FOLDER, LATEST, committed, read_pointer
 from nsa.checkpoint.restore import read_state
 from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
@@ -100,7 +100,7 @@ def _named_checkpoint(path: Path, name: str) -> Path:
     if name == LATEST:
         return find_checkpoint(root)
     names = [found.name for found in committed(root)]
-    wanted = pointed(root, BEST) if name == BEST else name
+    wanted = read_pointer(root, BEST) if name == BEST else name
     if wanted not in names:
         raise CheckpointError(f"{path}: has no checkpoint {name!r}; it has {', '.join(names) or 'none'}")
     return find_checkpoint(root / wanted)

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, damage is found, and the last sound ones are never deleted."""
+"""A checkpoint is there whole or not at all, damage is found, and the last undamaged ones are never deleted."""
 
 import csv
 import json
@@ -18,8 +18,8 @@ from nsa.checkpoint.format import (
     entry_of,
     name_of,
     newest_verified,
-    pointed,
     read_manifest,
+    read_pointer,
     step_of,
     verify,
 )
@@ -54,7 +54,7 @@ def steps_in(root):
     return [step_of(path) for path in reversed(committed(root))]
 
 
-def is_sound(checkpoint):
+def verifies(checkpoint):
     try:
         verify(checkpoint)
     except CheckpointError:
@@ -115,8 +115,8 @@ def test_latest_and_best_are_the_newest_and_the_one_with_the_lowest_validation_l
     losses = {int(row["step"]): float(row["val_loss"]) for row in rows_of(tmp_path)}
     best = min(losses, key=losses.__getitem__)
     assert best < 4, "the case needs a best that is not the last"
-    assert pointed(tmp_path / FOLDER, BEST) == name_of(best)
-    assert pointed(tmp_path / FOLDER, LATEST) == "step_00000004"
+    assert read_pointer(tmp_path / FOLDER, BEST) == name_of(best)
+    assert read_pointer(tmp_path / FOLDER, LATEST) == "step_00000004"
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def slow_saves(monkeypatch):
     prepare = Saver._prepare
 
     def wait_first(saver, aside):
-        assert saver._hurry.wait(60)
+        assert saver._is_awaited.wait(60)
         prepare(saver, aside)
 
     monkeypatch.setattr(Saver, "_prepare", wait_first)
@@ -148,7 +148,7 @@ def test_every_due_checkpoint_is_written_although_the_one_before_is_not_done(tmp
 def test_the_best_is_marked_although_another_save_is_under_way(tmp_path, slow_saves):
     train(small("checkpoint.background=true", "train.steps=3"), tmp_path)  # step 3 is the best, step 2 is being saved
     assert saved_steps(tmp_path) == [2, 3]
-    assert pointed(tmp_path / FOLDER, BEST) == "step_00000003"
+    assert read_pointer(tmp_path / FOLDER, BEST) == "step_00000003"
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path):
@@ -166,19 +166,19 @@ def test_as_many_as_asked_for_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_newest_two_sound_ones_stay_when_newer_ones_are_damaged(kind, tmp_path):
+def test_the_newest_two_undamaged_ones_stay_when_newer_ones_are_damaged(kind, tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=4)
     for step in (3, 4):
         flip_byte(tmp_path / name_of(step) / kind, 0.5)
     save(tmp_path, 5, keep=2)
-    assert steps_in(tmp_path) == [2, 4, 5], "5 and 2 are sound, 5 and 4 are the newest"
+    assert steps_in(tmp_path) == [2, 4, 5], "5 and 2 verify, 5 and 4 are the newest"
     assert newest_verified(tmp_path) == (tmp_path / "step_00000005", [])
     flip_byte(tmp_path / "step_00000005" / kind, 0.5)
     save(tmp_path, 6, keep=2)
-    sound = [step for step in steps_in(tmp_path) if is_sound(tmp_path / name_of(step))]
-    assert sound == [2, 6]
-    assert len(sound) == NEVER_DELETED
+    undamaged = [step for step in steps_in(tmp_path) if verifies(tmp_path / name_of(step))]
+    assert undamaged == [2, 6]
+    assert len(undamaged) == NEVER_DELETED
 
 
 def test_what_an_interrupted_save_or_deletion_left_is_swept_away(tmp_path):
@@ -192,7 +192,7 @@ def test_what_an_interrupted_save_or_deletion_left_is_swept_away(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "step_00000003", LATEST}
 
 
-def test_saving_a_step_twice_leaves_a_sound_checkpoint(tmp_path):
+def test_saving_a_step_twice_leaves_an_undamaged_checkpoint(tmp_path):
     saver = Saver(tmp_path, 2)
     for _ in range(2):
         save(tmp_path, 1, saver=saver)
@@ -265,7 +265,7 @@ def test_a_damaged_pointer_hurts_nobody(pointer, damage, crashed_run, whole_run)
     train(small(), crashed_run)
     assert_same_run(crashed_run, whole_run)
     assert incidents_of(crashed_run) == []
-    assert pointed(crashed_run / FOLDER, pointer) == "step_00000006"
+    assert read_pointer(crashed_run / FOLDER, pointer) == "step_00000006"
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_stops_and_deletes_nothing(crashed_run):

@@ -172,7 +172,7 @@ def test_the_list_shows_a_damaged_state_beside_the_others(crashed_run, nsa):
     assert oldest.startswith("step_00000002 | 128 tokens | ")
 
 
-def test_sound_checkpoints_verify_one_by_one_and_all_together(whole_run, nsa):
+def test_undamaged_checkpoints_verify_one_by_one_and_all_together(whole_run, nsa):
     exit_code, out, err = nsa("ckpt", "verify", whole_run)
     assert (exit_code, err) == (0, "")
     assert [line.split(": ")[0] for line in out.splitlines()] == [str(checkpoint_of(whole_run, n)) for n in (6, 4, 3)]
@@ -191,7 +191,7 @@ def test_verifying_a_damaged_checkpoint_names_the_file_and_exits_with_4(kind, cr
         assert exit_code == 4
         (line,) = err.splitlines()
         assert line.startswith(f"error: {damaged}: ")
-        assert "step_00000003" not in out, "what is damaged is not called sound"
+        assert "step_00000003" not in out, "a damaged checkpoint is not reported as ok"
     assert nsa("ckpt", "verify", checkpoint_of(crashed_run, 4))[0] == 0
 
 
@@ -249,7 +249,7 @@ def test_a_folder_without_checkpoints_exits_with_4(command, folder, tmp_path, ns
     target = [tmp_path / "out.safetensors"] if command == "export" else []
     exit_code, out, err = nsa("ckpt", command, tmp_path / folder, *target)
     assert (exit_code, out) == (4, "")
-    assert err.startswith(f"error: {tmp_path / folder}: {'cannot be read' if folder == 'missing' else 'holds no '}")
+    assert err.startswith(f"error: {tmp_path / folder}: {'cannot be read' if folder == 'missing' else 'contains no '}")
     assert "Traceback" not in err
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_whose_manifest_fits_but_that_cannot_be_loaded_is_named(dam
     exit_code, out, err = nsa("ckpt", "verify", crashed_run)
     assert exit_code == 4
     assert err.startswith(f"error: {checkpoint}")
-    assert len(out.splitlines()) == 2, "the others are sound"
+    assert len(out.splitlines()) == 2, "the others are undamaged"
 
 
 def test_a_process_of_its_own_ends_with_the_same_message_and_code(crashed_run):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import nsa.checkpoint
-from nsa.checkpoint.format import FOLDER, LATEST, committed, pointed, verify
+from nsa.checkpoint.format import FOLDER, LATEST, committed, read_pointer, verify
 from nsa.checkpoint.save import Saver
 from nsa.errors import CheckpointError
 from nsa.train import checkpointing, train
@@ -140,7 +140,7 @@ def test_a_save_that_fails_is_an_incident_and_is_tried_again(point, error, tmp_p
         assert 3 in saved_steps(tmp_path), "tried again at the next step"
     for checkpoint in committed(tmp_path / FOLDER):
         verify(checkpoint)
-    assert pointed(tmp_path / FOLDER, LATEST) == "step_00000006"
+    assert read_pointer(tmp_path / FOLDER, LATEST) == "step_00000006"
     assert not list((tmp_path / FOLDER).glob(".*")), "nothing is left of the failed one"
     assert (tmp_path / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nsa.checkpoint.export import read_weights
-from nsa.checkpoint.format import BEST, FOLDER, pointed
+from nsa.checkpoint.format import BEST, FOLDER, read_pointer
 from nsa.errors import CheckpointError, NumericsError
 from nsa.train import train
 from nsa.train.nonfinite import reproduce
@@ -148,5 +148,5 @@ def test_the_number_of_steps_left_out_is_remembered_over_an_interruption(tmp_pat
 def test_a_validation_that_is_not_finite_is_never_the_best(tmp_path):
     train(small(*TOO_FAST, "train.steps=1"), tmp_path)
     assert rows_of(tmp_path)[0]["val_loss"] == "nan"
-    assert pointed(tmp_path / FOLDER, BEST) is None
+    assert read_pointer(tmp_path / FOLDER, BEST) is None
     assert metrics_of(tmp_path)["best_val_loss"] is None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import nsa.parallel.numerics
 import nsa.train.loop
 from nsa.checkpoint import format
-from nsa.checkpoint.format import BEST, FOLDER, INDEX_FILE, LATEST, MANIFEST_FILE, name_of, pointed, shard_file
+from nsa.checkpoint.format import BEST, FOLDER, INDEX_FILE, LATEST, MANIFEST_FILE, name_of, read_pointer, shard_file
 from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
 from nsa.errors import CheckpointError, ConfigError, LaunchError
@@ -350,10 +350,10 @@ def test_a_run_may_be_moved_as_a_whole(finished, tmp_path, capsys):
 
 def test_a_kill_before_the_mark_of_the_best_does_not_lose_it(tmp_path):
     train_until(3, tmp_path)
-    assert pointed(tmp_path / FOLDER, BEST) == name_of(3)
+    assert read_pointer(tmp_path / FOLDER, BEST) == name_of(3)
     (tmp_path / FOLDER / BEST).write_text(f"{name_of(2)}\n")  # as a kill leaves it when the checkpoint has its name
     train_until(1, tmp_path)  # one more
-    assert pointed(tmp_path / FOLDER, BEST) == name_of(3)
+    assert read_pointer(tmp_path / FOLDER, BEST) == name_of(3)
 
 
 def test_the_best_is_marked_when_its_save_is_tried_again(whole_run, tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_the_best_is_marked_when_its_save_is_tried_again(whole_run, tmp_path, mo
         train(small(), tmp_path)
     (incident,) = incidents_of(tmp_path)
     assert "step 6 could not be saved" in incident["message"]
-    assert pointed(tmp_path / FOLDER, BEST) == pointed(whole_run / FOLDER, BEST) == name_of(6)
+    assert read_pointer(tmp_path / FOLDER, BEST) == read_pointer(whole_run / FOLDER, BEST) == name_of(6)
 
 
 def test_a_run_resumes_without_the_weights_it_started_from(whole_run, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import nsa
 from nsa.checkpoint.export import find_checkpoint, load_weights, read_metadata
-from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, pointed, read_manifest, verify
+from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, read_manifest, read_pointer, verify
 from nsa.checkpoint.restore import read_state, saved_shapes
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError
@@ -114,7 +114,7 @@ def test_readers_of_a_checkpoint_refuse_what_is_no_file(kind, run, monkeypatch):
     for pointer in (LATEST, BEST):
         Path(pointer).unlink()
         kind(Path(pointer))
-        assert pointed(run / "checkpoints", pointer) is None
+        assert read_pointer(run / "checkpoints", pointer) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
