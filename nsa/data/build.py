@@ -1,4 +1,4 @@
-"""From a configuration to what a run reads: tokenizer, sources, training and validation batches."""
+"""Builds the training and validation loaders of a run from its configuration."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -23,15 +23,15 @@ from nsa.data.waiting import Activity
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import make_folder
 
-_VALIDATION_SEED = 0  # validation reads the same sequences whatever the run's seed
-IN_MEMORY_BYTES = 4 << 30  # of tokens; more belong in shards
+_VALIDATION_SEED = 0  # validation reads the same sequences for every seed of the run
+IN_MEMORY_BYTES = 4 << 30  # maximum size of the tokens of a corpus that is not in shards
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training and validation (None without a split) batches of one source or a mixture, and a line about both.
+    """The loaders of one source or a mixture (`validation` is None without a split), and a summary of both.
 
-    `fingerprint` changes with the documents, the tokenizer and the split; `streams` read while the run trains.
+    `fingerprint` changes with the documents, the tokenizer and the split. `streams` are read during training.
     """
 
     train: Loader
@@ -42,12 +42,12 @@ class Data:
 
     @property
     def commits(self) -> list[str]:
-        """The commits of the repositories that are read."""
+        """The commits of the repositories that the streams read."""
         return [stream.source.commit for stream in self.streams if stream.source.commit is not None]
 
     @property
     def skipped(self) -> Skipped:
-        """What streams have skipped so far, of what this rank read."""
+        """The documents that the streams of this rank have skipped so far, by reason."""
         return sum((stream.skipped for stream in self.streams), Skipped())
 
     def close(self) -> None:
@@ -64,13 +64,13 @@ def build_data(
     activity: Activity | None = None,
     checked: slice = slice(None),
 ) -> Data:
-    """Opens everything that is configured. Another thread can see in `activity` how far that is.
+    """Opens the configured sources. `activity` reports the progress to other threads.
 
-    The lengths of streamed units are kept in `folder`, the run's, in a file of this rank. `checked` are the prepared
-    shards that are compared with their hashes.
+    A file of this rank in `folder`, the run folder, stores the lengths of streamed units. `checked` selects the
+    prepared shards whose hashes are compared.
     """
     builder = _Builder(data, train, tokenizer, rank, checked, activity or Activity())
-    folder = folder and folder.resolve()  # it may be reached through links; nothing in it may be one
+    folder = folder and folder.resolve()  # its path may contain links; the files in it must not be links
     built = builder.mixture(folder) if data.mixture else builder.part(data, folder)
     fingerprint = _digest(built.fingerprint, tokenizer.fingerprint, str(data.validation_fraction))
     return replace(built, fingerprint=fingerprint)
@@ -105,7 +105,7 @@ class _Builder:
     def part(self, source: SourceConfig, folder: Path | None) -> Data:
         if source.source == "synthetic":
             make = partial(SyntheticSequences, self.train.seq_len, self.train.seed, self.tokenizer.separator)
-            summary = "synthetic: generated phrases without end"
+            summary = "synthetic: endless generated phrases"
             return self._data(make, partial(make, validation=True), summary, "synthetic 1")
         if source.source == "recall":
             return self._recall(source)
@@ -141,12 +141,12 @@ class _Builder:
         longest = source.document_tokens or seq_len
         if longest > seq_len:
             raise ConfigError(
-                f"data.document_tokens: a sequence has {seq_len} tokens (train.seq_len), a document cannot have "
-                f"{longest}; choose at most {seq_len}, or leave it unset"
+                f"data.document_tokens: {longest} is more than the {seq_len} tokens of a sequence (train.seq_len); "
+                f"choose at most {seq_len}, or leave it unset"
             )
         make = partial(RecallSequences, self.tokenizer, seq_len, longest)
         held_out = partial(make, _VALIDATION_SEED, validation=True)
-        summary = f"recall: generated documents of up to {longest:,} tokens, without end"
+        summary = f"recall: endless generated documents of up to {longest:,} tokens"
         return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}")
 
     def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
@@ -184,7 +184,7 @@ class _Builder:
         reader = UnitReader(source, self.tokenizer, fraction, self.data.workers, index)
         self.activity.add(source.name, reader.tokenised)
         if not reader.units:
-            raise DataError(f"data.source: {source.name} holds no rows; give files with text in them")
+            raise DataError(f"data.source: {source.name} contains no rows; give files that contain text")
         lanes = choose_lanes(self.train.batch_size, len(reader.units))
         sequences = StreamedSequences(reader, self.train.seq_len, self.train.seed, lanes)
         rows = sum(unit.stop - unit.start for unit in reader.units)
@@ -204,7 +204,7 @@ class _Builder:
     def _check_length(self, corpus: Corpus, side: str, remedy: str) -> None:
         if corpus.num_tokens <= self.train.seq_len:
             raise DataError(
-                f"train.seq_len: a sequence needs {self.train.seq_len + 1} tokens and the {side} documents hold "
+                f"train.seq_len: a sequence needs {self.train.seq_len + 1} tokens and the {side} documents have "
                 f"{corpus.num_tokens}; {remedy}"
             )
 

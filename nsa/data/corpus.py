@@ -1,7 +1,7 @@
-"""Tokenised documents, and their split into training and validation by what they contain.
+"""Tokenised documents, and their split into training and validation by a hash of their text.
 
-A document's side depends on a hash of its text alone: equal documents are always on one side, so the two
-never overlap, and adding documents moves none. The exception is a source whose documents are all above the threshold.
+The split of a document depends on this hash alone: equal documents are always in the same split, so the splits never
+overlap, and adding documents moves none. The exception is a source whose documents are all above the threshold.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ from nsa.errors import DataError
 
 Keys = NDArray[np.uint64]
 Counts = NDArray[np.int64]
-KEY_BITS = 48  # of a document's key that decide its side
-BATCH = 64  # documents that go to the tokenizer at once
-BATCH_CHARS = 1 << 18  # or one document that is longer. As UTF-8 at most 1 MiB, the smallest shard
+KEY_BITS = 48  # bits of a document's key that decide its split
+BATCH = 64  # documents in one call of the tokenizer
+BATCH_CHARS = 1 << 18  # characters in one call, or one longer document. At most 1 MiB of UTF-8, the smallest shard
 
 
 class TokenFile(Protocol):
-    """Tokens that are read when they are needed."""
+    """Tokens in a file that are read on demand."""
 
     dtype: np.dtype[np.unsignedinteger]
 
@@ -40,8 +40,8 @@ Piece = TypeVar("Piece", bound=TokenArray | TokenFile, covariant=True)
 
 
 class Corpus:
-    """The documents of one side. Document d is `lengths[d]` tokens from place `starts[d]` on, where places count
-    through all `pieces`."""
+    """The documents of one split. Document d has `lengths[d]` tokens and starts at token `starts[d]` of the
+    concatenated `pieces`."""
 
     def __init__(self, pieces: Sequence[TokenArray | TokenFile], starts: Counts, lengths: Counts):
         self.pieces, self.starts, self.lengths = pieces, starts, lengths
@@ -50,7 +50,7 @@ class Corpus:
         self._ends = list(accumulate(map(len, pieces)))
 
     def read(self, document: int, offset: int, out: TokenArray) -> None:
-        """Fills `out` with the tokens of a document from `offset` on."""
+        """Fills `out` with the tokens of a document, starting at `offset`."""
         place = int(self.starts[document]) + offset
         number = bisect_right(self._ends, place)
         place -= self._ends[number - 1] if number else 0
@@ -63,9 +63,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Tokenised(Generic[Piece]):
-    """Documents back to back, each behind a separator: the tokens, how many each has, and what each hashes to.
+    """Concatenated documents, each after a separator: their tokens, lengths and hashes (`keys`).
 
-    No document crosses from one piece of the tokens to the next."""
+    No document crosses the border between two pieces."""
 
     pieces: Sequence[Piece]
     lengths: Counts
@@ -78,13 +78,13 @@ class Tokenised(Generic[Piece]):
         return Corpus(self.pieces, starts[chosen], self.lengths[chosen])
 
     def split(self, fraction: float, *, is_only: bool = True) -> tuple[Corpus, Corpus]:
-        """(training, validation), which is empty for a fraction of 0. Where the fraction is too small for the corpus,
-        the document closest to the threshold is for validation, with its duplicates. In a mixture that is an error:
+        """Returns the training and the validation corpus, which is empty for a fraction of 0. If no document is below
+        the threshold, the closest document and its duplicates are for validation. In a mixture that is an error:
         another source may train on them."""
         keys = self.keys
         if len(keys) == 0:
             raise DataError(
-                "data.source: the corpus is empty, no document has any text; give data.paths with text in them"
+                "data.source: the corpus is empty, no document contains text; give data.paths that contain text"
             )
         mask = in_validation(keys, fraction)
         if fraction and (mask.all() or not mask.any()):
@@ -107,7 +107,7 @@ class Tokenised(Generic[Piece]):
 
 
 def key_of(text: str) -> int:
-    """64 bits that depend on the text alone."""
+    """Returns 64 bits of the SHA-256 of the text."""
     digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -130,21 +130,21 @@ def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | 
 
 
 def tokenise_units(source: Source, *units: Unit, tokenizer: Tokenizer) -> Tokenised[TokenArray]:
-    """The documents of one unit, or of several back to back, which is faster where they are small."""
+    """Tokenises the documents of one or several units; several small units at once are faster."""
     skipped = Skipped()
     return tokenise((text for unit in units for text in source.documents(unit, skipped)), tokenizer, skipped)
 
 
 def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:
-    """Whether each document is for validation, by its key alone."""
+    """Whether each document is for validation, which depends on its key alone."""
     return (keys >> np.uint64(64 - KEY_BITS)) < np.uint64(math.ceil(fraction * 2**KEY_BITS))
 
 
 def join(
     parts: Iterable[Tokenised[TokenArray]], tokenizer: Tokenizer, limit_bytes: int | None = None
 ) -> Tokenised[TokenArray]:
-    """All parts as one. More than `limit_bytes` of tokens are an error: they belong in shards."""
-    found = [tokenise([], tokenizer)]  # there may be no other
+    """Concatenates all parts. More than `limit_bytes` of tokens are an error: they need shards."""
+    found = [tokenise([], tokenizer)]  # `parts` may be empty
     size = 0
     for part in parts:
         found.append(part)
@@ -156,7 +156,7 @@ def join(
                 "data.paths=[FOLDER]"
             )
     return Tokenised(
-        [np.concatenate([tokens for p in found for tokens in p.pieces])],  # one piece is found faster than many
+        [np.concatenate([tokens for p in found for tokens in p.pieces])],  # finding a token in one piece is faster
         np.concatenate([p.lengths for p in found]),
         np.concatenate([p.keys for p in found]),
         sum(p.text_bytes for p in found),

@@ -1,13 +1,13 @@
-"""Sequences from units that are tokenised while they stream: nothing is stored, and the order is still exact.
+"""Sequences from units that are tokenised while they stream. Tokens are not stored, and the order is still exact.
 
-The units of an epoch come in an order drawn from (seed, epoch) and are dealt to lanes in turn. A lane is a stream of
-its own: its units one after the other, the documents of each in an order drawn from (seed, epoch, unit), cut into
-sequences. Sequence n of the run is the next one of lane n % lanes. So ranks that read different lanes read different
-units, and neither their number nor that of the threads changes a token.
+The units of an epoch are shuffled by (seed, epoch) and dealt to lanes in turn. A lane is an independent stream: it
+concatenates its units, with the documents of each shuffled by (seed, epoch, unit), and cuts them into sequences.
+Sequence n of the run is the next sequence of lane n % lanes. So ranks that read different lanes read different units,
+and neither the number of ranks nor the number of threads changes a token.
 
-Where a sequence lies follows from the lengths of the units before it in its lane. Lengths are known once a unit was
-read, and kept in a file of the run, so that a resumed run finds its position at once. Without the file it reads those
-units again: slower, to the same position.
+The position of a sequence follows from the lengths of the units before it in its lane. A length is known after its unit
+was read, and a file of the run stores it, so that a resumed run finds its position at once. Without the file the run
+reads these units again: slower, to the same position.
 """
 
 import re
@@ -34,14 +34,14 @@ from nsa.files import read_regular, regular
 
 INDEX_PREFIX = "data_index_rank"
 _LINE = re.compile(r"^(\d{1,20}) (\d{1,20}) ([0-9a-f]{8})\n", re.MULTILINE)  # unit, tokens, checksum
-_UNIT_KEYS = 1 << 61  # sets the keys of document orders inside a unit apart from those of unit orders
-VALIDATION_UNITS = 512  # at most as many are searched for validation documents
+_UNIT_KEYS = 1 << 61  # separates the random keys of document orders inside a unit from the keys of unit orders
+VALIDATION_UNITS = 512  # maximum number of units that are searched for validation documents
 
 
 class LengthIndex:
-    """Training tokens of every unit that was read, by any rank of any start of the run; a line per unit.
+    """The number of training tokens of every unit that any rank has read since the run first started; a line per unit.
 
-    A damaged line, or a file about other data, is ignored: it costs time and nothing else.
+    Damaged lines and files about other data are ignored, which costs only time.
     """
 
     def __init__(self, folder: Path | None, rank: int, fingerprint: str):
@@ -53,7 +53,7 @@ class LengthIndex:
         self._has_begun = self._path in [path for path in found if self._read(path)]
 
     def _read(self, path: Path) -> bool:
-        """Whether the file is about these data."""
+        """Reads the lengths in a file. Returns whether the file is about the same data."""
         try:
             text = read_regular(path).decode("ascii", errors="replace")
         except OSError:
@@ -75,13 +75,13 @@ class LengthIndex:
             try:
                 with open(self._path, "a" if self._has_begun else "w", encoding="ascii", opener=regular) as file:
                     self._has_begun = True
-                    head = "" if file.tell() else self._head  # a file that somebody removed begins again
+                    head = "" if file.tell() else self._head  # the file may have been removed
                     file.write(f"{head}{unit} {length} {_check(str(unit), str(length))}\n")
             except OSError:
-                self._path = None  # a cache that cannot be written is not needed
+                self._path = None  # the run works without this cache
 
     def close(self) -> None:
-        """Nothing is written from here on, whoever still reads."""
+        """Stops writing to the file; other threads may still read units."""
         with self._lock:
             self._path = None
 
@@ -91,7 +91,7 @@ def _check(unit: str, length: str) -> str:
 
 
 class UnitReader:
-    """Units of a source as tokens, prefetched by threads. `threads` = 0 reads when asked, in the calling thread."""
+    """Tokenises the units of a source, prefetched by threads. With `threads` = 0 the calling thread reads on demand."""
 
     def __init__(self, source: HubDataset, tokenizer: Tokenizer, fraction: float, threads: int, index: LengthIndex):
         self.source, self.tokenizer, self.fraction = source, tokenizer, fraction
@@ -104,14 +104,14 @@ class UnitReader:
         self._lock = threading.Lock()
 
     def prefetch(self, unit: int) -> None:
-        """Starts to read a unit, if there are threads and it was not requested before."""
+        """Starts reading a unit, if there are threads and the unit is not pending."""
         with self._lock:
             if self.threads and unit not in self._pending:
                 self._pending[unit] = self._pool.submit(partial(self._read, unit))
                 self._add_to_total()
 
     def read(self, unit: int) -> Tokenised[TokenArray]:
-        """All documents of a unit, of both sides."""
+        """Returns all documents of a unit, for training and validation."""
         with self._lock:
             pending = self._pending.pop(unit, None)
             if pending is None:
@@ -142,30 +142,30 @@ class UnitReader:
 
 
 class _Lane:
-    """One lane's tokens: where each unit it visits starts, and the two it is reading."""
+    """The token stream of one lane: where each visit of a unit starts, and the two units in use."""
 
     def __init__(
         self, number: int, lanes: int, seed: int, reader: UnitReader, order: Callable[[int], NDArray[np.int64]]
     ):
         self.number, self.lanes, self.seed, self.reader, self.order = number, lanes, seed, reader, order
         self.per_epoch = (len(reader.units) - number + lanes - 1) // lanes
-        self.starts = [0]  # token at which the k-th visit starts; the last entry is where the known part ends
-        self._requested = 0  # visits before this one were requested
+        self.starts = [0]  # token at which the k-th visit starts; the last entry is the end of the known part
+        self._requested = 0  # number of visits that were requested
         self._visit = lru_cache(maxsize=2)(self._read_visit)
 
     def unit(self, visit: int) -> tuple[int, int]:
-        """Epoch and unit of a visit."""
+        """Returns the epoch and the unit of a visit."""
         epoch, place = divmod(visit, self.per_epoch)
         return epoch, int(self.order(epoch)[self.number + self.lanes * place])
 
     def visit_at(self, position: int) -> int:
-        """The visit that holds a token; units whose length is not known yet are read."""
+        """Returns the visit that contains the token at `position`. Reads units whose length is not known yet."""
         while not self._is_known(position):
             self._visit(len(self.starts) - 1)
         return bisect_right(self.starts, position) - 1
 
     def _is_known(self, position: int) -> bool:
-        """Follows the lane as far as lengths are known; whether that is beyond a token."""
+        """Extends `starts` as far as lengths are known. Returns whether that is beyond `position`."""
         while self.starts[-1] <= position:
             visit = len(self.starts) - 1
             length = self.reader.index.lengths.get(self.unit(visit)[1])
@@ -174,13 +174,13 @@ class _Lane:
             if visit >= self.per_epoch and self.starts[self.per_epoch] == 0:
                 raise DataError(
                     f"data.source: {self.per_epoch} of the {len(self.reader.units)} parts of {self.reader.source.name} "
-                    "hold no training document; use more text, or a smaller data.validation_fraction"
+                    "contain no training document; use more text, or a smaller data.validation_fraction"
                 )
             self.starts.append(self.starts[-1] + length)
         return True
 
     def prefetch(self, position: int, ahead: int) -> None:
-        """Requests the unit of a token, if it is known, and `ahead` units after it."""
+        """Requests the unit of the token at `position`, if it is known, and the next `ahead` units."""
         self._is_known(position)
         visit = bisect_right(self.starts, position) - 1
         for requested in range(max(visit, self._requested), visit + ahead + 1):
@@ -194,17 +194,17 @@ class _Lane:
         while filled < count:
             position = start + filled
             visit = self.visit_at(position)
-            held, begins = self._visit(visit)
+            unit_tokens, unit_borders = self._visit(visit)
             offset = position - self.starts[visit]
-            part = min(count - filled, len(held) - offset)
-            tokens[filled : filled + part] = held[offset : offset + part]
-            first, last = np.searchsorted(begins, (offset, offset + part))
-            borders.append(begins[first:last] - offset + filled)
+            part = min(count - filled, len(unit_tokens) - offset)
+            tokens[filled : filled + part] = unit_tokens[offset : offset + part]
+            first, last = np.searchsorted(unit_borders, (offset, offset + part))
+            borders.append(unit_borders[first:last] - offset + filled)
             filled += part
         return tokens, np.concatenate(borders)
 
     def _read_visit(self, visit: int) -> tuple[TokenArray, NDArray[np.int64]]:
-        """The training documents of a visit's unit in the visit's order, and where each begins."""
+        """Returns the tokens of the unit's training documents in the order of this visit, and where each starts."""
         epoch, unit = self.unit(visit)
         found = self.reader.read(unit)
         [tokens] = found.pieces
@@ -228,18 +228,18 @@ class StreamedSequences(Sequences):
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         wanted = [(self._lanes[n % self.lanes], n // self.lanes * self.seq_len) for n in numbers]
-        for ahead in (0, 1):  # what is needed now before what is needed next: the first batch waits for nothing else
+        for ahead in (0, 1):  # current units first, then the next ones: the first batch waits for its own units only
             for lane, position in wanted:
                 lane.prefetch(position, ahead)
 
 
 def choose_lanes(batch_size: int, units: int, most: int = 32) -> int:
-    """As many lanes as divide the sequences of a step, so that a rank always reads the same ones."""
+    """Returns the largest number of lanes that divides the sequences of a step, so that ranks keep their lanes."""
     return max(n for n in range(1, min(most, units, batch_size) + 1) if batch_size % n == 0)
 
 
 def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
-    """Validation documents of at least `tokens` tokens, or all there are, from units in an order that never changes."""
+    """Returns validation documents with at least `tokens` tokens, or all that exist, from units in a fixed order."""
     found: list[Tokenised[TokenArray]] = []
     total = 0
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()

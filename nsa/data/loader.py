@@ -1,4 +1,4 @@
-"""Batches as a pure function of their sequences' numbers, and a thread that prefetches them."""
+"""Batches as a pure function of their sequence numbers, and a thread that prefetches them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,30 +19,30 @@ from nsa.data.waiting import Waiter
 
 @dataclass(frozen=True)
 class Batch:
-    """inputs and targets [B, S] int64. With document borders: B = 1, sequences back to back, `cu_seqlens` int32.
+    """inputs and targets [B, S] int64. With document borders: B = 1, concatenated sequences, `cu_seqlens` int32.
 
-    A target of -100 does not count.
+    The loss ignores targets of -100.
     """
 
     inputs: Tensor
     targets: Tensor
     cu_seqlens: Tensor | None
-    max_seqlen: int | None = None  # no packed document is longer
+    max_seqlen: int | None = None  # upper bound of the length of packed documents
 
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def padded(self, borders: int | None) -> "Batch":
-        """With that many borders, the last one repeated: empty documents at the end. Unchanged where it has more, or
-        none, or for None."""
+        """Repeats the last border until there are `borders`, which adds empty documents. Returns the batch unchanged if
+        it has more borders or none, or if `borders` is None."""
         if borders is None or self.cu_seqlens is None or self.cu_seqlens.shape[0] > borders:
             return self
         missing = self.cu_seqlens[-1:].expand(borders - self.cu_seqlens.shape[0])
         return replace(self, cu_seqlens=torch.cat([self.cu_seqlens, missing]))
 
     def take(self, rows: Tensor, length: int) -> "Batch":
-        """Tokens `rows` of every sequence padded to `length` tokens; borders stay those of the whole. What pads has no
-        targets, and where documents have borders it is one by itself."""
+        """Pads every sequence to `length` tokens and selects the tokens `rows`; `cu_seqlens` still describes the whole.
+        Padding has no targets, and is a separate document if there are borders."""
         extra = length - self.inputs.shape[1]
         inputs, targets = pad(self.inputs, (0, extra)), pad(self.targets, (0, extra), value=IGNORED)
         borders = self.cu_seqlens
@@ -51,7 +51,7 @@ class Batch:
         return Batch(inputs[:, rows], targets[:, rows], borders, self.max_seqlen)
 
     def pinned(self) -> "Batch":
-        """In memory that a GPU copies from asynchronously."""
+        """Copies the batch to pinned memory, from which a GPU copies asynchronously."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -60,7 +60,7 @@ class Batch:
 
 
 class Loader:
-    """Joins sequences into batches. `make` is called when they are first needed."""
+    """Stacks sequences into batches. Calls `make` when the sequences are first needed."""
 
     def __init__(self, make: Callable[[], Sequences], seq_len: int, *, isolate_documents: bool):
         self._make = make
@@ -72,7 +72,7 @@ class Loader:
         return self._make()
 
     def batch(self, first: int, count: int, stride: int = 1) -> Batch:
-        """The sequences first, first + stride, ..., `count` of them."""
+        """Returns a batch of `count` sequences: first, first + stride, ..."""
         numbers = range(first, first + count * stride, stride)
         self.sequences.prefetch(numbers)
         rows = [self.sequences.row(number) for number in numbers]
@@ -89,11 +89,11 @@ class Loader:
 
 
 class Prefetcher:
-    """Batches of the sequences with these numbers, in their order; a thread is `ahead` of them, or loads each when it
-    is needed (0).
+    """Loads the batches with these sequence numbers in order. A thread prefetches `ahead` batches; with 0 it loads each
+    batch on demand.
 
-    `next` reports and interrupts its wait as `waiter` says, with a timeout of its own for the first batch. An error of
-    the source is raised by the `next` that would have returned its batch. `borders`: see `Batch.padded`.
+    `waiter` reports and interrupts the wait in `next`; the first batch has a separate timeout. The `next` that would
+    have returned a batch raises the error of its source. `borders`: see `Batch.padded`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Prefetcher:
         self._pool = DaemonPool(1, "data-prefetch")
         self._pending: deque[Future[Batch]] = deque()
         self._ahead = ahead
-        self._has_begun = False  # the first batch is there
+        self._has_begun = False  # the first batch has arrived
         self._fill(ahead)
 
     def _fill(self, count: int) -> None:
@@ -126,7 +126,7 @@ class Prefetcher:
         batch = self.loader.batch(numbers.start, len(numbers), numbers.step).padded(self.borders)
         if self.device.type != "cuda":
             return batch
-        torch.cuda.set_device(self.device)  # else this thread would open a context on the first GPU
+        torch.cuda.set_device(self.device)  # otherwise this thread would create a context on the first GPU
         return batch.pinned()
 
     def next(self) -> Batch:

@@ -1,8 +1,8 @@
-"""Any source to token shards, in parallel processes, resumable after a kill.
+"""Writes the documents of any source as token shards, in parallel processes, resumable after a kill.
 
-Which units are written together is decided before the first is read, from their sizes. Their text goes into one shard,
-or into several where it is more than a shard should hold. So the result does not depend on the number of processes or
-on how often the work was stopped. A shard that is done is never written again.
+The plan groups units by their sizes before the first unit is read. The text of a group goes into one shard, or into
+several if it is larger than `shard_bytes`. So the result does not depend on the number of processes or of restarts. A
+finished shard is never written again.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ _size = attrgetter("size")
 
 @dataclass(frozen=True)
 class Plan:
-    """The units that are written together, and a name that changes with source, tokenizer and division."""
+    """The groups of units that are written together, and a name that changes with source, tokenizer and groups."""
 
     tasks: Sequence[Sequence[Unit]]
     name: str
@@ -68,21 +68,21 @@ def prepare(
     fresh: bool = False,
     progress: Callable[[int, int, int], None] = lambda done, of, text_bytes: None,
 ) -> Manifest:
-    """Writes the shards that `folder` does not have yet, then the manifest, which is returned.
+    """Writes the shards that `folder` lacks, then the manifest, and returns the manifest.
 
-    `progress` gets the bytes done, the total (both approximate) and the text bytes written.
+    `progress` is called with the bytes done, the total (both approximate) and the text bytes written.
     """
-    with _claimed(folder):
+    with _locked(folder):
         plan = make_plan(source, tokenizer, shard_bytes)
         if not plan.tasks:
-            raise DataError("data.source: there is nothing to prepare; give data.paths with text in them")
+            raise DataError("data.source: there is nothing to prepare; give data.paths that contain text")
         if fresh:
             _remove(folder)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         found = [] if manifest else read_entries(folder)
         if any(entry.plan != plan.name for entry in ([manifest] if manifest else chain(*found))):
             raise DataError(
-                f"{folder}: holds shards of another preparation (other files, text field, tokenizer or division); "
+                f"{folder}: contains shards of another preparation (other files, text field, tokenizer or shard size); "
                 "choose another folder, or --fresh to replace them"
             )
         if manifest:
@@ -103,7 +103,7 @@ def prepare(
             report()
         entries = [entry for task in range(len(plan.tasks)) for entry in done[task]]
         if not sum(entry.documents for entry in entries):
-            raise DataError("data.source: no document has any text; give data.paths with text in them")
+            raise DataError("data.source: no document contains text; give data.paths that contain text")
         with reworded(DataError, f"{folder / MANIFEST}: cannot be written"):
             write_manifest(folder, plan.name, source.name, tokenizer, entries)
         return read_manifest(folder)
@@ -111,7 +111,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Job:
-    """What the workers need to write any shard of a plan."""
+    """The settings that a worker needs to write any shard of a plan."""
 
     source: Source
     tokenizer: Tokenizer
@@ -121,8 +121,8 @@ class _Job:
     shard_bytes: int
 
     def write(self, task: int, units: Sequence[Unit]) -> list[ShardEntry]:
-        """Shard number `task`, and where the text is more than a shard should hold, the same number plus once, twice
-        and so on `num_tasks`: numbers that no other task uses, however many shards each of them needs."""
+        """Writes shard number `task`. Text beyond `shard_bytes` goes into shards `task + num_tasks`, `task + 2 *
+        num_tasks` and so on, numbers that no other task uses."""
         filled = shards = 0
 
         def number_of(part: Tokenised[TokenArray]) -> int:
@@ -141,7 +141,7 @@ class _Job:
         return written
 
     def _parts(self, units: Sequence[Unit]) -> Iterator[Tokenised[TokenArray]]:
-        """The last one is empty and has the counts of documents that were skipped."""
+        """Yields tokenised batches. The last one is empty and has the counts of skipped documents."""
         skipped = Skipped()
         documents = (text for unit in units for text in self.source.documents(unit, skipped))
         for texts in groups(documents, len, BATCH_CHARS):
@@ -154,7 +154,7 @@ def _write_all(job: _Job, tasks: dict[int, Sequence[Unit]], workers: int) -> Ite
         for task, units in tasks.items():
             yield job.write(task, units)
         return
-    # Spawned rather than forked: a fork copies locks that threads of libraries hold.
+    # Spawn instead of fork: a fork copies locks that threads of libraries hold.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (job,))
     try:
@@ -169,12 +169,12 @@ def _write_all(job: _Job, tasks: dict[int, Sequence[Unit]], workers: int) -> Ite
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker_job: _Job | None = None  # of this worker process
+_worker_job: _Job | None = None  # set in worker processes
 
 
 def _start_worker(job: _Job) -> None:
     global _worker_job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes: the parent handles it
     faults.arm(os.environ.get("NSA_FAULTS", ""))
     _worker_job = job
 
@@ -185,10 +185,10 @@ def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     with reworded(DataError, f"{folder}: cannot be used", "choose another folder", (OSError, ValueError)):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (held below)
+        lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (closed below)
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

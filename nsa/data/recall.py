@@ -1,15 +1,15 @@
-"""Documents that ask for what they said before, to train and to measure recall.
+"""Documents that repeat key-value pairs, to train and to measure recall.
 
-` box37` gives the key `box` its value. The same pair, met again at any distance, asks for it: after ` box` a model must
-look the value up. A key is a common word of three or four letters, one token of most vocabularies, and its value
-follows at once: of several forms this one is learned first. Any tokenizer serves: words, values and sentences of filler
-are encoded one by one. Documents are a pure function of (seed, number).
+` box37` gives the key `box` the value 37. When the pair occurs again, at any distance, the model must recall the value
+after ` box`. A key is a common word of three or four letters, one token in most vocabularies, directly followed by its
+value: models learn this form before others that were tried. Any tokenizer works: words, values and filler sentences are
+encoded one by one. Documents are a pure function of (seed, number).
 
-A training document has some keys and names all of them in every round, each time in another order. Half of the
-documents are full of rounds, with few keys as likely as many. The others have filler between, and rather many keys:
-these ask across long distances. Half of them have two, four or eight rounds; the rest name their keys once and ask for
-all of them at the end, since rounds alone hardly ever ask across a whole document. Prompts of an evaluation name their
-keys once and ask at their end, either for the one key or for some of many.
+A training document has some keys and repeats all of them in every round, each time in another order. Half of the
+documents consist of rounds only, with few keys as likely as many. The others have filler in between and mostly many
+keys, so that recall spans long distances. Half of these have two, four or eight rounds; the rest name their keys once
+and repeat all of them at the end, since rounds alone hardly ever span a whole document. Prompts of an evaluation name
+their keys once and end with questions, for the only key or for some of many.
 """
 
 from collections.abc import Sequence
@@ -41,9 +41,9 @@ tell flow fact pure easy turn live much talk send win lift hit near upon pipe ca
 WORDS = _WORDS.split()
 FILLER = [" " + phrase.decode().rstrip() for phrase in make_phrases(0, 512)]
 NUM_KEYS, NUM_VALUES = len(WORDS), 100
-SHORTEST = 32  # tokens of a document
-RAMP = 1 << 20  # tokens of training until documents of twice the length are added
-PROMPTS = 1 << 63  # sets the keys of prompts apart from those of training documents
+SHORTEST = 32  # minimum tokens of a document
+RAMP = 1 << 20  # training tokens after which documents of twice the length are added
+PROMPTS = 1 << 63  # separates the random keys of prompts from those of training documents
 
 
 def _uniform(count: int, seed: int, key: int) -> Uniform:
@@ -55,10 +55,10 @@ def num_drawn(length: int) -> int:
 
 
 class Parts:
-    """What documents consist of, as tokens. A part is a number: words, then values, then filler.
+    """The tokens of all words, values and filler sentences, numbered in this order.
 
-    Values are the numbers below 100 that have as many tokens as most of them. Where `81` is two tokens and others are
-    one, the second token would be another task: to find out which of the numbers that begin with 8 was meant."""
+    Values are the numbers below 100 that have the most common token count. If `81` were two tokens and others one, the
+    second token would be a different task: to choose among the numbers that begin with 8."""
 
     def __init__(self, tokenizer: Tokenizer):
         texts = [*(f" {word}" for word in WORDS), *(f"{value:02d}" for value in range(NUM_VALUES)), *FILLER]
@@ -73,12 +73,12 @@ class Parts:
         self.shortest_filler = int(filler.min())
 
     def pairs(self, words: Uniform, values: Uniform, keys: int) -> Numbers:
-        """Different words, each with a value [keys, 2]."""
+        """Draws different words, each with a value [keys, 2]."""
         chosen = self.values[(values[:keys] * len(self.values)).astype(np.int64)]
         return np.stack([np.argsort(words)[:keys], chosen], axis=1)
 
     def filler(self, uniform: Uniform, room: int) -> Numbers:
-        """As many sentences as fit into `room` tokens, and one more; none where there is no room."""
+        """Draws as many sentences as fit into `room` tokens, and one more; none if there is no room."""
         chosen = (uniform[: room // self.shortest_filler + 1 if room > 0 else 0] * len(FILLER)).astype(np.int64)
         parts = NUM_KEYS + NUM_VALUES + chosen
         return parts[: 1 + int(np.searchsorted(np.cumsum(self.lengths[parts]), room, side="right"))]
@@ -87,7 +87,7 @@ class Parts:
         return int(self.lengths[parts].sum())
 
     def join(self, pairs: Numbers, filler: Numbers, is_pair: NDArray[np.bool_]) -> TokenArray:
-        """The tokens of pairs and filler, each in its order, where `is_pair` [of both together] says which comes."""
+        """Merges the tokens of pairs and filler, each in order. `is_pair` [pairs + filler] says which comes next."""
         parts = np.full((len(is_pair), 2), -1)
         parts[is_pair], parts[~is_pair, 0] = pairs, filler
         parts = parts[parts >= 0]
@@ -97,7 +97,7 @@ class Parts:
         return tokens
 
     def document(self, length: int, draw: Uniform) -> TokenArray:
-        """The training document that `draw`, of `num_drawn(length)`, decides."""
+        """Returns the training document that the `num_drawn(length)` random numbers in `draw` determine."""
         is_full = draw[1] < 0.5
         most = min(NUM_KEYS, max(1, length // (2 * self.longest_pair)))
         keys = int((1 + most) ** (draw[0] if is_full else draw[0] ** 0.5))
@@ -115,10 +115,10 @@ class Parts:
 
 
 class RecallSequences(Sequences):
-    """Training sequences without end. The documents of one are all of `longest` tokens, or of half, a quarter and so on
-    of it down to SHORTEST. Training begins with the shortest: to find one of few keys is learned first, and what it
-    takes is the same among many. Once all lengths take part, the longest are the likeliest: of nine, 30 % of the
-    sequences have the longest and 0.1 % the shortest. Until then, and in validation, all are equally likely."""
+    """Endless training sequences. All documents of a sequence have `longest` tokens, or a half, a quarter and so on of
+    it, down to SHORTEST. Training starts with the shortest documents: models first learn to find one of few keys, and
+    the skill transfers to many. Once all lengths are in use, the longest are the most likely: of nine lengths, 30 % of
+    the sequences have the longest and 0.1 % the shortest. Until then, and in validation, all are equally likely."""
 
     name = "recall"
 
@@ -144,8 +144,8 @@ class RecallSequences(Sequences):
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens`, a separator in front, end with questions and their answers. The answer with the key at `depths[a]` is
-    the tokens from `spans[a][0]` to before `spans[a][1]`. Before the questions stand `places` pairs and sentences."""
+    """`tokens` start with a separator and end with questions and their answers. The answer for the key at `depths[a]`
+    is tokens[spans[a][0] : spans[a][1]]. `places` pairs and sentences precede the questions."""
 
     tokens: TokenArray
     depths: Sequence[int]
@@ -154,25 +154,25 @@ class Prompt:
 
 
 class Prompts:
-    """Prompts of as many tokens as fit into `length`. A depth is one of `num_depths` equal parts of what stands before
-    the questions. One key stands in filler, or with `several` as many as take half of the prompt or as there are."""
+    """Prompts of as many tokens as fit into `length`. A depth is one of `num_depths` equal parts of the text before the
+    questions. A prompt has one key in filler, or with `several` as many keys as fill half of it, at most NUM_KEYS."""
 
     def __init__(self, tokenizer: Tokenizer, length: int, num_depths: int, *, several: bool):
         self.tokenizer, self.length, self.num_depths, self.several = tokenizer, length, num_depths, several
         self._parts = Parts(tokenizer)
 
     def questions(self, samples: int) -> list[list[int]]:
-        """The depths that each prompt asks for, so that every depth is asked for `samples` times."""
+        """Returns the depths that each prompt asks for. Every depth is asked for `samples` times."""
         depths = list(range(self.num_depths))
         return [depths] * samples if self.several else [[depth] for _ in range(samples) for depth in depths]
 
     def has_room(self) -> bool:
         """Whether there are two places for every depth, so that prompts with longer filler fit too. Raises ConfigError
-        where not even one prompt fits."""
+        if no prompt fits."""
         return self.make(self.questions(1)[0], 0).places >= 2 * self.num_depths
 
     def make(self, depths: Sequence[int], number: int) -> Prompt:
-        """A question for a key at each of these depths, which are one where the prompt has one key."""
+        """Creates a prompt with a question for a key at each of these depths, one depth unless `several`."""
         parts, purpose = self._parts, PROMPTS | self.length << 2 | self.several << 1
         draw = _uniform(2 * len(depths) + 2 * NUM_KEYS + self.length, number, purpose)
         inside, order, words, values, rest = np.split(draw, np.cumsum([len(depths), len(depths), NUM_KEYS, NUM_KEYS]))

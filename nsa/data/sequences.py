@@ -1,15 +1,15 @@
-"""Training sequences by their number in the run: each a pure function of (seed, number).
+"""Training sequences by their number in the run. Each is a pure function of (seed, number).
 
-`Concat` reads an endless stream: each epoch holds every document of a corpus once, in an order drawn from (seed,
-epoch). It is cut into sequences of S inputs and, one further, S targets, which come in an order drawn from (seed,
-epoch) too, so that a batch mixes documents. What is left at an epoch's end, fewer than S tokens, is read in another
-epoch's order or not at all. A separator stands before every document, so the last target of a document is "it ends
-here" and every target counts.
+`Concat` reads an endless stream: each epoch contains every document of a corpus once, shuffled by (seed, epoch). The
+stream is cut into sequences of S inputs and S targets, shifted by one token. They are shuffled by (seed, epoch) too, so
+that a batch mixes documents. The remainder of an epoch, fewer than S tokens, is read in the order of another epoch or
+not at all. A separator precedes every document, so the last target of a document is the separator and every target
+counts.
 
-`BestFit` keeps documents whole where they fit: each goes into the fullest sequence that has room, longer ones are cut
-at S tokens, and what stays free is padding that no loss sees.
+`BestFit` keeps documents whole if they fit: each goes into the fullest sequence that has room, longer ones are cut at S
+tokens, and the rest of a sequence is padding that the loss ignores.
 
-`Mixture` gives every number to one of several sources, in exactly the shares of their weights.
+`Mixture` assigns every number to one of several sources, exactly in proportion to their weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,24 +23,24 @@ from nsa.data.corpus import Corpus
 from nsa.data.tokenizers import TokenArray
 
 Borders = NDArray[np.int64]
-IGNORED = -100  # a target that does not count: the default of cross-entropy
-_SEQUENCE_KEYS = 1 << 63  # sets the keys of sequence orders apart from those of document orders
+IGNORED = -100  # a target that the loss ignores: the default of cross-entropy
+_SEQUENCE_KEYS = 1 << 63  # separates the random keys of sequence orders from those of document orders
 _MIXTURE_KEYS = 1 << 62
-_PERIOD = 1000  # sequences after which a mixture has given every source exactly its share
+_PERIOD = 1000  # sequences after which every source of a mixture has exactly its share
 
 
 def random_bits(count: int, *key: int) -> NDArray[np.uint64]:
-    """Uniform 64-bit numbers that depend on the key alone, on every machine and version."""
+    """Returns uniform 64-bit numbers that depend on the key alone, on every machine and version."""
     return np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(count)
 
 
 def random_order(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation that depends on the key alone."""
+    """Returns a permutation that depends on the key alone."""
     return np.argsort(random_bits(count, *key), kind="stable")
 
 
 def make_phrases(seed: int, count: int) -> list[bytes]:
-    """Sentences of synthetic words, each with a full stop and a space behind it."""
+    """Returns sentences of synthetic words, each followed by a full stop and a space."""
     syllables = ["ka", "lo", "mi", "ne", "ru", "sa", "te", "vo", "zi", "pa", "du", "he"]
     bits = random_bits(count * 24, seed, 0).astype(np.int64) & 0x7FFF_FFFF
     phrases = []
@@ -55,7 +55,7 @@ def make_phrases(seed: int, count: int) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: inputs and targets [S], and where in it documents begin, the first place always among them."""
+    """One sequence: inputs and targets [S], and the positions where documents start, always including 0."""
 
     inputs: NDArray[np.integer]
     targets: NDArray[np.integer]
@@ -63,42 +63,42 @@ class Row:
 
 
 class Sequences:
-    """What kinds of sequences share. By default every target counts, and nothing takes long to read."""
+    """Base class of all kinds of sequences. By default every target counts and `prefetch` does nothing."""
 
     seq_len: int
-    name: str  # of the source
+    name: str  # name of the source
 
     @property
     def count(self) -> int | None:
-        """Sequences in one epoch; None where they never end."""
+        """Number of sequences in one epoch; None if they are endless."""
         return None
 
     def row(self, number: int) -> Row:
         raise NotImplementedError
 
     def num_targets(self, numbers: range) -> int:
-        """Targets that count in these sequences."""
+        """Returns the number of targets that count in these sequences."""
         return len(numbers) * self.seq_len
 
     def prefetch(self, numbers: Iterable[int]) -> None:
-        """These are read next: whatever takes long may start."""
+        """Announces the sequences that are read next, so that slow reads can start."""
 
     def shares(self, number: int) -> dict[str, int]:
-        """Of the first `number` sequences, how many each source gave."""
+        """Returns how many of the first `number` sequences come from each source."""
         return {self.name: number}
 
     def _row_of(self, tokens: TokenArray, borders: Borders) -> Row:
-        """S + 1 tokens, and where in them documents begin."""
+        """Builds a row from S + 1 tokens and the positions where documents start."""
         inside = borders[(borders > 0) & (borders < self.seq_len)]
         return Row(tokens[:-1], tokens[1:], np.concatenate([[0], inside]))
 
 
 class SyntheticSequences(Sequences):
-    """Documents generated on the fly, one per sequence: phrases of synthetic words, drawn unevenly, so that a model has
-    much to learn.
+    """Documents generated on the fly, one per sequence: phrases of synthetic words with unequal probabilities, which a
+    model can learn.
 
-    Of twenty consecutive documents one is for validation, so the two sides share the phrases and never a document.
-    Tokens are bytes, which every vocabulary has room for.
+    One of twenty consecutive documents is for validation, so the splits share phrases but no document. Tokens are
+    bytes, which are valid ids in every vocabulary.
     """
 
     PHRASES = 512
@@ -124,7 +124,7 @@ class SyntheticSequences(Sequences):
 
 
 class Concat(Sequences):
-    """`length` tokens are an epoch; position x of the stream lies in epoch x // length."""
+    """An epoch has `length` tokens; position x of the stream is in epoch x // length."""
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int, name: str = ""):
         self.corpus, self.seq_len, self.seed, self.name = corpus, seq_len, seed, name
@@ -140,12 +140,12 @@ class Concat(Sequences):
         return self._row_of(*self.read(self.first_token(number), self.seq_len + 1))
 
     def first_token(self, number: int) -> int:
-        """Where in the stream a sequence starts."""
+        """Returns the position in the stream where a sequence starts."""
         epoch, place = divmod(number, self.count)
         return epoch * self.length + int(self._sequences_of(epoch)[place]) * self.seq_len
 
     def read(self, start: int, count: int) -> tuple[TokenArray, Borders]:
-        """Those tokens of the stream, and the places among them where a document begins."""
+        """Returns `count` tokens of the stream from `start` on, and the positions among them where documents start."""
         tokens = np.empty(count, dtype=self.corpus.dtype)
         borders: list[int] = []
         filled = 0
@@ -167,7 +167,7 @@ class Concat(Sequences):
         return tokens, np.array(borders, dtype=np.int64)
 
     def _order_documents(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents in the epoch's order, and where each starts in the epoch."""
+        """Returns the documents in the order of the epoch, and where each starts in the epoch."""
         order = random_order(self.corpus.num_documents, self.seed, epoch)
         return order, np.concatenate([[0], np.cumsum(self.corpus.lengths[order])])
 
@@ -184,7 +184,7 @@ class BestFit(Sequences):
 
     @property
     def waste(self) -> float:
-        """The share of places that hold padding."""
+        """The share of positions that contain padding."""
         return 1.0 - self.corpus.num_tokens / (self.count * self.seq_len)
 
     def row(self, number: int) -> Row:
@@ -194,7 +194,7 @@ class BestFit(Sequences):
         for document, offset, length in self._pieces(number).tolist():
             starts.append(filled)
             end = filled + length
-            # With the token behind the piece, if the document goes on there; else that is a separator.
+            # Reads the token after the piece too, if the document continues; otherwise that token is a separator.
             rest = int(self.corpus.lengths[document]) - offset
             self.corpus.read(document, offset, tokens[filled : min(filled + rest, end + 1)])
             targets[filled:end] = tokens[filled + 1 : end + 1]
@@ -207,16 +207,16 @@ class BestFit(Sequences):
         return sum(int(self._pieces(number)[:, 2].sum()) for number in numbers)
 
     def _pieces(self, number: int) -> NDArray[np.int64]:
-        """Of what a sequence consists [pieces, 3]: a document, the offset in it, and how many tokens from there on."""
+        """Returns the pieces of a sequence [pieces, 3]: a document, the offset in it, and the number of tokens."""
         epoch, place = divmod(number, self.count)
         first, pieces = self._plan(epoch)
         return pieces[first[place] : first[place + 1]]
 
     def _make_plan(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The pieces of all sequences, behind the numbers of those with which each sequence begins, and of the end."""
+        """Returns the number of the first piece of each sequence, with the total at the end, and all pieces."""
         order = random_order(self.corpus.num_documents, self.seed, epoch)
         lengths = self.corpus.lengths[order]
-        # Whole sequences of long documents first, then the rest of every document.
+        # Full sequences of long documents first, then the remainder of every document.
         whole = lengths // self.seq_len
         document = np.repeat(order, whole)
         nth = np.arange(len(document)) - np.repeat(np.cumsum(whole) - whole, whole)
@@ -240,10 +240,10 @@ class BestFit(Sequences):
 
 
 def fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], int]:
-    """Best fit, longest first: a bin for every item, none over `room`, and how many bins there are.
+    """Best-fit decreasing bin packing: returns the bin of every item, with bins of size `room`, and the number of bins.
 
-    `free` has a bit for every amount of room that some bin still has, so the fullest bin with enough of it is
-    one shift away.
+    `free` has a bit for every amount of room that some bin still has, so that one shift finds the fullest bin with
+    enough room.
     """
     bins: list[list[int]] = [[] for _ in range(room + 1)]
     free = 0
@@ -280,7 +280,7 @@ class Mixture(Sequences):
         return None if None in counts else sum(c for c in counts if c is not None)
 
     def place(self, number: int) -> tuple[int, int]:
-        """The source of a sequence, and its number within that source."""
+        """Returns the source of a sequence, and its number within that source."""
         period, slot = divmod(number, _PERIOD)
         source, nth = self._period(period)
         which = int(source[slot])
@@ -321,7 +321,7 @@ class Mixture(Sequences):
 
 
 def _exact_shares(weights: Sequence[float], period: int) -> list[int]:
-    """Whole numbers that add up to `period`, as close to the weights as possible, none of them 0."""
+    """Returns positive integers that add up to `period`, as close to the weights as possible."""
     exact = np.array(weights) / sum(weights) * period
     shares = np.maximum(1, np.floor(exact)).astype(np.int64)
     while shares.sum() != period:

@@ -1,4 +1,4 @@
-"""What a corpus looks like: counts, how long documents are, and the beginnings of a few."""
+"""Statistics of a corpus: counts, document lengths, and the beginnings of some documents."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ SAMPLE_TOKENS = 200
 
 @dataclass(frozen=True)
 class Statistics:
-    """`lengths` has the tokens of every document."""
+    """`lengths` has the number of tokens of every document."""
 
     about: str
     lengths: Counts
@@ -30,13 +30,13 @@ class Statistics:
     samples: list[str] = field(default_factory=list)
 
     def histogram(self) -> list[tuple[str, int]]:
-        """Documents by tokens, in ranges that double."""
+        """Counts documents by their number of tokens, in ranges that double."""
         counts = np.bincount(np.log2(self.lengths).astype(np.int64)).tolist()
         return [(f"{1 << n:,} to {(2 << n) - 1:,}", count) for n, count in enumerate(counts) if count]
 
 
 def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
-    """Of every document in prepared shards. Samples need the tokenizer that they were made with."""
+    """Computes the statistics of all documents in prepared shards. Samples need the tokenizer of the shards."""
     manifest = read_manifest(folder)
     made_with = manifest.tokenizer
     lengths = np.concatenate([read_documents(folder, entry)[0] for entry in manifest.shards])
@@ -52,13 +52,13 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
 
         texts = _samples(lengths, beginning_of, tokenizer, samples)
     else:
-        texts = [f"(set data.tokenizer to {made_with.name!r}, which made these shards, to see text)"] if samples else []
+        texts = [f"(to see text, set data.tokenizer to {made_with.name!r}, as for these shards)"] if samples else []
     about = f"{folder} ({made_with.name}, from {manifest.source})"
     return Statistics(about, lengths, manifest.text_bytes, manifest.skipped, texts)
 
 
 def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
-    """Of the first `limit` documents of a source as it is."""
+    """Computes the statistics of the first `limit` documents of a source."""
     if data.mixture:
         raise DataError("data.mixture: look at one source at a time")
     source, tokenizer = open_source(data, data.timeout_s), tokenizer_for(data)
@@ -70,7 +70,7 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
         text_bytes += part.text_bytes
         for tokens in np.split(part.pieces[0], np.cumsum(part.lengths)[:-1]):
             lengths.append(len(tokens))
-            beginnings.append(tokens[:SAMPLE_TOKENS].copy())  # the part itself is not kept
+            beginnings.append(tokens[:SAMPLE_TOKENS].copy())  # a copy, so that the part is freed
     about = f"{source.name}: {len({u.path for u in units}):,} files"
     if next(documents, None) is not None:
         about += f", the first {limit:,} documents"
@@ -80,13 +80,13 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
 
 
 def _samples(lengths: Counts, beginning_of: Callable[[int], TokenArray], tokenizer: Tokenizer, count: int) -> list[str]:
-    """The beginnings of a few documents, the same ones every time."""
+    """Returns the beginnings of `count` documents, the same documents in every call."""
     chosen = sorted(random_order(len(lengths), 0, 0)[:count].tolist())
     return [tokenizer.decode(beginning_of(i).tolist()) + (" ..." if lengths[i] > SAMPLE_TOKENS else "") for i in chosen]
 
 
 def _tokenizer_of(data: DataConfig, name: str, fingerprint: str) -> Tokenizer | None:
-    """The tokenizer with that fingerprint: the configured one, or the one of that name, if it is available."""
+    """Returns the tokenizer with this fingerprint: the configured one, or the one called `name`; None if neither is."""
     for candidate in (data, data.model_copy(update={"tokenizer": name})):
         try:
             tokenizer = tokenizer_for(candidate)

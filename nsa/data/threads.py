@@ -1,5 +1,5 @@
-"""Daemon threads that read data, and how far they are. A thread that waits for a server must not delay the end of the
-process."""
+"""Daemon threads that read data, and their progress. A thread that waits for a server must not delay the end of the
+process, so threads are daemons."""
 
 import queue
 import threading
@@ -18,7 +18,7 @@ U = TypeVar("U")
 
 @dataclass
 class Progress:
-    """How far a long operation is: `done` of `total`, which is None while files are being listed."""
+    """Progress of a long operation: `done` of `total`, which is None while files are being listed."""
 
     what: str  # "row groups tokenised"
     done: int = 0
@@ -33,7 +33,7 @@ class Progress:
 
 
 class DaemonPool:
-    """`submit` as in concurrent.futures, whose own pools are joined when the interpreter ends."""
+    """A thread pool with daemon threads. The pools of concurrent.futures are joined when the interpreter ends."""
 
     def __init__(self, threads: int, name: str):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -47,7 +47,7 @@ class DaemonPool:
         return future
 
     def close(self) -> None:
-        """Cancels what is queued. The threads end when their current job is done."""
+        """Cancels all queued jobs. The threads end when their current job is done."""
         with suppress(queue.Empty):
             while True:
                 if (job := self._jobs.get_nowait()) is not None:
@@ -58,13 +58,13 @@ class DaemonPool:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             _run(*job)
-            del job  # results can be large, and the next job may be long in coming
+            del job  # frees the result, which can be large, before waiting for the next job
 
 
 def in_threads(
     function: Callable[[U], T], items: Sequence[U], threads: int, progress: Progress | None = None
 ) -> Generator[T, None, None]:
-    """What the function makes of every item, in order. Threads, one at least, are a few items ahead."""
+    """Yields the result of the function for every item, in order. At least one thread works a few items ahead."""
     threads, progress = max(1, threads), progress or Progress("items")
     pool = DaemonPool(threads, "data-open")
     progress.done, progress.total = 0, len(items)
@@ -81,7 +81,7 @@ def in_threads(
 
 
 def run_in_thread(function: Callable[[], T], name: str) -> "Future[T]":
-    """The result of a function that a thread of its own runs."""
+    """Runs a function in a new thread and returns its future."""
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
     return future
@@ -92,5 +92,5 @@ def _run(future: "Future[T]", function: Callable[[], T]) -> None:
         return
     try:
         future.set_result(function())
-    except BaseException as error:  # belongs to whoever asks for the result
+    except BaseException as error:  # the caller of result() gets it
         future.set_exception(error)

@@ -1,13 +1,13 @@
-"""Token shards: documents tokenised once. Their files are not trusted to stay as they were: see `ShardTokens`.
+"""Token shards: documents tokenised once. Their files may change at any time: see `ShardTokens`.
 
-FOLDER/tokenizer.json        of a tokenizer that is a file: the file, so that the folder needs nothing outside it
-FOLDER/manifest.json         format, tokenizer, totals, and of every shard its counts, sizes and SHA-256; written last
-FOLDER/shard-00000.tokens    tokens back to back, little-endian, each document behind a separator
-FOLDER/shard-00000.docs      two rows of 64-bit numbers: how many tokens each document has, and what its text hashes to
-FOLDER/shard-00000.json      entries of the manifest, of this shard and of those written with it; until all are done
+FOLDER/tokenizer.json        a copy of the tokenizer, if it is a file, so that the folder is self-contained
+FOLDER/manifest.json         format, tokenizer, totals, and counts, sizes and SHA-256 of every shard; written last
+FOLDER/shard-00000.tokens    concatenated tokens, little-endian, each document after a separator
+FOLDER/shard-00000.docs      two rows of 64-bit numbers: the token count of each document, and the hash of its text
+FOLDER/shard-00000.json      manifest entries of this shard and of those written with it; removed at the end
 
-A folder without a manifest is not finished. The hash decides a document's side of the split, so any
-data.validation_fraction works with the same shards.
+A folder without a manifest is not finished. The hash decides the split of a document, so the same shards work with any
+data.validation_fraction.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ from nsa.files import replace_file
 MANIFEST = "manifest.json"
 FORMAT = "nsa-shards"
 VERSION = 1
-OTHER_FILES = 64  # that a process has open beside shards
+OTHER_FILES = 64  # files other than shards that a process may have open
 AGAIN = "prepare the data again"
 
 
 class ShardEntry(BaseModel):
-    """What one shard holds. `plan` names the preparation it belongs to."""
+    """The manifest entry of one shard. `plan` names the preparation that wrote it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -90,7 +90,7 @@ def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"
 def write_shard(
     folder: Path, number: int, plan: str, parts: Iterable[Tokenised[TokenArray]], tokenizer: Tokenizer
 ) -> ShardEntry:
-    """Writes the files of a shard, each whole or not at all; its entry, which `write_entries` may then write."""
+    """Writes the files of a shard, each atomically. Returns the manifest entry, for `write_entries`."""
     dtype = tokenizer.dtype.newbyteorder("<")
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
@@ -133,18 +133,18 @@ def write_entries(folder: Path, entries: Sequence[ShardEntry]) -> None:
 
 
 def read_entries(folder: Path) -> list[list[ShardEntry]]:
-    """What `write_entries` wrote in an unfinished preparation. A file that is damaged is left out, so that its shards
-    are written again."""
+    """Reads the entries that `write_entries` wrote in an unfinished preparation. Omits damaged files, so that their
+    shards are written again."""
     found = []
     for path in folder.glob("shard-*.json"):
         with suppress(OSError, ValueError, RecursionError):
             content = json.loads(path.read_bytes())
-            found.append(_ENTRIES.validate_python(content if isinstance(content, list) else [content]))  # older: one
+            found.append(_ENTRIES.validate_python(content if isinstance(content, list) else [content]))  # older form
     return found
 
 
 def has_sizes(folder: Path, entry: ShardEntry, itemsize: int) -> bool:
-    """Whether the files of a shard are there, as long as its entry says."""
+    """Whether the files of a shard exist and have the sizes in its entry."""
     paths = [shard_path(folder, entry.number, kind) for kind in ("tokens", "docs")]
     sizes = [path.stat().st_size if path.exists() else None for path in paths]
     return sizes == [entry.tokens * itemsize, entry.documents * 16]
@@ -170,7 +170,7 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
-            f"data.paths: {folder} holds no finished shards (no {MANIFEST}); "
+            f"data.paths: {folder} contains no finished shards (no {MANIFEST}); "
             f"`nsa data prepare {folder} ...` writes them, and resumes where it was stopped"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
@@ -190,9 +190,8 @@ def read_manifest(folder: Path) -> Manifest:
 class ShardTokens:
     """The tokens of one shard, read from its file.
 
-    A file that has become shorter raises an error here, where one that is mapped would end the process by SIGBUS. Every
-    id is compared with the vocabulary. A file that was touched after `check` is checked again before its tokens are
-    used.
+    A file that was truncated raises an error; a memory-mapped file would end the process with SIGBUS. Every id is
+    compared with the vocabulary. A file that changed after `check` is checked again before its tokens are used.
     """
 
     def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[np.unsignedinteger], vocab_size: int):
@@ -211,7 +210,7 @@ class ShardTokens:
 
     def read(self, place: int, out: TokenArray) -> None:
         """Fills `out` with the tokens from `place` on."""
-        into: list[Any] = [out]  # an array is a buffer, which numpy's types do not say before Python 3.12
+        into: list[Any] = [out]  # numpy declares arrays as buffers only from Python 3.12 on
         offset = place * self.dtype.itemsize
         try:
             while os.preadv(self._descriptor, into, offset) != out.nbytes or self._state() != self._stamp:
@@ -219,10 +218,10 @@ class ShardTokens:
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
         if np.maximum.reduce(out) >= self._vocab_size:
-            raise DataError(f"{self.path}: holds token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
+            raise DataError(f"{self.path}: contains token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
 
     def check(self) -> None:
-        """Compares the content with the manifest."""
+        """Compares size and SHA-256 of the file with the manifest. Raises DataError."""
         with self._lock:
             stamp = self._state()
             _check_size(self.path, self._length * self.dtype.itemsize, stamp[0])
@@ -231,15 +230,15 @@ class ShardTokens:
             self._stamp = stamp
 
     def _state(self) -> tuple[int, int, int]:
-        """Differs after every write to the file."""
+        """Returns a value that changes with every write to the file."""
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
-    """Opens every shard: the documents of all, and their fingerprint. Sizes and counts are checked; the caller may
-    `check` the tokens, `verify` checks all. Every shard needs a descriptor: the process may then open as many files as
-    the system allows it."""
+    """Opens all shards. Returns their documents and fingerprint. Checks sizes and counts; the caller may `check` the
+    tokens, and `verify` checks everything. Every shard needs a file descriptor, so this raises the limit of the process
+    as far as the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -248,7 +247,7 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
     keys: list[Keys] = []
     digest = hashlib.sha256()
     for given in folders:
-        folder = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
+        folder = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
         manifest = read_manifest(folder)
         made_with = manifest.tokenizer
         if made_with.fingerprint != tokenizer.fingerprint:
@@ -297,7 +296,7 @@ def _check_size(path: Path, wanted: int, found: int) -> None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads every byte of a prepared folder; its manifest, or a DataError that names the first damaged file."""
+    """Reads every byte of a prepared folder. Returns the manifest, or raises DataError for the first damaged file."""
     manifest = read_manifest(folder)
     made_with = manifest.tokenizer
     for entry in manifest.shards:
@@ -308,7 +307,7 @@ def verify(folder: Path) -> Manifest:
             continue
         tokens = np.memmap(shard.path, shard.dtype, "r")
         if tokens.max() >= made_with.vocab_size:
-            raise DataError(f"{shard.path}: holds a token beyond the vocabulary; {AGAIN}")
+            raise DataError(f"{shard.path}: contains a token that is not in the vocabulary; {AGAIN}")
         if (tokens[np.cumsum(lengths) - lengths] != made_with.separator).any():
             raise DataError(f"{shard.path}: a document does not begin with the separator; {AGAIN}")
     return manifest

@@ -1,8 +1,8 @@
-"""Text to token ids and back: bytes, GPT-2's vocabulary, or any tokenizer.json.
+"""Converts text to token ids and back: bytes, GPT-2's vocabulary, or any tokenizer.json.
 
-Every tokenizer gives the same ids on every machine and in every process, can be pickled, and can be called from
-several threads at once. Text never becomes the separator or another special token, whatever it contains. Nothing in a
-file is executed. tiktoken and tokenizers are imported when they are needed, because that takes a while.
+Every tokenizer gives the same ids on every machine and in every process, can be pickled, and is thread-safe. Text is
+never encoded as the separator or another special token. No code in a file is executed. tiktoken and tokenizers are
+imported on demand, because importing them is slow.
 """
 
 import hashlib
@@ -27,39 +27,39 @@ from nsa.errors import ConfigError, DataError, DataUnavailableError, reworded
 
 TokenArray = NDArray[np.unsignedinteger]
 
-GPT2_FILE = "vocab.bpe"  # its merges; ids follow from their order
+GPT2_FILE = "vocab.bpe"  # the merges, whose order defines the ids
 GPT2_URL = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{GPT2_FILE}"
 GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 BUILT_IN = ("bytes", "gpt2")  # any other name is the path of a tokenizer.json
-TOKENIZER_FILE = "tokenizer.json"  # in any folder
-DOWNLOAD_TIMEOUT_S = 60.0  # for one file of about 1 MB
+TOKENIZER_FILE = "tokenizer.json"
+DOWNLOAD_TIMEOUT_S = 60.0  # of one file of about 1 MB
 
 END_OF_TEXT = "<|endoftext|>"
 _SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
-_MAX_ID = 1 << 24  # sixty times the largest vocabulary in use: a table over all ids stays small
-_RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # of a tokenizer.json: what decides text -> ids
+_MAX_ID = 1 << 24  # sixty times the largest vocabulary in use; tables over all ids stay small
+_RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # keys of a tokenizer.json that define encoding
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LAST_BREAKS = (re.compile(r"(?s).* (?=\S)"), re.compile(r"(?s).*\n(?=\S)"))
 
 
 class Tokenizer:
-    """What the rest of the project needs of a tokenizer. Long texts are encoded in pieces."""
+    """Base class of all tokenizers. Encodes long texts in pieces."""
 
     name: str  # as configured: bytes, gpt2, or the path
-    fingerprint: str  # sha256 of what decides text -> ids, and of the separator; the same wherever the files lie
+    fingerprint: str  # sha256 of the encoding rules and the separator; independent of file paths
     vocab_size: int
-    separator: int  # stands before every document
-    ends: tuple[int, ...]  # what ends a generated text: data.end_tokens, and the separator
-    dtype: np.dtype[np.unsignedinteger]  # the smallest one that holds every id
-    byte_lengths: NDArray[np.int64]  # UTF-8 bytes that each id stands for; 0 for the separator and special tokens
+    separator: int  # precedes every document
+    ends: tuple[int, ...]  # ids that end generation: data.end_tokens, and the separator
+    dtype: np.dtype[np.unsignedinteger]  # the smallest dtype that can represent every id
+    byte_lengths: NDArray[np.int64]  # UTF-8 bytes of the text of each id; 0 for the separator and special tokens
     longest_piece: int
 
     def encode(self, text: str) -> TokenArray:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Of each text. Works on the calling thread alone, mostly without the interpreter's lock."""
+        """Encodes each text. Uses only the calling thread, mostly without the interpreter lock."""
         cut = [pieces(valid_text(text), self.longest_piece) for text in texts]
         encoded = self._encode_pieces([piece for parts in cut for piece in parts])
         return [np.concatenate(list(itertools.islice(encoded, len(parts)))) for parts in cut]
@@ -68,7 +68,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: list[int]) -> str:
-        """Leaves separators and special tokens out; bytes that are no UTF-8 become U+FFFD."""
+        """Omits separators and special tokens; bytes that are not valid UTF-8 become U+FFFD."""
         raise NotImplementedError
 
     def encodes_like(self, other: "Tokenizer") -> bool:
@@ -103,16 +103,16 @@ def tokenizer_for(data: DataConfig) -> Tokenizer:
 def load_tokenizer(
     name: str, path: str | None = None, separator: str | None = None, end_tokens: Sequence[str] = ()
 ) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`, with `data.tokenizer_path`, `data.separator` and `data.end_tokens`.
+    """Loads the tokenizer of `data.tokenizer`, `data.tokenizer_path`, `data.separator` and `data.end_tokens`.
 
-    `path` is the folder of GPT-2's file, which is downloaded when it is unset. `separator` and `end_tokens` are
-    tokens of a tokenizer.json; bytes and gpt2 have their own separator, which alone ends a text.
+    `path` is the folder of GPT-2's file, which is downloaded if `path` is None. `separator` and `end_tokens` are tokens
+    of a tokenizer.json; bytes and gpt2 have a fixed separator, which alone ends generation.
     """
     if path is not None and name != "gpt2":
         raise ConfigError(f"data.tokenizer_path: belongs to data.tokenizer=gpt2, not to {name!r}; leave it unset")
     for key, given in (("separator", separator), ("end_tokens", end_tokens)):
         if given and name in BUILT_IN:
-            raise ConfigError(f"data.{key}: {name} has its own separator; leave it unset")
+            raise ConfigError(f"data.{key}: {name} has a fixed separator; leave it unset")
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
@@ -125,7 +125,7 @@ def load_tokenizer(
 
 
 def valid_text(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 cannot hold, replaced by U+FFFD."""
+    """Replaces lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -136,12 +136,12 @@ def valid_text(text: str) -> str:
 
 
 def pieces(text: str, limit: int) -> list[str]:
-    """The text in pieces of at most `limit` characters, which depend on the text alone.
+    """Splits the text into pieces of at most `limit` characters, which depend on the text alone.
 
-    A cut is before the last space that has a word right behind it: there the patterns of GPT-2, GPT-4 and Llama 3
-    begin a new match anyway, so the tokens stay the same. Text without spaces is cut before a line break, and text
-    without either in the middle, where a token may be cut in two. Tokenizers that put a space before every text do
-    so before a piece too.
+    A piece ends before the last space that a word follows: the patterns of GPT-2, GPT-4 and Llama 3 begin a new match
+    there anyway, so the tokens stay the same. Text without spaces is split before a line break, and text without either
+    at the limit, where a token may be split in two. Tokenizers that add a space before every text also add one before
+    every piece.
     """
     found, start = [], 0
     while len(text) - start > limit:
@@ -159,10 +159,10 @@ def _cut(text: str, start: int, end: int) -> int:
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-level BPE. `ranks` maps the bytes of each token to its id; the separator is the id after them."""
+    """GPT-2's byte-level BPE. `ranks` maps the bytes of each token to its id; the separator is the next id."""
 
     name = "gpt2"
-    # tiktoken fails with a stack overflow at a million spaces in a row, and takes longer than linear on long words.
+    # tiktoken overflows the stack at a million consecutive spaces, and is slower than linear on long words.
     longest_piece = 1 << 15
 
     def __init__(self, ranks: dict[bytes, int]) -> None:
@@ -176,7 +176,7 @@ class GPT2Tokenizer(Tokenizer):
         self.dtype = np.min_scalar_type(self.separator)
         tokens = sorted(ranks, key=ranks.__getitem__)
         self.byte_lengths = np.array([*map(len, tokens), 0], dtype=np.int64)
-        # The pattern is not part of it: tiktoken rewrites it for speed, with the same matches.
+        # The fingerprint leaves out the pattern: tiktoken rewrites it for speed, with the same matches.
         digest = hashlib.sha256(f"gpt2, pieces of {self.longest_piece}, separator {self.separator}".encode())
         for token in tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
@@ -186,8 +186,8 @@ class GPT2Tokenizer(Tokenizer):
         )
 
     def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
-        # A call per piece, since tiktoken's batches are calls from threads of its own. Arrays instead of lists:
-        # a list of Python integers is made under the interpreter's lock, which other threads wait for.
+        # One call per piece, since tiktoken's batch call starts threads. Arrays instead of lists: creating a list of
+        # Python integers needs the interpreter lock, which other threads wait for.
         for text in texts:
             yield self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
 
@@ -196,16 +196,16 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, given as its text. Truncation, padding and dropout that it may ask for are switched off."""
+    """A tokenizer.json, given as its text. Ignores truncation, padding and dropout in the file."""
 
-    # The library is linear in the length; the limit bounds its memory, of about 100 bytes per token.
+    # The library is linear in the length; the limit bounds its memory of about 100 bytes per token.
     longest_piece = 1 << 18
 
     def __init__(self, name: str, text: str, separator: str | None = None, end_tokens: Sequence[str] = ()) -> None:
         import tokenizers
 
-        # Its own pool has as many threads as the machine has cores, in every process of a run. Callers bring their
-        # threads themselves, so the pool stays off unless the user asks for it.
+        # The library's pool has as many threads as the machine has cores, in every process of a run. Callers already
+        # use threads, so the pool stays off unless the user enables it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.name, self.text = name, text
         spec = _parse(name, text)
@@ -229,20 +229,20 @@ class JsonTokenizer(Tokenizer):
         self._learn_tokens(spec, vocabulary)
 
     def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, str, str, list[str]]]:
-        # The library's own pickle forgets encode_special_tokens.
+        # The library's own pickle loses encode_special_tokens.
         return type(self), (self.name, self.text, self.separator_token, self.end_tokens)
 
     def encodes_like(self, other: Tokenizer) -> bool:
-        """Also where the files differ: versions of the library and transformers write the same in several ways."""
+        """Compares the encoding rules, since library versions and transformers write the same rules differently."""
         return isinstance(other, JsonTokenizer) and self._rules() == other._rules()
 
     def to_str(self) -> str:
-        """The tokenizer.json that the library serializes, without truncation, padding, dropout and post-processing."""
+        """Returns the library's tokenizer.json, without truncation, padding, dropout and post-processing."""
         return self._tokenizer.to_str()
 
     def _rules(self) -> list[Any]:
-        """What decides text -> ids, as the library serializes it. Text never becomes a special token, so how one would
-        be found in it does not count, nor whether the separator is listed."""
+        """Returns the encoding rules as the library serializes them. Text is never encoded as a special token, so the
+        flags that say how to find special tokens in text do not count, nor whether the separator is listed."""
         spec = json.loads(self.to_str())
         listed = {token["id"]: token for token in spec["added_tokens"]}
         listed.setdefault(self.separator, {"id": self.separator, "content": self.separator_token, "special": True})
@@ -251,8 +251,8 @@ class JsonTokenizer(Tokenizer):
         return [self.separator, *(spec[key] for key in _RULES)]
 
     def _learn_tokens(self, spec: dict[str, Any], vocabulary: dict[str, int]) -> None:
-        """Sets the length of every token, and the ordinary tokens for text that would be a special token."""
-        # Only what the library read is sure to have the right type: it ignores keys that its model does not have.
+        """Sets the length of every token, and the ordinary tokens that replace each special token found in text."""
+        # Uses values from the library where it has them: it ignores, and does not check, keys that its model lacks.
         model = self._tokenizer.model
         has_id = type(model).__name__ == "Unigram"
         unknown = spec["model"].get("unk_id") if has_id else vocabulary.get(model.unk_token)
@@ -272,13 +272,13 @@ class JsonTokenizer(Tokenizer):
     def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
         for group in groups(texts, len, self.longest_piece):
             with library_errors(f"{self.name}: cannot encode a text"):
-                # Unlike `encode`, this one lets other threads run, and works out no offsets.
+                # Unlike `encode`, this releases the interpreter lock and computes no offsets.
                 batch = self._tokenizer.encode_batch_fast(group, add_special_tokens=False)
             for encoding in batch:
                 yield self._ordinary(np.array(encoding.ids, dtype=self.dtype))
 
     def _ordinary(self, ids: TokenArray) -> TokenArray:
-        """Replaces special tokens, which some models (Unigram, WordLevel) find in text, by tokens of their letters."""
+        """Replaces special tokens, which some models (Unigram, WordLevel) find in text, by ordinary tokens."""
         if not self._is_special[ids].any():
             return ids
         return np.array([j for i in ids.tolist() for j in self._letters.get(i, (i,))], dtype=self.dtype)
@@ -290,8 +290,8 @@ class JsonTokenizer(Tokenizer):
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Raises a `DataError` in place of whatever the library raises. At some broken files it panics, and a panic is not
-    an Exception."""
+    """Raises `DataError` in place of any error of the library. Some broken files make the library panic, and a panic is
+    not an Exception."""
     try:
         yield
     except BaseException as error:
@@ -301,7 +301,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:
-    """The file as a dictionary, without what would shorten, lengthen or randomise a text's ids."""
+    """Parses the file without truncation, padding, post-processing and dropout."""
     with reworded(DataError, f"{name}: not a valid tokenizer.json", caught=(ValueError, RecursionError)):
         spec = json.loads(text)
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
@@ -318,13 +318,13 @@ def _choose_separator(name: str, vocabulary: dict[str, int], separator: str | No
     if separator is not None:
         raise ConfigError(f"data.separator: {separator!r} is not a token of {name}")
     raise ConfigError(
-        f"data.separator: {name} has none of {', '.join(_SEPARATORS)}; set data.separator to the token that stands "
-        "before every document"
+        f"data.separator: {name} has none of {', '.join(_SEPARATORS)}; set data.separator to the token that precedes "
+        "every document"
     )
 
 
 def _length_rule(spec: dict[str, Any], model: Any) -> Callable[[str], int]:
-    """How many bytes of text a token of the model stands for, from what the file does to text before."""
+    """Returns a function that computes how many bytes of text a token of the model represents."""
     prefix, suffix = (getattr(model, key, None) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
     before = str([spec.get("normalizer"), spec.get("pre_tokenizer")])
     one_per_character, spaces = "'ByteLevel'" in before, "'▁'" in before
@@ -341,8 +341,8 @@ def _length_rule(spec: dict[str, Any], model: Any) -> Callable[[str], int]:
 
 
 def json_file(name: str) -> Path:
-    """The file of a tokenizer that is not built in. ConfigError: `name` can be none; DataError: it is not there."""
-    with suppress(OSError, RuntimeError):  # no name a file can have: too long, or ~ of nobody
+    """Finds the file of a tokenizer. Raises ConfigError if `name` is not a path, DataError if the file is missing."""
+    with suppress(OSError, RuntimeError):  # not a valid path: too long, or ~ of an unknown user
         file = Path(name).expanduser()
         if file.is_dir():
             file /= TOKENIZER_FILE
@@ -357,23 +357,23 @@ def json_file(name: str) -> Path:
 
 
 def _gpt2_ranks(merges: str) -> dict[bytes, int]:
-    """The id of each token by its bytes: single bytes, then what each merge makes, since tiktoken merges the pair with
-    the lowest id first."""
+    """Returns the id of each token by its bytes: single bytes first, then the result of each merge, since tiktoken
+    merges the pair with the lowest id first."""
     bytes_of = dict(sorted((letter, byte) for byte, letter in enumerate(byte_letters())))
-    lines = merges.split("\n")[1:]  # the first one is a version
+    lines = merges.split("\n")[1:]  # the first line is a version
     tokens = [*bytes_of, *("".join(line.split(" ")) for line in lines if line)]
     return {bytes(bytes_of[character] for character in token): i for i, token in enumerate(tokens)}
 
 
 def byte_letters() -> list[str]:
-    """The character by which byte-level BPE names every byte: itself where it can be seen, else one from 256 on."""
+    """Returns the character that represents each byte in byte-level BPE: itself if printable, else one from 256 on."""
     others = itertools.count(256)
     return [chr(byte) if chr(byte).isprintable() and byte != ord(" ") else chr(next(others)) for byte in range(256)]
 
 
 def _from_folder(folder: str) -> bytes:
     wanted = f"data.tokenizer_path: {folder} must be a folder with {GPT2_FILE}"
-    with reworded(DataError, wanted, caught=(OSError, RuntimeError)):  # the latter at ~ of nobody
+    with reworded(DataError, wanted, caught=(OSError, RuntimeError)):  # RuntimeError: ~ of an unknown user
         return _checked(str(Path(folder, GPT2_FILE)), Path(folder, GPT2_FILE).expanduser().read_bytes())
 
 
@@ -385,9 +385,9 @@ def _checked(where: str, data: bytes) -> bytes:
 
 
 def _download() -> bytes:
-    """From tiktoken's cache, else downloaded into it: folder, names and hash check are tiktoken's.
+    """Reads the file from tiktoken's cache or downloads it there; tiktoken chooses the folder and checks the hash.
 
-    Its download has no timeout, so a thread does it that is abandoned when the time is over.
+    tiktoken's download has no timeout, so it runs in a thread that is abandoned after the timeout.
     """
     from tiktoken.load import read_file_cached
 
@@ -401,13 +401,13 @@ def _download() -> bytes:
         raise _no_download(f"not finished after {DOWNLOAD_TIMEOUT_S:g} s")
     try:
         data: bytes = download.result()
-    except ValueError as error:  # another hash
+    except ValueError as error:  # wrong hash
         raise DataError(f"data.tokenizer: {GPT2_FILE} of gpt2: {error}") from None
     except OSError as error:
-        if error.filename is not None:  # of the disk, not of the network
+        if error.filename is not None:  # an error of the disk, not of the network
             raise DataError(f"cannot use the cache folder {folder}: {error}") from error
         raise _no_download(str(error)) from error
-    return _checked(GPT2_URL, data)  # tiktoken checks nothing where its cache is switched off
+    return _checked(GPT2_URL, data)  # tiktoken does not check the hash if its cache is disabled
 
 
 def _no_download(reason: str) -> DataUnavailableError:

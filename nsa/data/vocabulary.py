@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE vocabulary on documents, as a tokenizer.json that `data.tokenizer` takes."""
+"""Trains a byte-level BPE vocabulary on documents and writes it as a tokenizer.json for `data.tokenizer`."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,9 +9,9 @@ from nsa.files import replace_file
 
 
 def train_bpe(documents: Iterable[str], path: Path, *, vocab_size: int, max_bytes: int) -> tuple[int, int]:
-    """Writes the vocabulary learned from the first `max_bytes` of text; returns its size and the bytes read.
+    """Writes the vocabulary learned from the first `max_bytes` of text. Returns its size and the bytes read.
 
-    The separator is the last id. Any text can be encoded: what was not learned becomes single bytes.
+    The separator is the last id. Any text can be encoded: unknown text becomes single bytes.
     """
     if path.suffix != ".json":
         raise ConfigError(f"{path}: a tokenizer is written as a .json file; name one, for example tokenizer.json")

@@ -1,4 +1,4 @@
-"""Waiting for threads that read data: with reports, a timeout, and an end when the run is asked to stop."""
+"""Waits for threads that read data, with reports and a timeout, and stops waiting when the run is asked to stop."""
 
 import math
 import time
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nsa.data.threads import Progress, run_in_thread
 from nsa.errors import DataUnavailableError
 
-if TYPE_CHECKING:  # needs pyarrow, which takes a while to import
+if TYPE_CHECKING:  # imports pyarrow, which is slow
     from nsa.data.sources.dataset import HubDataset
 
 T = TypeVar("T")
-POLL_S = 0.1  # how soon a request to stop is seen
-GRACE_S = 2.0  # a shorter wait is not interrupted: a step that lacks a moment is worth finishing
+POLL_S = 0.1  # time until a request to stop is noticed
+GRACE_S = 2.0  # a shorter wait is not interrupted: the step can finish
 
 
-class WaitStopped(Exception):  # noqa: N818  (caught by the run, never seen by a user)
+class WaitStopped(Exception):  # noqa: N818  (the run catches it; users never see it)
     """A wait ended because the process was asked to stop."""
 
 
 class Activity:
-    """What the sources of a run are doing, for the thread that waits for them. Filled while they are being opened."""
+    """The progress of all sources of a run, for the thread that waits for them. Sources register when they open."""
 
     def __init__(self) -> None:
         self._progress: list[tuple[str, Progress]] = []
@@ -38,24 +38,24 @@ class Activity:
         self.add(source.name, source.listed)
 
     def arrived(self) -> int:
-        """Grows while anything arrives."""
+        """Returns a number that grows whenever data arrives."""
         return sum(progress.done for _, progress in self._progress)
 
     def server(self) -> str | None:
-        """The request that a server has not answered yet; None when there is none."""
+        """Describes the slow request to a server; None if there is none."""
         return next((what for source in self._remote if (what := source.waiting_for())), None)
 
     def waiting_for(self) -> str | None:
-        """All that is known: "fineweb_edu: 5 of 32 row groups tokenised; FILE, row group 3: no answer ..."."""
+        """Describes all waits: "fineweb_edu: 5 of 32 row groups tokenised; FILE, row group 3: no answer ..."."""
         current = next((f"{source}: {progress}" for source, progress in self._progress if progress.is_open), None)
         return "; ".join(filter(None, (current, self.server()))) or None
 
 
 @dataclass(frozen=True)
 class Waiter:
-    """Every `stall_s` seconds of a wait `report` gets its seconds so far, and a message with what `activity` knows.
+    """Calls `report` every `stall_s` seconds of a wait, with the seconds so far and a message from `activity`.
 
-    When `stopped` returns True, an interruptible wait ends with `WaitStopped`.
+    When `stopped` returns True, an interruptible wait raises `WaitStopped`.
     """
 
     activity: Activity
@@ -75,10 +75,10 @@ class Waiter:
         interruptible: bool = True,
         server_only: bool = False,
     ) -> T:
-        """The result of a future.
+        """Waits for a future and returns its result.
 
-        Raises `DataUnavailableError` when nothing arrived for `timeout_s`, which the key `setting` configures. A wait
-        may take longer as long as something arrives: a slow tokenizer, or a run that has to find its position again.
+        Raises `DataUnavailableError` if no data arrived for `timeout_s`, which the key `setting` configures. A wait may
+        take longer as long as data arrives, for example with a slow tokenizer or while a run finds its position again.
         With `server_only` it may also take longer as long as every server answers.
         """
         start = last_arrival = last_report = self.clock()
@@ -105,9 +105,8 @@ class Waiter:
     def run(
         self, function: Callable[[], T], what: str, timeout_s: float, setting: str, *, interruptible: bool = True
     ) -> T:
-        """What the function returns or raises. A thread calls it, so that this one can report and be interrupted.
-
-        The timeout is that of a server: text may take any time to be tokenised.
+        """Calls the function in another thread, waits and returns its result, so that this thread can report progress
+        and be interrupted. The timeout applies to servers: tokenising may take any time.
         """
         future = run_in_thread(function, "data-wait")
         return self.wait(

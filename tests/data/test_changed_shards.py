@@ -92,7 +92,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error_that_names_the_shard(shards):
     few.vocab_size = ord("w")
     train = TrainConfig(seq_len=64, batch_size=4)
     loader = build_data(DataConfig(source="prepared", paths=[str(shards)]), train, few).train
-    with pytest.raises(DataError, match=r"shard-\d+\.tokens: holds token \d+, the vocabulary has 119"):
+    with pytest.raises(DataError, match=r"shard-\d+\.tokens: contains token \d+, the vocabulary has 119"):
         loader.batch(0, 400)
 
 

@@ -70,7 +70,7 @@ def test_hub_mirror_and_cache_give_the_same_documents(server, repository, tmp_pa
     cached = opened()
     assert texts_of(cached) == texts["long"]
     assert (cached.fingerprint(), cached.commit) == (online.fingerprint(), online.commit)
-    with pytest.raises(DataUnavailableError, match=r"does not hold all of it.*--include \"README.md\" \"short/\*\"`"):
+    with pytest.raises(DataUnavailableError, match=r"lacks files of.*--include \"README.md\" \"short/\*\"`"):
         opened(subset="short").units()
     assert len(server.log) == requests
 

@@ -124,7 +124,7 @@ def test_killed_anywhere_and_started_again_gives_the_same_files(source, tmp_path
     killed = run_cli(out, tmp_path / "texts", *arguments, faults=f"{point}:kill", check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not (out / MANIFEST).exists()
-    with pytest.raises(DataError, match="holds no finished shards"):
+    with pytest.raises(DataError, match="contains no finished shards"):
         open_shards([out], TOKENIZER)
     prepare(source, TOKENIZER, out, workers=1, shard_bytes=1 << 20)
     assert contents(out) == contents(whole)

@@ -100,7 +100,7 @@ def test_built_in_tokenizers_have_no_other_ends(tmp_path):
     from nsa.data.tokenizers import load_tokenizer
     from nsa.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"data\.end_tokens: bytes has its own separator"):
+    with pytest.raises(ConfigError, match=r"data\.end_tokens: bytes has a fixed separator"):
         load_tokenizer("bytes", end_tokens=["x"])
     write_tokenizer(tmp_path, {7: "</s>"})
     with pytest.raises(ConfigError, match=r"data\.end_tokens: 'x' is not a token"):

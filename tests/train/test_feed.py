@@ -203,7 +203,7 @@ def test_what_is_done_is_saved_where_validation_has_too_few_documents(tmp_path):
     few = ["data.validation_fraction=0.02", "train.seq_len=512", "train.steps=4", "train.eval_every=3"]
     config = parse_config({"data": data}, "test", [*TINY, *few])
     for _ in range(2):  # the same command ends in the same way
-        with pytest.raises(DataError, match=r"the validation documents hold|no validation document"):
+        with pytest.raises(DataError, match=r"the validation documents have|no validation document"):
             train(config, tmp_path / "run")
         assert [path.name for path in committed(tmp_path / "run" / "checkpoints")] == ["step_00000002"]
         assert len(losses_of(tmp_path / "run")) == 2

@@ -1,8 +1,8 @@
-"""What every source of documents offers: a fixed list of units, and the documents of each.
+"""The interface of all sources of documents: a fixed list of units, and the documents of each unit.
 
-A unit is read at once and by itself, by any thread or process: a file, a range of a file's lines, a row group. Its
-documents come in a fixed order. What cannot be read raises a `DataError` with file and position. Documents that are
-skipped are counted by reason, never dropped silently.
+A unit is a file, a range of a file's lines or a row group. Any thread or process can read it independently. Its
+documents have a fixed order. A read error raises `DataError` with file and position. Skipped documents are counted by
+reason, never dropped silently.
 """
 
 import os
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-MAX_DOCUMENT_BYTES = 32 << 20  # of a line or a row: anything longer is no document, and would not fit into memory twice
+MAX_DOCUMENT_BYTES = 32 << 20  # maximum of a line or a row: a longer one is probably not a document
 
-Skipped = Counter[str]  # how many documents a source skipped, by reason
+Skipped = Counter[str]  # number of documents that a source skipped, by reason
 
 
 @dataclass(frozen=True)
 class Unit:
-    """`part` numbers the units of one file; `start` and `stop` are bytes of a .jsonl range, rows of a row group.
+    """`part` numbers the units of one file; `start` and `stop` are bytes of a .jsonl range or rows of a row group.
 
-    `size` is about how many bytes of text it holds: for progress, and for shares of equal work.
+    `size` is the approximate number of bytes of text, for progress and for dividing the work.
     """
 
     path: str
@@ -32,13 +32,13 @@ class Unit:
 
 
 def is_offline() -> bool:
-    """Whether the user wants no network, as huggingface_hub reads the variables, but at the time of the call."""
+    """Whether the user disabled network access. Reads the variables of huggingface_hub at the time of the call."""
     given = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value in ("1", "ON", "YES", "TRUE") for value in given)
 
 
 def groups(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items of at most `limit` together, or one that is larger."""
+    """Yields groups of consecutive items with a total size of at most `limit`, or of one larger item."""
     group: list[T] = []
     filled = 0
     for item in items:
@@ -54,7 +54,7 @@ def groups(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Itera
 
 @dataclass(frozen=True)
 class Entry:
-    """A file by its name in the repository."""
+    """A file of a repository."""
 
     name: str
     size: int
@@ -62,18 +62,18 @@ class Entry:
 
 
 class Source(Protocol):
-    """Documents in units. Can be pickled: worker processes get a copy."""
+    """Documents in units. Sources can be pickled, for worker processes."""
 
     name: str
 
     def units(self) -> Sequence[Unit]:
-        """Every unit, in an order that depends on names alone. Reads no document."""
+        """Returns all units, in an order that depends on names alone. Reads no document."""
         ...
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
-        """The documents of a unit, none of them empty."""
+        """Yields the documents of a unit, without empty ones."""
         ...
 
     def fingerprint(self) -> str:
-        """Changes when files are added, removed or changed, and with the field that is read of them."""
+        """Returns a hash that changes when files are added, removed or changed, or another text field is read."""
         ...

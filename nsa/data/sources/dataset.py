@@ -1,7 +1,7 @@
 """A dataset of parquet files: in a repository of the Hugging Face hub, in its local cache, or in a mirror on disk.
 
-From the hub only footers and the text column of the row groups that are read are fetched, as byte ranges, at the
-commit that the revision stood for at the first contact.
+From the hub, only footers and the text columns of the row groups in use are fetched, as byte ranges, at the commit that
+the revision named when the files were listed.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from nsa.data.sources.text import files_below, no_such_path
 from nsa.data.threads import Progress, in_threads
 from nsa.errors import DataError, DataUnavailableError
 
-if TYPE_CHECKING:  # a mirror needs no HTTP client, which takes a while to import
+if TYPE_CHECKING:  # imports an HTTP client, which is slow and not needed for a mirror
     from nsa.data.sources.hub import HubRepository
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FOOTER_THREADS = 16
-Files = dict[str, tuple[Entry, Path | None]]  # by their names in the source; those without a path are on the hub
+Files = dict[str, tuple[Entry, Path | None]]  # by name in the source; the path is None for files on the hub
 
 
 @dataclass(eq=False)
 class HubDataset:
-    """A document per row. Units are row groups, in the order of file names. The first call lists the files; after it
-    threads and copies in other processes may share the dataset.
+    """One document per row. Units are row groups, in the order of file names. The first call lists the files; after it
+    threads may share the dataset and other processes may use copies.
 
-    `repo` is None for FineWeb-Edu. `paths` are files or folders of a mirror to read instead of the hub. A request to
-    the hub is repeated for about `deadline_s`, then it is a `DataUnavailableError`.
+    `repo` is None for FineWeb-Edu. `paths` are files or folders of a mirror to read instead of the hub. Requests to the
+    hub are retried for about `deadline_s`, then they raise `DataUnavailableError`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class HubDataset:
     def __post_init__(self) -> None:
         self.listed = Progress("footers read")
         self._hub: HubRepository | None = None
-        self.commit: str | None = None  # that is read, once the files are listed; a mirror has none
+        self.commit: str | None = None  # set when the files are listed; stays None for a mirror
         self._files: Files = {}
 
     def units(self) -> Sequence[Unit]:
@@ -106,15 +106,15 @@ class HubDataset:
         return {name: (entries[name], None) for name in names}
 
     def _cached(self) -> Files:
-        """From the hub's local cache, if it holds all of the files."""
+        """Lists the files in the hub's local cache, if all are there."""
         from huggingface_hub import snapshot_download
 
         repo, include = self.repo or FINEWEB_EDU, [CARD] if self.repo else choose_fineweb([], "", self.subset)[1]
         find = partial(snapshot_download, repo, repo_type="dataset", revision=self.revision, local_files_only=True)
         try:
             top = Path(find(allow_patterns=include))
-            held = [name for name in _names(top) if self.repo or fnmatch(name, include[0])]
-            names, needed = self._choose(held, partial(_card, top), f"the local cache of {repo}")
+            cached = [name for name in _names(top) if self.repo or fnmatch(name, include[0])]
+            names, needed = self._choose(cached, partial(_card, top), f"the local cache of {repo}")
             include = [*dict.fromkeys([*include, *needed])]
             find(allow_patterns=include)  # newer versions of huggingface_hub know which files are missing
             if names:
@@ -124,16 +124,16 @@ class HubDataset:
             pass
         patterns = " ".join(f'"{pattern}"' for pattern in include)
         raise DataUnavailableError(
-            f"{repo}, {self.subset}: offline mode is on and the local cache does not hold all of it at "
+            f"{repo}, {self.subset}: offline mode is on and the local cache lacks files of "
             f"{self.revision}; unset HF_HUB_OFFLINE, or download it with `hf download {repo} --repo-type dataset "
             f"--include {patterns}`, or set data.paths to a mirror"
         )
 
     def _mirrored(self) -> Files:
-        """The files that `data.paths` names, each once. Names are relative to the folder that was named."""
+        """Lists the files in `data.paths`, each once. Names are relative to the folder in `data.paths`."""
         found, seen = Files(), set[str]()
         for number, given in enumerate(self.paths):
-            top = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
+            top = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
             folder, names = top.parent, [top.name]
             with file_errors(top):
                 if not top.exists():
@@ -141,7 +141,7 @@ class HubDataset:
                 if top.is_dir():
                     folder, names = top, self._choose(_names(top), partial(_card, top), f"the mirror {top}")[0]
             if not any(map(is_parquet, names)):
-                raise DataError(f"data.paths: {given} holds no .parquet file; name a mirror, or a folder of it")
+                raise DataError(f"data.paths: {given} contains no .parquet file; name a mirror, or a folder in it")
             for name in sorted(names):
                 if (real := os.path.realpath(folder / name)) not in seen:
                     seen.add(real)
@@ -161,7 +161,7 @@ def _card(top: Path) -> str:
 def _entry(top: Path, name: str) -> Entry:
     path = top / name
     with file_errors(path):
-        # Files of the hub's cache are links to blobs/ID, with the content id that the hub lists.
+        # Files in the hub's cache are links to blobs/ID, where ID is the content id that the hub lists.
         blob = path.readlink() if path.is_symlink() else None
         content_id = blob.name if blob is not None and blob.parent.name == "blobs" else ""
         return Entry(name, path.stat().st_size, content_id)

@@ -1,7 +1,7 @@
-"""A dataset repository on the Hugging Face hub: the commit of a revision, its README, its listing, ranges of its files.
+"""Reads a dataset repository on the Hugging Face hub: the commit of a revision, its README, its files and byte ranges.
 
-huggingface_hub sends the requests: it knows token, proxies and certificates, has the timeouts, and retries. Its
-`HfFileSystem` is not used: it follows the next page of a listing to any host, with the token and without a timeout.
+huggingface_hub sends the requests: it handles token, proxies, certificates, timeouts and retries. `HfFileSystem` is not
+used: it follows the next page of a listing to any host, with the token and without a timeout.
 """
 
 import os
@@ -23,18 +23,18 @@ from nsa.data.sources.base import Entry
 from nsa.data.sources.subsets import CARD
 from nsa.errors import DataError, DataUnavailableError
 
-# httpx or httpx2: the one that huggingface_hub uses, by the base of its error.
+# The module, httpx or httpx2, that huggingface_hub uses, found by the base class of its error.
 httpx: Any = import_module(HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
 T = TypeVar("T")
-MAX_PAGES = 1000  # of a listing, a thousand files each
-RANGE_BYTES = 8 << 20  # of one request: a connection that is cut loses no more
-FOOTERS = 256  # ranges that are kept, of which arrow reads one or two of a file; a footer of 700 row groups is 1.4 MB
+MAX_PAGES = 1000  # pages of a listing, a thousand files each
+RANGE_BYTES = 8 << 20  # bytes of one request: the most that a broken connection loses
+FOOTERS = 256  # ranges in the cache; arrow reads one or two per file; the footer of 700 row groups is 1.4 MB
 SLOW_S = 2.0  # a request that takes longer is reported
-RETRIED = 408, 425, 429, *range(500, 600)
-# A RuntimeError: huggingface_hub closes its client after a failed connection, and another thread may just use it.
-CUT = httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, RuntimeError
-# Raised by an answer that no hub gives, when it is read, and by a proxy of an unknown kind.
-NO_ANSWER = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, ImportError
+RETRIED_STATUS = 408, 425, 429, *range(500, 600)
+# RuntimeError: huggingface_hub closes its client after a failed connection while another thread may be using it.
+CONNECTION_ERRORS = httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, RuntimeError
+# Errors from parsing an answer that is not a hub's, and from an unknown kind of proxy.
+INVALID_ANSWER = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, ImportError
 _CHECK = "check HF_ENDPOINT, or set data.paths to a local mirror"
 
 
@@ -44,9 +44,9 @@ class _RemoteFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 class HubRepository:
-    """A repository at the commit that `revision` stands for now. Footers are kept. Thread-safe, and can be pickled.
+    """A repository at the current commit of `revision`. Caches footers. Thread-safe, and can be pickled.
 
-    A request that fails is repeated for about `deadline_s`, or not at all where the failure cannot pass.
+    Failed requests are retried for about `deadline_s`, unless the failure is permanent.
     """
 
     def __init__(self, repo: str, revision: str, deadline_s: float):
@@ -55,7 +55,7 @@ class HubRepository:
         place = re.fullmatch(r"(https?://)(?:(.+)@)?([^/@].*)", given)
         if place is None:
             raise DataError(f"HF_ENDPOINT: {given.rpartition('@')[2][:80]!r} is not a web address; correct or unset it")
-        self.endpoint, self._password = place[1] + place[3], place[2]  # apart: addresses are logged and shown
+        self.endpoint, self._password = place[1] + place[3], place[2]  # separate: addresses are logged and shown
         self._asked: dict[object, tuple[float, str]] = {}
         self._footer = lru_cache(FOOTERS)(self._range)
 
@@ -66,7 +66,7 @@ class HubRepository:
         return self._get(self._url(CARD), f"{self.repo}, {CARD}", lambda answer: cast(str, answer.text))
 
     def files(self) -> Iterator[Entry]:
-        """All files of the commit, which is the one that is read from now on."""
+        """Resolves the revision to a commit and yields all files of the commit."""
 
         def page(answer: Any) -> tuple[list[Entry], str]:
             items = [(item, item.get("lfs") or item) for item in answer.json() if item["type"] == "file"]
@@ -84,12 +84,12 @@ class HubRepository:
             yield from entries
             if not link:
                 return
-            # The query alone: the links that a mirror of the hub passes on lead to the hub itself.
+            # Only the query: a mirror passes on links that lead to the hub itself.
             query = dict(parse_qsl(urlsplit(link).query))
         raise DataError(f"{self.endpoint}: lists {self.repo} in more than {MAX_PAGES} pages; {_CHECK}")
 
     def open(self, entry: Entry, what: str) -> BinaryIO:
-        """A file whose bytes are fetched when they are read. `what` of it is read, for messages."""
+        """Opens a file whose bytes are fetched on demand. `what` describes the part of the file, for messages."""
 
         def fetch(start: int, stop: int) -> bytes:
             if stop >= entry.size - 8:  # where a footer ends
@@ -100,7 +100,7 @@ class HubRepository:
         return cast(BinaryIO, _RemoteFile(None, entry.name, size=entry.size, cache_type="none", fetch=fetch))
 
     def waiting_for(self) -> str | None:
-        """The request that takes longest, if it is slow."""
+        """Describes the longest request, if it is slow."""
         began, what = min(self._asked.copy().values(), default=(time.monotonic(), ""))
         seconds = time.monotonic() - began
         return f"{what}: no answer from {self.endpoint} for {seconds:.0f} s" if seconds > SLOW_S else None
@@ -116,7 +116,7 @@ class HubRepository:
         return data
 
     def _get(self, url: str, what: str, read: Callable[[Any], T], **headers: str) -> T:
-        """What `read` makes of an answer. The client does not pass the token on to hosts that the hub redirects to."""
+        """Returns `read(answer)`. The client does not send the token to hosts that the hub redirects to."""
         self._asked[request := object()] = time.monotonic(), what
         headers["Accept-Encoding"] = "identity"
         if self._password:
@@ -124,12 +124,12 @@ class HubRepository:
         elif token := None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token():
             headers["Authorization"] = f"Bearer {token}"
         try:
-            retries: Any = {"retry_on_exceptions": CUT, "retry_on_status_codes": RETRIED}
+            retries: Any = {"retry_on_exceptions": CONNECTION_ERRORS, "retry_on_status_codes": RETRIED_STATUS}
             retries["max_retries"] = 3 + int(self.deadline_s / 8)  # after 1, 2, 4, 8, 8 and so on seconds
             answer = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, **retries)
             hf_raise_for_status(answer)
             return read(answer)
-        except NO_ANSWER as error:
+        except INVALID_ANSWER as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
                 f"{what}: {self.endpoint} does not answer as a hub does: {reason}; check HF_ENDPOINT and HTTPS_PROXY"
@@ -141,7 +141,7 @@ class HubRepository:
 
     def _error(self, error: Exception, what: str) -> DataError:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        if not isinstance(error, HfHubHTTPError) or status in RETRIED:
+        if not isinstance(error, HfHubHTTPError) or status in RETRIED_STATUS:
             last = f"HTTP {status}" if status else str(error) or type(error).__name__
             return DataUnavailableError(
                 f"{what}: not available from {self.endpoint}, last: {last}; check the network, allow more time with "

@@ -1,8 +1,7 @@
-"""Documents out of open files, format by format: plain text, JSON lines (also compressed) and parquet.
+"""Reads documents from open files: plain text, JSON lines (also compressed) and parquet.
 
-Memory stays bounded whatever a file holds or claims. What cannot be read raises a `DataError` with file and position;
-documents that are skipped are counted by reason. Nothing here keeps state between calls, so any number of threads may
-read at once.
+Memory stays bounded whatever a file contains or claims. A read error raises `DataError` with file and position. Skipped
+documents are counted by reason. The functions keep no state between calls, so any number of threads may use them.
 """
 
 import io
@@ -23,35 +22,35 @@ import pyarrow.parquet as pq
 from nsa.data.sources.base import MAX_DOCUMENT_BYTES, Skipped, Unit
 from nsa.errors import DataError, reworded
 
-MAX_TEXT_BYTES = 1 << 30  # of a .txt file, which is one document
-MAX_CHUNK_BYTES = 2 << 30  # of one row group: a unit is worked on at once
-BLOCK_BYTES = 1 << 20  # read from a file at once
-# Real text shrinks three- to tenfold. Both must be exceeded, so that a short repetitive file passes.
+MAX_TEXT_BYTES = 1 << 30  # maximum of a .txt file, which is one document
+MAX_CHUNK_BYTES = 2 << 30  # maximum of one row group, which is processed as a whole
+BLOCK_BYTES = 1 << 20  # bytes of one read
+# Real text compresses three- to tenfold. A file must exceed both limits, so that a short repetitive file passes.
 BOMB_BYTES = 256 << 20
 BOMB_RATIO = 200
-# A dictionary of one long text can stand for thousands of rows, so a row may unpack to as much as its whole row group
-# takes in the file. A batch has few enough rows for memory to bear that, and enough for speed.
+# One long text in a dictionary can represent thousands of rows, so each row may unpack to the size of its whole row
+# group. A batch has few enough rows to fit into memory then, and enough rows for speed.
 BATCH_BYTES = 128 << 20
 BATCH_ROWS = (4, 1024)
-FOLDED_ROWS = 1 << 20
+DICTIONARY_ROWS = 1 << 20  # rows of a batch that stays dictionary-encoded
 
-GET_AGAIN = "get the file again or take it out of data.paths"
-NAME_FIELD = "set data.text_field to the one that holds the text"
+GET_AGAIN = "get the file again or remove it from data.paths"
+NAME_FIELD = "set data.text_field to the one that contains the text"
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY, NO_TEXT, NOT_UTF8, TOO_LONG = "empty", "no text", "not UTF-8", f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
 
 
 def file_errors(path: Path) -> AbstractContextManager[None]:
-    """Turns an OSError into a `DataError` with its reason."""
-    return reworded(DataError, f"{path}: cannot be read", "fix it or take it out of data.paths")
+    """Converts an OSError to a `DataError` with the reason."""
+    return reworded(DataError, f"{path}: cannot be read", "fix it or remove it from data.paths")
 
 
 @contextmanager
 def open_file(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """A regular file for reading. A missing file, another kind of file or a failed read raises a `DataError`."""
+    """Opens a regular file for reading. Raises `DataError` if it is missing or not regular, or if a read fails."""
     with file_errors(path):
-        # Opening a pipe would wait for a writer that may never come.
+        # Opening a pipe would block until there is a writer.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("not a regular file")
         with path.open("rb", buffering=buffering) as file:
@@ -59,7 +58,7 @@ def open_file(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
 
 
 def files_fingerprint(paths: Iterable[Path]) -> str:
-    """Of names, sizes and modification times. Contents may be too long to be read for it."""
+    """Hashes names, sizes and modification times. Reading the contents could take too long."""
     digest = sha256()
     for path in sorted(paths, key=lambda p: p.parts):
         with file_errors(path):
@@ -69,10 +68,9 @@ def files_fingerprint(paths: Iterable[Path]) -> str:
 
 
 class Unpacked(io.RawIOBase):
-    """The contents of a gzip or zstd file: all of its members or frames, one after another.
+    """The decompressed contents of a gzip or zstd file: all of its members or frames in order.
 
-    A file that is cut, damaged or followed by something else raises a `DataError`, and so does one that expands as no
-    text does.
+    Raises `DataError` if the file is truncated, damaged, followed by other data, or expands more than text does.
     """
 
     def __init__(self, name: str, file: BinaryIO, codec: str):
@@ -104,12 +102,12 @@ def _check_expansion(place: str, packed: int, unpacked: int) -> None:
     if unpacked > BOMB_BYTES and unpacked > BOMB_RATIO * packed:
         raise DataError(
             f"{place}: expands more than {BOMB_RATIO}-fold ({packed} bytes give {unpacked} or more), which text does "
-            "not; take it out of data.paths"
+            "not; remove it from data.paths"
         )
 
 
 class _CountedFile:
-    """A file that counts the bytes that are read from it."""
+    """Counts the bytes that are read from a file."""
 
     def __init__(self, file: BinaryIO):
         self._file, self.bytes_read = file, 0
@@ -124,7 +122,7 @@ class _CountedFile:
 
 
 def text_document(name: str, file: BinaryIO, skipped: Skipped) -> Iterator[str]:
-    """The whole file as one document, without the byte order mark some editors put before it."""
+    """Yields the whole file as one document, without a byte order mark."""
     data = bytearray()
     while block := file.read(BLOCK_BYTES):
         data += block
@@ -139,9 +137,10 @@ def text_document(name: str, file: BinaryIO, skipped: Skipped) -> Iterator[str]:
 
 
 def lines(file: BinaryIO, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and bytes of every line that starts in [start, stop); None for a line that is longer than a document."""
+    """Yields offset and bytes of every line that starts in [start, stop); None instead of the bytes of a line longer
+    than MAX_DOCUMENT_BYTES."""
     offset = max(start - 1, 0)
-    if start:  # the line around `start` belongs to the range before
+    if start:  # the line that contains `start` belongs to the previous range
         file.seek(offset)
         offset += _skip_line(file, stop - offset)
     while offset < stop and (line := file.readline(MAX_DOCUMENT_BYTES + 1)):
@@ -155,7 +154,7 @@ def lines(file: BinaryIO, start: int = 0, stop: int = sys.maxsize) -> Iterator[t
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:
-    """Reads up to the start of the next line, or until `limit` bytes are read; how many bytes that was."""
+    """Reads up to the start of the next line, or until `limit` bytes are read. Returns the number of bytes read."""
     size = 0
     while size < limit and (piece := file.readline(BLOCK_BYTES)):
         size += len(piece)
@@ -167,7 +166,7 @@ def _skip_line(file: BinaryIO, limit: int) -> int:
 def jsonl_documents(
     name: str, file: BinaryIO, text_field: str, skipped: Skipped, start: int = 0, stop: int = sys.maxsize
 ) -> Iterator[str]:
-    """The texts of the lines that start in [start, stop). Errors name the line in a whole file, the byte in a range."""
+    """Yields the texts of the lines that start in [start, stop). Errors name the line, or in a range the byte."""
     for number, (offset, line) in enumerate(lines(file, start, stop), start=1):
         if line is None:
             skipped[TOO_LONG] += 1
@@ -189,41 +188,42 @@ def jsonl_documents(
 
 
 def parquet_units(name: str, file: BinaryIO, text_field: str) -> list[Unit]:
-    """A unit per row group, from the footer alone.
+    """Returns a unit per row group, from the footer alone.
 
-    `part` is the row group, `start` and `stop` count rows, `size` is what its columns unpack to, nearly all of which is
-    text. An `NSAError` that reading from `file` raises passes through, here and below.
+    `part` is the row group, `start` and `stop` count rows, `size` is the unpacked size of all columns, nearly all of
+    which is text. An `NSAError` from reading `file` is passed on, also in `parquet_documents`.
     """
     with _open_parquet(name, file) as parquet:
         _check_column(name, parquet, text_field)
         units, first = [], 0
         for row_group in range(parquet.num_row_groups):
-            rows, size = _claims(name, file, parquet, row_group)
+            rows, size = _footer_sizes(name, file, parquet, row_group)
             units.append(Unit(name, row_group, first, first + rows, size))
             first += rows
     return units
 
 
 def parquet_documents(name: str, file: BinaryIO, row_group: int, text_field: str, skipped: Skipped) -> Iterator[str]:
-    """The documents of a row group, in order. Of the file only the text column is read, in bounded batches."""
+    """Yields the documents of a row group in order. Reads only the text column, in bounded batches."""
     counted = _CountedFile(file)
     with _open_parquet(name, counted, row_group) as parquet:
-        # Arrow's own dictionaries stay folded until they are decoded, but come whole with every batch.
-        folded = pa.types.is_dictionary(_check_column(name, parquet, text_field))
+        # A dictionary column stays encoded until it is decoded, but every batch contains the whole dictionary.
+        is_encoded = pa.types.is_dictionary(_check_column(name, parquet, text_field))
         if not 0 <= row_group < parquet.num_row_groups:
             raise pa.ArrowInvalid(f"it has {parquet.num_row_groups} row groups")
-        rows, size = _claims(name, file, parquet, row_group)
+        rows, size = _footer_sizes(name, file, parquet, row_group)
         few = max(BATCH_ROWS[0], min(BATCH_BYTES // max(size, 1), BATCH_ROWS[1]))
         rows_read = unpacked = counted.bytes_read = 0
-        for batch in parquet.iter_batches(FOLDED_ROWS if folded else few, [row_group], [text_field], use_threads=False):
+        batch_rows = DICTIONARY_ROWS if is_encoded else few
+        for batch in parquet.iter_batches(batch_rows, [row_group], [text_field], use_threads=False):
             texts = batch.column(0)
             rows_read += len(texts)
             for first in range(0, len(texts), few):
                 part = texts.slice(first, few)
-                part = part.dictionary_decode() if folded else part
+                part = part.dictionary_decode() if is_encoded else part
                 unpacked += part.nbytes
                 _check_expansion(f"{name}, row group {row_group}", counted.bytes_read, unpacked)
-                if unpacked > MAX_CHUNK_BYTES:  # whatever the footer says
+                if unpacked > MAX_CHUNK_BYTES:  # the footer may be wrong
                     raise _chunk_too_long(name, row_group, unpacked)
                 yield from (text for text in _to_strings(part, skipped) if is_text(text, skipped))
         if rows_read != rows:
@@ -238,11 +238,11 @@ def text_too_long(name: str) -> DataError:
 
 
 def _text_of(record: str, text_field: str) -> str | None:
-    """Raises a ValueError with what is wrong and what to do; the caller adds the position."""
+    """Returns the text of a JSON line. Raises ValueError with problem and remedy; the caller adds the position."""
     try:
         values: Any = json.loads(record)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-        raise ValueError(f"not valid JSON: {error}; fix the line or take the file out of data.paths") from None
+    except (ValueError, RecursionError) as error:  # ValueError: also a number with thousands of digits
+        raise ValueError(f"not valid JSON: {error}; fix the line or remove the file from data.paths") from None
     if not isinstance(values, dict):
         kind = type(values).__name__
         remedy = f'write each line as {{"{text_field}": ...}}'
@@ -254,7 +254,7 @@ def _text_of(record: str, text_field: str) -> str | None:
         return None
     if not isinstance(text, str):
         raise ValueError(f"field {text_field!r} must be a text, got {type(text).__name__}; {NAME_FIELD}")
-    # A lone surrogate survives JSON, as an escape, but is no text.
+    # JSON can contain a lone surrogate as an escape, which is not valid text.
     if text.isascii() or "\\u" not in record:
         return text
     return text.encode("utf-8", errors="replace").decode("utf-8")
@@ -265,7 +265,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
-    """Whether it is a document; if not, it is counted as skipped."""
+    """Whether the text is a document. Counts it as skipped if not."""
     if text is None:
         skipped[NO_TEXT] += 1
     elif not text or text.isspace():
@@ -276,17 +276,17 @@ def is_text(text: str | None, skipped: Skipped) -> TypeGuard[str]:
 
 
 def _not_utf8(name: str, byte: int, line: str = "") -> DataError:
-    return DataError(f"{name}: byte {byte} is not valid UTF-8{line}; convert the file or take it out of data.paths")
+    return DataError(f"{name}: byte {byte} is not valid UTF-8{line}; convert the file or remove it from data.paths")
 
 
 @contextmanager
 def _open_parquet(name: str, file: BinaryIO | _CountedFile, row_group: int | None = None) -> Iterator[Any]:
     try:
-        # Reading ahead would fetch the other columns of a remote file too. Checksums are compared where there are any.
+        # Pre-buffering would also fetch the other columns of a remote file. Checksums are compared if there are any.
         with pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True) as parquet:
             yield parquet
-    # What arrow raises at damage: its own errors, which are ValueErrors and the like, an OSError at a cut file, a
-    # MemoryError at a size no machine has, a UnicodeDecodeError at a column's name.
+    # The errors of arrow for damaged files: its own, which derive from ValueError and others, OSError for a truncated
+    # file, MemoryError for an impossible size, UnicodeDecodeError for the name of a column.
     except (pa.ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
         place = "" if row_group is None else f", row group {row_group}"
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -294,7 +294,7 @@ def _open_parquet(name: str, file: BinaryIO | _CountedFile, row_group: int | Non
 
 
 def _check_column(name: str, parquet: Any, text_field: str) -> Any:
-    """The text column's type, when there is one such column and it holds text."""
+    """Returns the type of the text column. Raises `DataError` unless there is exactly one and it contains text."""
     schema = parquet.schema_arrow
     remedy = NAME_FIELD
     if text_field not in schema.names:
@@ -308,16 +308,16 @@ def _check_column(name: str, parquet: Any, text_field: str) -> Any:
         raise DataError(
             f"{name}: column {text_field!r} must be a text, its type is {kind}; {remedy}; columns of text: {texts}"
         )
-    # A field within another one can have the same name with a dot in it, and would be read along.
+    # A nested field can have the same name with a dot in it, and would be read too.
     columns = sum(parquet.schema.column(i).path == text_field for i in range(len(parquet.schema)))
     if columns != 1:
         raise DataError(f"{name}: {columns} columns are named {text_field!r}; rename all but one")
     return kind
 
 
-def _claims(name: str, file: BinaryIO, parquet: Any, row_group: int) -> tuple[int, int]:
-    """Rows and unpacked bytes of a row group, as the footer has them."""
-    # Not of the text column alone: at some damaged footers pyarrow ends the process when it is asked for a column's.
+def _footer_sizes(name: str, file: BinaryIO, parquet: Any, row_group: int) -> tuple[int, int]:
+    """Returns the rows and unpacked bytes of a row group according to the footer."""
+    # Not of the text column alone: for some damaged footers pyarrow ends the process when asked for a column's size.
     group = parquet.metadata.row_group(row_group)
     rows, size = group.num_rows, group.total_byte_size
     if rows < 0 or size < 0:
@@ -336,7 +336,7 @@ def _chunk_too_long(name: str, row_group: int, size: int) -> DataError:
 
 
 def _to_strings(texts: Any, skipped: Skipped) -> Iterator[str | None]:
-    """Rows of an arrow array, None where there is no value, without those that are too long or not UTF-8."""
+    """Yields the rows of an arrow array, None for missing values; skips rows that are too long or not UTF-8."""
     if texts.nbytes <= MAX_DOCUMENT_BYTES:  # no row can be too long
         with suppress(UnicodeDecodeError):
             yield from texts.to_pylist()

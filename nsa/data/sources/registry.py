@@ -1,4 +1,4 @@
-"""Sources as a configuration names them."""
+"""Opens the source that a configuration names."""
 
 from nsa.config.schema import SourceConfig
 from nsa.data.sources.base import Source
@@ -7,7 +7,7 @@ from nsa.errors import ConfigError
 
 
 def open_source(source: SourceConfig, deadline_s: float) -> Source:
-    """The documents of a source that has any: not synthetic, not prepared."""
+    """Opens a source that has documents: not synthetic, recall or prepared."""
     if source.source == "python":
         return PythonSource()
     if source.source == "text":

@@ -1,9 +1,9 @@
-"""Which parquet files of a dataset repository belong to a subset and a split, by the hub's own conventions.
+"""Finds the parquet files of a subset and a split in a dataset repository, by the conventions of the hub.
 
-1. `configs` in the YAML block at the top of README.md names subsets, splits and patterns of files.
-2. SUBSET/SPLIT/0000.parquet everywhere: the branch refs/convert/parquet, where the hub keeps copies as parquet.
-3. Otherwise the whole repository is the subset `default`, and a folder is the subset of its name. Splits follow from
-   names: SPLIT-00000-of-00005.parquet, else train, validation or test as a word in the name of a folder or the file.
+1. `configs` in the YAML block at the top of README.md lists subsets, splits and file patterns.
+2. If all files are named SUBSET/SPLIT/0000.parquet, this is the branch refs/convert/parquet with the hub's conversion.
+3. Otherwise the whole repository is the subset `default`, and every folder is a subset with its name. File names give
+   the split: SPLIT-00000-of-00005.parquet, else the word train, validation or test in the name of a folder or the file.
    Without any of these all files are `train`.
 """
 
@@ -19,16 +19,17 @@ from nsa.errors import DataError
 from nsa.plain_yaml import parse_yaml
 
 CARD = "README.md"
-LARGEST_FRONT = 2**21  # characters of the YAML at the top of a README
+LARGEST_FRONT = 2**21  # maximum characters of the YAML at the top of a README
 KEYWORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
-_WORD = r"(?:^|[-._ 0-9])(?:{})(?:$|[-._ 0-9])"  # between characters that are no letters
-SHOWN = 12  # names in a message
-Subsets = dict[str, tuple[str, dict[str, list[str]]]]  # the folder of each, and its patterns by split if it has any
-Chosen = tuple[list[str], list[str]]  # names of files, and patterns with which `hf download` gets all of them
+_WORD = r"(?:^|[-._ 0-9])(?:{})(?:$|[-._ 0-9])"  # a word between characters that are not letters
+SHOWN = 12  # maximum names in a message
+Subsets = dict[str, tuple[str, dict[str, list[str]]]]  # the folder of each subset, and its patterns by split, if any
+Chosen = tuple[list[str], list[str]]  # file names, and patterns for `hf download` that match all of them
 
 
 def choose(names: Sequence[str], read_card: Callable[[], str], title: str, subset: str, split: str) -> Chosen:
-    """The files of a subset and a split; none where nothing matches. Raises a `DataError` with what is known."""
+    """Returns the files of a subset and a split. Raises `DataError` with the known names if there is no such subset or
+    split."""
     files = [name for name in names if is_parquet(name) and not re.search(r"(^|/)\.", name)]
     known = (_declared(read_card(), title) if CARD in names else {}) or _converted(files)
     if not known:
@@ -50,7 +51,8 @@ def choose(names: Sequence[str], read_card: Callable[[], str], title: str, subse
 
 
 def choose_fineweb(names: Sequence[str], title: str, subset: str) -> Chosen:
-    """The same of FineWeb-Edu, whose subsets are folders. Of a folder without them, as in a mirror, all files."""
+    """Returns the files of a subset of FineWeb-Edu, whose subsets are folders. Without such folders, as in a mirror,
+    returns all files."""
     folder = f"sample/{subset[7:]}/" if subset.startswith("sample-") else f"data/{subset}/".replace("default/", "")
     found = [name for name in names if is_parquet(name) and name.startswith(folder)]
     places = [at for name in names if (at := re.match(r"sample/(\w+BT)/|data/(CC-MAIN-[^/]+)/", name))]
@@ -72,7 +74,7 @@ def _unknown(key: str, wanted: str, where: str, known: Iterable[str]) -> DataErr
 
 
 def _declared(card: str, title: str) -> Subsets:
-    """The subsets that a README declares. The one that is marked as the default is `default` too."""
+    """Returns the subsets that a README declares. The subset marked as the default is also called `default`."""
     block = re.match(r"\ufeff?\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", card, re.DOTALL | re.MULTILINE)
     found: Subsets = {}
     try:
@@ -97,7 +99,7 @@ def _declared(card: str, title: str) -> Subsets:
 
 
 def _inside(folder: str, path: str) -> str:
-    """Empty for the top of the repository."""
+    """Joins a folder and a path inside the repository; empty for its root. Raises ValueError for a path outside."""
     joined = PurePosixPath(folder, path)
     if "://" in path or joined.is_absolute() or ".." in joined.parts:
         raise ValueError(f"{path!r} is outside the repository")
@@ -105,7 +107,7 @@ def _inside(folder: str, path: str) -> str:
 
 
 def _converted(names: Sequence[str]) -> Subsets:
-    """The subsets of the hub's own copy; none where a name is not as in a copy."""
+    """Returns the subsets of the hub's parquet conversion; none if any name does not match its layout."""
     places = [re.fullmatch(r"(([^/]+)/([^/]+)/)\d{4}\.parquet", name) for name in names]
     found: Subsets = {}
     for place in places if all(places) else []:
@@ -115,7 +117,7 @@ def _converted(names: Sequence[str]) -> Subsets:
 
 
 def _split_by_name(names: Sequence[str], start: int) -> dict[str, list[str]]:
-    """Files by split. The first `start` characters of a name are the folder of the subset."""
+    """Groups files by split. The first `start` characters of a name are the folder of the subset."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         parts = name[start:].split("/")

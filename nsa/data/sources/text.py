@@ -1,4 +1,4 @@
-"""Files on disk: the user's own (text, JSON lines, parquet; files, folders and globs), or Python's standard library."""
+"""Sources of local files: the user's text, JSON lines and parquet files, or Python's standard library."""
 
 import io
 import os
@@ -13,21 +13,21 @@ from nsa.data.sources import readers
 from nsa.data.sources.base import Skipped, Unit
 from nsa.errors import DataError
 
-RANGE_BYTES = 16 << 20  # of a .jsonl file in one unit
-UNPACKED_RATIO = 3  # about how much longer text is than its compressed file
-KINDS = (".txt", ".jsonl")  # each of them also compressed
+RANGE_BYTES = 16 << 20  # bytes of a .jsonl file in one unit
+UNPACKED_RATIO = 3  # approximate ratio of text to its compressed file
+KINDS = (".txt", ".jsonl")  # plain or compressed
 SUFFIXES = (*KINDS, *(kind + packed for kind in KINDS for packed in readers.CODECS), ".parquet")
-# For messages: " or ".join(SUFFIXES) would hide the two that nearly everybody has.
+# For messages: " or ".join(SUFFIXES) would hide the two most common suffixes.
 READABLE = ".txt or .jsonl file, plain or as .gz or .zst, and no .parquet file"
-# Folders of the standard library that hold installed packages, or tests full of deliberate oddities.
+# Folders of the standard library with installed packages, or with tests, whose files are deliberately unusual.
 PYTHON_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class TextSource:
-    """A document per .txt file, per .jsonl line and per .parquet row.
+    """One document per .txt file, .jsonl line or .parquet row.
 
-    Units are files; of a .jsonl file, which has no parts of its own, ranges of `range_bytes` with the lines that start
-    there; of a .parquet file row groups.
+    Units are files, row groups of a .parquet file, or ranges of `range_bytes` of an uncompressed .jsonl file, with the
+    lines that start in them.
     """
 
     name = "text"
@@ -85,7 +85,7 @@ class TextSource:
 
 
 class PythonSource:
-    """A document per .py file below `root`, by default the standard library: real text on every machine."""
+    """One document per .py file below `root`, by default the standard library, which exists on every machine."""
 
     name = "python"
 
@@ -96,7 +96,7 @@ class PythonSource:
         return [Unit(str(path), stop=size, size=size) for path in self._paths() for size in [path.stat().st_size]]
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
-        # Nobody chose these files one by one, so a broken one is skipped where one of the user's would be refused.
+        # The user did not choose these files one by one, so a broken file is skipped instead of refused.
         try:
             text = Path(unit.path).read_bytes().decode("utf-8")
         except (UnicodeDecodeError, OSError) as error:
@@ -117,10 +117,10 @@ class PythonSource:
 
 
 def expand_paths(paths: Sequence[str]) -> list[Path]:
-    """Every regular file that `data.paths` names, each once, in order."""
+    """Returns every regular file in `data.paths`, each once, in order."""
     found: dict[Path, None] = {}
     for entry in paths:
-        path = Path(os.path.expanduser(entry))  # noqa: PTH111  (Path.expanduser fails at a user that does not exist)
+        path = Path(os.path.expanduser(entry))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
         with readers.file_errors(path):
             found.update(dict.fromkeys(_named_by(entry, path)))
     return list(found)
@@ -129,7 +129,7 @@ def expand_paths(paths: Sequence[str]) -> list[Path]:
 def _named_by(entry: str, path: Path) -> list[Path]:
     found: Iterable[Path]
     if path.is_dir():
-        found, otherwise = files_below(path), f"the folder {entry} holds no {READABLE}; name another"
+        found, otherwise = files_below(path), f"the folder {entry} contains no {READABLE}; name another"
     elif path.is_file():
         found, otherwise = [path], f"{entry} ends in none of {', '.join(SUFFIXES)}; convert it or rename it"
     elif has_magic(entry):
@@ -149,16 +149,16 @@ def no_such_path(entry: str) -> DataError:
 
 
 def _kind_and_codec(path: Path) -> tuple[str, str | None]:
-    """.txt, .jsonl or .parquet, and how it is compressed."""
+    """Returns the kind, .txt, .jsonl or .parquet, and the compression, if any."""
     suffixes = path.name.lower().split(".")[-2:]
     codec = readers.CODECS.get("." + suffixes[-1])
     return "." + (suffixes[0] if codec else suffixes[-1]), codec
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Every file below a folder. Links to folders are followed, but each folder is entered once: links may form rings.
+    """Yields every file below a folder. Follows links to folders, but enters each folder once: links may form cycles.
 
-    Links wait until the tree itself is done, so that a file goes by its real name where it has one.
+    Follows links after the rest of the tree, so that a file is listed under its real name if it has one.
     """
 
     def refuse(error: OSError) -> None:
@@ -179,7 +179,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def _matching(pattern: Path) -> Iterator[Path]:
-    """What a glob matches. glob() itself would run in rings of links at a **, which stands for any folders."""
+    """Yields the files that a glob matches. glob() itself would follow cycles of links at a **."""
     parts = pattern.parts
     if "**" not in parts:
         yield from map(Path, glob(str(pattern)))  # noqa: PTH207
@@ -192,9 +192,9 @@ def _matching(pattern: Path) -> Iterator[Path]:
 
 
 def matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Whether a path matches a glob, both in parts; `**` stands for any folders. All ways to match go side by side."""
-    shown = [not name.startswith(".") for name in names]  # hidden ones need a dot in the pattern, as for glob()
-    reached = {0}  # how many names the patterns so far may stand for
+    """Whether a path matches a glob, both in parts; `**` matches any number of folders. Tracks all possible matches."""
+    shown = [not name.startswith(".") for name in names]  # hidden names need a dot in the pattern, as in glob()
+    reached = {0}  # numbers of names that the patterns so far can match
     for pattern in patterns:
         following: set[int] = set()
         for at in reached:
