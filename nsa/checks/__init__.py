@@ -1,1 +1,1 @@
-"""May a run go to production on this machine, what is broken if not, and how much memory it will need."""
+"""Checks whether a run can go to production on this machine, finds what is broken, and estimates its memory."""

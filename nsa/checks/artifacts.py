@@ -1,5 +1,5 @@
-"""Whether a finished run left every file of the run folder's contract: each must exist, parse, and have a row or an
-event for every step."""
+"""Checks that a finished run wrote every file of the contract in `nsa.run_folder`: each must exist, parse, and have a
+row or an event for every step."""
 
 import json
 from collections.abc import Callable, Collection
@@ -28,7 +28,7 @@ class Artifact:
 
 
 def check_artifacts(folder: Path, config: Config, ranks: int) -> list[Artifact]:
-    """Every artifact that a run of this configuration on that many ranks must leave."""
+    """Checks every artifact that a run of this configuration with `ranks` ranks must write."""
     return [_check(name, check) for name, check in _Checks(folder, config, ranks).all().items()]
 
 

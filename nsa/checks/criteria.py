@@ -1,6 +1,6 @@
 """The criteria of a training phase, each with its target and the measured value.
 
-A criterion that does not apply reads "n/a" and decides nothing. Thresholds come from the `readiness` section.
+A criterion that does not apply has the verdict "n/a" and no effect. Thresholds come from the `readiness` section.
 """
 
 import math
@@ -16,12 +16,12 @@ from nsa.config.schema import ReadinessConfig
 from nsa.formatting import short
 from nsa.inspect.reading import RunView
 
-SETTLING = 0.1  # first part of a phase, in which kernels compile and caches fill: it does not count for speed
+WARMUP_SHARE = 0.1  # share of the steps, in which kernels compile and caches fill, that does not count for speed
 
 
 @dataclass
 class Criterion:
-    """`ok` is None where it does not apply. `value` is the number behind `measured`, to compare with a baseline."""
+    """`ok` is None if the criterion does not apply. `value` is `measured` as a number, to compare with a baseline."""
 
     name: str
     target: str
@@ -58,12 +58,12 @@ def judge_run(
 
 
 def stability(outcome: Outcome) -> Criterion:
-    """All steps, no hang, nothing non-finite."""
+    """Judges whether the run finished all steps, without a hang or a non-finite step."""
     view, config = outcome.view, outcome.trial.config
     wanted, done = config.train.steps, view.step if view else 0
     skipped = int(np.nansum(view.training.column("skipped"))) if view else 0
     problem = outcome.reason
-    if not problem and skipped and config.runtime.precision != "fp16":  # which skips steps to find its loss scale
+    if not problem and skipped and config.runtime.precision != "fp16":  # fp16 skips steps to find its loss scale
         problem = f"{skipped} steps were not finite and were skipped"
     measured = f"{done} of {wanted} steps" + (f", {skipped} skipped" if skipped else "")
     return Criterion("stability", f"{wanted} steps, no hang, all finite", measured, not problem, problem)
@@ -79,20 +79,20 @@ def _loss(view: RunView) -> Criterion:
 
 
 def _memory(view: RunView, limit: float) -> Criterion:
-    peak = float(np.fmax.reduce(view.training.column("mem_gib"), initial=view.mem_gib))  # some steps say nothing
+    peak = float(np.fmax.reduce(view.training.column("mem_gib"), initial=view.mem_gib))  # some steps have no value
     name = f"memory per {'GPU' if view.on_gpu else 'process'}"
     remark = "`nsa memory` shows what uses it and what would fit"
     return Criterion(name, f"< {limit:g} GiB", f"{peak:.2f} GiB", peak < limit, remark, peak, "GiB", "lower")
 
 
 def settled(view: RunView, column: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """A column without the first steps, in which speeds settle."""
+    """Returns a column without the first steps, which are slower."""
     values = view.training.column(column)
-    return values[int(len(values) * SETTLING) :]
+    return values[int(len(values) * WARMUP_SHARE) :]
 
 
 def _throughput(view: RunView, floor: float) -> Criterion:
-    """Tokens over all time that training took, including waits for data and saves."""
+    """Judges tokens per second over the whole training time, including waits for data and saves."""
     seconds = settled(view, "step_s")
     tokens = float((settled(view, "toks_per_s") * seconds).sum())
     spent = float(seconds.sum() + np.nansum(settled(view, "save_wait_s")))
@@ -101,7 +101,7 @@ def _throughput(view: RunView, floor: float) -> Criterion:
     if floor:
         waited = float(np.nansum(settled(view, "data_wait_s"))) / spent
         target, ok = f">= {short(floor)} tokens/s", rate >= floor
-        remark = f"{rate / floor:.0%} of the floor; {waited:.0%} of the time it waited for data"
+        remark = f"{rate / floor:.0%} of the target; training waited for data {waited:.0%} of the time"
     return Criterion("throughput", target, f"{short(rate)} tokens/s", ok, remark, rate, "tokens/s", "higher")
 
 

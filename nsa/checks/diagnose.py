@@ -1,10 +1,10 @@
-"""`nsa doctor`: the smallest configuration that fails, its stacks and what to do.
+"""`nsa doctor`: finds the smallest configuration that fails, and reports its stacks and advice.
 
 After the environment guard, short trials run in a fixed order, each in separate processes with a time limit: single
 process without gradient checkpointing, with checkpointing, DDP, FSDP, the configuration as given. The first trial that
-fails runs again with one branch of the attention at a time, then with half the layers for as long as it fails.
+fails runs again with one attention branch at a time, then with half the layers, again and again, while it fails.
 
-All but the last train on the same synthetic batches: their losses and gradient norms must agree.
+All trials but the last train on the same synthetic batches: their losses and gradient norms must agree.
 """
 
 import json
@@ -49,16 +49,16 @@ SINGLE, CHECKPOINTING, DDP, FSDP, AS_GIVEN = "single process", "checkpointing", 
 HANG, NON_FINITE, OUT_OF_MEMORY, OTHER_NUMBERS = "hang", "non-finite numbers", "out of memory", "other numbers"
 KINDS = {0: "ended early", HangError.exit_code: HANG, NumericsError.exit_code: NON_FINITE}
 KINDS |= {OutOfMemoryError.exit_code: OUT_OF_MEMORY}
-REQUIRED = {"python", "torch", "triton", "GPUs"}  # findings of the guard without which no trial can run
+REQUIRED = {"python", "torch", "triton", "GPUs"}  # if one of these findings failed, no trial can run
 TOLERANCE_FP32, TOLERANCE_ROUNDED = 1e-4, 2e-2  # relative, of losses and gradient norms on the same batches
-LIMIT_FACTOR, MIN_LIMIT_S = 10, 60.0  # after a failure, trials get ten times what the longest sound one took
+LIMIT_FACTOR, MIN_LIMIT_S = 10, 60.0  # after a failure, the limit is ten times the longest trial that passed
 MAX_FRAMES, LOG_LINES = 20, 12
 
 ADVICE = {
     SINGLE: "Neither checkpointing nor a second process matters: the model or a kernel is at fault. `nsa ready` "
     "compares each kernel with its reference; runtime.kernels.sel=reference (phi, cmp, select, win, mix) avoids one.",
-    CHECKPOINTING: "runtime.gradient_checkpointing=none avoids it for more memory (see `nsa memory`); another one of "
-    "block, branch and selective may avoid it too.",
+    CHECKPOINTING: "runtime.gradient_checkpointing=none avoids it and needs more memory (see `nsa memory`); another "
+    "granularity (block, branch, selective) may avoid it too.",
     DDP: "parallel.ddp.safe_mode=true shows whether an option of DDP is at fault; parallel.strategy=fsdp avoids DDP. "
     "On GPUs check the links too: NCCL_DEBUG=INFO.",
     FSDP: "parallel.strategy=ddp avoids FSDP if the model fits one GPU; parallel.fsdp.forward_prefetch=false and "
@@ -66,14 +66,14 @@ ADVICE = {
     AS_GIVEN: "The same model trains on small synthetic batches without torch.compile. Run `nsa doctor` again with "
     "runtime.compile=false, with data.source=synthetic or with a smaller train.micro_batch to see which of them "
     "matters; `nsa data stats` and `nsa data verify` check the data.",
-    HANG: "The stacks show where each rank waits; the rank that stands elsewhere is the cause. Run the command again "
+    HANG: "The stacks show where each rank waits; a rank that waits elsewhere is the cause. Run the command again "
     "with telemetry.trace_grads=true: `nsa trace` then shows the gradient at which the rank stopped.",
-    NON_FINITE: "The command leaves the non-finite step in the folder `nonfinite` of its run.",
-    OUT_OF_MEMORY: "`nsa memory` prints what a configuration needs and the largest batch that fits.",
-    OTHER_NUMBERS: "It trains, but not as one process does: do not start long runs with it.",
+    NON_FINITE: "The command saves the non-finite step in the folder `nonfinite` of its run.",
+    OUT_OF_MEMORY: "`nsa memory` prints the memory that a configuration needs and the largest batch that fits.",
+    OTHER_NUMBERS: "The results differ from those of one process: do not start long runs with this configuration.",
 }
 
-# The format of faulthandler, which writes the stacks.
+# The format of the stack dumps, which faulthandler writes.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^ +File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LONG_PATH = re.compile(r"^.*/(?:site-packages/|(?=nsa/|python3\.\d+/))")
@@ -94,7 +94,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The environment guard or a trial, as plain values. `failure` is the kind of failure, empty if it passed."""
+    """The result of the environment guard or a trial, as plain values. `failure` is its kind, empty if it passed."""
 
     name: str
     failure: str
@@ -114,8 +114,8 @@ class Attempt:
 
 
 class Diagnosis:
-    """The trials of a configuration and what they show. Raises ConfigError or LaunchError if the ranks cannot share the
-    batch evenly."""
+    """Runs the trials of a configuration and collects the findings. Raises ConfigError or LaunchError if the ranks
+    cannot share the batch evenly."""
 
     def __init__(
         self, config: Config, out: Path, progress: Progress, nproc: int | None, steps: int = 3, limit_s: float = 300.0
@@ -131,11 +131,11 @@ class Diagnosis:
         self.cases = self._cases()
         self.machine = ProbeResult([])
         self.attempts: list[Attempt] = []
-        self.smallest: Attempt | None = None  # the smallest that failed; None if the system is healthy
+        self.smallest: Attempt | None = None  # the smallest attempt that failed; None if the system is healthy
         self.advice: list[str] = []
 
     def _cases(self) -> list[Case]:
-        """The trials in their order. The configuration as given is left out if another trial equals it."""
+        """Returns the trials in order, without the configuration as given if another trial equals it."""
         config, train, parallel, nproc = self.config, self.config.train, self.config.parallel, self.nproc
         groups = data_ranks(parallel.context, nproc)
         micro = max(1, train.batch_size // groups) if train.micro_batch == "auto" else train.micro_batch
@@ -173,7 +173,7 @@ class Diagnosis:
         return cases[:-1] if sum(case.is_given for case in cases) > 1 else cases
 
     def run(self) -> None:
-        shutil.rmtree(self.out / "trials", ignore_errors=True)  # of an earlier diagnosis
+        shutil.rmtree(self.out / "trials", ignore_errors=True)  # from an earlier diagnosis
         self.progress.note(f"{'trial':<40} processes  {'outcome':<20} {'time':>9}")
         if not self._guard():
             return
@@ -191,7 +191,7 @@ class Diagnosis:
                 return
 
     def _guard(self) -> bool:
-        """Checks the environment. False if no trial can run in it."""
+        """Checks the environment. Returns False if no trial can run."""
         self.progress.begin(f"environment (at most {self.limit_s:.0f} s)")
         began, ddp = time.monotonic(), next(case for case in self.cases if case.name == DDP)
         trial = Trial(ddp.config, self.out / "trials" / "environment", ddp.nproc, self.limit_s)
@@ -205,9 +205,9 @@ class Diagnosis:
         return not problem and not REQUIRED & {finding["what"] for finding in failed}
 
     def _narrow_down(self, case: Case, kind: str) -> None:
-        """Tries one branch at a time, then fewer layers, and keeps the smallest configuration that fails alike."""
-        sound = [attempt.seconds for attempt in self.attempts[1:] if not attempt.failure]
-        limit_s = min(self.limit_s, max(MIN_LIMIT_S, LIMIT_FACTOR * max(sound, default=math.inf)))
+        """Tries one branch at a time, then fewer layers. Keeps the smallest configuration with the same failure."""
+        passed = [attempt.seconds for attempt in self.attempts[1:] if not attempt.failure]
+        limit_s = min(self.limit_s, max(MIN_LIMIT_S, LIMIT_FACTOR * max(passed, default=math.inf)))
         for layer in attention_kinds(case.config):
             alone = {name: case.smaller(f"{name} alone", part) for name, part in layer.parts(case.config).items()}
             tried = {name: self._try(smaller, limit_s) for name, smaller in alone.items()}
@@ -230,7 +230,7 @@ class Diagnosis:
             self.smallest = attempt
 
     def _try(self, case: Case, limit_s: float, against: Attempt | None = None) -> Attempt:
-        """Trains the case. Other losses or gradient norms than in `against` are a failure too."""
+        """Runs the case as a trial. Losses or gradient norms that differ from `against` are a failure too."""
         self.progress.begin(f"{case.name} (at most {limit_s:.0f} s)")
         telemetry, slug = case.config.telemetry, re.sub(r"\W+", "-", case.name)
         timeouts = {  # the watchdog must find a hang within the limit, and before a collective times out
@@ -261,7 +261,7 @@ class Diagnosis:
 
     @property
     def stacks(self) -> list[dict[str, Any]]:
-        """Of the smallest trial that failed, by rank: the newest frames of each thread that trains."""
+        """The newest frames of each training thread of each rank, from the smallest trial that failed."""
         found, folder = [], self.smallest.folder if self.smallest else ""
         for rank, path in stack_dumps().find(Path(folder)).items() if folder else ():
             texts = _THREAD.split(read_regular(path).decode(errors="replace"))[1:]
@@ -272,7 +272,7 @@ class Diagnosis:
         return found
 
     def verdict(self) -> Iterator[str]:
-        """The outcome as lines for the terminal."""
+        """Yields the outcome as lines for the terminal."""
         failed, count = self.smallest, sum(bool(attempt.folder) for attempt in self.attempts)
         spent = f"{count} trials, {seconds(sum(attempt.seconds for attempt in self.attempts))}"
         if failed is None:
@@ -290,7 +290,7 @@ class Diagnosis:
         yield from ("what to do:", *(f"- {line}" for line in self.advice))
 
     def write(self) -> Path:
-        """Writes all findings as plain values and returns the path."""
+        """Writes all findings as JSON and returns the path."""
         found = {
             "schema": SCHEMA,
             "nsa": __version__,
@@ -308,7 +308,7 @@ class Diagnosis:
 
 
 def first_difference(losses: list[float], norms: list[float], against: Attempt, tolerance: float) -> str:
-    """Where losses or gradient norms first differ from those of another trial; empty if they agree."""
+    """Describes where losses or gradient norms first differ from those of another trial; empty if they agree."""
     rows = zip(losses, against.losses, norms, against.grad_norms, strict=False)
     for step, (loss, other_loss, norm, other_norm) in enumerate(rows, start=1):
         for what, mine, other in (("loss", loss, other_loss), ("gradient norm", norm, other_norm)):

@@ -1,7 +1,7 @@
-"""Are the kernels right on this machine? Checks every operator of a configuration.
+"""Checks every operator of a configuration on this machine.
 
-Outputs and gradients of the backend that the run would use are compared with the reference in float64, and the
-reference's own gradients with finite differences, so that the reference is checked too.
+Compares outputs and gradients of the backend that the run would use with the reference in float64, and the gradients of
+the reference with finite differences.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from nsa.ops.dispatch import Backend, backend_name, backend_of
 from nsa.parallel.numerics import DTYPES, compute_precision
 from nsa.train.state import chosen_kernels
 
-LIMITS = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}  # relative, as in the kernels' own tests
-ROWS_THAT_MAY_DIFFER = 1e-3  # of selection, where two blocks score the same to rounding
+LIMITS = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}  # relative errors, as in the kernel tests
+ROWS_THAT_MAY_DIFFER = 1e-3  # share of selection rows: two blocks may have equal scores up to rounding
 SLOPE_LIMIT, SLOPE_STEPS = 1e-5, (1e-4, -1e-4)  # of finite differences in float64
 
 Tensors = dict[str, Tensor]
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One output or gradient: its error and the largest allowed one."""
+    """The error of one output or gradient, and its limit."""
 
     operator: str
     part: str  # "output", "gradient of k", ...
@@ -97,6 +97,6 @@ def _with_gradients(tensors: Tensors, compute: Callable[[Tensors], Tensor]) -> T
 
 
 def _cotangent(output: Tensor) -> Tensor:
-    """The same random numbers for every backend and dtype, rounded in the same way."""
+    """Returns the same random numbers, with the same rounding, for every backend and dtype."""
     drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     return drawn.bfloat16().to(output.device, output.dtype)

@@ -1,4 +1,4 @@
-"""The environment guard: does this machine have what the run needs? And how busy its GPUs are while it trains."""
+"""The environment guard, which checks versions, GPUs, memory and disk for a run, and the GPU utilisation of a run."""
 
 import contextlib
 import math
@@ -23,14 +23,14 @@ from nsa.train.state import describe_batch
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 OLDEST_GPU = (8, 0)
 MIN_OPEN_FILES = 1024  # shards, logs, sockets between ranks
-STATE_BYTES = 12  # a parameter and its two moments in fp32
-MAX_FOREIGN_SHARE = 0.05  # of a GPU's memory that other processes may hold
+STATE_BYTES = 12  # per parameter: the weight and its two moments in fp32
+MAX_FOREIGN_SHARE = 0.05  # share of a GPU's memory that other processes may use
 SPARE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked property of the machine; `advice` says what to do where it is not ok."""
+    """One checked property of the machine; `advice` says what to do if it is not ok."""
 
     what: str
     ok: bool
@@ -43,7 +43,7 @@ def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -
         model = build_model(config, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
     groups = data_ranks(config.parallel.context, nproc)
-    batch = describe_batch(config, groups)  # a ConfigError where the ranks cannot share the batch evenly
+    batch = describe_batch(config, groups)  # raises ConfigError if the ranks cannot share the batch evenly
     return [
         *_versions(),
         *_gpus(config, nproc),
@@ -61,7 +61,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _triton() -> Finding:
-    """Exactly the version that this torch requires: another one compiles different code, or none."""
+    """Checks for exactly the version that torch requires: another one may compile different code or fail."""
     on_gpu = torch.cuda.is_available()
     try:
         present = version("triton")
@@ -85,13 +85,13 @@ def _gpus(config: Config, nproc: int) -> Iterator[Finding]:
         advice = "the kernels need an A100 or newer (sm_80): the slow reference would run"
         yield Finding(f"GPU {index}", capability >= OLDEST_GPU, f"{name}, sm_{capability[0]}{capability[1]}", advice)
         free, total = torch.cuda.mem_get_info(index)
-        used = total - free  # the context of this process included, far below the share
+        used = total - free  # includes the context of this process, which is far below the limit
         found, advice = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB in use", "another process uses it: nvidia-smi"
         yield Finding(f"GPU {index} memory", used < MAX_FOREIGN_SHARE * total, found, advice)
 
 
 def _room(folder: Path, disk: int, memory: int) -> Iterator[Finding]:
-    """Bytes on disk and of the host's memory, and open files."""
+    """Checks free disk space, free host memory and the limit of open files."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     advice = f"checkpoints need {disk / 2**30:.1f} GiB: free some, lower checkpoint.keep or choose another folder"
@@ -106,7 +106,7 @@ def _room(folder: Path, disk: int, memory: int) -> Iterator[Finding]:
 
 
 class GpuUtilization:
-    """Averages samples of every GPU of a run, each of which looks back over a fraction of a second only."""
+    """Averages the utilisation of every GPU of a run. A single sample covers only a fraction of a second."""
 
     def __init__(self, nproc: int):
         self._samples: list[list[float]] = [[] for _ in range(nproc)]
@@ -115,12 +115,12 @@ class GpuUtilization:
     def sample(self) -> None:
         self._asked = True
         for index, samples in enumerate(self._samples):
-            with contextlib.suppress(Exception):  # no driver, no NVML, or a GPU that gives no value
+            with contextlib.suppress(Exception):  # no driver, no NVML, or a GPU without this value
                 samples.append(float(torch.cuda.utilization(index)))
 
     @property
     def percent(self) -> float | None:
-        """The mean of the least busy GPU; None unless every GPU gave a value, NaN where none was asked."""
+        """The mean of the least busy GPU; None if a GPU has no value, NaN if there was no sample."""
         if not self._asked:
             return math.nan
         return min(map(fmean, self._samples)) if all(self._samples) else None

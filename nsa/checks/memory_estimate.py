@@ -1,9 +1,9 @@
-"""How much GPU memory a configuration needs, before it is started: `estimate`, and `Planner` for what-ifs.
+"""Estimates the GPU memory of a configuration before it runs: `estimate`, and `Planner` for other settings.
 
-One training pass is traced without allocating it (`memory_trace`). What the optimizer and the strategy hold follows
-from the number of parameters (`Planner._parts`). An estimate is the highest moment of a step after the first, as
-`torch.cuda.max_memory_allocated` counts it, of a model that is not compiled. What torch.compile saves is not modelled:
-`COMPILED_SHARES` is the range that was measured.
+`memory_trace` traces one training pass on fake tensors. The memory of optimizer and strategy follows from the number of
+parameters (`Planner._parts`). An estimate is the peak of a step after the first, as `torch.cuda.max_memory_allocated`
+reports it, of a model that is not compiled. The savings of torch.compile are not modelled: `COMPILED_SHARES` is the
+measured range.
 """
 
 from bisect import bisect_right
@@ -32,17 +32,17 @@ from nsa.train.optimizer import hidden_matrices
 from nsa.train.state import freeze, micro_batch_size
 
 GIB = 2**30
-# From the most memory to the least, as a rule.
+# Usually from the most memory to the least.
 GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "selective", "block")
-# The share of the estimated activations and temporaries that compiled blocks held: the lowest and the highest measured
-# (the 125M model with NSA or dense attention on an H200; bench/results). Not measured: "branch", and ranks that share
-# sequences, whose blocks are compiled in two parts.
+# Activations and temporaries of compiled blocks as a share of the estimate: lowest and highest measurement (the 125M
+# model with NSA or dense attention on an H200; bench/results). Not measured: "branch", and context parallelism, whose
+# blocks are compiled in two parts.
 COMPILED_SHARES = {"none": (0.75, 0.78), "selective": (0.90, 0.99), "block": (0.90, 0.99)}
-# The same where the MLP of a recomputed pass runs in chunks: compiling saves nothing of it.
+# The same shares if the MLP of a recomputed pass runs in chunks, which compiling does not reduce.
 LONG_COMPILED_SHARES = {"none": COMPILED_SHARES["none"], "selective": (1.03, 1.05)}
-# What a card needs besides the estimate: the CUDA context with its kernels and NCCL, and gaps between tensors.
+# Memory besides the estimate: the CUDA context with its kernels and NCCL, and fragmentation as a share.
 CONTEXT_GIB, GAPS = 1.0, 0.05
-# GiB that PyTorch sees on each.
+# GiB that PyTorch reports for each card.
 CARDS = {"24gb": 23.5, "a100-40gb": 39.4, "l40s": 44.4, "a100-80gb": 79.1, "h100": 79.1, "h200": 139.8, "b200": 178.3}
 COMMON_CARDS = ("24gb", "a100-40gb", "a100-80gb", "h200")
 GPT2_VOCABULARY = 50_257
@@ -53,29 +53,29 @@ _MOST_SEQUENCES = 1 << 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of one rank at its highest moment.
+    """Peak memory of one rank.
 
     `parts`, in bytes, add up to the peak: weights, gradients, optimizer, the kinds of `memory_trace.Moment`, and
-    `strategy`, what DDP or FSDP hold besides the model. Few gradients may exist at the highest moment; `all_gradients`
-    is their size when backward ends and activations are freed.
+    `strategy`, the buffers of DDP or FSDP. Few gradients may exist at the peak; `all_gradients` is their size when
+    backward ends and activations are freed.
     """
 
     micro_batch: int
     checkpointing: Granularity
-    moment: str  # the phase of a step in which it is highest
+    moment: str  # the phase of a step with the peak
     parts: dict[str, float]
     all_gradients: float
-    compiled_gib: tuple[float, float] | None  # lowest and highest peak to expect with torch.compile, where measured
-    planned_gib: float  # the highest to expect of the configuration as it is, compiled or not
+    compiled_gib: tuple[float, float] | None  # range of the expected peak with torch.compile; None if not measured
+    planned_gib: float  # upper end of the expected peak with the configured runtime.compile
 
     @property
     def peak_gib(self) -> float:
-        """Without torch.compile."""
+        """The peak without torch.compile."""
         return _peak_gib(self.parts)
 
     @property
     def needed_gib(self) -> float:
-        """What a card must have."""
+        """The memory that a card must have."""
         return self.planned_gib * (1 + GAPS) + CONTEXT_GIB
 
 
@@ -86,16 +86,16 @@ class Card:
 
 
 def estimate(config: Config, nproc: int = 1) -> Estimate:
-    """What each of `nproc` ranks needs on its GPU under this configuration."""
+    """Estimates the memory of each of `nproc` ranks under this configuration."""
     return Planner(config, nproc).estimate()
 
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """Memory of generation with a cache (`nsa.nn.KVCache`), in the type in which the model computes. In bytes.
+    """Memory of generation with a cache (`nsa.nn.KVCache`) in the compute dtype, in bytes.
 
-    parts     of one more sequence of `tokens` tokens, by part of the cache
-    weights   of the model
+    parts     memory of one sequence of `tokens` tokens, by part of the cache
+    weights   memory of the model's weights
     """
 
     tokens: int
@@ -104,13 +104,13 @@ class CacheEstimate:
     weights: int
 
     def most_sequences(self, card: Card) -> int:
-        """How many such sequences fit a card beside the weights, without what a prompt needs while it is read."""
+        """Returns how many sequences fit a card besides the weights, without the memory for processing a prompt."""
         free = (card.gib - CONTEXT_GIB) / (1 + GAPS) * GIB - self.weights
         return max(0, int(free / sum(self.parts.values())))
 
 
 def find_card(text: str) -> Card:
-    """A card by its name, or by its memory in GiB."""
+    """Finds a card by its name, or creates one from its memory in GiB."""
     wanted = text.strip().lower()
     if wanted in CARDS:
         return Card(wanted, CARDS[wanted])
@@ -124,7 +124,7 @@ def find_card(text: str) -> Card:
 
 
 def present_card() -> Card | None:
-    """The GPU of this machine."""
+    """Returns the first GPU of this machine, if there is one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
@@ -132,10 +132,10 @@ def present_card() -> Card | None:
 
 
 class Planner:
-    """Estimates of one configuration at any micro-batch and granularity of checkpointing.
+    """Estimates the memory of one configuration for any micro-batch and granularity of checkpointing.
 
-    The configured micro-batch is traced. For another one, each phase of the pass is interpolated linearly between that
-    trace and one of four times the micro-batch, as far as both compute the same in chunks.
+    The configured micro-batch is traced. For another size, each phase of the pass is interpolated linearly between that
+    trace and one of four times the micro-batch, as far as both split their work into chunks in the same way.
     """
 
     def __init__(self, config: Config, nproc: int = 1):
@@ -146,7 +146,7 @@ class Planner:
         self.precision = "bf16" if config.runtime.precision == "auto" else config.runtime.precision
         groups = data_ranks(config.parallel.context, nproc)
         self.micro_batch = micro_batch_size(config, groups)
-        self.share = config.train.batch_size // groups  # sequences of a rank in a step, which others may share
+        self.share = config.train.batch_size // groups  # sequences per step of a rank or a context group
         self._shards = nproc if self.strategy == "fsdp" else 1
         wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
         self.param_dtype = DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
@@ -162,8 +162,8 @@ class Planner:
     def not_counted(self) -> list[str]:
         teacher, graphs = self.config.train.teacher, self.config.runtime.cuda_graphs
         return [
-            *(["train.teacher, whose weights every rank holds in float32, and its forward pass"] if teacher else []),
-            *(["runtime.cuda_graphs=true, which holds the memory of a pass twice"] if graphs is True else []),
+            *(["train.teacher, whose weights every rank stores in float32, and its forward pass"] if teacher else []),
+            *(["runtime.cuda_graphs=true, which needs the memory of a pass twice"] if graphs is True else []),
         ]
 
     def estimate(self, micro_batch: int | None = None, checkpointing: Granularity | None = None) -> Estimate:
@@ -186,7 +186,7 @@ class Planner:
         return Estimate(size, granularity, highest, found[highest], gradients, compiled, planned)
 
     def estimate_cache(self, tokens: int) -> CacheEstimate:
-        """Nothing is allocated."""
+        """Estimates the cache of one sequence without allocating it."""
         if not 1 <= tokens <= LONGEST:
             raise ConfigError(f"--cache: must be from 1 to {LONGEST} tokens, got {tokens}")
         dtype = DTYPES[self.precision]
@@ -194,7 +194,7 @@ class Planner:
         def cache(sequences: int, max_length: int) -> KVCache:
             return KVCache(self._model, sequences=sequences, max_length=max_length, dtype=dtype)
 
-        # Pages are alike: those of a long sequence need not be listed to count them.
+        # All pages have the same size, so the pages of a long sequence need not be created to count them.
         page = cache(1, 1).page_size
         one, two, longer = (cache(*sizes).memory() for sizes in ((1, page), (2, page), (1, 2 * page)))
         more_pages = -(-tokens // page) - 1
@@ -202,9 +202,9 @@ class Planner:
         return CacheEstimate(tokens, self.precision, parts, self._parameters * dtype.itemsize)
 
     def fit(self, card: Card) -> tuple[int, int]:
-        """The largest micro-batch that fits a card, and the largest that also divides the sequences of a rank in a
-        step; 0 where not even one sequence fits."""
-        most = self.micro_batch  # doubled until it does not fit: passes far larger than the card take long to trace
+        """Returns the largest micro-batch that fits a card, and the largest that also divides the sequences of a rank
+        in a step; 0 if no sequence fits."""
+        most = self.micro_batch  # doubled until it does not fit: tracing a pass far larger than the card is slow
         while most < _MOST_SEQUENCES and self.estimate(most).needed_gib <= card.gib:
             most *= 2
         sizes = range(1, most + 1)
@@ -213,7 +213,7 @@ class Planner:
         return largest, next((n for n in divisors if n <= largest and self.estimate(n).needed_gib <= card.gib), 0)
 
     def advice(self, card: Card) -> list[str]:
-        """Settings with which the configuration fits the card, each by itself; empty where it fits as it is."""
+        """Returns settings, each sufficient alone, with which the configuration fits the card; empty if it fits."""
         if self.estimate().needed_gib <= card.gib:
             return []
         more = GRANULARITIES.index(self.config.runtime.gradient_checkpointing) + 1
@@ -236,7 +236,7 @@ class Planner:
         return [f"{setting} ({found.planned_gib:.1f} GiB)" for setting, found in fitting.items()]
 
     def _traced_sizes(self, size: int) -> tuple[int, int]:
-        """Two micro-batches between which, or beyond which, memory is linear: no border separates them from `size`."""
+        """Returns two micro-batches for a linear interpolation to `size`: no border separates them from `size`."""
         least = max([1, *(border for border in self._borders if border <= size)])
         most = min((border - 1 for border in self._borders if border > size), default=_MOST_SEQUENCES)
         near = min(max(self.micro_batch, least), most)
@@ -245,9 +245,9 @@ class Planner:
 
     @cached_property
     def _borders(self) -> list[int]:
-        """The micro-batches at which passes begin to compute in chunks, and those that layers state."""
+        """The micro-batches at which passes start to compute in chunks, and the borders that attention layers give."""
         length = padded_length(self.config.train.seq_len, self.config.parallel.context)
-        tokens = length // self.config.parallel.context  # of a rank: its queries; keys and values are all
+        tokens = length // self.config.parallel.context  # of a rank: its queries; every rank has all keys and values
         borders = {-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))}
         packed, dtype = self.config.data.isolate_documents, DTYPES[self.precision]
         with torch.device("meta"):
@@ -266,19 +266,19 @@ class Planner:
         return self._traces[key]
 
     def _parts(self, moment: Moment, accumulates: bool) -> dict[str, float]:
-        """Bytes of a rank at a moment, of a model with P parameters of which T are trained, over N ranks.
+        """Returns the bytes of a rank at a moment, for P parameters, of which T are trained, and N ranks.
 
-        single   weights 4P, AdamW moments 8T (Muon: 4 of each parameter it moves), gradients up to 4T as backward
+        single   weights 4P, AdamW moments 8T (Muon: 4 per parameter that it updates), gradients up to 4T as backward
                  creates them
-        ddp      the same and buckets of 4T; gradients are views of them unless `bucket_view` is off. While a step
-                 accumulates, gradients are kept outside the buckets
-        fsdp     weights, moments and gradients divided by N, and what `_fsdp_bytes` adds. While a step accumulates,
-                 whole gradients
+        ddp      as single, and buckets of 4T; gradients are views of the buckets unless `bucket_view` is off. While a
+                 step accumulates, gradients are stored outside the buckets
+        fsdp     weights, moments and gradients divided by N, plus `_fsdp_bytes`. While a step accumulates, full
+                 gradients
 
-        With several passes in a step, all gradients exist from the start of the last one, which is the highest.
+        With several passes in a step, all gradients exist from the start of the last pass, which has the peak.
         """
         trained = _FLOAT32 * self._trainable
-        # The share that backward has created, of a pass in which nothing is frozen.
+        # The share of gradients that backward has created so far; the trace freezes no parameter.
         created = moment.gradients / (self.param_dtype.itemsize * self._parameters)
         gradients = created * trained / self._shards
         strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes()}[self.strategy]
@@ -298,9 +298,9 @@ class Planner:
         return state | traced_kinds | {"strategy": strategy}
 
     def _fsdp_bytes(self) -> float:
-        """Gathered in the parameters' data type: the model outside the blocks and two units, one in use and one being
-        prefetched (with `grad_op` all units), and the message of a third. One unit's gradients, and the message that
-        reduces them."""
+        """Returns the bytes of FSDP's buffers. Gathered in the parameter dtype: the model outside the blocks, two
+        units, one in use and one being prefetched (with `grad_op` all units), and the message of a third. Also the
+        gradients of one unit, and the message that reduces them."""
         options, layers = self.config.parallel.fsdp, self.config.model.n_layers
         largest = max(sum(p.numel() for p in block.parameters()) for block in self._model.blocks)
         unit = largest * min(options.blocks_per_unit, layers)
@@ -317,7 +317,7 @@ def _peak_gib(parts: dict[str, float], compiled_share: float = 1.0) -> float:
 def _vocab_size(config: Config) -> int:
     if config.model.vocab_size is not None:
         return config.model.vocab_size
-    # That of GPT-2 is known without a download.
+    # The size of GPT-2's vocabulary is known without a download.
     return GPT2_VOCABULARY if config.data.tokenizer == "gpt2" else tokenizer_for(config.data).vocab_size
 
 

@@ -1,8 +1,8 @@
-"""One training pass on fake tensors: the bytes that are live at the highest moment of each of its phases.
+"""Traces one training pass on fake tensors and records the peak of live bytes in each of its phases.
 
-The model's own forward and backward run on tensors that have shapes and no storage, so the weights are not allocated
-and no GPU is needed. `memory_workspaces` adds what kernels allocate internally. Blocks are alike, so at most three are
-traced: the first, the last, and one that stands for all blocks between them.
+The model's forward and backward run on tensors without storage, so no memory is allocated and no GPU is needed.
+`memory_workspaces` adds the memory that kernels allocate internally. Blocks of one kind need equal memory, so at most
+three are traced: the first, the last, and one that represents all blocks in between.
 """
 
 import weakref
@@ -26,21 +26,21 @@ from nsa.parallel.context import Context
 from nsa.parallel.transform import divide_sequences, recompute
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
-TRACED_BLOCKS = 3  # of a model that has more, all of one kind
-ALIGNMENT = 512  # the CUDA caching allocator returns multiples of this
-NORMS_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # since then autocast computes them so
-TOKENS_PER_DOCUMENT = 512  # assumed where documents are isolated; tables grow slightly with the number of documents
+TRACED_BLOCKS = 3  # of a model with more blocks, if all are of one kind
+ALIGNMENT = 512  # the CUDA caching allocator rounds sizes up to multiples of this
+NORMS_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # autocast does so since 2.12
+TOKENS_PER_DOCUMENT = 512  # assumed for isolated documents; tables grow slightly with the number of documents
 
 
 @dataclass(frozen=True)
 class Moment:
     """Bytes that are live at one moment, besides weights and optimizer state.
 
-    activations   made by the forward pass of embedding and blocks
-    temporaries   made by their backward pass: recomputed activations and gradients of activations
-    logits        made by the head and the loss, forward and backward
-    gradients     of parameters
-    workspaces    of the kernel that is running
+    activations   allocated in the forward pass of embedding and blocks
+    temporaries   allocated in their backward pass: recomputed activations and gradients of activations
+    logits        allocated by the head and the loss, in forward and backward
+    gradients     gradients of parameters
+    workspaces    memory that the running kernel allocates internally
     """
 
     activations: float = 0.0
@@ -58,25 +58,25 @@ class Moment:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators allocate, from their creation until nothing refers to them."""
+    """Counts the bytes of all storages that operators allocate, from their creation until they are freed."""
 
     def __init__(self, ignored: list[Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = {"activations": 0, "temporaries": 0, "logits": 0, "gradients": 0}
-        self.phases: dict[str, Moment] = {}  # the highest moment of each
-        self.started: dict[str, Moment] = {}  # the moment each began
-        self._held: dict[int, tuple[int, str, Any]] = {}  # size, kind and weak reference of every live storage
+        self.phases: dict[str, Moment] = {}  # the peak of each phase
+        self.started: dict[str, Moment] = {}  # the live bytes at the start of each phase
+        self._storages: dict[int, tuple[int, str, Any]] = {}  # size, kind and weak reference of every live storage
         self.enter("start", "activations")
         for tensor in ignored:
-            self._hold(tensor, counted=False)
+            self._track(tensor, counted=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # of every look at a fake tensor's device
+        if func is torch.ops.prim.device.default:  # runs at every access to a fake tensor's device
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
-                self._hold(tensor)
+                self._track(tensor)
         moment = Moment(**self.now, workspaces=workspace_bytes(func, args, peak_bytes))
         if self.phase not in self.phases or moment.total > self.phases[self.phase].total:
             self.phases[self.phase] = moment
@@ -90,26 +90,26 @@ class LiveBytes(TorchDispatchMode):
     def mark_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         key = parameter.grad.untyped_storage()._cdata
-        size, kind, reference = self._held[key]
-        self._held[key] = size, "gradients", reference
+        size, kind, reference = self._storages[key]
+        self._storages[key] = size, "gradients", reference
         self.now[kind] -= size
         self.now["gradients"] += size
 
-    def _hold(self, tensor: Tensor, *, counted: bool = True) -> None:
+    def _track(self, tensor: Tensor, *, counted: bool = True) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._held:
+        if key not in self._storages:
             size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT if counted else 0
-            self._held[key] = size, self.kind, weakref.ref(storage, lambda _: self._free(key))
+            self._storages[key] = size, self.kind, weakref.ref(storage, lambda _: self._free(key))
             self.now[self.kind] += size
 
     def _free(self, key: int) -> None:
-        size, kind, _ = self._held.pop(key)
+        size, kind, _ = self._storages.pop(key)
         self.now[kind] -= size
 
 
 def peak_bytes(run: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
-    """The most bytes that `run(**arguments)` holds at once, on top of its arguments and results."""
+    """Returns the peak of bytes that `run(**arguments)` allocates, besides its arguments and results."""
     live = LiveBytes([x for x in arguments.values() if isinstance(x, Tensor)])
     with live:
         results = run(**arguments)
@@ -118,8 +118,8 @@ def peak_bytes(run: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
 
 
 def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
-    """Runs one forward and backward pass of a micro-batch as on a GPU, of a model shortened to three blocks where all
-    are of one kind. Returns the highest moment of every phase.
+    """Runs one forward and backward pass of a micro-batch as on a GPU, with the model shortened to three blocks if all
+    are of one kind. Returns the peak of every phase.
 
     Phases in order: "start", "first block's forward" and so on, "head", "head's backward", "last block's backward" and
     so on, "embedding's backward". `config` has no "auto": its micro-batch, precision and vocabulary size are set.
@@ -150,14 +150,14 @@ def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
 
 
 def _all_blocks(live: LiveBytes, untraced: int) -> dict[str, Moment]:
-    """The phases of the whole model: those of the traced blocks, with the others added.
+    """Extends the phases of the traced blocks to the whole model.
 
-    Until the last block's backward, all blocks hold activations; when the first block's backward starts, all others
-    have gradients. The middle blocks go from one state to the other, and are highest at one of the two ends.
+    Until the last block's backward, all blocks have activations; when the first block's backward starts, all others
+    have gradients. The middle blocks go from one state to the other, and their peak is at one of the two ends.
     """
     started = live.started
     first, middle = started["first block's backward"], started["middle block's backward"]
-    # In the forward pass autocast also holds converted weights.
+    # In the forward pass autocast also keeps converted weights.
     forward = started["last block's forward"].plus(started["middle block's forward"], -1)
     kept = Moment(activations=middle.activations - first.activations)
     gradients = Moment(gradients=first.gradients - middle.gradients)
@@ -194,8 +194,8 @@ def _register_hooks(model: Decoder, live: LiveBytes) -> None:
 
 
 def _run(model: Decoder, config: Config, live: LiveBytes, context: Context) -> None:
-    """A pass over a batch shaped as the loader shapes it: isolated documents are concatenated into one row, and ranks
-    that share sequences have their tokens."""
+    """Runs a pass over a batch with the loader's shapes: isolated documents are concatenated into one row, and a rank
+    that shares sequences has its part of the tokens."""
     micro_batch, length = config.train.micro_batch, config.train.seq_len
     assert isinstance(micro_batch, int)
     tokens, cu_seqlens = torch.zeros(micro_batch, length, dtype=torch.int64), None
@@ -213,9 +213,9 @@ def _run(model: Decoder, config: Config, live: LiveBytes, context: Context) -> N
 
 
 class _FusedNorm(torch.autograd.Function):
-    """RMSNorm as a GPU computes it: one kernel that keeps its input and one number per row.
+    """RMSNorm as a GPU computes it: one kernel that saves its input and one number per row for backward.
 
-    On a CPU it is decomposed, and would appear to keep a second copy of its input.
+    On a CPU, RMSNorm is decomposed and would appear to save a second copy of its input.
     """
 
     @staticmethod

@@ -1,10 +1,9 @@
-"""What kernels allocate for themselves while they run.
+"""The memory that kernels allocate internally while they run.
 
-Tracing sees what an operator returns, not what its kernel holds meanwhile. The host code of our kernels runs on meta
-tensors, as on an H200, where it launches nothing; what it allocates is measured. The reference, whose loops take long,
-and cuDNN state their workspace beside their code, the reference as an upper bound; the formula for PyTorch's own
-attention, an upper bound too, is here. Where Triton cannot be imported, the reference would run, and its workspace
-counts.
+Tracing sees the results of an operator, not the workspace of its kernel. To measure the workspace of our kernels, their
+host code runs on meta tensors, as on an H200, without launching anything. The reference, whose loops would be slow, and
+cuDNN have a formula next to their code, the reference as an upper bound. The formula for PyTorch's own attention, also
+an upper bound, is in this module. If Triton cannot be imported, the reference runs and its workspace counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +17,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from nsa.ops import dispatch, long_mlp, mixing
 from nsa.ops.library import spec_of
 
-# cuBLAS on a Hopper keeps 32 MiB for each of the thread of forward, that of backward, and cuBLASLt. Over all recorded
-# points 80 to 110 MiB are what no tensor explains. Older cards keep 8 MiB each.
+# On Hopper, cuBLAS keeps 32 MiB each for the forward thread, the backward thread and cuBLASLt. In all recorded runs,
+# tensors leave 80 to 110 MiB unexplained. Older cards keep 8 MiB each.
 BLAS_BYTES = 3 * (32 << 20)
 
-# The operator in `dispatch`, and the function whose workspace it is; the mix needs none.
+# The operator in `dispatch` and its function for each torch operator; the mix needs no workspace.
 _NODES = {
     "nsa::mean_blocks": ("phi", "mean"),
     "nsa::mean_blocks_backward": ("phi", "mean_backward"),
@@ -40,12 +39,12 @@ _ALL_GRADIENTS = "nsa::mix_attention_backward"
 _DENSE_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
-# The most bytes that a function holds at once, on top of these named arguments and of what it returns.
+# Returns the peak of bytes that a function allocates, besides its named arguments and its results.
 Measure = Callable[[Callable[..., Any], Mapping[str, Any]], float]
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], measure: Measure) -> float:
-    """Bytes that operator `func` holds on top of its arguments and results; 0 for one that needs none."""
+    """Returns the bytes that operator `func` allocates besides its arguments and results; 0 if it needs none."""
     name = func.name() if isinstance(func, torch._ops.OpOverload) else None
     if name == _DENSE_BACKWARD:
         return _dense_backward(*args)
@@ -60,7 +59,7 @@ def workspace_bytes(func: Any, args: Sequence[Any], measure: Measure) -> float:
 
 
 def _of_backend(measure: Measure, operator: str, function: str, backend: str | None, **named: Any) -> float:
-    """Of `function` of the backend that computes `operator`: its parameters have the names of the node's."""
+    """Returns the workspace of a function of the backend of `operator`. Its parameters are named as the operator's."""
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
     if "spec" in named:
@@ -73,7 +72,7 @@ def _of_backend(measure: Measure, operator: str, function: str, backend: str | N
 
 
 class _Strided(NamedTuple):
-    """A tensor without its numbers."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -86,7 +85,7 @@ class _Strided(NamedTuple):
 
 @lru_cache
 def _measured(measure: Measure, operator: str, function: str, **described: Any) -> float:
-    """Of the kernels' host code; once for layers of the same shapes."""
+    """Measures the workspace of the kernels' host code, once for layers with equal shapes."""
     host_code = getattr(dispatch.kernels_for(operator), function)
     with unset_fake_temporarily():
         make = partial(torch.empty_strided, device="meta")
@@ -95,7 +94,7 @@ def _measured(measure: Measure, operator: str, function: str, **described: Any) 
             for name, x in described.items()
         }
         if described["cu_seqlens"] is not None:
-            host_code(**arguments)  # what follows from borders is computed once for all layers: nobody's workspace
+            host_code(**arguments)  # fills the cache of tables of borders, which all layers share: not a workspace
         return measure(host_code, arguments)
 
 
@@ -112,7 +111,7 @@ def _all_gradients(measure: Measure, named: dict[str, Any]) -> float:
 
 
 def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> float:
-    """dQ in float32, a number a row, and dK and dV for every query head before a group's are added. [B, H, S, D]."""
+    """dQ in float32, one number per row, and dK and dV per query head before the sum over a group. [B, H, S, D]."""
     per_group = q.shape[1] // k.shape[1]
     grouped = per_group * (k.numel() + v.numel()) * k.element_size() if per_group > 1 else 0
     return 4 * (q.numel() + q.numel() // q.shape[3]) + grouped

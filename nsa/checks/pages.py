@@ -14,7 +14,7 @@ _CLASSES = {"pass": "pass", "better": "pass", "fail": "fail", "worse": "fail", "
 
 @dataclass(frozen=True)
 class Section:
-    """A table under its heading or, without a `head`, lines of text as they are."""
+    """A section with a table or, without a `head`, with preformatted lines."""
 
     title: str
     head: Sequence[str] = ()
@@ -25,7 +25,7 @@ class Section:
         yield from ("", f"## {cell(self.title)}", "")
         if self.head:
             yield from (_row(self.head), "|" + "---|" * len(self.head), *map(_row, self.rows))
-        else:  # no line can end the block
+        else:  # a line must not end the code block
             yield from ("```", *(line.replace("```", "~~~") for line in self.lines), "```")
 
     def html(self) -> str:
@@ -40,7 +40,7 @@ class Section:
 
 
 def cell(text: object) -> str:
-    """Text from a file as part of a line of Markdown."""
+    """Escapes untrusted text for a cell of a Markdown table."""
     return one_line(str(text)).replace("|", "\\|")
 
 
@@ -54,7 +54,7 @@ def _html_row(cells: Sequence[object]) -> str:
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> None:
-    """Writes each file completely or not at all."""
+    """Writes each file atomically."""
     for name, text in contents.items():
         with reworded(LaunchError, f"{folder / name}: cannot be written", "choose another folder with --out"):
             replace_file(folder / name, text.encode())

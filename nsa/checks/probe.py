@@ -1,4 +1,4 @@
-"""Inspects the machine or the kernels in a separate process, so that a crash or a hang there ends only the probe.
+"""Inspects the machine or the kernels in a separate process, so that a crash or a hang ends only the probe.
 
 `python -m nsa.checks.probe machine|kernels CONFIG NPROC FOLDER RESULT` writes its findings as JSON.
 """
@@ -17,7 +17,7 @@ from nsa.errors import NSAError
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """`findings` as the probe wrote them; `problem` where it did not finish."""
+    """The `findings` that the probe wrote, or the `problem` if it did not finish."""
 
     findings: list[dict[str, Any]]
     problem: str = ""
@@ -28,7 +28,7 @@ class ProbeResult:
 
 
 def run_probe(kind: str, trial: Trial) -> ProbeResult:
-    """Inspects what the trial would run with."""
+    """Inspects the machine or the kernels for a trial."""
     write_trial_config(trial)
     folder = trial.folder.parent
     result = folder / f"{kind}.json"
@@ -47,7 +47,7 @@ def run_probe(kind: str, trial: Trial) -> ProbeResult:
 
 
 def describe(finding: dict[str, Any]) -> str:
-    """A finding of either kind in one line."""
+    """Formats a finding of either kind as one line."""
     if "what" in finding:
         return f"{finding['what']}: {finding['found']}"
     part = f"{finding['operator']} ({finding['backend']}): {finding['part']}"
@@ -55,7 +55,7 @@ def describe(finding: dict[str, Any]) -> str:
 
 
 def find(kind: str, config: Config, nproc: int, folder: Path) -> list[dict[str, Any]]:
-    """The findings as plain values."""
+    """Returns the findings as plain values."""
     if kind == "machine":
         from nsa.checks.machine import inspect_machine
         from nsa.data.tokenizers import tokenizer_for

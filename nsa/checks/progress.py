@@ -1,4 +1,4 @@
-"""Progress of `nsa ready` and `nsa doctor`: one live line on a terminal, plain lines elsewhere."""
+"""Shows the progress of `nsa ready` and `nsa doctor`: one live line on a terminal, plain lines elsewhere."""
 
 import time
 from typing import Self
@@ -34,7 +34,7 @@ class Progress:
         self._show(Text(f"{self._name}: {_state(view)}, {seconds(elapsed_s)}"))
 
     def note(self, message: RenderableType) -> None:
-        """What stays on the screen: a message, or a trial or phase that has ended."""
+        """Prints a message, or a trial or phase that has ended, above the live line."""
         self._console.print(message)
         self._printed_at = time.monotonic()
 

@@ -1,8 +1,8 @@
-"""May this run go to production on this machine? Four phases in separate processes, and an answer with evidence.
+"""`nsa ready`: checks in four phases, each in separate processes, whether a run can go to production on this machine.
 
 Phase 0 checks the machine, the kernels and one step. Phase 1 trains on synthetic data, phase 2 on the configured data.
-Phase 3 saves, kills, resumes and compares. Each changes the user's configuration as little as it needs. A phase that
-cannot complete its steps ends the check: later phases do not run, and a phase that did not run has not passed.
+Phase 3 saves, kills, resumes and compares. Each phase changes the user's configuration as little as possible. A phase
+that cannot complete its steps ends the check: later phases do not run, and a phase that did not run has not passed.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa.checks.artifacts import Artifact, check_artifacts
-from nsa.checks.criteria import SETTLING, Criterion, judge_run, stability
+from nsa.checks.criteria import WARMUP_SHARE, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
 from nsa.checks.probe import ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
@@ -34,14 +34,14 @@ TITLES = {
     "phase2": "the configured data",
     "phase3": "save, kill, resume, compare",
 }
-STYLES = {"pass": "green", "fail": "bold red", "n/a": "dim"}  # of a verdict
-FATAL = ("stability", "environment", "kernels", "one step", "deep step", "resume")  # nothing runs after these fail
+STYLES = {"pass": "green", "fail": "bold red", "n/a": "dim"}
+FATAL = ("stability", "environment", "kernels", "one step", "deep step", "resume")  # a failure ends the check
 DEEP_LAYERS, DEEP_TOKENS = 12, 2048  # a size at which an earlier system hung
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Steps of each phase. The resumed run is killed as its step `killed_at` begins."""
+    """Steps of each phase. Phase 3 kills a run at the start of step `killed_at`."""
 
     label: str
     synthetic: int
@@ -52,7 +52,7 @@ class Scale:
 
     @property
     def total(self) -> int:
-        """Training steps at most: the killed run repeats those after its last save."""
+        """Maximum number of training steps: the killed run repeats the steps after its last save."""
         return self.synthetic + self.data + 2 * self.resume + self.save_every
 
 
@@ -63,7 +63,7 @@ QUICK_ON_CPU = Scale("quick", synthetic=10, data=10, resume=4, save_every=2, kil
 
 @dataclass
 class Phase:
-    """The results of one phase. Without a criterion it did not run, and has not passed."""
+    """The results of one phase. A phase without criteria did not run and has not passed."""
 
     key: str
     criteria: list[Criterion] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Phase:
         return any(criterion.verdict == "fail" and criterion.name in FATAL for criterion in self.criteria)
 
     def __rich__(self) -> Group:
-        """Each criterion with its target and the measured value, for the terminal."""
+        """Renders each criterion with its target and the measured value."""
         word = "not run" if not self.was_run else "passed" if self.passed else "FAILED"
         style = "green" if self.passed else "bold red"
         head = Text.assemble((f"{self.key} ", "bold"), f"{self.title}: ", (word, style))
@@ -104,7 +104,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class ReadinessCheck:
-    """Checks `config` with `nproc` processes. The evidence goes into `folder`."""
+    """Checks `config` with `nproc` processes and writes the evidence into `folder`."""
 
     config: Config
     folder: Path
@@ -114,7 +114,7 @@ class ReadinessCheck:
     arguments: tuple[str, ...] = ()  # of `nsa train` in phases that use the configured data
 
     def run(self) -> list[Phase]:
-        """All four phases in order, after removing the runs of an earlier check."""
+        """Removes the runs of an earlier check and runs all four phases in order."""
         phases, scale = list[Phase](), self.scale
         self.progress.note(f"{scale.label} check: about {scale.total} steps in 6 runs; the first one shows how long")
         for folder in self.folder.glob("phase[0-3]*/"):
@@ -178,12 +178,12 @@ class ReadinessCheck:
         phase.criteria.append(Criterion("data", target, measured, not problem, problem))
 
     def _train(self, phase: Phase, config: Config) -> None:
-        """A training phase with all its criteria."""
+        """Runs a training phase and judges all its criteria."""
         trial, steps, utilization = self._trial(phase.key, config), config.train.steps, GpuUtilization(self.nproc)
 
         def update(view: RunView | None, elapsed_s: float) -> None:
             self.progress.update(view, elapsed_s)
-            if view is not None and int(steps * SETTLING) < view.step < steps:
+            if view is not None and int(steps * WARMUP_SHARE) < view.step < steps:
                 utilization.sample()
 
         outcome = self._run(phase, f"{steps} steps", trial, update)
@@ -204,9 +204,9 @@ class ReadinessCheck:
         phase.criteria.append(_judge_resume(whole, killed, resumed))
 
     def remaining_s(self, first: Outcome) -> float:
-        """An upper bound from a run of one step, which also compiles: every run starts, saves and validates at its end
-        for as long as that one, and no step is slower. A validation on the way costs less than training on its
-        sequences."""
+        """Returns an upper bound of the remaining time from a run of one step, which also compiles. It assumes that
+        every run takes as long to start, save and validate, that no step is slower, and that a validation takes less
+        time than training on its sequences."""
         assert first.view is not None
         step_s = float(first.view.training.column("step_s")[0])
         train, scale = self.config.train, self.scale
@@ -238,7 +238,7 @@ def _judge_kernels(probed: ProbeResult) -> Criterion:
 def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterion:
     checkpoint = None
     if killed.passed:
-        problem = "the run finished although it was killed: nothing was shown"
+        problem = "the run finished before it was killed, so the test shows nothing"
     elif not resumed.passed:
         problem = f"did not resume: {resumed.reason}"
     else:
@@ -251,7 +251,7 @@ def _judge_resume(whole: Outcome, killed: Outcome, resumed: Outcome) -> Criterio
 
 
 def short_run(config: Config, steps: int) -> Config:
-    """Few steps, with intervals short enough that saving and telemetry still happen."""
+    """Reduces the steps, with intervals short enough that saving and telemetry still happen."""
     changes = {
         "train.steps": steps,
         "train.log_every": min(config.train.log_every, max(1, steps // 10)),
@@ -263,20 +263,20 @@ def short_run(config: Config, steps: int) -> Config:
 
 
 def is_deep(config: Config) -> bool:
-    """Whether the configuration itself is at least as large as the size that once hung."""
+    """Whether the configuration is at least as large as the size at which an earlier system hung."""
     large = config.model.n_layers >= DEEP_LAYERS and config.train.seq_len >= DEEP_TOKENS
     return large and config.runtime.gradient_checkpointing != "none"
 
 
 def deep(config: Config, nproc: int) -> Config:
-    """Twelve layers, 2048 tokens, gradient checkpointing, one sequence per rank or group of ranks that share it."""
+    """Sets at least 12 layers and 2048 tokens, gradient checkpointing, and one sequence per rank or context group."""
     recompute = config.runtime.gradient_checkpointing
     changes = {
         "model.n_layers": max(DEEP_LAYERS, config.model.n_layers),
         "train.seq_len": max(DEEP_TOKENS, config.train.seq_len),
         "train.batch_size": data_ranks(config.parallel.context, nproc),
         "train.micro_batch": "auto",
-        "train.init_from": None,  # those weights have another depth
+        "train.init_from": None,  # saved weights have another depth
         "data.validation_fraction": 0.0,
         "runtime.gradient_checkpointing": "block" if recompute == "none" else recompute,
     }
@@ -284,17 +284,17 @@ def deep(config: Config, nproc: int) -> Config:
 
 
 def resumable(config: Config, scale: Scale) -> Config:
-    """Deterministic, so that the resumed run can be compared bit by bit. Saves block training, so that a checkpoint
-    exists when the kill comes, however fast the steps are."""
+    """Sets deterministic training, so that the resumed run can be compared bit by bit, and saves that block training,
+    so that a checkpoint exists before the kill, however fast the steps are."""
     saves = {"checkpoint.every": scale.save_every, "checkpoint.background": False}
-    graphs = config.runtime.cuda_graphs and "auto"  # true would refuse the kill, which is a fault
+    graphs = config.runtime.cuda_graphs and "auto"  # true would refuse to run with an armed fault, the kill
     return changed(
         short_run(config, scale.resume), {"runtime.deterministic": True, "runtime.cuda_graphs": graphs, **saves}
     )
 
 
 def first_difference(whole: Path, resumed: Path) -> str:
-    """Where two runs that should be identical first differ; empty where they do not."""
+    """Describes where two runs that should be identical first differ; empty if they do not."""
     ours, theirs = read_rows(whole, TRAINING), read_rows(resumed, TRAINING)
     for left, right in zip(ours, theirs, strict=False):
         for name, value in left.items():

@@ -1,6 +1,6 @@
-"""The answer of `nsa ready`: GO or NO-GO, the reasons, and the comparison with a baseline.
+"""The report of `nsa ready`: GO or NO-GO, the reasons, and the comparison with a baseline.
 
-`readiness.json` holds it as plain values under a schema number; `readiness.md` and `readiness.html` are made from it.
+`readiness.json` contains plain values and a schema number; `readiness.md` and `readiness.html` are rendered from it.
 """
 
 import json
@@ -21,7 +21,7 @@ from nsa.formatting import clock, one_line, plain, seconds, short
 from nsa.inspect.run_report import page
 
 SCHEMA = 1
-NOTICEABLE = 0.02  # smaller relative changes count as the same
+NOTICEABLE = 0.02  # smaller relative changes count as equal
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "readiness.json", "readiness.md", "readiness.html"
 
 _MORE_STYLE = """
@@ -37,7 +37,7 @@ Result = dict[str, Any]
 
 
 def launch_commands(check: ReadinessCheck, config_file: Path, overrides: tuple[str, ...]) -> list[str]:
-    """What to start after a GO. After a quick check that is the full one."""
+    """Returns the commands to run after a GO: the training, or after a quick check the full check."""
     if check.scale is not FULL:
         return [shlex.join(["nsa", "ready", str(config_file), *overrides, "--nproc", str(check.nproc)])]
     folder = check.config.train.out_dir or str(Path("runs") / config_file.stem)
@@ -101,17 +101,17 @@ def _run(outcome: Outcome) -> dict[str, Any]:
 
 
 def read_baseline(path: Path) -> Result:
-    """The readiness.json of an earlier check."""
+    """Reads the readiness.json of an earlier check."""
     what, remedy = f"--baseline: {path}: cannot be read", "give the readiness.json of an earlier check"
     with reworded(ConfigError, what, remedy, (OSError, ValueError)):
         baseline = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(baseline, dict) or baseline.get("schema") != SCHEMA:
-        raise ConfigError(f"--baseline: {path}: is no readiness.json of schema {SCHEMA}")
+        raise ConfigError(f"--baseline: {path}: is not a readiness.json of schema {SCHEMA}")
     return baseline
 
 
 def compare(result: Result, baseline: Result) -> dict[str, Any]:
-    """Every measured value against the baseline's, and why the two may not be comparable."""
+    """Compares every measured value with the baseline, and lists why the two may not be comparable."""
     then = {"scope": baseline.get("scope"), "processes": baseline.get("nproc"), "GPU": _gpus(baseline)}
     now = {"scope": result["scope"], "processes": result["nproc"], "GPU": _gpus(result)}
     unlike = [f"{name}: {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]]
@@ -154,7 +154,7 @@ def markdown(result: Result) -> str:
 
 
 def html(result: Result) -> str:
-    """A page that loads nothing: the verdict with its commands or reasons, then the sections."""
+    """Renders a self-contained page: the verdict with its commands or reasons, then the sections."""
     name, verdict = f"Readiness of {Path(result['config_file']).stem}", escape(headline(result))
     facts = "".join(f'<p class="facts">{escape(one_line(fact))}</p>' for fact in _facts(result))
     header = f'<header><div class="title"><h1>{escape(name)}</h1></div>{facts}</header>'
@@ -170,7 +170,7 @@ def html(result: Result) -> str:
 
 
 def _facts(result: Result) -> list[str]:
-    machine = result["machine"]  # as the runs recorded it; the probe knows some of it where no run got that far
+    machine = result["machine"]  # recorded by the runs; the probe has some of it if no run got that far
     probed = {finding["what"]: finding["found"] for finding in result["environment"]}
     cores = machine.get("cpu_count")
     where = ", ".join(machine.get("gpu") or []) or (f"CPU, {cores} cores" if cores else "")
@@ -210,7 +210,7 @@ def _sections(result: Result) -> Iterator[Section]:
         yield Section("Kernels", ["operator", "part", "backend", "error", "limit", "verdict"], rows)
     for phase in result["phases"]:
         for run in phase["runs"]:
-            if run["last_lines"] and not (phase["key"] == "phase3" and phase["passed"]):  # which kills one itself
+            if run["last_lines"] and not (phase["key"] == "phase3" and phase["passed"]):  # it kills a run
                 lines = [one_line(line, 300) for line in run["last_lines"]]
                 yield Section(f"Last lines of {run['name']}: {run['reason']} (all output: {run['log']})", lines=lines)
 

@@ -1,7 +1,7 @@
 """Training runs in separate processes with a time limit: the building block of `nsa ready` and `nsa doctor`.
 
-A trial starts as a user would start it, with `nsa train` alone or under `torchrun`, from a configuration file next to
-its folder. However it ends, none of its processes is left when `run_trial` returns.
+A trial starts in the same way as a user's run, with `nsa train` alone or under `torchrun`, from a configuration file
+next to its folder. When `run_trial` returns, all processes of the trial have ended, however the trial ended.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from nsa.plain_yaml import dump_yaml
 from nsa.run_folder import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events, stack_dumps
 
 POLL_S = 0.25
-DUMP_S = 3.0  # for the ranks to write their stacks before they are killed
-LAUNCHER_REPORT = "torch/distributed/elastic/multiprocessing/api.py"  # torchrun's own lines about a failed process
-TIMER_LINE = re.compile(rb"^Timeout \(\d", re.MULTILINE)  # of faulthandler.dump_traceback_later
-# Prefixes of variables that the trial's file already contains or that its launcher sets.
+DUMP_S = 3.0  # time for the ranks to write their stacks before they are killed
+LAUNCHER_REPORT = "torch/distributed/elastic/multiprocessing/api.py"  # in torchrun's lines about a failed process
+TIMER_LINE = re.compile(rb"^Timeout \(\d", re.MULTILINE)  # first line of faulthandler.dump_traceback_later
+# Prefixes of variables whose values are in the trial's file or that its launcher sets.
 OWN_VARIABLES = ("NSA_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_")
 
-# Overrides of a configuration, for the data that every system has.
+# Overrides for data that need no files or network.
 SYNTHETIC_DATA: Mapping[str, Any] = {"data.source": "synthetic", "data.paths": [], "data.mixture": []}
 
 OnProgress = Callable[[RunView | None, float], None]  # the state of the run, and seconds since its start
@@ -44,7 +44,7 @@ OnProgress = Callable[[RunView | None, float], None]  # the state of the run, an
 
 @dataclass(frozen=True)
 class Trial:
-    """Trains `config` into `folder` with `nproc` processes. `faults` are armed in them (nsa.faults)."""
+    """Trains `config` in `folder` with `nproc` processes, which arm `faults` (nsa.faults)."""
 
     config: Config
     folder: Path
@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def log_file(self) -> Path:
-        """All output of the processes and their launcher."""
+        """The output of all processes and their launcher."""
         return self.folder.with_name(self.folder.name + ".log")
 
     @property
@@ -71,15 +71,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `exit_code` is the run's own from metrics.json, or its launcher's where there is none; that of
-    HangError after any hang."""
+    """How a trial ended. `exit_code` is HangError's after a hang, otherwise the exit code in metrics.json, or the
+    launcher's if there is none."""
 
     trial: Trial
     exit_code: int
     timed_out: bool
     seconds: float
-    reason: str  # empty where the run did everything it should
-    view: RunView | None = None  # its folder at the end; None where it wrote nothing
+    reason: str  # why the trial failed; empty if it passed
+    view: RunView | None = None  # its folder at the end; None if it wrote nothing
 
     @property
     def passed(self) -> bool:
@@ -87,12 +87,12 @@ class Outcome:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with other values, by `section.key`."""
+    """Returns the configuration with other values, by `section.key`."""
     return parse_config(config.to_dict(), "trial", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
 def format_command(config_file: Path, nproc: int, overrides: tuple[str, ...] = ()) -> str:
-    """The command for the run as a user types it."""
+    """Returns the command line of a run for the user."""
     start = ["torchrun", "--standalone", "--nproc-per-node", str(nproc), "-m", "nsa"] if nproc > 1 else ["nsa"]
     return shlex.join([*start, "train", str(config_file), *overrides])
 
@@ -106,7 +106,7 @@ def write_trial_config(trial: Trial) -> None:
 
 
 def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None) -> Outcome:
-    """Runs the trial until it ends or its time limit passes."""
+    """Runs the trial until it ends or reaches its time limit."""
     write_trial_config(trial)
     began = time.monotonic()
     with _started(trial) as (process, members):
@@ -122,7 +122,7 @@ def run_trial(trial: Trial, on_progress: OnProgress = lambda view, seconds: None
 
 
 def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: float) -> Outcome:
-    """Judges a run by its folder and the exit code of its launcher; None where the time limit passed."""
+    """Judges a run by its folder and the exit code of its launcher, None after the time limit."""
     metrics, done, wanted = view.metrics if view else {}, view.step if view else 0, trial.config.train.steps
     own, reason = metrics.get("exit_code"), ""
     timer = _dumped_by_timer(trial.folder) if code else ""
@@ -141,13 +141,13 @@ def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: fl
 
 
 def _dumped_by_timer(folder: Path) -> str:
-    """The stack dump of a rank whose watchdog could not run until its C timer ended the process; empty without one."""
+    """Returns the stack dump of a rank that its C timer ended because the watchdog could not run; empty if none."""
     dumps = stack_dumps().find(folder).values() if folder.is_dir() else ()
     return next((path.name for path in dumps if TIMER_LINE.search(read_regular(path))), "")
 
 
 def last_lines(log: Path, count: int = 20) -> list[str]:
-    """The end of a run's own output, without torchrun's report of a failed process."""
+    """Returns the last lines of a run's output, without torchrun's report of a failed process."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-200:]
     except OSError:
@@ -158,8 +158,8 @@ def last_lines(log: Path, count: int = 20) -> list[str]:
 
 @contextlib.contextmanager
 def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil.Process]]]:
-    """The process, and a set for its descendants. All of them are killed at the end, also when this process is
-    interrupted, and also those that a dead launcher left behind."""
+    """Yields the process, and a set for its descendants. Kills all of them at the end, also if this process is
+    interrupted or the launcher has died."""
     members: set[psutil.Process] = set()
     with open(trial.log_file, "wb", opener=regular) as log:
         process = subprocess.Popen(  # noqa: S603
@@ -176,22 +176,22 @@ def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil
 
 
 def prepare_to_launch() -> None:
-    """For a command that starts processes itself. It must not be started by torchrun; and SIGTERM unwinds it as Ctrl-C
-    does, so that nothing it started is left running."""
+    """Prepares a command that starts processes: raises LaunchError under torchrun, and makes SIGTERM unwind the stack
+    as Ctrl-C does, so that no process is left running."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise LaunchError("started by torchrun; start it alone, it starts the processes itself: --nproc N")
+        raise LaunchError("started by torchrun; start it without torchrun: --nproc N starts the processes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def environment(faults: str = "") -> dict[str, str]:
-    """The variables of a trial: those of this process, without what its file or its launcher sets."""
+    """Returns the environment of a trial: that of this process without OWN_VARIABLES."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
     armed = ",".join(filter(None, (os.environ.get("NSA_FAULTS", ""), faults)))
     return {**kept, "PYTHONUNBUFFERED": "1", **({"NSA_FAULTS": armed} if armed else {})}
 
 
 def usable_gpus(config: Config) -> int:
-    """The GPUs that a run of the configuration could use; 0 where it runs on the CPU."""
+    """Returns the number of GPUs that a run of the configuration could use; 0 if it runs on the CPU."""
     if config.runtime.device == "cpu":
         return 0
     import torch
@@ -200,7 +200,7 @@ def usable_gpus(config: Config) -> int:
 
 
 def _process_tree(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants."""
+    """Returns the process and all its descendants."""
     try:
         parent = psutil.Process(pid)
         return [*parent.children(recursive=True), parent]
@@ -209,7 +209,7 @@ def _process_tree(pid: int) -> list[psutil.Process]:
 
 
 def _dump_stacks(trial: Trial, process: subprocess.Popen[bytes]) -> None:
-    """Asks every rank that has started for its stacks. The signal would kill any other process."""
+    """Signals every rank that has started to dump its stacks. The signal would kill any other process."""
     ranks = HEARTBEAT.find(trial.folder) if trial.folder.is_dir() else {}
     started = {event.get("pid") for rank in ranks for event in read_events(trial.folder, rank)}
     asked = [member for member in _process_tree(process.pid) if member.pid in started]
@@ -227,7 +227,7 @@ def _read(folder: Path) -> RunView | None:
 
 
 def remove_weights(folder: Path, *, keep_nonfinite: bool = True) -> None:
-    """Weights are large and are no evidence, except those of a non-finite step."""
+    """Removes weights, which are large and not evidence, except those of a non-finite step if `keep_nonfinite`."""
     for name in (CHECKPOINTS_FOLDER, *(() if keep_nonfinite else (NONFINITE_FOLDER,))):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)

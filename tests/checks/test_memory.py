@@ -429,7 +429,7 @@ def nsa_memory(monkeypatch, capsys):
 def test_the_command_prints_three_tables_in_80_columns(nsa_memory):
     printed = nsa_memory()
     assert max(map(len, printed.replace(str(ROOT), "").splitlines())) <= 80
-    for words in ("optimizer state", "DDP buckets", "peak", "none (configured)", "a100-40gb", "Kept free: 1 GiB"):
+    for words in ("optimizer state", "DDP buckets", "peak", "none (configured)", "a100-40gb", "Reserved: 1 GiB"):
         assert words in printed
 
 
@@ -491,7 +491,7 @@ def test_the_cache_is_predicted_to_the_byte(nsa_memory):
     found = json.loads(nsa_memory("--cache", "32768", "--card", "24gb", "--json"))["cache"]
     assert found["parts"]["sel"] == 2 * 32768 * 2 * (64 + 64) * 2  # layers, tokens, heads, channels, bytes
     assert f"one sequence {sum(found['parts'].values()) / 2**20:.2f}" in " ".join(printed.split())
-    assert f"24gb: {found['most_sequences']['24gb']} such sequences at a time" in printed
+    assert f"24gb: {found['most_sequences']['24gb']} sequences of this length fit" in printed
     for refused in ("0", "2147483648", "1" + 20 * "0"):
         with pytest.raises(ConfigError, match="--cache: must be from 1 to 2147483647 tokens, got"):
             nsa_memory("--cache", refused)
