@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments shared by several commands."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +14,14 @@ ConfigFile = Annotated[
 
 
 def overrides_such_as(example: str) -> Any:
-    """The argument for overrides, with one that the command makes use of."""
+    """Returns the argument for overrides, with an example for the command."""
     return typer.Argument(metavar="KEY=VALUE", help=f"Overrides such as {example}.", show_default=False)
 
 
 Overrides = Annotated[list[str] | None, overrides_such_as("train.steps=10")]
 JoinedOverrides = Annotated[
     list[str] | None,
-    typer.Option("--override", metavar="'KEY=VALUE ...'", help="The same as one string.", show_default=False),
+    typer.Option("--override", metavar="'KEY=VALUE ...'", help="Overrides as one string.", show_default=False),
 ]
 TrainedModel = Annotated[
     Path,
@@ -35,5 +35,5 @@ TrainedModel = Annotated[
 
 
 def all_overrides(separate: list[str] | None, joined: list[str] | None) -> list[str]:
-    """Every override in order; those of --override come last, so they win."""
+    """Returns all overrides in order; those of --override come last and win."""
     return [*(separate or []), *(part for text in joined or [] for part in split_overrides(text))]

@@ -8,7 +8,7 @@ import typer
 from nsa.cli.output import say
 from nsa.errors import CheckpointError
 
-app = typer.Typer(help="Look at, check and export checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True)
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)]
 
@@ -20,7 +20,7 @@ def _source(of_a_run: str) -> Any:
 
 @app.command("list")
 def list_checkpoints(run_dir: RunFolder) -> None:
-    """Every checkpoint of a run, the newest first."""
+    """List the checkpoints of a run, newest first."""
     from nsa.checkpoint.format import BEST, LATEST, committed, read_pointer
     from nsa.checkpoint.restore import read_state
 
@@ -60,7 +60,7 @@ def verify(source: Annotated[Path, _source("all its checkpoints")]) -> None:
         except CheckpointError as error:
             if path.exists():
                 problems.append(str(error))
-            else:  # a run renames what it deletes first
+            else:  # a run renames a checkpoint before it deletes it
                 say(f"{path}: deleted by the run while it was read")
         else:
             say(f"{path}: ok, {len(files)} files, {sum(f.bytes for f in files.values()):,} bytes")
@@ -70,7 +70,7 @@ def verify(source: Annotated[Path, _source("all its checkpoints")]) -> None:
 
 @app.command()
 def export(
-    source: Annotated[Path, _source("its newest sound checkpoint")],
+    source: Annotated[Path, _source("its newest undamaged checkpoint")],
     target: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="The file to write.", show_default=False)],
 ) -> None:
     """Write a checkpoint's weights as one safetensors file: `nsa export --format safetensors` of a checkpoint."""

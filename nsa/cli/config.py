@@ -14,12 +14,12 @@ from nsa.config.load import SHIPPED, ConfigWarning, warn_if_unlikely
 from nsa.errors import ConfigError, DataError
 from nsa.plain_yaml import dump_yaml
 
-app = typer.Typer(help="Look at configurations without running them.", no_args_is_help=True)
+app = typer.Typer(help="List, show and check configurations.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_shipped() -> None:
-    """Print the configurations that come with nsa. Their names stand for their files in every command."""
+    """Print the configurations that come with nsa. Every command accepts their names instead of a file."""
     names = shipped_names()
     for name in names:
         about = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
@@ -30,14 +30,14 @@ def list_shipped() -> None:
 def show(config: ConfigFile, overrides: Overrides = None, override: JoinedOverrides = None) -> None:
     """Print the resolved configuration: the file, the overrides, the environment, and every default."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
-    say(dump_yaml(resolved.to_dict(), ascii_only=True), end="")  # say() would escape some in another way
+    say(dump_yaml(resolved.to_dict(), ascii_only=True), end="")  # say() would escape some characters differently
 
 
 @app.command()
 def check(
     configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files of runs.", show_default=False)],
 ) -> None:
-    """Validate every file given, and the NSA_* variables; all mistakes of all files are listed."""
+    """Validate every given file and the NSA_* variables, and list all mistakes of all files."""
     problems: list[str] = []
     for path in configs:
         try:
@@ -53,7 +53,8 @@ def check(
 
 
 def _check_tokenizer(name: str, path: Path) -> None:
-    """A name that can be no tokenizer is an error; a file may still come, or lie on another machine."""
+    """Raises ConfigError if the name cannot be a tokenizer. A missing file gives a warning: it may exist later, or on
+    another machine."""
     from nsa.data.tokenizers import BUILT_IN, json_file
 
     try:

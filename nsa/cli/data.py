@@ -35,18 +35,18 @@ def prepare(
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that tokenise; as many as there are cores when unset.")
+        int | None, typer.Option(min=1, help="Processes that tokenise; one per core when unset.")
     ] = None,
-    shard_mb: Annotated[int, typer.Option(min=1, help="MiB of text in a shard, at most.")] = 64,
+    shard_mb: Annotated[int, typer.Option(min=1, help="Maximum MiB of text in a shard.")] = 64,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
 ) -> None:
-    """Write a source's documents as token shards; the same command resumes after it was stopped.
+    """Write a source's documents as token shards. The same command resumes an interrupted preparation.
 
     For example: nsa data prepare shards data.source=text data.paths=[books] data.tokenizer=gpt2
     """
     data = _resolve(config, overrides, override).data
     if data.mixture:
-        raise ConfigError("data.mixture: prepare each source into a folder of its own, then mix the folders")
+        raise ConfigError("data.mixture: prepare each source in a separate folder, then mix the folders")
     from nsa import faults
     from nsa.data.prepare import prepare as write_shards
     from nsa.data.sources.registry import open_source
@@ -76,8 +76,8 @@ def tokenizer(
     overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
-    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, the 256 bytes and the separator included.")] = 32768,
-    max_mb: Annotated[int, typer.Option(min=1, help="MiB of text to learn from, from the first document on.")] = 256,
+    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, including 256 bytes and the separator.")] = 32768,
+    max_mb: Annotated[int, typer.Option(min=1, help="MiB of text to learn from, first documents first.")] = 256,
 ) -> None:
     """Train a byte-level BPE vocabulary on a source's documents.
 
@@ -95,25 +95,25 @@ def tokenizer(
     say(f"{file}: {size:,} tokens from {read / 2**20:,.1f} MiB of text")
     _print_skipped(skipped)
     if size < vocab_size:
-        say(f"the text has no more than {size:,} tokens to learn; more text gives more")
+        say(f"only {size:,} tokens could be learned from this text; more text gives more tokens")
     say(f"train with data.tokenizer={file}")
 
 
 @app.command()
 def stats(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; unset: the source.", show_default=False)
+        Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; default: the source.", show_default=False)
     ] = None,
     overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
-    samples: Annotated[int, typer.Option(min=0, help="Documents to show the beginning of.")] = 3,
-    limit: Annotated[int, typer.Option(min=1, help="Documents of a source to read.")] = 10_000,
+    samples: Annotated[int, typer.Option(min=0, help="Number of documents whose beginning is shown.")] = 3,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of documents to read from a source.")] = 10_000,
 ) -> None:
-    """Documents, tokens, how long documents are, and a few of them: of prepared shards, or of a source."""
+    """Print statistics of prepared shards or of a source: documents, tokens, lengths, and some samples."""
     from nsa.data.statistics import of_shards, of_source
 
-    if folder is not None and "=" in str(folder):  # an override, there being no folder
+    if folder is not None and "=" in str(folder):  # the first argument is an override
         overrides, folder = [str(folder), *(overrides or [])], None
     resolved = _resolve(config, overrides, override)
     if folder is not None:
@@ -124,7 +124,7 @@ def stats(
 
 @app.command()
 def verify(folder: Folder) -> None:
-    """Read every byte of prepared shards and compare it with the manifest; exit code 3 if one is damaged."""
+    """Compare every byte of prepared shards with the manifest. Exit code 3 if a shard is damaged."""
     from nsa.data.token_shards import verify as verify_shards
 
     if not folder.is_dir():
@@ -172,7 +172,7 @@ def _print(found: "Statistics") -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, int], None]]:
-    """Shows bytes done of a total: a bar on a terminal, a line every tenth elsewhere."""
+    """Shows the progress in bytes: a bar on a terminal, elsewhere a line for every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

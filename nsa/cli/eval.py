@@ -17,17 +17,17 @@ def evaluate(
     override: JoinedOverrides = None,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="Tokens of context to measure at.", show_default="train.seq_len"),
+        typer.Option(metavar="N,N,...", help="Context lengths in tokens.", show_default="train.seq_len"),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Questions at every depth and length.")] = 32,
+    samples: Annotated[int, typer.Option(min=1, help="Questions for every depth and length.")] = 32,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where eval.json and eval.html go.", show_default="the folder of the run"),
+        typer.Option(metavar="FOLDER", help="Folder of eval.json and eval.html.", show_default="the folder of the run"),
     ] = None,
 ) -> None:
-    """Measure a trained model: its loss by position in the context, and how well it recalls by depth and length.
+    """Measure a trained model: its loss by position in the context, and its recall by depth and length.
 
-    The loss is that of the run's own validation data, or of others: data.source=text data.paths=[books]
+    The loss is measured on the run's validation data, or on other data: data.source=text data.paths=[books]
     """
     wanted = _parse_lengths(lengths) if lengths is not None else None
     from rich.console import Console
@@ -44,7 +44,7 @@ def evaluate(
     print_tables(found, Console())
     say(f"{folder / EVALUATION_FILE}: all numbers")
     write_page(render_evaluation(found, source.absolute().name, time.time()), folder / EVALUATION_PAGE)
-    say(f"{folder / EVALUATION_PAGE}: the same as figures, which nsa report shows as well")
+    say(f"{folder / EVALUATION_PAGE}: all figures, which nsa report shows too")
 
 
 def _parse_lengths(text: str) -> list[int]:
@@ -53,5 +53,5 @@ def _parse_lengths(text: str) -> list[int]:
     except ValueError:
         lengths = [0]
     if lengths[0] < 2:
-        raise ConfigError(f"--lengths: {text!r} is no list of lengths in tokens; give for example 2048,8192")
+        raise ConfigError(f"--lengths: {text!r} is not a list of lengths in tokens; give for example 2048,8192")
     return lengths

@@ -23,26 +23,26 @@ def generate(
     override: JoinedOverrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Text to go on from; may be given several times. None starts a new document."),
+        typer.Option(help="Text to continue; may be given several times. A new document when unset."),
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="More prompts, one in each line; lines without text are left out."),
+        typer.Option(metavar="FILE", help="More prompts, one per line; empty lines are skipped."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Most tokens to write for each prompt.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest only.")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this share.")] = 0.95,
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Maximum of new tokens per prompt.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens only.")] = None,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total share.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be given several times.")
     ] = None,
     beside_untrained: Annotated[
-        bool, typer.Option("--beside-untrained", help="First show what the model wrote before training.")
+        bool, typer.Option("--beside-untrained", help="First show the output of the untrained model.")
     ] = False,
 ) -> None:
-    """Let a trained model write: all prompts are one batch, and text is printed as it comes. A run keeps it in its
-    samples.jsonl, which the report shows."""
+    """Generate text with a trained model. All prompts form one batch, and text is printed as it is generated. The
+    run's samples.jsonl, which the report shows, records it."""
     if not 0.0 < top_p <= 1.0:
         raise ConfigError(f"--top-p: must be above 0 and at most 1, got {top_p}; 1 draws from all tokens")
     if "" in (stop or []):
@@ -73,11 +73,11 @@ def generate(
 
 
 def _write(run: "TrainedRun", prompts: list[str], options: dict[str, Any]) -> list[str]:
-    """Prints what the model writes, and to the standard error how fast. Returns the text after each prompt."""
+    """Prints the generated text, and the speed to standard error. Returns the text after each prompt."""
     from nsa import generate_tokens
     from nsa.train.trained import in_compute_type
 
-    lengths = [len(run.tokenizer.encode(text)) + 1 for text in prompts]  # a separator comes first
+    lengths = [len(run.tokenizer.encode(text)) + 1 for text in prompts]  # a separator precedes the prompt
     trained = run.config.train.seq_len
     if max(lengths) > trained:
         said = f"a prompt of {max(lengths)} tokens is longer than the {trained} that the model was trained on"
@@ -102,8 +102,8 @@ def _read_prompts(file: Path) -> list[str]:
 
 
 def _print_stream(tokens: Iterator["Generated"], prompts: Sequence[str]) -> tuple[int, list[str]]:
-    """Prints every prompt with its text: the first as it comes, each other when those before it have ended. Returns
-    the number of tokens, and the texts."""
+    """Prints every prompt with its text: the first one as it is generated, each other one when all before it have
+    ended. Returns the number of tokens, and the texts."""
     count, shown, printed, ended, texts = 0, 0, 0, set[int](), [""] * len(prompts)
 
     def show(number: int) -> None:

@@ -18,16 +18,16 @@ def import_(
     overrides: Annotated[list[str] | None, overrides_such_as("nsa.window=512")] = None,
     override: JoinedOverrides = None,
     attention: Annotated[
-        Literal["nsa"] | None, typer.Option(help="nsa converts the attention layers; as they are when unset.")
+        Literal["nsa"] | None, typer.Option(help="nsa converts the attention layers; unchanged when unset.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="File or name whose other sections the run gets, for example convert.")
+        str | None, typer.Option(help="Configuration file or name for the other sections, for example convert.")
     ] = None,
     copy_kv: Annotated[
-        bool, typer.Option("--copy-kv", help="Converted layers get keys and values for each branch, as copies.")
+        bool, typer.Option("--copy-kv", help="Give each branch of converted layers its own copy of keys and values.")
     ] = False,
 ) -> None:
-    """Turn a Hugging Face model into a run folder, for `nsa generate` and for train.init_from."""
+    """Convert a Hugging Face model to a run folder, for `nsa generate` and train.init_from."""
     from nsa.hf.importer import import_model
 
     made = import_model(
@@ -58,11 +58,11 @@ def export(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Where pip gets nsa from, for whoever loads the model, such as git+https://HOST/PATH/nsa.git.",
+            help="Address of nsa for pip, for the model card, such as git+https://HOST/PATH/nsa.git.",
         ),
     ] = None,
 ) -> None:
-    """Write a trained model for other programs."""
+    """Export a trained model for other programs."""
     if format_ == "safetensors":
         from nsa.checkpoint.export import export_weights, find_weights
 

@@ -1,7 +1,7 @@
-"""The old entry points under `scripts/`: they translate their arguments and run `nsa train`.
+"""The old entry points in `scripts/`, which translate their arguments and run `nsa train`.
 
-They add three things. The variable `CONFIG` names the configuration. Without a GPU, a file made for GPUs trains on the
-CPU with a warning, where `nsa train` refuses. A run that differs from its file gets a folder whose name lists the
+They add three things. The variable `CONFIG` names the configuration. Without a GPU, a file for GPUs trains on the CPU
+with a warning, where `nsa train` raises an error. A run that differs from its file gets a folder whose name lists the
 differences, so that the same command resumes its run and different commands never share a folder.
 """
 
@@ -27,7 +27,7 @@ from nsa.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = "configs/m7c_125m.yaml"
-# Host memory that one pass may keep for backward, besides other ranks; and what it keeps, measured on the 125M model.
+# Host memory that one pass of a rank may save for backward, and the bytes that it saves, measured on the 125M model.
 PASS_GIB = 4.0
 BYTES_PER_FEATURE = 85
 CPU_EVAL_SEQUENCES = 8
@@ -35,7 +35,7 @@ LONGEST_NAME = 120
 
 
 def main(*, fsdp: bool = False) -> None:
-    """The body of a script."""
+    """Runs a script."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     @app.command()
@@ -63,13 +63,13 @@ def main(*, fsdp: bool = False) -> None:
         given = [*shorthands(dataset, steps, precision, ddp, fsdp=fsdp), *all_overrides(overrides, override)]
         given = resolve_overrides(file, given, os.environ, one_source=dataset)
         flags = {"--synthetic-on-fail": synthetic_on_fail, "--fresh": fresh, "--accept-changes": accept_changes}
-        _become_nsa(["train", str(file), *given, *(name for name, is_given in flags.items() if is_given)])
+        _run_nsa(["train", str(file), *given, *(name for name, is_given in flags.items() if is_given)])
 
     run_command(app)
 
 
 def find_config(environment: Mapping[str, str]) -> Path:
-    """The file that CONFIG names, from the current folder or else from the repository's."""
+    """Returns the file that CONFIG names, in the current folder or else in the repository."""
     name = Path(environment.get("CONFIG") or DEFAULT_CONFIG)
     return name if name.exists() else ROOT / name
 
@@ -77,7 +77,7 @@ def find_config(environment: Mapping[str, str]) -> Path:
 def shorthands(
     dataset: str | None, steps: int | None, precision: str | None, ddp: int | None, *, fsdp: bool
 ) -> list[str]:
-    """The overrides that the old arguments stand for."""
+    """Returns the overrides for the old arguments."""
     if fsdp and ddp:
         raise ConfigError("--ddp 1: this script shards the model with FSDP; scripts/train_showcase.py runs DDP")
     keys = {"data.source": dataset, "train.steps": steps, "runtime.precision": precision}
@@ -94,7 +94,7 @@ def shorthands(
 def resolve_overrides(
     file: Path, given: list[str], environment: Mapping[str, str], *, one_source: str | None
 ) -> list[str]:
-    """The overrides, preceded by what this machine needs (so that the given ones win) and followed by the folder."""
+    """Returns the overrides for this machine, the given ones, which win, and the folder of the run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)  # `nsa train` repeats them
         config = load_config(file, given, environment)
@@ -110,7 +110,7 @@ def resolve_overrides(
     if for_cpu and place.rank == 0:
         warnings.warn(
             f"runtime.device: no GPU in use, {file} trains on the CPU, where a step may take minutes; "
-            f"set for that, unless you override it: {' '.join(for_cpu)}",
+            f"set for the CPU, unless you override it: {' '.join(for_cpu)}",
             ConfigWarning,
             stacklevel=2,
         )
@@ -121,7 +121,7 @@ def resolve_overrides(
 
 
 def cpu_overrides(config: Config, ranks: int) -> list[str]:
-    """What a file made for GPUs needs on a CPU: a pass that fits host memory, and a log line for every long step."""
+    """Returns overrides to run a file for GPUs on a CPU: a pass that fits host memory, a log line for every step."""
     overrides = ["runtime.device=cpu"] if config.runtime.device == "cuda" else []
     if config.runtime.compile:
         overrides.append("runtime.compile=false")  # a laptop may have no C++ compiler
@@ -131,17 +131,17 @@ def cpu_overrides(config: Config, ranks: int) -> list[str]:
         return overrides
     overrides += ["train.log_every=1", f"train.eval_sequences={min(train.eval_sequences, CPU_EVAL_SEQUENCES)}"]
     if train.micro_batch == "auto" and config.runtime.gradient_checkpointing == "none":
-        # A static graph allows one pass a step only.
+        # A static graph allows only one pass per step.
         static = config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode
         overrides.append("runtime.gradient_checkpointing=block" if static else "train.micro_batch=1")
     return overrides
 
 
 def folder_name(file: Path, config: Config) -> str:
-    """The name of the file and every key that differs from it: `m7c_125m,source=synthetic,steps=10`."""
+    """Returns the name of the file with every key that differs from it: `m7c_125m,source=synthetic,steps=10`."""
     try:
         plain = flat(load_config(file).to_dict())
-    except ConfigError:  # a file that is valid only with its overrides: nothing to compare with
+    except ConfigError:  # the file is valid only with its overrides
         return file.stem
     changed = {key: value for key, value in flat(config.to_dict()).items() if plain[key] != value}
     parts = [f"{key.rpartition('.')[2]}={_word(value)}" for key, value in changed.items()]
@@ -156,8 +156,8 @@ def _word(value: Any) -> str:
     return re.sub(r"[^\w.+-]+", "_", text)
 
 
-def _become_nsa(arguments: list[str]) -> None:
-    """Runs `nsa` with these arguments, which env.json and advice then show; prints the new command once."""
+def _run_nsa(arguments: list[str]) -> None:
+    """Runs `nsa` with these arguments, so that env.json and messages show them. Rank 0 prints the new command."""
     if os.environ.get("RANK", "0") == "0":
         start = "torchrun ... -m nsa" if os.environ.get("WORLD_SIZE", "1") != "1" else "nsa"
         say(f"same as {start} {shlex.join(arguments)}")

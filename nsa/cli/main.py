@@ -1,6 +1,6 @@
-"""The `nsa` command: its subcommands, and how an error ends it.
+"""The `nsa` command: its subcommands, and its exit codes.
 
-Heavy imports happen inside the commands, so that `nsa --version` and `nsa config` start fast.
+The commands import heavy modules when they run, so that `nsa --version` and `nsa config` start fast.
 """
 
 import atexit
@@ -36,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # else [books] in a help text is markup, and disappears
+    rich_markup_mode=None,  # otherwise [books] in a help text is markup and disappears
     context_settings={"max_content_width": 120},
 )
 app.command("train")(train.train)
@@ -72,34 +72,35 @@ def _options(
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
-        _write_what_fits(printable(f"warning: {message}\n"), wait_s=1.0)  # nobody may read it
+        _write_nonblocking(printable(f"warning: {message}\n"), wait_s=1.0)  # the pipe may have no reader
     elif sys.stderr is not None:
-        with suppress(OSError, ValueError):  # a remark that cannot be printed is no reason to fail
+        with suppress(OSError, ValueError):  # a warning that cannot be printed must not end the command
             say(f"warning: {message}", file=sys.stderr)
 
 
 def main(command: typer.Typer = app) -> None:
-    """Runs the command; a typed error is printed without a traceback and sets the exit code."""
+    """Runs the command. Prints an NSAError without a traceback and exits with its code."""
     warnings.showwarning = _print_warning
-    atexit.register(_ignore_stops)  # before anything else is, so that it runs last: until then threads are joined
+    atexit.register(_ignore_stop_signals)  # registered first, so that it runs last, after threads are joined
     try:
         command()
     except SystemExit as end:
-        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
     except NSAError as error:
         label = "stopped" if isinstance(error, Preempted) else "error"
-        _leave(error.exit_code, "".join(f"{label}: {line}\n" for line in str(error).splitlines()))
+        _exit(error.exit_code, "".join(f"{label}: {line}\n" for line in str(error).splitlines()))
     except KeyboardInterrupt:
-        _leave(130, "interrupted\n")
+        _exit(130, "interrupted\n")
     except Exception as error:
         if problem := _machine_problem(error):
-            _leave(LaunchError.exit_code, f"error: {problem}\n")
-        problem = missing_module(error)  # anything else is a bug, or a broken machine: show the whole traceback
-        _leave(1, f"error: {problem}\n" if problem else traceback.format_exc())
+            _exit(LaunchError.exit_code, f"error: {problem}\n")
+        problem = missing_module(error)  # any other error is a bug or a broken machine: show the traceback
+        _exit(1, f"error: {problem}\n" if problem else traceback.format_exc())
 
 
 def _machine_problem(error: Exception) -> str | None:
-    """What the process was started without, where that made any part of Python or of a package fail."""
+    """Describes a problem of the environment that makes Python or a package fail: too few open files, or a deleted
+    working directory."""
     if os.strerror(errno.EMFILE) in str(error):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process may open {limit} files, which is too few; raise the limit in this shell: ulimit -n 4096"
@@ -111,47 +112,47 @@ def _machine_problem(error: Exception) -> str | None:
     return None
 
 
-def _leave(code: int, message: str = "") -> NoReturn:
-    """Ends the process with this code, whatever signal comes now and whether or not anybody reads its output.
+def _exit(code: int, message: str = "") -> NoReturn:
+    """Ends the process with this code, even if signals arrive or nobody reads its output.
 
-    Immediately where threads still run: network threads may wait for ranks that ended, data threads for a server,
-    the console's for a terminal, and none survives the shutdown of the interpreter.
+    Does not wait for threads that still run: network threads may wait for ranks that have ended, data threads for a
+    server, the console thread for a terminal, and the interpreter cannot shut down around them.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
     waiting = _waiting_threads()
     at_once = bool(waiting) or os.environ.get("WORLD_SIZE", "1") != "1"
-    if CONSOLE_THREAD in waiting:  # nobody reads one of the streams, and writing to it would not end
-        _write_what_fits(printable(message))
+    if CONSOLE_THREAD in waiting:  # nobody reads one of the streams, and writing to it would block
+        _write_nonblocking(printable(message))
     else:
         for stream, text in ((sys.stderr, printable(message)), (sys.stdout, "")):
             try:
-                if stream is not None:  # else it was closed when the process started
+                if stream is not None:  # None if it was closed when the process started
                     stream.write(text)
                     stream.flush()
             except (OSError, ValueError):
-                at_once = True  # the interpreter would fail in the same way, with a code of its own
+                at_once = True  # the interpreter would fail in the same way and exit with another code
     if at_once:
         os._exit(code)
     sys.exit(code)
 
 
-def _write_what_fits(text: str, wait_s: float = 0.0) -> None:
-    """To standard error, as far as somebody reads it. A pipe that can be written to takes PIPE_BUF bytes."""
+def _write_nonblocking(text: str, wait_s: float = 0.0) -> None:
+    """Writes to standard error as long as it does not block. A writable pipe accepts PIPE_BUF bytes."""
     data = text.encode(errors="backslashreplace")
     with suppress(OSError, ValueError):
         while data and sys.__stderr__ is not None and select.select([], [2], [], wait_s)[1]:
             data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
 
-def _ignore_stops() -> None:
-    """The code is decided: no signal changes it any more."""
+def _ignore_stop_signals() -> None:
+    """Ignores signals that would change the exit code, which is final."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _waiting_threads() -> set[str]:
-    """Names of the threads that still read data or print; all of them get THREADS_END_S to end."""
+    """Waits THREADS_END_S for threads that read data or print. Returns the names of those that still run."""
     deadline = time.monotonic() + THREADS_END_S
     found = [thread for thread in threading.enumerate() if thread.name.startswith(("data-", CONSOLE_THREAD))]
     for thread in found:

@@ -47,11 +47,11 @@ def memory(
     ] = None,
     cache: Annotated[
         int | None,
-        typer.Option("--cache", metavar="TOKENS", help="Also what generating sequences of this length needs."),
+        typer.Option("--cache", metavar="TOKENS", help="Also estimate the cache of sequences of this length."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate what CONFIG needs on each GPU, and the largest micro-batch that fits a card. Starts nothing."""
+    """Estimate the memory of CONFIG on each GPU, and the largest micro-batch that fits a card, without running it."""
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
     from nsa.checks.memory_estimate import CARDS, COMMON_CARDS, Card, Planner, find_card, present_card
 
@@ -70,7 +70,7 @@ def memory(
 
 
 def _report(planner: "Planner", cards: list["Card"]) -> dict[str, Any]:
-    """The JSON form, from which the tables are made as well."""
+    """Returns the JSON form, from which the tables are also made."""
     from nsa.checks.memory_estimate import CONTEXT_GIB, GAPS, GRANULARITIES
 
     found, granularities = planner.estimate(), [planner.estimate(checkpointing=g) for g in GRANULARITIES]
@@ -108,13 +108,13 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
     from rich.console import Console
 
     console, estimate, reserve = Console(highlight=False), found["estimate"], found["reserve"]
-    held = _table("on each GPU", "GiB")
+    parts = _table("on each GPU", "GiB")
     for part, size in planner.estimate().parts.items():
         name = planner.strategy if part == "strategy" else part
         if name != "single":
-            held.add_row(_ROWS.get(name, name), f"{size / 2**30:.2f}")
-    held.add_section()
-    held.add_row("peak, not compiled", f"{estimate['peak_gib']:.2f}")
+            parts.add_row(_ROWS.get(name, name), f"{size / 2**30:.2f}")
+    parts.add_section()
+    parts.add_row("peak, not compiled", f"{estimate['peak_gib']:.2f}")
     checkpointing = _table("runtime.gradient_checkpointing", "peak GiB", "with runtime.compile")
     for granularity, peak in found["checkpointing"].items():
         mark = " (configured)" if granularity == estimate["checkpointing"] else ""
@@ -132,20 +132,20 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
     ranks = planner.config.parallel.context
     shared = f", each over {ranks} processes" if ranks > 1 else ""
     console.print(f"micro-batch {estimate['micro_batch']} x {planner.config.train.seq_len} tokens{shared}\n")
-    console.print(held)
+    console.print(parts)
     gradients = estimate["all_gradients"] / 2**30
-    console.print(f"Highest in the {estimate['moment']}. Gradients when backward ends: {gradients:.2f} GiB.\n")
+    console.print(f"The peak is in the {estimate['moment']}. Gradients when backward ends: {gradients:.2f} GiB.\n")
     console.print(checkpointing)
     console.print()
     console.print(cards)
-    console.print(f"micro_batch: fits and divides the {planner.share} sequences of a rank in a step.")
-    console.print(f"Kept free: {reserve['context_gib']:g} GiB for CUDA and NCCL, and {reserve['gaps']:.0%} for gaps.")
+    console.print(f"micro_batch: the largest that fits and divides the {planner.share} sequences of a rank in a step.")
+    console.print(f"Reserved: {reserve['context_gib']:g} GiB for CUDA and NCCL, and {reserve['gaps']:.0%} for gaps.")
     if found["compile"] and estimate["compiled_gib"]:
         console.print("Cards are compared with the upper end of the range with runtime.compile.")
     for line in found["not_counted"]:
         console.print(f"Not counted: {line}.", soft_wrap=True)
     if planner.config.runtime.device == "cpu":
-        console.print("runtime.device is cpu: the figures are what a GPU would need.")
+        console.print("runtime.device is cpu: the figures are for a GPU.")
     if found["advice"]:
         needed, card = estimate["needed_gib"], found["cards"][0]
         console.print(f"\nDOES NOT FIT {card['name']}: {needed:.1f} GiB of {card['gib']:.1f}. Each of these fits:")
@@ -157,17 +157,17 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
 
 def _show_cache(console: "Console", found: dict[str, Any]) -> None:
     mib = 2**20
-    held = _table(f"cache of a sequence of {found['tokens']} tokens, {found['dtype']}", "MiB")
+    parts = _table(f"cache of a sequence of {found['tokens']} tokens, {found['dtype']}", "MiB")
     for part, size in found["parts"].items():
         if size:
-            held.add_row(_CACHE_ROWS.get(part, part), f"{size / mib:.2f}")
-    held.add_section()
-    held.add_row("one sequence", f"{sum(found['parts'].values()) / mib:.2f}")
-    held.add_row("weights", f"{found['weights'] / mib:.2f}")
+            parts.add_row(_CACHE_ROWS.get(part, part), f"{size / mib:.2f}")
+    parts.add_section()
+    parts.add_row("one sequence", f"{sum(found['parts'].values()) / mib:.2f}")
+    parts.add_row("weights", f"{found['weights'] / mib:.2f}")
     console.print()
-    console.print(held)
+    console.print(parts)
     for card, most in found["most_sequences"].items():
-        console.print(f"{card}: {most} such sequences at a time, beside the weights")
+        console.print(f"{card}: {most} sequences of this length fit besides the weights")
 
 
 def _table(*columns: str) -> "Table":

@@ -1,4 +1,4 @@
-"""What a command prints."""
+"""Output of the commands."""
 
 import sys
 from typing import TextIO
@@ -7,5 +7,5 @@ from nsa.errors import printable
 
 
 def say(text: object, *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Prints at once, with control characters escaped: file names, data and generated text are not to be trusted."""
+    """Prints and flushes, with control characters escaped: file names, data and generated text are untrusted."""
     print(printable(text), end=end, file=file or sys.stdout, flush=True)

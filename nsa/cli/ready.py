@@ -16,9 +16,9 @@ def ready(
     config: ConfigFile,
     overrides: Annotated[list[str] | None, overrides_such_as("train.batch_size=16")] = None,
     override: JoinedOverrides = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few steps: a GO clears the quick check only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few steps; a GO does not clear a production run.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Processes; one a GPU when unset.", show_default=False)
+        int | None, typer.Option("--nproc", min=1, help="Processes; one per GPU when unset.", show_default=False)
     ] = None,
     baseline: Annotated[
         Path | None,
@@ -26,13 +26,13 @@ def ready(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of the evidence; runs/NAME-ready when unset."),
+        typer.Option("--out", metavar="DIR", help="Folder for the evidence; runs/NAME-ready when unset."),
     ] = None,
     synthetic_on_fail: Annotated[
-        bool, typer.Option("--synthetic-on-fail", help="Measure on even if the source does not answer; still NO-GO.")
+        bool, typer.Option("--synthetic-on-fail", help="Use synthetic text if the source does not answer; NO-GO.")
     ] = False,
 ) -> None:
-    """Say GO or NO-GO for production on this machine, with the evidence. Exit code 0 for GO, 1 for NO-GO."""
+    """Check whether a run can go to production on this machine. Exit code 0 for GO, 1 for NO-GO."""
     given = all_overrides(overrides, override)
     resolved = load_config(config, given, os.environ)
 

@@ -10,16 +10,16 @@ from nsa.cli.output import say
 
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folder of a run, or several.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of one or several runs.", show_default=False)
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="Where to write it.", show_default="RUN_DIR/report.html or comparison.html"
+            "--out", metavar="FILE", help="File to write.", show_default="RUN_DIR/report.html or comparison.html"
         ),
     ] = None,
 ) -> None:
-    """Write a run as one HTML file with all curves, that opens without a network; or compare several runs in one."""
+    """Write a self-contained HTML report of a run with all curves, or a comparison of several runs."""
     from nsa.inspect.compare import COMPARISON_FILE, render_comparison
     from nsa.inspect.reading import read_run
     from nsa.inspect.run_report import render, write_page

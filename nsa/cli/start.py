@@ -1,4 +1,4 @@
-"""Starts the `nsa` command. Imports nothing outside Python, so that it can say what is not installed."""
+"""Starts the `nsa` command. Imports only the standard library, so that it can report missing packages."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ from nsa.installation import missing_module
 
 
 def main(module: str = "nsa.cli.main", **options: bool) -> None:
-    """Runs `main` of the module: the `nsa` command, or one of `scripts/`."""
+    """Runs `main` of the module: the `nsa` command, or a script in `scripts/`."""
     try:
         run = import_module(module).main
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from nsa.cli.output import say
 def trace(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a traced run.", show_default=False)],
 ) -> None:
-    """Explain the traces of a run: who stopped where, what got no gradient, where ranks differ."""
+    """Summarize the traces of a run: where each rank stopped, parameters without gradients, where ranks differ."""
     from nsa.inspect.trace_report import explain
 
     for line in explain(run_dir):

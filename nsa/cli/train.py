@@ -17,7 +17,7 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove this run from its folder.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove the run from its folder.")] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume from a checkpoint of another configuration or other data.")
     ] = False,
@@ -25,7 +25,7 @@ def train(
         bool, typer.Option("--synthetic-on-fail", help="Train on synthetic text if the source does not answer.")
     ] = False,
 ) -> None:
-    """Train a model as configured, resuming from the newest checkpoint in its folder."""
+    """Train a model, or resume from the newest checkpoint in the folder of the run."""
     given = all_overrides(overrides, override)
     resolved = load_config(config, given)
     if resolved.train.out_dir is None:

@@ -8,10 +8,10 @@ import typer
 
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
 ) -> None:
-    """Show a live or finished run: progress, loss, speed, gates, selection, and what is unhealthy.
+    """Show a live or finished run: progress, loss, speed, gates, selection, and warnings.
 
     Waits for a folder that does not exist yet, except with --once.
     """
@@ -31,11 +31,11 @@ def watch(
     if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(frame(read_run(run_dir), console.width, max(24, console.height), plain=plain))
         return
-    waits = not run_dir.exists() or (run_dir / LOCK_FILE).exists()  # a run that starts has the lock first
+    waits = not run_dir.exists() or (run_dir / LOCK_FILE).exists()  # a starting run takes the lock first
 
     def look() -> Text:
         try:
-            # The last line stays free: a terminal scrolls when it is written to.
+            # The last line stays empty: writing to it would scroll the terminal.
             return frame(read_run(run_dir), console.width, console.height - 1, plain=plain)
         except CheckpointError as error:
             if not waits:

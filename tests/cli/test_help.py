@@ -68,7 +68,10 @@ def test_the_example_of_an_override_fits_its_command():
 
 
 def test_the_help_of_checkpoints_says_which_are_read():
-    for command, said in (("verify", "A run (all its checkpoints)"), ("export", "A run (its newest sound checkpoint)")):
+    for command, said in (
+        ("verify", "A run (all its checkpoints)"),
+        ("export", "its newest undamaged checkpoint"),
+    ):
         assert said in words_of(CliRunner().invoke(app, ["ckpt", command, "--help"]).output)
 
 
