@@ -1,1 +1,1 @@
-"""What a trained model can do: its loss by position in the context, and its recall by depth and length."""
+"""Evaluation of a trained model: loss by position in the context, and recall by depth and length."""

@@ -1,4 +1,4 @@
-"""An evaluation of a run: measured, printed as tables, written as JSON. `nsa.inspect.evaluation` draws it."""
+"""Evaluates a run, prints the results as tables and writes them as JSON. `nsa.inspect.evaluation` draws them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
 from nsa.files import write_whole
 from nsa.train.trained import TrainedRun
 
-DEPTHS = (10, 5, 2)  # parts of a prompt, the most that fit
+DEPTHS = (10, 5, 2)  # numbers of parts of a prompt to try, from the most
 KEYS = ("one", "several")
 
 
 def evaluate(
     run: TrainedRun, lengths: Sequence[int], samples: int, log: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Both measures at every length, as plain data. `log` gets a line about every length that is longer than those the
-    model was trained on, and one when a length is done."""
+    """Measures loss and recall at every length and returns plain data. Calls `log` for every length beyond the training
+    length, and when a length is done."""
     trained = run.config.train.seq_len
     prompts = _prompts(run, lengths)
     for length in lengths:
@@ -51,8 +51,8 @@ def evaluate(
 
 
 def _prompts(run: TrainedRun, lengths: Sequence[int]) -> dict[int, dict[str, Prompts]]:
-    """By length and keys, with as many depths as fit into the shortest. A length that is too short for any is an error
-    before anything takes long."""
+    """Creates the prompts by length and keys, with as many depths as fit into the shortest length. Raises ConfigError
+    early if a length is too short."""
     for num_depths in DEPTHS:
         prompts = {
             length: {keys: Prompts(run.tokenizer, length, num_depths, several=keys == "several") for keys in KEYS}

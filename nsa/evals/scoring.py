@@ -1,10 +1,10 @@
-"""Two measures of a trained model. Neither keeps the logits of a whole sequence.
+"""Two measures of a trained model. Neither needs the logits of a whole sequence at once.
 
-Loss by position: the validation loss of tokens with so many tokens of context, in buckets that double.
+Loss by position: the validation loss by the number of tokens of context, in buckets that double.
 
-Recall: the share of answers that greedy decoding would give exactly, by the depth of the key. Prompts hold their
-answers, so one forward pass decides: decoding is exact if and only if every token of the answer is the likeliest one
-after those before it.
+Recall: the share of answers that greedy decoding would give exactly, by the depth of the key. Prompts contain their
+answers, so one forward pass decides: decoding is exact if and only if every token of the answer is the most likely one
+after the tokens before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ from nsa.parallel.numerics import compute_precision, numerics
 from nsa.train.state import AUTOCAST_TYPES
 from nsa.train.trained import TrainedRun
 
-TOKENS_PER_PASS = {"cuda": 1 << 16, "cpu": 1 << 12}  # the reference's time grows with the square
-TOKENS_PER_HEAD = 1 << 11  # whose logits exist at once
+TOKENS_PER_PASS = {"cuda": 1 << 16, "cpu": 1 << 12}  # the time of the reference is quadratic
+TOKENS_PER_HEAD = 1 << 11  # tokens whose logits exist at once
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Bucket:
 
 @contextmanager
 def inference(run: TrainedRun) -> Iterator[None]:
-    """Inside, the model computes as in the run, without gradients."""
+    """A context in which the model computes as in the run, without gradients."""
     device = run.model.head.weight.device
     dtype = AUTOCAST_TYPES.get(compute_precision(run.config.runtime.precision, device))
     autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -51,9 +51,9 @@ def inference(run: TrainedRun) -> Iterator[None]:
 
 
 def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> list[Bucket]:
-    """Over as many tokens as a validation of the run, in sequences of `length`. Call it inside `inference`.
+    """Measures the loss on as many tokens as a validation of the run, in sequences of `length`. Call it in `inference`.
 
-    `check` compares prepared shards with their hashes, for which once is enough.
+    `check` compares prepared shards with their hashes, which is needed only once.
     """
     train = run.config.train
     wanted = max(1, train.eval_sequences * train.seq_len // length)
@@ -65,8 +65,8 @@ def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> lis
     try:
         if data.validation is None:
             raise ConfigError(
-                "data.validation_fraction: is 0, so there is no text that the run did not train on; "
-                "name some with data.* overrides"
+                "data.validation_fraction: is 0, so the run trained on all its text; "
+                "name other text with data.* overrides"
             )
         found = data.validation.sequences.count
         return _loss_of(run.model, data.validation, wanted if found is None else min(wanted, found))
@@ -76,7 +76,7 @@ def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> lis
 
 def _loss_of(model: Decoder, loader: Loader, sequences: int) -> list[Bucket]:
     device = model.head.weight.device
-    last = (loader.seq_len - 1).bit_length() - 1  # the bucket of a whole sequence, which no bucket has for itself
+    last = (loader.seq_len - 1).bit_length() - 1  # the last bucket includes the full length
     sums = torch.zeros(2, last + 1, dtype=torch.float64, device=device)
     at_once = max(1, TOKENS_PER_PASS[device.type] // loader.seq_len)
     for first in range(0, sequences, at_once):
@@ -95,7 +95,7 @@ def _loss_of(model: Decoder, loader: Loader, sequences: int) -> list[Bucket]:
 
 
 def _buckets(batch: Batch) -> Tensor:
-    """Of every target, the whole logarithm to base 2 of its tokens of context."""
+    """Returns the bucket of every target: floor(log2(tokens of context))."""
     rows, tokens = batch.inputs.shape
     place = torch.arange(tokens, dtype=torch.int32, device=batch.inputs.device)
     if batch.cu_seqlens is not None:
@@ -104,7 +104,7 @@ def _buckets(batch: Batch) -> Tensor:
 
 
 def recall_by_depth(run: TrainedRun, prompts: Prompts, samples: int) -> list[float]:
-    """The share of exact answers at every depth, `samples` each. Call it inside `inference`."""
+    """Returns the share of exact answers at every depth, from `samples` each. Call it in `inference`."""
     asked, at_once = prompts.questions(samples), TOKENS_PER_PASS[run.model.head.weight.device.type]
     exact = np.zeros(prompts.num_depths)
     waiting: list[Prompt] = []
@@ -118,7 +118,7 @@ def recall_by_depth(run: TrainedRun, prompts: Prompts, samples: int) -> list[flo
 
 
 def exact_answers(model: Decoder, prompts: Sequence[Prompt]) -> list[list[bool]]:
-    """Of every prompt, whether greedy decoding gives each of its answers, after those that stand before it."""
+    """Returns for every prompt whether greedy decoding gives each of its answers, after the correct earlier answers."""
     device = model.head.weight.device
     starts = np.cumsum([0, *(len(prompt.tokens) for prompt in prompts)])
     tokens = torch.from_numpy(np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int64)).to(device)

@@ -1,7 +1,7 @@
-"""Models of this project in the Hugging Face world, and theirs here.
+"""Export to and import from Hugging Face transformers.
 
-`import nsa.hf` registers the classes with transformers: `AutoModelForCausalLM.from_pretrained(FOLDER)` then loads what
-`nsa export` wrote. Without transformers (the extra `hf`) only `nsa.hf.importer` can be used.
+`import nsa.hf` registers the classes with transformers: `AutoModelForCausalLM.from_pretrained(FOLDER)` then loads an
+export of `nsa export`. Without transformers (the extra `hf`) only `nsa.hf.importer` works.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Writes what a run trained as a folder that transformers loads."""
+"""Writes the model of a run as a folder that transformers can load."""
 
 import json
 import secrets
@@ -27,10 +27,10 @@ LARGEST_SHARD = "5GB"
 
 
 def export_model(run: TrainedRun, folder: Path, package: str | None = None) -> None:
-    """config.json, safetensors (in shards where they are large), tokenizer, generation_config.json, a model card.
+    """Writes config.json, safetensors (large ones in shards), tokenizer, generation_config.json and a model card.
 
-    `folder` is new or empty; it appears whole or not at all. `package` is where pip gets this package from, for the
-    model card; None takes the repository that it was built from, if that is known.
+    `folder` must be new or empty and is created atomically. `package` is the address of this package for pip, for the
+    model card; None means the repository in its metadata, if there is one.
     """
     folder = folder.absolute()
     check_new_folder(folder)
@@ -115,7 +115,7 @@ The configuration of attention: `{json.dumps(attention)}`.
 
 
 def _numbers(run: TrainedRun) -> dict[str, str]:
-    """What the run folder knows of the training behind these weights."""
+    """Returns the training step, tokens and validation loss of the weights, as far as the run folder has them."""
     weights = run.weights
     step = read_step(weights) if weights.is_dir() else read_metadata(weights).get("step")
     found = {"training step": f"{step:,}"} if isinstance(step, int) and step > 0 else {}

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face folder of the Llama family into a run folder, with dense attention or converted to NSA.
+"""Imports a Hugging Face model of the Llama family as a run folder, with dense attention or converted to NSA.
 
-Nothing in the folder is executed: weights are safetensors, and a model that brings code is refused. What this project's
-decoder cannot represent is refused by name, so that an imported model computes what it computed there.
+No code in the folder is executed: weights are safetensors, and a model with its own code is refused. Options that this
+project's decoder does not support are errors, so that an imported model computes the same function.
 """
 
 import re
@@ -25,10 +25,10 @@ from nsa.run_folder import WEIGHTS_FILE, read_json
 from nsa.train.folder import write_config
 
 HF_CONFIG = "config.json"
-OWN_TYPE = "nsa"  # the model_type of what `nsa export` writes
+OWN_TYPE = "nsa"  # the model_type in exports of `nsa export`
 HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
-_OWN = "decoder."  # before every name that `nsa export` writes
+_OWN = "decoder."  # prefix of all names in exports of `nsa export`
 _HF_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.+)\.(weight|bias)")
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
@@ -63,11 +63,11 @@ def import_model(
 ) -> Config:
     """Writes config.yaml, model.safetensors and tokenizer.json into `run`, a new or empty folder.
 
-    attention   None gives the model as it is; "nsa" makes every layer NSA, or those that an override of
-                model.layer_pattern names, and starts close to the dense model: queries, keys, values and output keep
-                their weights, and the gate starts with the selected branch (88 %) and the window (12 %)
+    attention   None keeps the attention layers; "nsa" converts every layer, or those in an override of
+                model.layer_pattern, and starts close to the dense model: queries, keys, values and output keep their
+                weights, and the gate starts with the selected branch (88 %) and the window (12 %)
     shared_kv   whether the branches of a converted layer share keys and values, or each has a copy
-    base        configuration whose other sections the run gets; None takes the defaults
+    base        configuration for the other sections of the run; None means the defaults
     """
     check_new_folder(run)
     described = _read_json(source / HF_CONFIG)
@@ -85,11 +85,11 @@ def import_model(
         if not is_dense:
             raise ConfigError(f"{source}: has NSA layers already; leave --attention out")
         content["model"] |= {"attention": "nsa", "layer_pattern": None}
-        # Without a base, window layers of an own export keep their window.
+        # Without a base, window layers of an export of this project keep their window.
         content["nsa"] = (content["nsa"] if base is None else wanted) | {"shared_kv": shared_kv}
     context = described.get("max_position_embeddings")
     if base is None and type(context) is int:
-        content["train"] = {"seq_len": context}  # what its export gives as its context again
+        content["train"] = {"seq_len": context}  # an export writes it as max_position_embeddings again
     keys, kept = _tokenizer(source, content["model"]["vocab_size"], described)
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
     config = parse_config(content, str(source), list(overrides))
@@ -106,7 +106,7 @@ def import_model(
 
 
 def check_new_folder(folder: Path) -> None:
-    """What is written whole goes into a folder that is not there yet, or is empty."""
+    """Raises ConfigError unless the folder does not exist or is empty."""
     with reworded(ConfigError, f"{folder}: cannot be used", "give another folder"):
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_new:
@@ -114,7 +114,7 @@ def check_new_folder(folder: Path) -> None:
 
 
 def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The `model` section of a Hugging Face configuration of the Llama family."""
+    """Converts a Hugging Face configuration of the Llama family to the `model` section."""
     family = described.get("model_type")
 
     def refuse(what: str) -> CheckpointError:
@@ -158,7 +158,7 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The sections that `nsa export` wrote."""
+    """Returns the sections that `nsa export` wrote."""
     model, nsa, vocab_size = (described.get(name) for name in ("model", "nsa", "vocab_size"))
     if not isinstance(model, dict) or not isinstance(nsa, dict):
         raise CheckpointError(f"{origin}: has no sections model and nsa")
@@ -168,8 +168,8 @@ def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _slides(described: dict[str, Any]) -> bool:
-    """Whether any layer has a sliding window. Qwen files name one that use_sliding_window switches off, and a Mistral
-    file that names none has 4,096 tokens."""
+    """Whether any layer has a sliding window. In Qwen files use_sliding_window may disable it, and a Mistral file
+    without the key has a window of 4,096 tokens."""
     types = described.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         return True
@@ -180,7 +180,7 @@ def _slides(described: dict[str, Any]) -> bool:
 
 
 def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
-    """rope_base and rope_scaling, from `rope_parameters` or from the two keys of older files."""
+    """Returns rope_base and rope_scaling, from `rope_parameters` or from the two keys of older files."""
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise refuse(f"rope_scaling must be a mapping, got {rope!r}")
@@ -208,8 +208,8 @@ def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
 
 
 def converted_weights(source: Path, config: Config, *, is_own: bool, converts: bool) -> dict[str, Tensor]:
-    """Every parameter of the decoder that `config` describes: from the folder, whose tensors have the names of
-    `nsa export` (`is_own`) or of transformers, or as initialised where a dense model `converts` to NSA."""
+    """Returns every parameter of the decoder that `config` describes: from the folder, whose tensors have the names of
+    `nsa export` (`is_own`) or of transformers, or initialised if a dense model `converts` to NSA."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
@@ -217,14 +217,14 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     layers = [layer for _, layer in attention_layers(model)] if converts else []
     if config.model.tied_head:
-        shapes["head.weight"] = shapes["embedding.weight"]  # some files hold it too
+        shapes["head.weight"] = shapes["embedding.weight"]  # some files contain it too
     found: dict[str, Tensor] = {}
-    origins: dict[str, str] = {}  # of the tensors found
+    origins: dict[str, str] = {}  # where each tensor was found
     for file, name, tensor in _read_tensors(source):
-        if name.endswith("rotary_emb.inv_freq"):  # a table that old versions saved
+        if name.endswith("rotary_emb.inv_freq"):  # a table that old versions of transformers saved
             continue
         if not tensor.is_floating_point():
-            raise CheckpointError(f"{source}: {name} holds {tensor.dtype}, not floating-point numbers")
+            raise CheckpointError(f"{source}: {name} has dtype {tensor.dtype}, which is not a floating-point type")
         targets = [target for target in _targets(name, layers, is_own=is_own) if target in shapes]
         if not targets:
             raise CheckpointError(f"{source}: {name} has no place in the model of {HF_CONFIG}; remove the tensor")
@@ -236,7 +236,7 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
                 raise CheckpointError(
                     f"{source}: has two tensors for {target}: {origins[target]} and {name} in {file}; remove one"
                 )
-            found[target] = tensor.clone() if place else tensor  # one tensor would be stored once
+            found[target] = tensor.clone() if place else tensor  # a shared tensor would be stored once
             origins[target] = f"{name} in {file}"
     if config.model.tied_head:
         shapes.pop("head.weight")
@@ -245,7 +245,7 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
             raise CheckpointError(f"{source}: tie_word_embeddings is true, but the head differs from the embedding")
     missing = sorted(set(shapes) - set(found))
     if lost := [name for name in missing if not _is_new(name, layers)]:
-        raise CheckpointError(f"{source}: its weights lack what {HF_CONFIG} describes: no tensor for {lost[:3]}")
+        raise CheckpointError(f"{source}: the weights do not match {HF_CONFIG}: no tensor for {lost[:3]}")
     return found | _initial(config, vocab_size, missing)
 
 
@@ -261,7 +261,7 @@ def _is_new(name: str, layers: Sequence[Attention]) -> bool:
 
 
 def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:
-    """Parameters that a dense model does not have, as layers initialise them for a conversion."""
+    """Returns the parameters that a dense model lacks, initialised by the layers for a conversion."""
     if not names:
         return {}
     slim = config.model.model_copy(update={"vocab_size": None, "mlp_dim": 1, "tied_head": True})
@@ -273,8 +273,7 @@ def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Ten
 
 
 def _targets(name: str, layers: Sequence[Attention], *, is_own: bool) -> list[str]:
-    """The parameters that a tensor of the folder may fill; `layers` are the attention layers that start from dense
-    ones."""
+    """Returns the parameters that a tensor of the folder may fill; `layers` are the converted attention layers."""
     if is_own:
         target = name.removeprefix(_OWN) if name.startswith(_OWN) else ""
     elif match := _HF_LAYER.fullmatch(name):
@@ -289,7 +288,7 @@ def _targets(name: str, layers: Sequence[Attention], *, is_own: bool) -> list[st
 
 
 def _read_tensors(source: Path) -> Iterator[tuple[str, str, Tensor]]:
-    """The name of a file, the name of a tensor in it, and the tensor."""
+    """Yields the name of a file, the name of a tensor in it, and the tensor."""
     for path in _weight_files(source):
         with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
@@ -303,7 +302,7 @@ def _weight_files(source: Path) -> list[Path]:
         return [source / HF_WEIGHTS]
     if HF_INDEX not in present:
         pickles = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth")))
-        why = f"; {pickles[0]} is a pickle, which can execute code and is not read" if pickles else ""
+        why = f"; {pickles[0]} is a pickle, which can execute code and is not loaded" if pickles else ""
         raise CheckpointError(f"{source}: has neither {HF_WEIGHTS} nor {HF_INDEX}{why}")
     files = _read_json(source / HF_INDEX).get("weight_map")
     if not isinstance(files, dict) or not files:
@@ -325,7 +324,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tuple[dict[str, Any], bytes | None]:
-    """Keys of the `data` section, and the bytes of the tokenizer's file. Without one, a vocabulary of 256 is bytes."""
+    """Returns keys of the `data` section, and the bytes of the tokenizer file. Without a file, a vocabulary of 256
+    means the tokenizer `bytes`."""
     name = ByteTokenizer.name if vocab_size == ByteTokenizer.vocab_size else None
     if described.get("model_type") == OWN_TYPE and described.get("tokenizer") in BUILT_IN:
         name = described["tokenizer"]
@@ -346,7 +346,7 @@ def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tupl
 
 
 def _special_tokens(source: Path, described: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """The token that begins a text, or else ends it, and those at which transformers would end one."""
+    """Returns the separator, which is the bos token or else an eos token, and the other tokens that end generation."""
     about, generation = (
         _read_json(source / name) if (source / name).is_file() else {}
         for name in (HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG)

@@ -1,7 +1,7 @@
 """The decoder as a causal language model of transformers: configuration, model, cache.
 
-Rows of a batch may be padded on either side; `attention_mask` says where. Inside, every row starts with its first
-token, since positions, blocks and windows of NSA count from there.
+Rows of a batch may be padded on either side, as `attention_mask` says. The model moves the padding to the end of every
+row, since positions, blocks and windows of NSA count from the first token.
 
 Legend: B batch, S tokens, C channels, V vocabulary.
 """
@@ -23,8 +23,8 @@ from nsa.nn.cache import KVCache
 from nsa.nn.model import Decoder
 from nsa.parallel.transform import recompute
 
-# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf. Without the try block
-# transformers itself would ask whoever has not installed the package to run `pip install nsa`.
+# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf. Without the try block,
+# transformers would tell users without the package to run `pip install nsa`.
 CODE_FILE = "modeling_nsa.py"
 CODE = """try:
     from nsa.hf import NSAForCausalLM, NSALMConfig
@@ -38,9 +38,9 @@ __all__ = ["NSAForCausalLM", "NSALMConfig"]
 class NSALMConfig(PreTrainedConfig):
     """`model` and `nsa` are the sections of this project's configuration, as plain data.
 
-    package      where pip gets this package from, for whoever loads the model
-    use_cache    for `generate()`, where the generation config does not say. A forward pass makes a cache where its own
-                 argument asks for one: there is no gradient through it
+    package      address of this package for pip, for users who load the model
+    use_cache    default of `generate()` if the generation config does not set it. A forward pass creates a cache only
+                 if its own argument says so: a cache has no gradient
     """
 
     model_type = "nsa"
@@ -75,7 +75,7 @@ class NSALMConfig(PreTrainedConfig):
 
 
 class NSACache(Cache):
-    """`nsa.nn.cache.KVCache` for `generate()`: as many sequences as the batch has rows.
+    """`nsa.nn.cache.KVCache` for `generate()`, with one sequence per row of the batch.
 
     Beam search, which reorders rows, is not supported.
     """
@@ -85,7 +85,7 @@ class NSACache(Cache):
         self.kv = KVCache(model.decoder, sequences=batch_size, max_length=max_length, slack=slack)
         for _ in range(batch_size):
             self.kv.add()
-        self._tokens = 0  # of a row, padding included
+        self._tokens = 0  # tokens per row, including padding
 
     def __len__(self) -> int:
         return len(self.kv.layers)
@@ -97,16 +97,16 @@ class NSACache(Cache):
         return self.kv.max_length
 
     def append(self, counts: list[int], width: int) -> Any:
-        """The step of a forward pass over `width` tokens a row, of which `counts` are no padding."""
+        """Returns the cache step of a forward pass over `width` tokens per row, of which `counts` are not padding."""
         longest = max(self.kv.length(row) + count for row, count in zip(self.kv.sequences, counts, strict=True))
-        if longest > self.kv.max_length:  # an assistant's cache, or one that a user goes on with
+        if longest > self.kv.max_length:  # the cache of an assistant model, or one that a user continues
             self.kv.grow(max(longest, 2 * self.kv.max_length))
         step = self.kv.append(counts)
         self._tokens += width
         return step
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back tokens of every row, which are no padding; transformers gives their number negated."""
+        """Removes the last tokens of every row, which must not be padding; transformers passes a negative number."""
         if tokens_to_remove > 0:
             raise ArgumentError(
                 "tokens_to_remove", f"must be 0 or the negated number of tokens, got {tokens_to_remove}"
@@ -149,12 +149,12 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Nothing: the decoder initialises itself."""
+        """Does nothing: the decoder initialises itself."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """As usual, but a tensor that the files lack, or have in another shape, is an error: it would be left as memory
-        happens to be."""
+        """Loads the model. Raises CheckpointError if a tensor is missing or has another shape, since it would stay
+        uninitialised memory."""
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, info = loaded
         if info["missing_keys"]:
@@ -166,16 +166,16 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{model.name_or_path}: has another shape of {others} than the configuration; for another vocabulary, "
                 "load the model with its own and call resize_token_embeddings"
             )
-        if model.generation_config.use_cache is None:  # not later: Trainer changes the config
+        if model.generation_config.use_cache is None:  # set now: Trainer changes the config later
             model.generation_config.use_cache = model.config.use_cache
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Also the file that `trust_remote_code=True` loads."""
+        """Also writes the file that `trust_remote_code=True` loads."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         how = how_to_install("hf", self.config.package)
         code = CODE.format(message=f"this model needs the package nsa with its extra hf: {how}")
-        (Path(save_directory) / CODE_FILE).write_text(code)  # first: the rest may be pushed to the hub
+        (Path(save_directory) / CODE_FILE).write_text(code)  # first: the next line may push the folder to the hub
         super().save_pretrained(save_directory, *args, **options)
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -193,12 +193,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, every_n_layers: int = 1
     ) -> None:
-        """As in this project's trainer, whatever the options of `checkpoint`: blocks are not selected again."""
+        """Recomputes whole blocks as this project's trainer does, whatever the options of `checkpoint`; selected blocks
+        are kept."""
         if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
             raise ArgumentError("offload", "of gradient checkpointing is not supported")
         recompute(self, "none")
         for block in self.decoder.blocks[::every_n_layers] if enable else ():
-            recompute(block, "block", compiled=True)  # the kind that works either way
+            recompute(block, "block", compiled=True)  # works with and without torch.compile
         self.gradient_checkpointing = enable
 
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -215,15 +216,15 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """attention_mask  [B, tokens so far and new], 1 for tokens and 0 for padding before or after them
-        position_ids    for one row without padding: where they return to 0, a packed document starts; otherwise they
-                        follow from the mask and are not read
-        cu_seq_lens_q   the borders of packed documents in one row, instead
-        past_key_values what it holds goes on, without a gradient
+        """attention_mask  [B, past and new tokens], 1 for tokens and 0 for padding before or after them
+        position_ids    only for one row without padding: a packed document starts at every 0. Otherwise ignored, since
+                        positions follow from the mask
+        cu_seq_lens_q   the borders of packed documents in one row, instead of position_ids
+        past_key_values the cache to continue, without gradients
         """
         for name in ("output_attentions", "output_hidden_states"):
             if options.get(name, getattr(self.config, name, False)):
-                raise ArgumentError(name, "is not supported: layers give their output alone")
+                raise ArgumentError(name, "is not supported: layers return only their output")
         if input_ids is None or inputs_embeds is not None:
             raise ArgumentError("input_ids", "must be given; inputs_embeds is not supported")
         if past_key_values is not None and not isinstance(past_key_values, NSACache):
@@ -234,12 +235,12 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             shape = list(attention_mask.shape)
             raise ArgumentError("attention_mask", f"must be [{rows}, {known + width}], batch and tokens, got {shape}")
         mask = None if attention_mask is None else attention_mask[:, -width:].bool()
-        if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):  # reads a value back
+        if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):  # synchronizes with the GPU
             mask = None
         order = None if mask is None else torch.argsort(~mask, dim=1, stable=True)  # tokens before padding
         tokens_BS = input_ids if order is None else input_ids.gather(1, order)
         if past_key_values is None and use_cache and not self.training:
-            past_key_values = NSACache(self, rows, width + 256)  # and grows
+            past_key_values = NSACache(self, rows, width + 256)  # grows on demand
         if cu_seq_lens_q is not None and (mask is not None or past_key_values is not None):
             raise ArgumentError("cu_seq_lens_q", "is not supported together with padding or a cache")
         if past_key_values is not None:
@@ -250,7 +251,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                 documents = _documents(position_ids, input_ids)
             hidden_BSC = self.decoder.hidden(tokens_BS, documents)
         if order is not None:
-            # At padding stands the row's last token: generate() reads that of rows that are padded behind.
+            # Padding gets the output of the row's last token: generate() reads it in rows with padding at the end.
             last = mask.sum(1, keepdim=True) - 1  # type: ignore[union-attr]
             inverse = torch.argsort(order, dim=1).minimum(last).clamp(min=0)
             hidden_BSC = hidden_BSC.gather(1, inverse[..., None].expand_as(hidden_BSC))
@@ -261,7 +262,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
 
-    # The cache counts on the host: every step would be compiled anew.
+    # The cache counts tokens on the host: every step would recompile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _continued(self, tokens_BS: Tensor, mask: Tensor | None, cache: NSACache) -> Tensor:
@@ -282,13 +283,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise _refused(f"cache_implementation={generation_config.cache_implementation!r}")
         rows = batch_size * (generation_config.num_return_sequences or 1)
         drafts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens)
-        slack = max(64, *(tokens or 0 for tokens in drafts))  # a draft may be taken back
+        slack = max(64, *(tokens or 0 for tokens in drafts))  # rejected draft tokens are removed again
         model_kwargs["past_key_values"] = NSACache(self, rows, max_cache_length + 1, slack=slack)
         return None
 
 
 def _documents(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    """`cu_seqlens` of packed documents, where positions of a single row return to 0."""
+    """Returns `cu_seqlens` of the packed documents in a single row, which start at every position 0."""
     if position_ids is None or len(input_ids) != 1:
         return None
     is_start = position_ids.reshape(-1) == 0

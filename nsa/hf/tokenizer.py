@@ -1,7 +1,7 @@
-"""This project's tokenizers as `PreTrainedTokenizerFast`, which encodes text to the same ids.
+"""Converts this project's tokenizers to `PreTrainedTokenizerFast`, which encodes text to the same ids.
 
-The separator stands before every document in training, so the tokenizer puts it before every text
-(`add_special_tokens=False` leaves it out), and generation ends with it, or with a token of `data.end_tokens`.
+The separator precedes every document in training, so the tokenizer adds it before every text (unless
+`add_special_tokens=False`), and generation ends with it, or with a token of `data.end_tokens`.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def _fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenize
 
 
 def _byte_level(tokenizer: Tokenizer) -> Any:
-    """Byte-level BPE: GPT-2's merges, or none for bytes."""
+    """Returns byte-level BPE with GPT-2's merges, or without merges for bytes."""
     single = {bytes([i]): i for i in range(256) if i != tokenizer.separator}
     ranks = tokenizer.ranks if isinstance(tokenizer, GPT2Tokenizer) else single
     letters = byte_letters()
@@ -60,7 +60,7 @@ def _byte_level(tokenizer: Tokenizer) -> Any:
 
 
 def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The last merge that makes a token: BPE with the merges that come before it leaves two parts."""
+    """Returns the two parts of a token that its own merge joins: BPE with all earlier merges leaves these parts."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]

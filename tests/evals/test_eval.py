@@ -152,8 +152,8 @@ def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "many", "128,,256", "0", "-5", "1"])
-def test_lengths_that_are_none_are_refused(text, folder):
-    with pytest.raises(ConfigError, match=r"--lengths: .* is no list of lengths in tokens; give for example 2048,8192"):
+def test_text_that_is_not_a_list_of_lengths_is_refused(text, folder):
+    with pytest.raises(ConfigError, match=r"--lengths: .* is not a list of lengths in tokens; give for example"):
         evaluate(folder, "--lengths", text)
 
 
