@@ -181,7 +181,7 @@ def test_the_newest_two_undamaged_ones_stay_when_newer_ones_are_damaged(kind, tm
     assert len(undamaged) == NEVER_DELETED
 
 
-def test_what_an_interrupted_save_or_deletion_left_is_swept_away(tmp_path):
+def test_leftovers_of_an_interrupted_save_or_deletion_are_removed(tmp_path):
     save(tmp_path, 1)
     for name in (".writing-step_00000002", ".writing-deleted-step_00000000", ".writing-damaged-step_00000001"):
         shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
@@ -240,7 +240,7 @@ def test_no_change_of_a_byte_of_the_manifest_goes_unnoticed(whole_run, tmp_path)
     "damage",
     ["byte in the middle flipped", *(pytest.param(d, marks=pytest.mark.long) for d in ("cut in half", "gone"))],
 )
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(kind, damage, crashed_run, whole_run):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(kind, damage, crashed_run, whole_run):
     DAMAGE[damage](checkpoint_of(crashed_run, 4) / kind)
     train(small(), crashed_run)
     assert_same_run(crashed_run, whole_run)
@@ -256,7 +256,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(kind, damage, cr
 
 @pytest.mark.parametrize("pointer", [LATEST, BEST])
 @pytest.mark.parametrize("damage", ["byte in the middle flipped", "cut in half", "gone", "points outside"])
-def test_a_damaged_pointer_hurts_nobody(pointer, damage, crashed_run, whole_run):
+def test_a_damaged_pointer_has_no_effect(pointer, damage, crashed_run, whole_run):
     path = crashed_run / FOLDER / pointer
     if damage == "points outside":
         path.write_text("../../elsewhere\n")

@@ -188,7 +188,7 @@ def test_three_failures_in_a_row_end_the_run_and_name_the_last_good_checkpoint(p
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_the_same_command_goes_on_when_the_disk_is_well_again(tmp_path, undisturbed):
+def test_the_same_command_resumes_when_the_disk_works_again(tmp_path, undisturbed):
     with faults_armed("save.shard:enospc:hit=2:times=3"), pytest.raises(CheckpointError, match="step_00000002"):
         train(small(ONE_VALIDATION), tmp_path)
     train(small(ONE_VALIDATION), tmp_path)

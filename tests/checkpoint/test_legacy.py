@@ -183,7 +183,7 @@ ENDLESS_PICKLES = {
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", ENDLESS_PICKLES)
-def test_metadata_that_would_compute_for_ever_is_refused(name, checkpoint):
+def test_metadata_that_would_compute_forever_is_refused(name, checkpoint):
     (checkpoint / LEGACY_INDEX_FILE).write_bytes(ENDLESS_PICKLES[name])
     sign(checkpoint)
     with pytest.raises(CheckpointError, match=r"\.metadata: is not the index of a checkpoint"):

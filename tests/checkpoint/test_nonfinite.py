@@ -69,7 +69,7 @@ def test_the_dump_holds_the_step_and_not_another(tmp_path, whole_run):
     assert (repr(again.loss), repr(again.grad_norm)) == (row["loss"], row["grad_norm"])
 
 
-def test_started_again_a_stopped_run_comes_to_the_same_step(tmp_path):
+def test_a_stopped_run_that_is_restarted_reaches_the_same_step(tmp_path):
     for _ in range(2):
         with pytest.raises(NumericsError, match="step 2: the loss is nan"):
             train(small(*TOO_FAST), tmp_path)

@@ -180,7 +180,7 @@ def test_the_loss_scale_of_fp16_survives(tmp_path):
     assert [row["skipped"] for row in rows_of(tmp_path / "cut")] == ["0", "1", "0", "0", "0", "0"]
 
 
-def test_all_generators_go_on_where_they_were(tmp_path, monkeypatch):
+def test_all_random_generators_continue_where_they_were(tmp_path, monkeypatch):
     """Nothing in a step draws by chance today, so the rate does here, from each of them."""
     plain = nsa.train.loop.learning_rate
 
@@ -221,7 +221,7 @@ def test_another_configuration_is_refused_and_every_changed_key_is_named(crashed
     train(small(), crashed_run)  # and the right one still goes on
 
 
-def test_accepted_changes_are_said_and_used_from_the_checkpoint_on(crashed_run, whole_run, capsys):
+def test_accepted_changes_are_reported_and_used_from_the_checkpoint_on(crashed_run, whole_run, capsys):
     changes = ("train.lr=5e-3", "train.schedule=constant")
     train(small(*changes), crashed_run, accept_changes=True)
     said = capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_a_change_that_moves_the_schedule_says_the_old_and_the_new_rate(override
     assert changes[1:] == ([line] if line else [])
 
 
-def test_a_finished_run_goes_on_when_more_steps_are_accepted(tmp_path):
+def test_a_finished_run_continues_when_more_steps_are_accepted(tmp_path):
     constant = "train.schedule=constant"
     train(small(constant, "train.steps=9"), tmp_path / "nine")
     train(small(constant), tmp_path / "six")
@@ -269,7 +269,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_accepted(tmp_path):
     assert_same_contents(one, other)
 
 
-def test_another_batch_size_goes_on_at_the_data_that_was_not_read(tmp_path, monkeypatch):
+def test_another_batch_size_continues_at_the_unread_data(tmp_path, monkeypatch):
     read = []
     plain = Loader.batch
     monkeypatch.setattr(

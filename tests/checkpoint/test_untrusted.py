@@ -78,7 +78,7 @@ STRANGE_MANIFESTS = {
 
 
 @pytest.mark.parametrize("name", STRANGE_MANIFESTS)
-def test_a_manifest_that_is_none_is_refused(name, checkpoint):
+def test_an_invalid_manifest_is_refused(name, checkpoint):
     (checkpoint / MANIFEST_FILE).write_bytes(STRANGE_MANIFESTS[name])
     with pytest.raises(CheckpointError, match=r"manifest\.json: "):
         verify(checkpoint)

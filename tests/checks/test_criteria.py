@@ -188,7 +188,7 @@ def measured(tmp_path):
     return tmp_path
 
 
-def test_speed_leaves_out_the_beginning_and_counts_what_is_waited_for(measured):
+def test_speed_excludes_the_first_steps_and_includes_waits(measured):
     found = judged(measured, 100, min_toks_per_s=2000.0, max_step_s=0.6)
     assert found["throughput"].value == pytest.approx(90 * 2000 / (90 * 0.5 + 45))
     assert found["throughput"].verdict == "pass"
@@ -231,7 +231,7 @@ def test_ten_of_two_hundred_steps_are_no_pass(measured):
     assert found.remark == "ended with success after 100 of 200 steps"
 
 
-def test_a_gpu_that_cannot_be_measured_is_no_pass(measured):
+def test_a_gpu_that_cannot_be_measured_does_not_pass(measured):
     (measured / "env.json").write_text(json.dumps({"gpu": ["H200"]}))
     assert judged(measured, 100)["GPU utilisation"].verdict == "fail"
 
@@ -240,7 +240,7 @@ def check_of(config, nproc: int, scale) -> ReadinessCheck:
     return ReadinessCheck(config, Path("ready"), nproc, scale, Progress(Console(quiet=True)))
 
 
-def test_phases_change_only_what_they_must():
+def test_phases_change_the_configuration_as_little_as_possible():
     long = parse_config({"train": {"steps": 50_000, "warmup_steps": 2000}, "model": {"n_layers": 12}}, "test")
     short = short_run(long, 200)
     assert (short.train.steps, short.checkpoint.every, short.telemetry.every) == (200, 100, 50)
@@ -308,7 +308,7 @@ def result(**criteria: float) -> dict:
     }  # fmt: skip
 
 
-def test_what_got_slower_is_reported_with_the_change():
+def test_slower_values_are_reported_with_the_change():
     rows = compare(result(step=1.1, rate=95.0, other=5.0), result(step=1.0, rate=100.0, gone=1.0))["rows"]
     assert [(row["name"], row["verdict"]) for row in rows] == [("step", "worse"), ("rate", "worse")]
     assert rows[0]["change"] == pytest.approx(0.1)

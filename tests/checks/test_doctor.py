@@ -251,7 +251,7 @@ def test_a_strategy_that_trains_with_other_numbers_is_named(tmp_path, difference
     ],
     ids=["data", "compile", "batch"],
 )
-def test_what_only_the_configuration_as_given_has_is_tried_last(tmp_path, sections, is_broken):
+def test_the_configuration_as_given_is_tried_last(tmp_path, sections, is_broken):
     found = diagnose(tmp_path, fails(is_broken, 3), **sections)
     assert list(found.outcomes.values())[:6] == ["ok"] * 5 + ["crash (exit code 3)"]
     assert found.smallest.startswith("as given, ")

@@ -38,7 +38,7 @@ def test_too_little_of_anything_is_found_with_advice(tmp_path, monkeypatch):
     assert bad["open files"].advice == "raise it: ulimit -n 4096"
 
 
-def test_gpus_that_are_not_there_are_found(tmp_path, monkeypatch):
+def test_missing_gpus_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
     finding = found(tmp_path, nproc=2, runtime={"device": "cuda"})["GPUs"]
     assert (finding.ok, finding.found) == (False, "0 visible")

@@ -371,7 +371,7 @@ def test_advice_names_no_setting_that_is_refused():
         config_of(BASE, *muon, line.split(" ")[0])
 
 
-def test_what_is_not_counted_is_named():
+def test_memory_that_is_not_counted_is_named():
     assert Planner(config_of(BASE, *SMALL)).not_counted == []
     teacher, graphs = Planner(
         config_of(BASE, *SMALL, "train.teacher=runs/dense", "runtime.cuda_graphs=true")
@@ -380,7 +380,7 @@ def test_what_is_not_counted_is_named():
     assert graphs.startswith("runtime.cuda_graphs")
 
 
-def test_what_is_frozen_has_no_gradients_and_no_moments():
+def test_frozen_parameters_have_no_gradients_and_no_moments():
     whole, frozen = (Planner(config_of(BASE, *SMALL, *more)) for more in ([], ['train.freeze=["*", "!*.attention.*"]']))
     share = frozen._trainable / whole._trainable
     assert 0.1 < share < 0.9
@@ -406,7 +406,7 @@ def test_cards_by_name_and_by_size():
         (4, ["train.micro_batch=8"], "train.micro_batch"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(nproc, overrides, named):
+def test_configurations_that_cannot_run_are_refused_by_name(nproc, overrides, named):
     with pytest.raises(ConfigError, match=named):
         Planner(config_of(BASE, *overrides), nproc)
 

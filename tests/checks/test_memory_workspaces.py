@@ -104,7 +104,7 @@ def allocated_and_estimated(backend, operator, given):
 @pytest.mark.usefixtures("_nothing_is_launched")
 @pytest.mark.parametrize("operator", CALLS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_estimates_are_what_the_kernels_allocate(operator, shape):
+def test_estimates_match_the_memory_that_kernels_allocate(operator, shape):
     with FakeTensorMode():
         allocated, estimated = allocated_and_estimated("triton", operator, tensors_of(*shape))
     assert 0.99 * allocated <= estimated <= 1.01 * allocated
@@ -118,7 +118,7 @@ def test_formulas_of_the_reference_are_near_what_it_allocates(operator, monkeypa
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_formula_of_all_branches_says_what_they_hold_together(shape, monkeypatch):
+def test_the_formula_of_all_branches_matches_their_common_peak(shape, monkeypatch):
     @contextmanager
     def second_stream(q):
         """Memory of the second stream is not the first one's to use."""

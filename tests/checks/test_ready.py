@@ -98,13 +98,13 @@ def stop_check(checking: warm.Process, number: int, until: Callable[[list[psutil
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_check_that_is_stopped_in_a_probe_leaves_no_process_behind(tmp_path, number, code):
+def test_a_check_that_is_stopped_in_a_probe_leaves_no_process(tmp_path, number, code):
     assert stop_check(start_check(tmp_path), number, lambda started: len(started) > 0) == code
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_check_that_is_stopped_in_a_run_leaves_no_process_behind(tmp_path, number, code):
+def test_a_check_that_is_stopped_in_a_run_leaves_no_process(tmp_path, number, code):
     def both_ranks_run(started: list[psutil.Process]) -> bool:
         return len(started) >= 3 and any((tmp_path / "ready").glob("phase0-one/heartbeat_rank1*"))
 

@@ -306,7 +306,7 @@ def test_checking_files_lists_the_mistakes_of_all_of_them(tmp_path, monkeypatch,
     assert "two.yaml: model.dims: unknown key; did you mean 'model.dim'?" in stderr
 
 
-def test_checking_a_file_finds_what_would_run_and_is_not_meant(tmp_path, monkeypatch, capsys):
+def test_checking_a_file_warns_about_valid_settings_that_are_probably_mistakes(tmp_path, monkeypatch, capsys):
     (tmp_path / "short.yaml").write_text("train: {steps: 5, warmup_steps: 100}\n")
     (tmp_path / "mine.yaml").write_text("data: {tokenizer: gone/tokenizer.json}\n")
     (tmp_path / "fine.yaml").write_text("train: {steps: 5, warmup_steps: 5}\n")
@@ -401,7 +401,7 @@ def test_training_from_weights_of_another_model_is_refused(run_folder, tmp_path,
     assert not list(tmp_path.rglob("training.csv"))
 
 
-def test_generating_from_a_folder_that_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
+def test_generating_from_a_folder_that_is_not_a_run_is_refused(tmp_path, monkeypatch, capsys):
     assert_refused(["generate", str(tmp_path)], "no config.yaml", "give the out_dir", monkeypatch, capsys)
 
 
@@ -413,7 +413,7 @@ TAKES_A_RUN = (
 
 
 @pytest.mark.parametrize("command", TAKES_A_RUN)
-def test_every_command_says_alike_that_there_is_no_such_run(command, run_folder, tmp_path, monkeypatch, capsys):
+def test_every_command_reports_a_missing_run_alike(command, run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = command.replace("CONFIG", str(run_folder / "config.yaml")).replace("RUN", "runs/gone")
     key = f"{given.split()[-1].partition('=')[0]}: " if "=" in given else ""

@@ -35,7 +35,7 @@ def test_prompts_and_a_file_of_them_are_one_batch_in_order(generate, tmp_path):
     assert both == "".join(f"--- prompt {number} ---\n{text}" for number, text in enumerate(texts, start=1))
 
 
-def test_the_rate_goes_to_the_standard_error_and_long_prompts_are_said(generate):
+def test_the_rate_goes_to_standard_error_with_a_note_about_long_prompts(generate):
     done = generate("--prompt", "short", "--max-tokens", "5", "--temperature", "0")
     assert done.stderr.startswith("5 tokens in ")
     assert "tokens/s" in done.stderr
@@ -46,7 +46,7 @@ def test_the_rate_goes_to_the_standard_error_and_long_prompts_are_said(generate)
     assert long.stdout.startswith("a" * 40)
 
 
-def test_what_a_model_writes_cannot_control_the_terminal(generate):
+def test_generated_text_cannot_control_the_terminal(generate):
     written = generate("--prompt", "a\x1b[2Jb\tc", "--max-tokens", "200", "--temperature", "5", "--top-p", "1").stdout
     assert written.startswith("a\\x1b[2Jb\tc")
     assert not {c for c in written if ord(c) < 32 or 127 <= ord(c) < 160} - {"\n", "\t"}

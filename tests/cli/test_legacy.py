@@ -64,7 +64,7 @@ def test_on_a_gpu_a_production_file_runs_as_it_is_in_the_folder_of_nsa_train(gpu
     assert not recwarn.list
 
 
-def test_a_folder_is_named_after_what_differs_from_the_file(gpu):
+def test_a_folder_name_lists_the_keys_that_differ_from_the_file(gpu):
     names = [
         folder_of(resolved(M7C, *overrides, **environment))
         for overrides, environment in [

@@ -42,7 +42,7 @@ def run(arguments, monkeypatch, capsys) -> str:
         (r"\x1b", r"\x1b"),
     ],
 )
-def test_what_acts_on_a_terminal_is_escaped_and_all_else_is_kept(text, shown):
+def test_control_characters_are_escaped_and_all_others_are_kept(text, shown):
     assert printable(text) == printable(printable(text)) == shown
 
 

@@ -311,7 +311,7 @@ def test_a_text_file_too_long_for_one_document_is_refused(tmp_path, monkeypatch)
 # Parquet.
 
 
-def test_a_column_that_is_missing_or_no_text_is_named_with_the_others(tmp_path):
+def test_a_column_that_is_missing_or_not_text_is_named_with_the_others(tmp_path):
     table = pa.table(
         {
             "id": [1],
@@ -377,7 +377,7 @@ def test_a_parquet_bomb_is_refused_after_one_batch(folded, tmp_path, monkeypatch
     assert unpacked < 4_100_000 if folded else unpacked > 50_000_000, "plain pages are refused by the footer"
 
 
-def test_a_row_group_that_is_not_there_is_named():
+def test_a_missing_row_group_is_named():
     with pytest.raises(DataError, match=r"name, row group 7: .* it has 1 row groups"):
         list(parquet_documents("name", io.BytesIO(parquet(TEXTS)), 7, "text", Skipped()))
 

@@ -101,7 +101,7 @@ def test_a_run_reads_the_state_of_its_first_contact(tmp_path, hub_settings, monk
         assert fineweb_edu(revision=commit).fingerprint() == fingerprint
 
 
-def test_offline_what_was_downloaded_is_read_and_nothing_is_asked(served, tmp_path, monkeypatch):
+def test_offline_mode_reads_downloaded_files_without_a_request(served, tmp_path, monkeypatch):
     server, texts = served
     download(server, tmp_path / "home")
     online = fineweb_edu()

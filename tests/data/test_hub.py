@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_had_is_named(served, pauses):
 
 @pytest.mark.parametrize("match", ["/revision/", "/tree/", "/resolve/"])
 @pytest.mark.parametrize(("status", "remedy"), [(401, "HF_TOKEN"), (403, "HF_TOKEN"), (404, "HF_ENDPOINT")])
-def test_what_will_not_pass_is_an_error_at_once(served, match, status, remedy):
+def test_permanent_failures_are_errors_at_once(served, match, status, remedy):
     server, _ = served
     server.fault(side="hub", match=match, status=status)
     with pytest.raises(DataError, match=rf"HTTP {status}.*{remedy}") as error:
@@ -315,7 +315,7 @@ def test_a_client_that_another_thread_closed_is_replaced(served, pauses, monkeyp
     assert len(pauses) == 1
 
 
-def test_what_is_waited_for_can_be_seen_from_outside(served, monkeypatch):
+def test_other_threads_can_see_what_a_source_waits_for(served, monkeypatch):
     server, texts = served
     source = fineweb_edu(deadline_s=30)
     unit = source.units()[1]

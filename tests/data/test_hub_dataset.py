@@ -130,7 +130,7 @@ def test_the_fingerprint_of_fineweb_edu_is_that_of_earlier_versions(tmp_path):
         ),
     ],
 )
-def test_a_column_that_holds_no_text_is_refused_by_name(server, column, error):
+def test_a_column_without_text_is_refused_by_name(server, column, error):
     with pytest.raises(DataError, match=error):
         opened(split="test", text_field=column).units()
 

@@ -103,7 +103,7 @@ def test_any_world_size_reads_the_same_sequences_and_no_unit_twice():
                 assert not reads[a] & reads[b], "ranks share no unit"
 
 
-def test_a_restart_finds_its_place_without_reading_what_was_read(tmp_path):
+def test_a_restart_finds_its_position_without_reading_units_again(tmp_path):
     whole = tokens_of(sequences_of(Pages(units=40)), range(400))
     tokens_of(sequences_of(Pages(units=40), folder=tmp_path), range(300))
     source = Pages(units=40)
@@ -237,7 +237,7 @@ class Slow(Pages):
         yield from super().documents(unit, skipped)
 
 
-def test_what_validation_read_ahead_and_does_not_need_is_not_read():
+def test_units_that_validation_does_not_need_are_not_read():
     source = Slow(units=40)
     reader = UnitReader(source, TOKENIZER, 0.5, 1, LengthIndex(None, 0, ""))
     needed, _, mine, *_ = random_order(40, 0, 0).tolist()

@@ -311,7 +311,7 @@ def test_a_damaged_manifest_is_refused(source, tmp_path, change, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_a_manifest_that_is_none_is_refused(tmp_path, content):
+def test_an_invalid_manifest_is_refused(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(DataError, match=MANIFEST):
         read_manifest(tmp_path)
@@ -353,7 +353,7 @@ def dense_file(request, tmp_path, monkeypatch):
     return source
 
 
-def test_a_shard_holds_no_more_text_than_asked_for_whatever_a_file_unpacks_to(dense_file, tmp_path):
+def test_a_shard_is_not_larger_than_requested_whatever_a_file_unpacks_to(dense_file, tmp_path):
     manifest = prepare(dense_file, TOKENIZER, tmp_path / "out", workers=1, shard_bytes=SHARD_BYTES)
     assert len({shard.number for shard in manifest.shards}) == len(manifest.shards) >= 15
     assert max(shard.text_bytes for shard in manifest.shards) <= SHARD_BYTES

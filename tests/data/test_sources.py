@@ -187,7 +187,7 @@ def test_a_range_stops_reading_when_no_further_line_can_start_in_it(monkeypatch)
         assert file.tell() < 30
 
 
-def test_byte_order_marks_are_dropped_and_null_is_no_text(tmp_path):
+def test_byte_order_marks_are_dropped_and_null_is_skipped(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfmarked")
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(["marked", None, "\ufeffkept"]))
     assert read(TextSource([str(tmp_path)])) == (["marked", "marked", "\ufeffkept"], {"no text": 1})
@@ -303,7 +303,7 @@ def test_units_can_be_read_by_threads_and_copies_in_any_order(library):
     assert sum(map(len, expected)) == 4 * (50 + 1 + 50 + 50)
 
 
-def test_the_fingerprint_tells_when_files_came_went_or_changed(library):
+def test_the_fingerprint_changes_when_files_are_added_removed_or_changed(library):
     source = TextSource([str(library)])
     seen = {source.fingerprint()}
     assert pickle.loads(pickle.dumps(source)).fingerprint() in seen

@@ -122,7 +122,7 @@ def test_without_a_declaration_names_tell(names, subset, split, expected):
         ("a.parquet", "---\nconfigs:\n- data_dir: a/../..\n---\n", "default", "train", "is outside the repo"),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_answered_with_what_does(names, card, subset, split, error):
+def test_unknown_names_get_a_list_of_known_ones(names, card, subset, split, error):
     with pytest.raises(DataError, match=error):
         chosen(names, card, subset, split)
 
@@ -142,7 +142,7 @@ MERGED = "".join(f"m{n + 1}: &m{n + 1} {{<<: [{', '.join([f'*m{n}'] * 9)}]}}\n" 
     ids=["many", "alias", "merge", "tag", "size"],
 )
 @pytest.mark.timeout(150)
-def test_a_readme_that_stands_for_more_than_it_holds_is_refused(front, error):
+def test_a_readme_with_yaml_that_expands_is_refused(front, error):
     with pytest.raises(DataError, match=error):
         chosen("a.parquet", f"---\n{front}\n---\n")
 

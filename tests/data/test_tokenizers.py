@@ -463,7 +463,7 @@ def test_a_machine_without_network_says_how_to_get_the_file(server, monkeypatch)
     assert "refused" in refused_download()
 
 
-def test_an_answer_that_breaks_off_is_no_vocabulary(server, tmp_path):
+def test_a_truncated_download_of_a_vocabulary_is_refused(server, tmp_path):
     server.cut = 1000
     assert "1000 bytes read" in refused_download()
     assert cached(tmp_path) == []
@@ -550,7 +550,7 @@ def test_an_unknown_word_stays_visible_as_one(tmp_path):
     assert tokenizer.byte_lengths.tolist() == [0, 0, 1]
 
 
-def test_what_a_file_says_about_training_batches_is_switched_off(tmp_path, byte_level):
+def test_truncation_padding_and_dropout_of_a_tokenizer_file_are_disabled(tmp_path, byte_level):
     library = hf.Tokenizer.from_str(json.dumps(byte_level))
     library.enable_truncation(5)
     library.enable_padding(length=4000, pad_id=1, pad_token="<|pad|>")

@@ -109,7 +109,7 @@ def test_every_key_of_a_configuration_has_a_row_with_its_default_and_meaning(sit
         "whole number, at least 1, at most 2147483647, or <code>auto</code>",
         "<code>auto</code>",
     )
-    assert meaning == "sequences one rank runs at once"
+    assert meaning == "sequences in one forward pass of a rank"
     assert all(re.search(r"<td>.+</td>\s*<td>.+</td>\s*<td>.+</td>", row) for row in rows.values())
 
 

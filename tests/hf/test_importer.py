@@ -151,7 +151,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_represented_is_refused_by_name(tmp_path, llama, name):
+def test_unsupported_options_are_refused_by_name(tmp_path, llama, name):
     changes, message = REFUSED[name]
     folder = shutil.copytree(llama[0], tmp_path / "hf")
     described = json.loads((folder / "config.json").read_text())

@@ -132,7 +132,7 @@ def test_a_vocabulary_can_grow(exported, tmp_path):
     assert import_model(tmp_path / "more", tmp_path / "run").model.vocab_size == 264
 
 
-def test_what_the_model_cannot_give_is_refused(exported):
+def test_unsupported_outputs_are_refused(exported):
     model, inputs = load(exported), padded()
     with pytest.raises(ArgumentError, match="output_hidden_states"):
         model(**inputs, output_hidden_states=True)

@@ -100,7 +100,7 @@ def test_padding_on_either_side_changes_nothing(run, exported):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generation_goes_on_behind_padding_on_either_side(exported, use_cache):
+def test_generation_continues_after_padding_on_either_side(exported, use_cache):
     model = load(exported)
     rows = [torch.randint(0, 255, (length,)) for length in (70, 33, 1)]
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": use_cache}
@@ -132,7 +132,7 @@ def test_positions_that_restart_are_packed_documents(run, exported):
             model(torch.cat(parts, 1), cu_seq_lens_q=torch.tensor([0, 70, 111]), **given)
 
 
-def test_assisted_decoding_takes_back_rejected_tokens(run, exported):
+def test_assisted_decoding_removes_rejected_tokens(run, exported):
     model = load(exported)
     tokens = torch.randint(0, 255, (1, 60))
     plain = model.generate(tokens, max_new_tokens=30, do_sample=False)
@@ -155,7 +155,7 @@ def test_several_answers_to_a_prompt_and_a_mask_that_does_not_fit(exported):
             model(tokens, attention_mask=torch.ones(shape))
 
 
-def test_what_is_saved_again_loads_again_and_what_lacks_a_tensor_does_not(exported, tmp_path):
+def test_a_saved_model_loads_again_and_one_without_a_tensor_does_not(exported, tmp_path):
     model = load(exported)
     model.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "modeling_nsa.py").is_file()
@@ -213,7 +213,7 @@ def test_a_tuple_is_given_where_asked_for(exported):
     assert torch.equal(logits, want.logits)
 
 
-def test_what_is_not_supported_is_refused_by_name(exported):
+def test_unsupported_features_are_refused_by_name(exported):
     model = load(exported)
     tokens = torch.randint(0, 255, (1, 10))
     with pytest.raises(ArgumentError, match="beam search is not supported"):
@@ -265,7 +265,7 @@ def test_the_tokenizer_encodes_the_same(tmp_path, name):
     assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
 
 
-def test_what_this_project_ignores_of_a_tokenizer_file_does_not_stop_an_export(tmp_path):
+def test_ignored_keys_of_a_tokenizer_file_do_not_prevent_an_export(tmp_path):
     tokenizer_named("json", tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": 5, "truncation": "x", "padding": []}))
