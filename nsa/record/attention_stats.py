@@ -1,14 +1,15 @@
-"""The health of sparse attention: how gates share out the branches, and which blocks queries read.
+"""Statistics of sparse attention: how gates weight the branches, and which blocks queries read.
 
-Everything is computed from tensors of the forward pass, reduced on their device to one row of numbers per layer, and
-copied to the host asynchronously: `ready` returns what has arrived. The order in which layers run identifies them.
+The statistics are computed from tensors of the forward pass, reduced on their device to one row of numbers per layer,
+and copied to the host asynchronously: `ready` returns the samples that have arrived. Layers are identified by the order
+in which they run.
 
-A row of gates: the weights of a token and head divided by their sum. It is collapsed when one branch has more than
-COLLAPSED of it. Entropy is in nats; three equal shares have ln 3 = 1.0986.
+A row of gates is the weights of one token and head, divided by their sum. It is collapsed when one branch has more than
+COLLAPSED of the weight. Entropy is in nats; three equal shares have ln 3 = 1.0986.
 
-A row of blocks: what one token and key/value head reads. Forced blocks are the first ones and the newest, read
-regardless of the scores. The distance of a block is counted in blocks from the query's own. Agreement is the share of a
-row's blocks that the row of the token before it in its document reads too.
+A row of blocks is the blocks that one token and key/value head reads. Forced blocks are the first and the newest ones,
+read regardless of the scores. The distance of a block is counted in blocks from the query's own. Agreement is the share
+of a row's blocks that the previous token of the document also reads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +26,15 @@ from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
 MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
-GATE_NUMBERS, SELECTION_NUMBERS = 8, 7 + len(DISTANCE_BINS)  # of a row
-GATE_MAXIMA, SELECTION_MAXIMA = slice(2, 4), slice(2, 3)  # which of them are maxima; all others are sums
+GATE_NUMBERS, SELECTION_NUMBERS = 8, 7 + len(DISTANCE_BINS)  # per row
+GATE_MAXIMA, SELECTION_MAXIMA = slice(2, 4), slice(2, 3)  # columns that are maxima; all others are sums
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen in one step, by layer; the last is ALL_LAYERS. Empty where the layers have none."""
+    """Statistics of one step by layer; the last key is ALL_LAYERS. Empty if no layer has gates or a selection."""
 
     step: int
     gates: dict[str, GateStats]
@@ -41,11 +42,11 @@ class Sample:
 
 
 class AttentionObserver:
-    """Watches one forward pass at a time. `layers` are the names of the layers that have gates and of those that have a
-    selection, in the order they run.
+    """Observes one forward pass at a time. `layers` names the layers with "gates" and the layers with a "selection", in
+    the order they run.
 
-    Where ranks share sequences, a layer reports the blocks of its two chunks of queries one after the other. `gather`
-    stacks a tensor over these ranks: the numbers are those of whole sequences, on each of them.
+    Under context parallelism a layer reports the blocks of its two chunks of queries one after the other. `gather`
+    stacks a tensor over the ranks of the group, so that each rank has the statistics of whole sequences.
     """
 
     def __init__(self, layers: Mapping[str, Sequence[str]], gather: Callable[[Tensor], Tensor] | None = None):
@@ -66,14 +67,14 @@ class AttentionObserver:
         self._selection.append(selection_numbers(indices, spec, cu_seqlens, q_offset))
 
     def finish(self, step: int) -> None:
-        """Ends a pass: starts the copy of its numbers to the host."""
+        """Ends a pass: starts copying its statistics to the host."""
         gates, selection = self._gates, self._selection
         self._gates, self._selection = [], []
         if self._gather is not None:
-            gates = self._joined("gates", gates, 1, GATE_NUMBERS, GATE_MAXIMA)
-            selection = self._joined("selection", selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
+            gates = self._merge_ranks("gates", gates, 1, GATE_NUMBERS, GATE_MAXIMA)
+            selection = self._merge_ranks("selection", selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
         if gates or selection:
-            # A copy that does not wait goes to pinned memory.
+            # A non-blocking copy to the host uses pinned memory.
             on_host = [torch.stack(p).to("cpu", non_blocking=True) if p else None for p in (gates, selection)]
             arrived = None
             if any(part and part[0].is_cuda for part in (gates, selection)):
@@ -81,19 +82,19 @@ class AttentionObserver:
                 arrived.record()
             self._waiting.append((step, on_host[0], on_host[1], arrived))
 
-    def _joined(self, kind: str, rows: list[Tensor], parts: int, width: int, maxima: slice) -> list[Tensor]:
-        """The parts of every layer over all ranks as one row; none where a rank did not see all layers."""
+    def _merge_ranks(self, kind: str, rows: list[Tensor], parts: int, width: int, maxima: slice) -> list[Tensor]:
+        """Merges the parts of each layer over all ranks into one row; NaN if a rank did not observe all layers."""
         assert self._gather is not None
         layers = len(self.layers[kind])
         if len(rows) == parts * layers:
             own = torch.stack(rows).unflatten(0, (layers, -1)).transpose(0, 1)
-        else:  # all ranks gather the same shape, whatever happened on one of them
+        else:  # all ranks must gather the same shape, even if one of them failed
             own = torch.full((parts, layers, width), torch.nan, dtype=torch.float64)
         everywhere = self._gather(own.contiguous()).flatten(0, 1)
         return list(_total(everywhere, maxima)) if rows else []
 
     def ready(self, *, wait: bool = False) -> list[Sample]:
-        """Samples that have arrived; at the end of a run, `wait` for the others."""
+        """Samples that have arrived on the host; `wait` waits for all, at the end of a run."""
         done: list[Sample] = []
         while self._waiting:
             step, gates, selection, arrived = self._waiting[0]
@@ -109,14 +110,14 @@ class AttentionObserver:
         return done
 
     def _by_layer(self, kind: str, rows: Tensor | None, read: Callable[[Tensor], T], maxima: slice) -> dict[str, T]:
-        if rows is None or not rows.isfinite().all():  # NaN: a rank that shares the sequence has no numbers
+        if rows is None or not rows.isfinite().all():  # NaN: a rank of the group has no statistics
             return {}
         names = self.layers[kind] if len(rows) == len(self.layers[kind]) else [str(n) for n in range(len(rows))]
         return dict(zip([*names, ALL_LAYERS], map(read, [*rows, _total(rows, maxima)]), strict=True))
 
 
 def _total(rows: Tensor, maxima: slice) -> Tensor:
-    """As if one layer or rank had seen all rows: [N, ..., numbers] -> [..., numbers]."""
+    """Merges the rows of N layers or ranks: [N, ..., numbers] -> [..., numbers]."""
     total = rows.sum(0)
     total[..., maxima] = rows[..., maxima].amax(0)
     return total
@@ -147,8 +148,8 @@ def read_gates(row: Tensor) -> GateStats:
 
 
 def selection_numbers(indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Tensor:
-    """[B, S, G, n] -> rows, blocks, most in a row, rows that are full, forced blocks, agreeing and compared blocks,
-    and blocks by distance."""
+    """[B, S, G, n] -> rows, blocks, most blocks in a row, full rows, forced blocks, agreeing and compared blocks, and
+    blocks by distance."""
     batch, tokens, groups, width = indices.shape
     position = token_layout(q_offset + tokens, cu_seqlens, indices.device).position[q_offset:]
     own = block_of(position, spec.sel_block).view(1, tokens, 1, 1)
@@ -156,7 +157,7 @@ def selection_numbers(indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor |
     distinct = used.sum(-1)
     distance = (own - indices).clamp(min=0)
     forced = used & is_forced(indices, own, spec)
-    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # made on the device: a copy to it would wait
+    bounds = 2 ** torch.arange(len(DISTANCE_BINS) - 1, device=own.device)  # created on the device: a copy would block
     bins = torch.bucketize(distance, bounds, right=True)
     histogram = torch.zeros(len(DISTANCE_BINS), dtype=torch.float64, device=own.device)
     histogram.index_add_(0, bins.flatten(), used.flatten().to(torch.float64))
@@ -175,11 +176,11 @@ def selection_numbers(indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor |
 
 
 def _agreement(indices: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks that a row shares with the row before it, and blocks of the rows that were compared."""
+    """Number of blocks that a row shares with the row before it, and number of blocks in the compared rows."""
     step = -(-indices.shape[1] // MAX_PAIRS)
     later = torch.arange(1, indices.shape[1], step, device=indices.device)
     mine, before = indices[:, later], indices[:, later - 1]
-    used = (mine >= 0) & (position[later] > 0).view(1, -1, 1, 1)  # a document's first token has none before it
+    used = (mine >= 0) & (position[later] > 0).view(1, -1, 1, 1)  # the first token of a document has no predecessor
     shared = (mine.unsqueeze(-1) == before.unsqueeze(-2)).any(-1) & used
     wide = torch.float64
     return shared.sum(dtype=wide), used.sum(dtype=wide)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines anywhere else."""
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from contextlib import ExitStack
 from typing import Self
@@ -15,7 +15,7 @@ def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: f
 
 
 class RunConsole:
-    """Prints lines, above a progress bar where the output is a terminal. The log gets the lines alone."""
+    """Prints lines, above a progress bar if the output is a terminal. The log gets only the lines."""
 
     def __init__(self, total_steps: int, log: RunLog, *, silent: bool = False):
         self._log, self._silent = log, silent
@@ -35,7 +35,7 @@ class RunConsole:
 
     def __enter__(self) -> Self:
         if not self._progress.disable:
-            self._active.enter_context(self._progress)  # from here on, what is printed appears above the bar
+            self._active.enter_context(self._progress)  # lines printed from here on appear above the bar
             self._active.enter_context(self._log.copied())
         return self
 

@@ -1,6 +1,6 @@
-"""`dtypes_report.txt`: the type of everything a run keeps; `opt_state_mb.txt`: how large the optimizer's part of it is.
+"""`dtypes_report.txt`: the dtype of every tensor that a run keeps; `opt_state_mb.txt`: the size of the optimizer state.
 
-Whoever writes them goes on where that fails.
+The functions raise if a file cannot be written; `Monitor` counts such a failure.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from nsa.run_folder import DTYPES_FILE, OPTIMIZER_STATE_FILE
 
 STEP_COUNTERS = "step counters"
 
-# Master copies are float32 under every precision and strategy: autocast and FSDP make the smaller types on the way.
+# Master weights are float32 under every precision and strategy: autocast and FSDP cast them where they are used.
 EXPECTED = {
     "parameters": ("float32",),
     "gradients": ("float32", "absent"),
@@ -44,9 +44,9 @@ def write_dtypes_report(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Writes `dtypes_report.txt`: unexpected types first, then how many there are of each, then every tensor.
+    """Writes `dtypes_report.txt`: unexpected dtypes first, then the number of tensors of each dtype, then every tensor.
 
-    Useful after a step, when gradients and state exist.
+    Call it after a step, when gradients and optimizer state exist.
     """
     order = list(EXPECTED)
     rows = sorted(_rows(parameters, buffers, optimizer), key=lambda row: order.index(row.kind))  # stable
@@ -54,7 +54,7 @@ def write_dtypes_report(
 
 
 def optimizer_line(optimizer: torch.optim.Optimizer, rank: int) -> str:
-    """How much of the optimizer's state this rank holds, in MB (10^6 bytes)."""
+    """Describes the size of this rank's optimizer state, in MB (10^6 bytes)."""
     slots: Counter[str] = Counter()
     tensors = 0
     for state in optimizer.state.values():

@@ -1,4 +1,4 @@
-"""`env.json`: what a run was started with and on."""
+"""`env.json`: configuration, versions and hardware of a run."""
 
 import os
 import platform
@@ -43,8 +43,8 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of the checkout that holds this package, or None; ends in "-dirty" if tracked files differ from it. Results of
-    benchmarks and the pages about them do not count: they change while one commit is measured."""
+    """The commit of the checkout that holds this package, or None; ends in "-dirty" if tracked files are modified.
+    Benchmark results and the pages about them are ignored: they change while one commit is measured."""
     folder, others = Path(__file__).parents[2], (":!bench/results", ":!docs")
     status = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]
     try:

@@ -1,9 +1,9 @@
-"""What happens to a run, as one stream of events per rank. Files and dashboards are its sinks.
+"""One stream of events per rank records a run. Files and dashboards are sinks of the stream.
 
 `nsa.run_folder` lists the kinds of events and their fields. Background threads write: training puts an event into a
-queue and continues. Sinks that are added together share a thread, so a sink that hangs delays no others. A checkpoint
-waits for the files, the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is
-counted and dropped. A sink that fails three times in a row, other than by a disk error, is removed.
+queue and continues. Sinks that are added together share a thread, so a sink that hangs delays only these. A checkpoint
+waits for the files; the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is
+counted and dropped. A sink that fails three times in a row with anything but a disk error is removed.
 """
 
 import errno
@@ -21,29 +21,29 @@ from nsa.files import lacks_final_newline, regular
 from nsa.record.failures import Failures, reporting_bugs
 from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
 
-MAX_QUEUED = 10_000  # events; a sink this far behind hangs, and events are dropped rather than memory filled
+MAX_QUEUED = 10_000  # events; a sink with a longer queue hangs, and events are dropped to bound memory
 MAX_ERRORS = 3
 TIMEOUT_S = 10.0
 
 
 class Sink:
-    """Where events go. `is_awaited`: a checkpoint waits until everything that was emitted is written."""
+    """A destination of events. `is_awaited`: a checkpoint waits until the sink has written all emitted events."""
 
     name = ""
     is_awaited = False
 
     def wants(self, event: Event) -> bool:
-        """Whether `write` has something to do for this event: only then can the sink fail or recover."""
+        """Whether `write` handles this event: only then can the sink fail or recover."""
         return True
 
     def write(self, event: Event) -> None:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """To the disk itself."""
+        """Forces written data to disk."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Releases resources."""
 
 
 Task = Callable[[Sink], None]
@@ -53,12 +53,12 @@ class EventStream:
     def __init__(self, rank: int, sinks: Sequence[Sink] = (), failures: Failures | None = None):
         self.rank, self.failures = rank, failures or Failures()
         self.incidents = 0
-        self.last_steps: dict[EventKind, int] = {}  # of the last event of each kind
+        self.last_steps: dict[EventKind, int] = {}  # step of the last event of each kind
         self._writers: list[Writer] = []
         self.add(*sinks)
 
     def add(self, *sinks: Sink) -> None:
-        """Sinks that share a thread; they get the events from now on."""
+        """Adds sinks that share a thread; they get all later events."""
         if sinks:
             self._writers.append(Writer(sinks, self.failures))
 
@@ -69,32 +69,32 @@ class EventStream:
             writer.write(made)
 
     def incident(self, kind: str, message: str, step: int) -> None:
-        """Something that should not happen and did not end the run."""
+        """Emits an incident: an error that did not end the run."""
         self.incidents += 1
         self.emit("incident", step, kind=kind, message=message)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Everything emitted so far to the disk itself, in the files that a checkpoint waits for."""
+        """Forces all emitted events to disk, for the sinks that a checkpoint waits for."""
         for writer in late_writers([w for w in self._writers if w.is_awaited], lambda sink: sink.flush(), timeout_s):
             self.failures.add(f"{writer.current} does not answer")
 
     def close(self) -> None:
-        """Writes what is queued and closes the sinks. Emitting afterwards starts the threads again."""
+        """Writes queued events and closes the sinks. Emitting afterwards starts the threads again."""
         late = close_writers(self._writers, self.failures)
         self._writers = [writer for writer in self._writers if writer not in late]
 
 
 class Writer:
-    """Sinks and the thread that hands them events, in order. The thread starts with the first event."""
+    """Passes events to sinks, in order, in a background thread that starts with the first event."""
 
     def __init__(self, sinks: Sequence[Sink], failures: Failures, name: str = "telemetry"):
         self._name = name
-        self.current = sinks[0].name  # the sink that is being written
+        self.current = sinks[0].name  # the sink that the thread is writing
         self._sinks, self._failures = list(sinks), failures
-        self._errors: dict[str, int] = {}  # of each sink, in a row
+        self._errors: dict[str, int] = {}  # consecutive errors of each sink
         self._tasks: queue.SimpleQueue[tuple[Task, Event | threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # a signal handler may print while this thread does
+        self._lock = threading.RLock()  # a signal handler may print while this thread prints
 
     @property
     def is_awaited(self) -> bool:
@@ -111,13 +111,13 @@ class Writer:
             self._put((lambda sink: sink.write(event), event))
 
     def submit(self, task: Task) -> threading.Event:
-        """Set when the task and everything queued before it is done."""
+        """Queues a task. The returned event is set when the task and everything queued before it are done."""
         done = threading.Event()
         self._put((task, done))
         return done
 
     def end(self) -> None:
-        """The thread ends when it reaches this; one that hangs ends with the process."""
+        """Ends the thread after everything queued so far; a thread that hangs ends with the process."""
         with self._lock:
             self._tasks.put(None)
             self._thread = None
@@ -127,7 +127,7 @@ class Writer:
             self._tasks.put(item)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                with suppress(RuntimeError):  # no thread can be started now; the next event tries again
+                with suppress(RuntimeError):  # no thread could be started; the next event tries again
                     thread.start()
                     self._thread = thread
 
@@ -158,14 +158,14 @@ class Writer:
 
 
 def late_writers(writers: Sequence[Writer], task: Task, timeout_s: float | None = None) -> list[Writer]:
-    """Submits a task to all writers at once; returns those that have not done it in time."""
+    """Submits a task to all writers at once; returns the writers that have not done it in time."""
     deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
     submitted = [(writer, writer.submit(task)) for writer in writers]
     return [writer for writer, done in submitted if not done.wait(max(0.0, deadline - time.monotonic()))]
 
 
 def close_writers(writers: Sequence[Writer], failures: Failures) -> list[Writer]:
-    """Writes what is queued, closes the sinks and ends the threads; counts what those that do not answer have lost."""
+    """Writes queued events, closes the sinks and ends the threads; counts the events lost by writers that hang."""
     late = late_writers(writers, lambda sink: sink.close())
     for writer in late:
         failures.add(f"{writer.current} does not answer", max(1, writer.queued))
@@ -175,7 +175,7 @@ def close_writers(writers: Sequence[Writer], failures: Failures) -> list[Writer]
 
 
 class FileSink(Sink):
-    """A file that grows. It stays open, so that the lines of a run reach their own folder after somebody renamed it."""
+    """A file to append to. It stays open, so that the lines of a run reach its folder even after a rename."""
 
     def __init__(self, path: Path):
         self.name, self._path = path.name, path
@@ -185,7 +185,7 @@ class FileSink(Sink):
         try:
             if self._file is None:
                 self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
-            if on_new_line and lacks_final_newline(self._file):  # a full disk may have cut the last one
+            if on_new_line and lacks_final_newline(self._file):  # a full disk may have truncated the last line
                 text = b"\n" + text
             if self._file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -200,7 +200,7 @@ class FileSink(Sink):
 
 
 class HeartbeatSink(FileSink):
-    """`heartbeat_rank{r}.jsonl`: every event, a line each. The numbers of single layers are in the tables."""
+    """`heartbeat_rank{r}.jsonl`: one line per event. The tables have the numbers of single layers."""
 
     is_awaited = True
 
@@ -211,7 +211,7 @@ class HeartbeatSink(FileSink):
         self.append(format_event(event).encode(), on_new_line=True)
 
     def withdraw_boot(self) -> None:
-        """Removes the events of a start that was refused: this process's `boot`, and `first_batch` after it."""
+        """Removes the events of a refused start: this process's `boot`, and `first_batch` after it."""
         if self._file is None:
             return
         end = os.fstat(self._file.fileno()).st_size

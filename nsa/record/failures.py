@@ -1,7 +1,7 @@
 """Counts records that could not be written. Such a failure never ends a run.
 
-A programming error in a recorder is counted too, so that training continues, and its traceback is printed once. In the
-tests it fails the test (`recorder_bugs` in tests/conftest.py).
+A programming error in a recorder is also counted, so that training continues, and its traceback is printed once. In
+tests such an error fails the test (`recorder_bugs` in tests/conftest.py).
 """
 
 import threading
@@ -15,7 +15,7 @@ _printed: set[tuple[str, int]] = set()
 
 
 def report_bug(error: Exception) -> None:
-    """Prints the traceback of a programming error, once for each line that raises."""
+    """Prints the traceback of a programming error, once per line that raises."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     if (place.filename, place.lineno or 0) not in _printed:
         _printed.add((place.filename, place.lineno or 0))
@@ -38,7 +38,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.count, self.last = 0, ""
-        self._lock = threading.RLock()  # a signal handler may print while this thread does
+        self._lock = threading.RLock()  # a signal handler may print while this thread prints
 
     def add(self, why: str, count: int = 1) -> None:
         with self._lock:

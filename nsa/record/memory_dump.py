@@ -1,7 +1,7 @@
-"""Memory in use and who holds it: of the GPU where there is one, else the process's resident size.
+"""Memory in use, and the tensors that use it: GPU memory, or the resident size of the process on a CPU.
 
-`mem_{label}.txt` and `.json` show it at chosen steps, `oom_rank{r}.json` when it ran out. Tensors are named "kind/name"
-as in `run_tensors`. Only sizes and addresses are read: nothing waits for the device.
+`mem_{label}.txt` and `.json` show it at chosen steps, `oom_rank{r}.json` after an out-of-memory error. Tensors have the
+names "kind/name" of `run_tensors`. Only sizes and addresses are read, which does not synchronize the device.
 """
 
 import json
@@ -28,16 +28,16 @@ LARGEST_TENSORS = 20
 LARGEST_OWNERS = 5
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
-Held = dict[str, Any]  # kind, name, shape, dtype and bytes of a tensor; local_shape of a sharded one
+TensorInfo = dict[str, Any]  # kind, name, shape, dtype and bytes of a tensor; local_shape of a sharded one
 
-# Texts of errors that have no type of their own. "Out of resource" of a Triton kernel is about shared memory: not here.
+# Messages of errors without a type of their own. Triton's "out of resource" is about shared memory and not listed.
 _HOST_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
 _GPU_TEXTS = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def memory_gib(device: torch.device) -> float:
-    """Highest GPU memory of this process so far, or its resident size now, in GiB."""
+    """Peak GPU memory of this process, or its current resident size on a CPU, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return float(psutil.Process().memory_info().rss) / 2**30
@@ -46,7 +46,7 @@ def memory_gib(device: torch.device) -> float:
 def run_tensors(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a run keeps between steps, in the order of the model: "parameters/NAME", "gradients/NAME",
+    """The tensors that a run keeps between steps, in the order of the model: "parameters/NAME", "gradients/NAME",
     "optimizer state/NAME/SLOT", "buffers/NAME"."""
     yield from ((f"parameters/{name}", parameter) for name, parameter in parameters.items())
     yield from ((f"gradients/{name}", p.grad) for name, p in parameters.items() if p.grad is not None)
@@ -58,26 +58,26 @@ def run_tensors(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: all of it, or its shard."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # else a shard would become part of the graph
+    with torch.no_grad():  # else the shard would become part of the autograd graph
         return tensor.to_local()
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Bytes this rank holds of a tensor. An expanded or freed one is no larger than its storage."""
+    """Bytes of this rank's part of a tensor, at most those of its storage: it may be expanded or freed."""
     local = local_part(tensor)
     return min(local.numel() * local.element_size(), local.untyped_storage().nbytes())
 
 
-def held_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Held]:
-    """The tensors on this kind of device. One that has several names counts once, under the first."""
-    found: list[Held] = []
+def list_tensors(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[TensorInfo]:
+    """The tensors on this type of device. A tensor with several names is listed once, under the first."""
+    found: list[TensorInfo] = []
     seen: set[int] = set()
     for full_name, tensor in named:
         local = local_part(tensor)
-        first = local.data_ptr()  # of its first element: gradients in one bucket of DDP share a storage
+        first = local.data_ptr()  # not the storage: gradients in one DDP bucket share it
         if local.device.type != device.type or first in seen:
             continue
         if first:  # an empty shard has no address
@@ -97,7 +97,7 @@ def dump_memory(folder: Path, label: str, device: torch.device, rank: int, named
 
 
 def memory_usage(device: torch.device) -> dict[str, int]:
-    """Bytes now and at most: of PyTorch's allocator on a GPU, else of the whole process."""
+    """Current and peak bytes: of PyTorch's allocator on a GPU, else of the whole process."""
     if device.type == "cuda":
         return {
             "allocated_bytes": torch.cuda.memory_allocated(device),
@@ -106,14 +106,14 @@ def memory_usage(device: torch.device) -> dict[str, int]:
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
         }
     resident = psutil.Process().memory_info().rss
-    # Not getrusage, whose peak a process inherits from the one that started it.
+    # Not getrusage: a process inherits its peak from its parent.
     status = Path("/proc/self/status")
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")  # Linux alone has it
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")  # Linux only
     return {"resident_bytes": resident, "peak_bytes": max(resident, int(peak[1]) * 1024 if peak else 0)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU or the host ran out of memory, also where another error was raised from that one."""
+    """Whether the error, or an error that it was raised from, says that a GPU or the host ran out of memory."""
     return _memory_error(error) is not None
 
 
@@ -125,25 +125,25 @@ def oom_report(
     named_tensors: NamedTensors,
     advice: Sequence[str] = (),
 ) -> str:
-    """Writes `oom_rank{r}.json` and returns one line: how much is in use, who holds most of it, what to try.
+    """Writes `oom_rank{r}.json` and returns one line: memory in use, the largest tensors, settings to try.
 
-    Never raises. Called while the error is being handled: its traceback keeps alive what filled the memory.
+    Never raises. Call it while the error is being handled: its traceback keeps the tensors alive.
     """
     cause = _memory_error(error) or error
     on_host = isinstance(cause, MemoryError) or any(text in str(cause) for text in _HOST_TEXTS)
-    if on_host and device.type != "cpu":  # the GPU had room: batches and saves fill the host
+    if on_host and device.type != "cpu":  # the host ran out of memory: batches and saves use it
         device = torch.device("cpu")
         advice = ("fewer data.workers", "a smaller data.prefetch", "checkpoint.background=false")
     remedy = f"; try {', '.join(advice)}" if advice else ""
     try:
         report = _oom_state(rank, device, cause, named_tensors)
-    except Exception:  # a device that does not answer, or no memory for the report either
+    except Exception:  # the device does not answer, or there is no memory for the report
         reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
         return f"out of memory on rank {rank}: {reason}{remedy}"
     with suppress(Exception):
         write_whole(OUT_OF_MEMORY.path(folder, rank), json.dumps(report, indent=1) + "\n")
     requested = report["requested_bytes"]
-    more = f" and {format_bytes(requested)} more asked for" if requested else ""
+    more = f" and {format_bytes(requested)} more requested" if requested else ""
     used = f"{format_bytes(report['in_use_bytes'])} of {format_bytes(report['total_bytes'])} in use{more}"
     owners = Counter(report["kinds"]).most_common(LARGEST_OWNERS)
     largest = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in owners if size)
@@ -151,7 +151,7 @@ def oom_report(
 
 
 def remedies(config: Config, micro_batch: int, world_size: int, strategy: str) -> list[str]:
-    """Settings that need less memory than this run's, as overrides, the ones that cost least first."""
+    """Overrides that reduce the memory of this run, the cheapest first."""
     one_pass = config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode
     found = []
     if micro_batch > 1 and not one_pass:
@@ -165,7 +165,7 @@ def remedies(config: Config, micro_batch: int, world_size: int, strategy: str) -
 
 
 def format_bytes(count: float) -> str:
-    """Such as 38.9 GiB."""
+    """For example 38.9 GiB."""
     power = 0
     while count >= 1024 and power < len(_UNITS) - 1:
         count, power = count / 1024, power + 1
@@ -173,25 +173,25 @@ def format_bytes(count: float) -> str:
 
 
 def _snapshot(rank: int, device: torch.device, named_tensors: NamedTensors, were_in_use: int = 0) -> dict[str, Any]:
-    """Memory and its owners now. `were_in_use`: bytes that are partly free again, and are to be accounted for too."""
-    held, usage = held_tensors(named_tensors(), device), memory_usage(device)
+    """Memory in use and its owners. `were_in_use`: bytes in use at the time of an error, some of them freed since."""
+    tensors, usage = list_tensors(named_tensors(), device), memory_usage(device)
     in_use = max(were_in_use, usage["allocated_bytes" if device.type == "cuda" else "resident_bytes"])
-    largest = sorted(held, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))
+    largest = sorted(tensors, key=lambda tensor: (-tensor["bytes"], tensor["kind"], tensor["name"]))
     return {
         "time": time.time(),
         "rank": rank,
         "device": str(device),
         **usage,
-        "unaccounted_bytes": max(0, in_use - sum(tensor["bytes"] for tensor in held)),
-        "owners": _owners(held),
+        "unaccounted_bytes": max(0, in_use - sum(tensor["bytes"] for tensor in tensors)),
+        "owners": _owners(tensors),
         "largest_tensors": largest[:LARGEST_TENSORS],
     }
 
 
-def _owners(held: list[Held]) -> dict[str, dict[str, Any]]:
-    """Per kind: bytes, number of tensors, and bytes of every top-level module, such as `blocks`."""
+def _owners(tensors: list[TensorInfo]) -> dict[str, dict[str, Any]]:
+    """For each kind of tensor: bytes, number of tensors, and bytes of every top-level module, such as `blocks`."""
     kinds: dict[str, dict[str, Any]] = {kind: {"bytes": 0, "tensors": 0, "modules": Counter()} for kind in KINDS}
-    for tensor in held:
+    for tensor in tensors:
         entry = kinds[tensor["kind"]]
         entry["bytes"] += tensor["bytes"]
         entry["tensors"] += 1
@@ -220,7 +220,7 @@ def _format_dump(snapshot: Mapping[str, Any], device: torch.device) -> Iterator[
 
 
 def _memory_error(error: BaseException | None) -> BaseException | None:
-    """The error of an allocator among this one and those it was raised from."""
+    """The allocator's error in the chain of errors that `error` was raised from, itself included."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
@@ -233,11 +233,11 @@ def _memory_error(error: BaseException | None) -> BaseException | None:
 
 
 def _oom_state(rank: int, device: torch.device, error: BaseException, named_tensors: NamedTensors) -> dict[str, Any]:
-    # Some of it is free again by now; PyTorch's message has the amount at the time of the error.
+    # Some memory is free again by now; PyTorch's message has the amount at the time of the error.
     snapshot = _snapshot(rank, device, named_tensors, _bytes_in(error, "Of the allocated memory"))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        in_use = total - free  # with what other processes and CUDA itself hold
+        in_use = total - free  # includes other processes and CUDA itself
     else:
         in_use, total = snapshot["resident_bytes"], psutil.virtual_memory().total
     owners = snapshot["owners"]
@@ -257,6 +257,6 @@ def _oom_state(rank: int, device: torch.device, error: BaseException, named_tens
 
 
 def _bytes_in(error: BaseException, before: str) -> int:
-    """The amount in an allocator's message after the given text, or 0."""
+    """The number of bytes that follows the text `before` in an allocator's message, or 0."""
     found = re.search(rf"{before} ([\d.]+) ({'|'.join(_UNITS)})", str(error))
     return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0

@@ -27,7 +27,7 @@ class StepProfiler:
             self._profile.start()
 
     def after(self, step: int) -> Path | None:
-        """The trace file, when this was the last profiled step."""
+        """Returns the trace file after the last profiled step."""
         if self._profile is None or self.steps is None or step < self.steps[1]:
             return None
         recorded, self._profile = self._profile, None
@@ -35,6 +35,6 @@ class StepProfiler:
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=key, row_limit=10)
         write_whole(self._table, table)
-        with open_replacement(self._trace) as file:  # torch would follow a link
+        with open_replacement(self._trace) as file:  # torch would follow a symbolic link
             recorded.export_chrome_trace(str(file.name))
         return self._trace

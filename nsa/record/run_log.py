@@ -1,7 +1,7 @@
-"""What a rank prints: on the console, and in `run.log`. Rank r above 0 writes `run_rank{r}.log`.
+"""Copies the output of a rank to the console and to `run.log`. Rank r above 0 writes `run_rank{r}.log`.
 
-Both are sinks (events.py) with a thread each: a pipe that nobody reads, a terminal that is gone or a full disk neither
-ends the run nor holds it up. What cannot be written is counted.
+Console and file are sinks (events.py) with a thread each: a pipe that nobody reads, a closed terminal or a full disk
+neither ends the run nor blocks it. Text that cannot be written is counted.
 """
 
 import errno
@@ -17,15 +17,15 @@ from nsa.record.events import FileSink, Sink, Writer, close_writers, late_writer
 from nsa.record.failures import Failures
 from nsa.run_folder import RUN_LOG, Event
 
-FLUSH_S = 2.0  # an explicit flush waits no longer
+FLUSH_S = 2.0  # longest wait of an explicit flush
 OUT, ERR = "standard output", "standard error"
 CONSOLE_THREAD = "console"  # the end of a process must not wait for it
 
 
 class RunLog:
-    """As a context, copies what Python prints into the file. The output of C code is not seen.
+    """A context that copies the output of Python code into the file. The output of C code is not copied.
 
-    `screen` is the console alone: what is written there, such as a progress bar, does not reach the file.
+    `screen` writes to the console only, for example a progress bar.
     """
 
     def __init__(self, folder: Path, rank: int):
@@ -34,11 +34,11 @@ class RunLog:
         self._console = Writer([_Stream(OUT, sys.stdout), _Stream(ERR, sys.stderr)], self.failures, CONSOLE_THREAD)
         self._file = Writer([_LogFile(RUN_LOG.path(folder, rank))], self.failures)
         self._writers = [self._console, self._file]
-        self.screen = self._shown(OUT, sys.stdout)
+        self.screen = self._background(OUT, sys.stdout)
 
     def __enter__(self) -> Self:
         self.write(printable(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n"))
-        shown = redirect_stdout(self.screen), redirect_stderr(self._shown(ERR, sys.stderr))
+        shown = redirect_stdout(self.screen), redirect_stderr(self._background(ERR, sys.stderr))
         for redirection in (*shown, self.copied()):
             self._redirected.enter_context(redirection)
         return self
@@ -51,21 +51,21 @@ class RunLog:
 
     @contextmanager
     def copied(self) -> Iterator[None]:
-        """Inside, what is printed to the present stdout and stderr goes into the file too."""
+        """Inside, text printed to the current stdout and stderr is also written to the file."""
         both = [_Redirected(s, [self.write, s.write], [s.flush, self.flush]) for s in (sys.stdout, sys.stderr)]
         with redirect_stdout(both[0]), redirect_stderr(both[1]):
             yield
 
-    def _shown(self, name: str, stream: TextIO) -> TextIO:
-        """A stream of the console that another thread writes and flushes."""
+    def _background(self, name: str, stream: TextIO) -> TextIO:
+        """A console stream that a background thread writes and flushes."""
         return cast(TextIO, _Redirected(stream, [lambda text: self._console.write({"stream": name, "text": text})], []))
 
     def write(self, text: str) -> None:
-        """Into the file alone."""
+        """Writes to the file only."""
         self._file.write({"text": text})
 
     def flush(self) -> None:
-        """Waits until everything printed so far is written, a short time at most."""
+        """Waits at most FLUSH_S seconds until everything printed so far is written."""
         late_writers(self._writers, lambda sink: sink.flush(), FLUSH_S)
 
 
@@ -75,7 +75,7 @@ class _LogFile(FileSink):
 
 
 class _Stream(Sink):
-    """A stream of the console, which stays open."""
+    """A stream of the console. Closing the sink does not close the stream."""
 
     def __init__(self, name: str, stream: TextIO):
         self.name, self._stream = name, stream
@@ -84,14 +84,14 @@ class _Stream(Sink):
         return bool(event["stream"] == self.name)
 
     def write(self, event: Event) -> None:
-        if self._stream.closed:  # else Python raises ValueError, as for a mistake in a program
-            raise BrokenPipeError(errno.EPIPE, "it is closed")
+        if self._stream.closed:  # else Python raises ValueError, which counts as a programming error
+            raise BrokenPipeError(errno.EPIPE, "the stream is closed")
         self._stream.write(event["text"])
         self._stream.flush()
 
 
 class _Redirected:
-    """A stream whose text goes elsewhere; in everything else it is the stream."""
+    """A stream whose `write` and `flush` are replaced; other attributes are those of the stream."""
 
     def __init__(self, stream: TextIO, writes: Sequence[Callable[[str], Any]], flushes: Sequence[Callable[[], None]]):
         self._stream, self._writes, self._flushes = stream, writes, flushes

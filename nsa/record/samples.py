@@ -1,4 +1,4 @@
-"""Texts that a trained run wrote, a line each in samples.jsonl of its folder, the newest last."""
+"""Texts that a trained run generated: one per line in samples.jsonl of its folder, the newest last."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from nsa.run_folder import SAMPLES_FILE, run_of
 
 @dataclass(frozen=True)
 class Sample:
-    """`text` is what followed the prompt; `weights` is a file or a checkpoint, by its path in the folder of the run."""
+    """`text` is the continuation of the prompt; `weights` is the path of a file or checkpoint within the run folder."""
 
     time: float
     weights: str
@@ -27,20 +27,20 @@ class Sample:
 
     @classmethod
     def of(cls, line: bytes) -> Self:
-        """From a line of the file. Raises ValueError where it is damaged."""
+        """Parses a line of the file. Raises ValueError if it is damaged."""
         try:
             content = json.loads(line)
             values = [content[f.name] for f in fields(cls)]
         except (TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"is no sample: {error}") from None
+            raise ValueError(f"not a sample: {error}") from None
         if not all(map(isinstance, values, (int | float, str, str, str, dict))):
-            raise ValueError("is no sample: a value has the wrong type")
+            raise ValueError("not a sample: a value has the wrong type")
         return cls(*values)
 
 
 def record_samples(weights: Path, prompts: Sequence[str], texts: Sequence[str], **settings: Any) -> None:
-    """Adds what followed each prompt to the run that the weights belong to; nothing is kept for weights outside of one.
-    Warns where that cannot be written."""
+    """Appends prompts and texts to samples.jsonl of the run that the weights belong to; does nothing if they belong to
+    no run. Warns if the file cannot be written."""
     folder = run_of(weights)
     if folder is None:
         return
@@ -50,4 +50,4 @@ def record_samples(weights: Path, prompts: Sequence[str], texts: Sequence[str], 
         with open(folder / SAMPLES_FILE, "a", encoding="utf-8", opener=regular) as file:
             file.write("".join(lines))
     except OSError as error:
-        warnings.warn(f"{folder / SAMPLES_FILE}: the text is not kept: {error.strerror}", stacklevel=2)
+        warnings.warn(f"{folder / SAMPLES_FILE}: the text is not recorded: {error.strerror}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Where events go beside the heartbeat: CSV files, TensorBoard, and an experiment tracker that is installed."""
+"""Sinks of events other than the heartbeat: CSV files, TensorBoard, and an experiment tracker."""
 
 import os
 import re
@@ -15,17 +15,17 @@ from nsa.files import make_folder, open_regular, read_regular, regular, write_wh
 from nsa.record.events import Sink
 from nsa.run_folder import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
-MAX_PENDING = 64 * 2**20  # bytes of rows that wait for room on the disk; later ones are lost
-REOPEN_S = 60.0  # until TensorBoard is tried again on a disk that was full
+MAX_PENDING = 64 * 2**20  # bytes of rows kept in memory while the disk is full; later rows are lost
+REOPEN_S = 60.0  # seconds until TensorBoard is tried again after a disk error
 _TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
 _GATE_SCALARS = GATES.columns[3:]
 _SELECTION_SCALARS = [name for name in SELECTION.columns[2:] if not name.startswith("distance_")]
 
 
 class TableSink(Sink):
-    """A CSV file of one rank. It keeps the rows up to `done_steps` and removes what an interrupted run wrote after.
+    """A CSV file of one rank. It keeps the rows up to `done_steps` and removes later rows of an interrupted run.
 
-    Rows that cannot be written stay in memory, and are tried again with the next one and before a checkpoint.
+    Rows that cannot be written stay in memory and are retried with the next row and before a checkpoint.
     """
 
     is_awaited = True
@@ -34,10 +34,10 @@ class TableSink(Sink):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
         self._pending = bytearray()
-        self._taken = self._written = done_steps  # the last step whose row came here, is in the file
+        self._received = self._written = done_steps  # last step whose row was received, was written
         with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
             kept, self.last_step = _kept(path, table.header.encode(), done_steps)
-            if done_steps and not kept and path.is_file():  # a version with other columns wrote it: kept beside
+            if done_steps and not kept and path.is_file():  # another version with other columns: rename it
                 path.rename(path.with_suffix(".old.csv"))
             self._file = open(path, "r+b" if kept else "wb", buffering=0, opener=regular)  # noqa: SIM115  (until close)
             if kept:
@@ -47,7 +47,7 @@ class TableSink(Sink):
                 self._pending += table.header.encode()
 
     def unwritten(self, emitted: int) -> tuple[int, int] | None:
-        """The first and the last step up to `emitted` whose rows wait, here or in the queue."""
+        """The first and the last step up to `emitted` whose rows are not written yet."""
         return (self._written + 1, emitted) if self._written < emitted else None
 
     def wants(self, event: Event) -> bool:
@@ -56,7 +56,7 @@ class TableSink(Sink):
     def write(self, event: Event) -> None:
         if len(self._pending) < MAX_PENDING:
             self._pending += self.table.format(event).encode()
-        self._taken = event["step"]
+        self._received = event["step"]
         self._write_pending()
 
     def flush(self) -> None:
@@ -71,13 +71,13 @@ class TableSink(Sink):
 
     def _write_pending(self) -> None:
         faults.point("rows.write")
-        while self._pending:  # a disk with little room left takes a part of a row, and the rest later
+        while self._pending:  # a nearly full disk may take only a part of a row
             del self._pending[: self._file.write(self._pending) or 0]
-        self._written = self._taken
+        self._written = self._received
 
 
 def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:
-    """Bytes of the file that hold the header and whole rows of steps up to `done_steps`, and the last of them."""
+    """The bytes that hold the header and whole rows of steps up to `done_steps`, and the last of these steps."""
     if not done_steps or not path.exists():
         return 0, 0
     last = 0
@@ -94,7 +94,7 @@ def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:
 
 
 class TensorBoard(Sink):
-    """Curves under `tb/`. A resumed run shows the steps after its checkpoint once."""
+    """TensorBoard curves under `tb/`. A resumed run shows the steps after its checkpoint once."""
 
     name = "tensorboard"
 
@@ -111,14 +111,14 @@ class TensorBoard(Sink):
         return bool(scalars_of(event))
 
     def write(self, event: Event) -> None:
-        if self._writer is None and time.monotonic() < self._reopen_at:  # every attempt leaves a file
+        if self._writer is None and time.monotonic() < self._reopen_at:  # every attempt creates a file
             raise self._failure
         try:
             self._writer = self._writer or self._open(purge_step=self._newest_step + 1)
             for name, value in scalars_of(event).items():
                 self._writer.add_scalar(name, value, event["step"])
             self._newest_step = max(self._newest_step, event["step"])
-        except OSError as error:  # its thread has ended, and it would raise this for ever
+        except OSError as error:  # the writer's thread has ended: every later call would raise this
             self._writer, self._failure, self._reopen_at = None, error, time.monotonic() + REOPEN_S
             raise
 
@@ -128,10 +128,10 @@ class TensorBoard(Sink):
 
 
 class Tracker(Sink):
-    """W&B or trackio, as the configuration says: both have `init`, `log` and `finish`.
+    """W&B or trackio: both have `init`, `log` and `finish`.
 
-    The run folder keeps the id of the run, so that a resumed run goes on in the same one. W&B resumes by id, trackio
-    by name. It starts with the first curve: a server that does not answer blocks the thread of this sink, not the run.
+    The run folder keeps the id of the run, so that a resumed run continues the same curves. W&B resumes by id, trackio
+    by name. `init` is called with the first curve: a server that hangs blocks the thread of this sink, not the run.
     """
 
     def __init__(self, package: str, folder: Path, config: dict[str, Any]):
@@ -153,7 +153,7 @@ class Tracker(Sink):
         if not self._started:
             self._module.init(**self._options)
             self._started = True
-        # W&B drops values of an earlier step than the last, and samples may come a step late.
+        # W&B drops values of steps before the last one, and samples may arrive a step late.
         self._newest_step = max(self._newest_step, event["step"])
         self._module.log(scalars_of(event), step=self._newest_step)
 
@@ -163,7 +163,7 @@ class Tracker(Sink):
 
 
 def _run_id(path: Path) -> str:
-    """The id in the file; a new one where there is none."""
+    """The id in the file; a new id if there is none."""
     known = read_regular(path).decode(errors="replace").strip() if path.exists() else ""
     if not re.fullmatch(r"[0-9a-f]{8}", known):
         known = secrets.token_hex(4)
@@ -172,7 +172,7 @@ def _run_id(path: Path) -> str:
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """The values of an event that are curves."""
+    """The values of an event that are shown as curves."""
     kind = event["event"]
     if kind == "step":
         return {f"train/{name}": event[name] for name in _TRAINING_SCALARS if event[name] is not None}

@@ -1,20 +1,21 @@
 """Tracing of the backward pass, to find out why a job hangs or why its ranks diverge.
 
-`trace_rank{r}.jsonl` gets one JSON object a line, each written at once: what is in the file has happened, and a hang
-leaves what happened before it. On a GPU every line waits for the device, so that a line means computed and not just
-queued: a traced run is slower. `nsa trace` (trace_report.py) explains the files of all ranks. Events:
+`trace_rank{r}.jsonl` has one JSON object per line. Each line is written immediately, so after a hang the file has every
+event before it. On a GPU each event first synchronizes the device, so that a line means computed and not just queued:
+a traced run is slower. `nsa trace` (trace_report.py) explains the files of all ranks. Events:
 
-    start       what is traced, by how many ranks, names of the trainable parameters
-    note        something that could not be traced, and why
+    start       traced kinds of events, number of ranks, names of the trainable parameters
+    note        an event that could not be traced, and why
     step_begin, step_end (with the loss)
-    grad        a parameter's gradient was added up on this rank: name, order in the step
+    grad        a parameter's gradient was accumulated on this rank: name, order in the step
     missing     at the end of a step: trainable parameters that got no gradient
-    digest      sum, norm and checksum of every gradient (as it is at the end of the step: summed over ranks, clipped)
-                and of every parameter; once before the first step
-    module_bwd  backward came to a module: the gradient of its output is there
-    bucket      a DDP bucket goes to the other ranks (`done` is null), and the same again when it is summed
+    digest      sum, norm and checksum of every gradient (at the end of the step: summed over ranks and clipped) and of
+                every parameter; also once before the first step
+    module_bwd  backward reached a module: the gradient of its output is computed
+    bucket      the reduction of a DDP bucket started (`done` is null); again when it is done
 
-Nothing is attached for what is not traced. No event calls a collective, and none stops a run: failures are counted.
+The tracer registers hooks only for the kinds of events that are enabled. It calls no collective and never stops a run:
+failures are counted.
 """
 
 import functools
@@ -42,16 +43,16 @@ from nsa.run_folder import OLDER_TRACE, TRACE
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
-_LARGEST_FILE = 64 * 2**20  # bytes; then the file becomes the older one and a new one begins
+_LARGEST_FILE = 64 * 2**20  # bytes; a larger file is rotated
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COMPILED = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
-_CHECKSUM_BITS = 2**52 - 1  # what a float64 holds exactly
+_COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that torch.compile returns
+_CHECKSUM_BITS = 2**52 - 1  # integers that a float64 represents exactly
 
 
 class Tracer:
-    """Writes trace_rank{r}.jsonl. What could not be recorded is counted in `failures`.
+    """Writes trace_rank{r}.jsonl. Events that could not be recorded are counted in `failures`.
 
-    Order of use: `traced_hook` while the model is wrapped, `attach` when it is, then steps, then `close`.
+    Call `traced_hook` while the model is being wrapped, `attach` afterwards, then run steps, then call `close`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Tracer:
         self.rank, self.grads, self.modules, self.buckets = rank, grads, modules, buckets
         self.on, self.failures = grads or modules or buckets, failures or Failures()
         self._file = TraceFile(folder, rank)
-        self._step: int | None = None  # None: not in a step, nothing is recorded
+        self._step: int | None = None  # None: outside a step, where no events are recorded
         self._has_digest = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._arrived: dict[str, list[str]] = {"grad": [], "module_bwd": []}  # names in this step, in order
@@ -72,8 +73,8 @@ class Tracer:
         self._notes: list[str] = []
 
     def attach(self, model: nn.Module, module: nn.Module) -> None:
-        """Hooks onto `model`, the decoder; `module` is the same, wrapped for its strategy. Call it when blocks are
-        compiled, recomputed, wrapped and sharded as they will be."""
+        """Registers hooks on `model`, the decoder; `module` is the decoder wrapped for its strategy. Call it after
+        recomputation, compilation, wrapping and sharding."""
         if not self.on:
             return
         with self.failures.counted():
@@ -91,10 +92,10 @@ class Tracer:
             if self.modules:
                 self._attach_modules(model)
             if self.buckets and not isinstance(module, DistributedDataParallel):
-                self._notes.append("buckets: there are none without DDP")
+                self._notes.append("buckets: only DDP has buckets")
 
     def traced_hook(self, inner: Hook) -> Hook:
-        """A communication hook of DDP that does what `inner` does and records when buckets start and are done."""
+        """Wraps the DDP communication hook `inner` in one that also records when buckets start and are done."""
         if not self.buckets:
             return inner
 
@@ -102,8 +103,8 @@ class Tracer:
             state: Any,
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[torch.Tensor]:
-            record = self._bucket_begins(bucket)
-            return inner(state, bucket).then(functools.partial(self._pass_on, record))
+            record = self._bucket_started(bucket)
+            return inner(state, bucket).then(functools.partial(self._bucket_done, record))
 
         return traced
 
@@ -122,7 +123,7 @@ class Tracer:
             self._emit("step_begin")
 
     def step_end(self, step: int, loss: float) -> None:
-        """Call before gradients are cleared; those of a skipped step are, which the digest records."""
+        """Call before gradients are cleared. A skipped step has cleared them already, which the digest records."""
         with self.failures.counted():
             if self.grads:
                 arrived = set(self._arrived["grad"])
@@ -130,11 +131,11 @@ class Tracer:
                 if missing:
                     self._emit("missing", names=missing)
                 self._digest()
-        self._emit("step_end", loss=plain(loss))  # whatever failed above, the step is done
+        self._emit("step_end", loss=plain(loss))  # the step is done even if recording failed above
         self._step = None
 
     def close(self) -> None:
-        """Removes every hook. Between steps it also records the end of this rank; inside a step there was none."""
+        """Removes every hook. Records the event `end`, unless the rank stopped inside a step."""
         with self.failures.counted():
             for handle in self._handles:
                 handle.remove()
@@ -145,13 +146,13 @@ class Tracer:
             self._file.close()
 
     def _attach_grads(self, model: nn.Module) -> None:
-        """A shard's gradient is put there by the strategy. Autograd's goes to the gathered parameter, which takes the
-        shard's place in its module while that is computed: it is there when the module's own hooks are called."""
+        """Under FSDP autograd accumulates into the unsharded parameters, which exist only while their module computes.
+        A forward pre-hook of the module sees them and registers the gradient hooks."""
         for prefix, module in model.named_modules():
             if module is model or issubclass(type(module), FSDPModule):
                 self._handles.append(module.register_forward_pre_hook(functools.partial(self._watch, prefix)))
         if self._sharded:
-            self._notes.append("digests: none of sharded tensors, every rank holds its own part of each")
+            self._notes.append("digests: not recorded for sharded tensors, of which each rank holds another shard")
 
     def _watch(self, prefix: str, module: nn.Module, _: Any) -> None:
         with self.failures.counted():
@@ -163,8 +164,8 @@ class Tracer:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _attach_modules(self, model: nn.Module) -> None:
-        """Onto the model's parts, its blocks and their parts. Not torch's full backward hooks: they put a view around
-        every output, which FSDP warns of."""
+        """Registers hooks on the model's children, its blocks and their children. torch's full backward hooks would
+        turn every output into a view, which FSDP warns about."""
         blocks = {name: module for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
         methods = {name: (block.forward, block.compute) for name, block in blocks.items()}
         compiled = {name for name, both in methods.items() if any(hasattr(m, _COMPILED) for m in both)}
@@ -174,7 +175,7 @@ class Tracer:
                 hook = functools.partial(self._after_forward, name)
                 self._handles.append(module.register_forward_hook(hook))
         if compiled:
-            self._notes.append("modules: blocks are compiled, what is inside them is not seen")
+            self._notes.append("modules: blocks are compiled, so modules inside them are not traced")
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         with self.failures.counted():
@@ -184,15 +185,15 @@ class Tracer:
                 tensor.register_hook(functools.partial(self._record, "module_bwd", name))
 
     def _record(self, event: str, name: str, _: Tensor) -> None:
-        """A gradient was added up, or backward came to a module."""
+        """Records that a gradient was accumulated, or that backward reached a module."""
         with self.failures.counted():
             if self._step is not None:
                 self._wait_for_device()
                 self._emit(event, name=name, order=len(self._arrived[event]))
                 self._arrived[event].append(name)
 
-    def _bucket_begins(self, bucket: Any) -> dict[str, Any]:
-        """What is recorded of it again when it is done; nothing outside of a step."""
+    def _bucket_started(self, bucket: Any) -> dict[str, Any]:
+        """Records the start of a bucket and returns its fields, for the event when it is done; empty outside a step."""
         if self._step is None:
             return {}
         with self.failures.counted():
@@ -208,8 +209,8 @@ class Tracer:
             return record
         return {}
 
-    def _pass_on(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
-        value = future.value()  # raises if the reduction failed: such a bucket is never done
+    def _bucket_done(self, record: dict[str, Any], future: torch.futures.Future[Tensor]) -> Tensor:
+        value = future.value()  # raises if the reduction failed; then the bucket is never recorded as done
         if record:
             with self.failures.counted():
                 self._wait_for_device()
@@ -232,7 +233,7 @@ class Tracer:
         )
 
     def _emit(self, /, event: str, **values: Any) -> None:
-        """Never raises: after a line that could not be written the next is tried. Nothing where tracing is off."""
+        """Writes an event if tracing is on. Never raises: a failed write is counted, and the next event is tried."""
         with self.failures.counted():
             if self.on:
                 self._file.write(event, **{"step": self._step, **values})
@@ -243,10 +244,10 @@ class Tracer:
 
 
 def _digests(tensors: list[Tensor]) -> list[list[float | str]]:
-    """Sum, norm and checksum of each, computed on their device and copied to the host in one piece.
+    """Sum, norm and checksum of each tensor, computed on its device; one copy to the host for all.
 
-    Sum and norm are for people. The checksum adds up the bits as whole numbers: the same in any order of adding, so it
-    differs only where the tensors do.
+    Sum and norm are for people. The checksum sums the bits as integers, which is exact in any order of summation: it
+    differs only where the tensors differ.
     """
     if not tensors:
         return []
@@ -263,17 +264,17 @@ def _checksum(x: Tensor) -> Tensor:
 
 
 class TraceFile:
-    """Whole lines, each written at once, into a file that may be full.
+    """Appends whole lines, each written immediately, on a disk that may be full.
 
-    Where this process opens a file, it writes the event `start` with the values of the header. A line that could not
-    be written closes it: the next line opens it again and does not continue what was written of the one before.
+    Opening the file writes the event `start` with the values of the header. A failed write closes the file; the next
+    line opens it again and starts on a new line.
     """
 
     def __init__(self, folder: Path, rank: int):
         self._path, self._older = TRACE.path(folder, rank), OLDER_TRACE.path(folder, rank)
         self._header: dict[str, Any] = {}
         self._file: FileIO | None = None
-        self._lock = threading.Lock()  # buckets are done in a thread of their own
+        self._lock = threading.Lock()  # buckets complete in another thread
 
     def begin(self, header: dict[str, Any]) -> None:
         self._header = header
@@ -281,8 +282,8 @@ class TraceFile:
             self._write(b"")
 
     def write(self, event: str, step: int | None, **values: Any) -> None:
-        """Raises OSError, or ValueError for a value that is no JSON. A step that begins rotates a large file, of which
-        one older is kept: no step is in two files."""
+        """Raises OSError, or ValueError for a value that JSON cannot represent. A large file is rotated at the start of
+        a step, so that no step is in two files; one older file is kept."""
         line = _format_line(event, step, values)
         with self._lock:
             if event == "step_begin" and self._file is not None and self._file.tell() > _LARGEST_FILE:

@@ -16,8 +16,8 @@ from nsa.nn.model import build_model
 from nsa.record.memory_dump import (
     dump_memory,
     format_bytes,
-    held_tensors,
     is_out_of_memory,
+    list_tensors,
     memory_usage,
     oom_report,
     remedies,
@@ -78,7 +78,7 @@ def test_a_weight_with_two_names_counts_once():
     both = dict(pair.named_parameters(remove_duplicate=False))
     assert len(both) == 2
     first(torch.ones(8)).sum().backward()
-    held = held_tensors(run_tensors(both, {}, torch.optim.SGD(pair.parameters())), CPU)
+    held = list_tensors(run_tensors(both, {}, torch.optim.SGD(pair.parameters())), CPU)
     expected = [("parameters", "0.weight", 256), ("gradients", "0.weight", 256)]
     assert [(tensor["kind"], tensor["name"], tensor["bytes"]) for tensor in held] == expected
 
@@ -86,11 +86,11 @@ def test_a_weight_with_two_names_counts_once():
 def test_gradients_that_are_pieces_of_one_bucket_count_each():
     bucket = torch.zeros(100)
     pieces = [("gradients/a", bucket[:60]), ("gradients/b", bucket[60:])]
-    assert [tensor["bytes"] for tensor in held_tensors(pieces, CPU)] == [240, 160]
+    assert [tensor["bytes"] for tensor in list_tensors(pieces, CPU)] == [240, 160]
 
 
 def test_an_expanded_tensor_is_no_larger_than_what_it_shows():
-    assert held_tensors([("buffers/mask", torch.zeros(1).expand(1000))], CPU)[0]["bytes"] == 4
+    assert list_tensors([("buffers/mask", torch.zeros(1).expand(1000))], CPU)[0]["bytes"] == 4
 
 
 def test_the_largest_tensors_come_first_with_name_shape_and_type(tmp_path):
@@ -264,7 +264,7 @@ def test_the_line_names_the_largest_owners_and_what_to_try(tmp_path):
     report = json.loads((tmp_path / "oom_rank1.json").read_text())
     assert "\n" not in line
     assert line.startswith(f"out of memory on rank 1: {format_bytes(report['in_use_bytes'])} of ")
-    assert "in use and 3.6 PiB more asked for; largest: activations and others " in line
+    assert "in use and 3.6 PiB more requested; largest: activations and others " in line
     floats, count = decoder.num_parameters(), len(list(decoder.parameters()))
     for kind, held in (("optimizer state", 8 * floats + 4 * count), ("parameters", 4 * floats)):
         assert f"{kind} {format_bytes(held)}" in line
@@ -346,7 +346,7 @@ def test_a_full_gpu_names_what_filled_it(tmp_path):
     line = oom_report(tmp_path, 0, device, caught.value, named(model, optimizer))
     report = json.loads((tmp_path / "oom_rank0.json").read_text())
     assert report["requested_bytes"] == 2**50
-    assert "1.0 PiB more asked for" in line
+    assert "1.0 PiB more requested" in line
     assert "parameters 4.0 MiB" in line
     assert report["kinds"]["activations and others"] >= activations.nbytes
     assert report["total_bytes"] == torch.cuda.get_device_properties(device).total_memory

@@ -182,7 +182,7 @@ def test_weights_outside_of_a_run_and_a_folder_that_cannot_be_written_do_not_sto
     assert generate(alone / "model.safetensors", f"data.tokenizer={alone / 'mine.json'}").exit_code == 0
     assert sorted(path.name for path in alone.iterdir()) == ["mine.json", "model.safetensors"]
     (run / "samples.jsonl").mkdir()
-    with pytest.warns(UserWarning, match=r"samples\.jsonl: the text is not kept: Is a directory"):
+    with pytest.warns(UserWarning, match=r"samples\.jsonl: the text is not recorded: Is a directory"):
         assert generate(run).exit_code == 0
 
 
