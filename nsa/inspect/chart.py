@@ -1,4 +1,4 @@
-"""A curve and bars drawn with characters, for terminals."""
+"""A curve and bars drawn with characters in a terminal."""
 
 import math
 from itertools import accumulate, pairwise
@@ -8,18 +8,18 @@ import numpy as np
 from nsa.formatting import short
 from nsa.inspect.run_files import Numbers
 
-# Bits of a braille character by row and column of its 4 x 2 dots.
+# Bits of a braille character, by row and column of its 4 x 2 dots.
 _DOTS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))
 _BRAILLE = 0x2800
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-LABEL = 8  # columns for the numbers of the axis
-# What a terminal that has ASCII only shows instead: of a braille character, that there is a dot.
+LABEL = 8  # columns for the axis labels
+# Replacements for a terminal with ASCII only; a braille character with any dot becomes "*".
 TO_ASCII = str.maketrans("━─│█▓░▁▂▃▄▅▆▇…", "#-|#=...::-=+~") | dict.fromkeys(range(_BRAILLE + 1, _BRAILLE + 256), "*")
 
 
 def curve(x: Numbers, y: Numbers, width: int, height: int) -> list[str]:
-    """`height` lines of `width` columns, the axis included. Every dot column shows the range of its values, so that a
-    spike of one step is seen. Nothing is drawn for values that are not finite."""
+    """`height` lines of `width` columns, including the axis. Every dot column shows the range of its values, so that a
+    spike of one step is visible. Values that are not finite are not drawn."""
     columns, rows = max(1, width - LABEL - 1), max(2, height - 1)
     finite = np.isfinite(y) & np.isfinite(x)
     x, y = x[finite], y[finite]
@@ -37,7 +37,7 @@ def curve(x: Numbers, y: Numbers, width: int, height: int) -> list[str]:
 
 
 def _draw(x: Numbers, depth: Numbers, columns: int, rows: int) -> list[str]:
-    """Lines of braille characters; `depth` is 0 at the top and 1 at the bottom. Points that lie apart are joined."""
+    """Lines of braille characters; `depth` is 0 at the top and 1 at the bottom. Distant points are connected."""
     across, down = 2 * columns, 4 * rows  # dots
     if 1 < len(x) < 2 * across:
         dense = np.linspace(x[0], x[-1], 4 * across)
@@ -55,14 +55,14 @@ def _draw(x: Numbers, depth: Numbers, columns: int, rows: int) -> list[str]:
 
 
 def bars(values: list[float]) -> str:
-    """One character a value, the largest full."""
+    """One character per value; the largest value is a full block."""
     most = max((v for v in values if math.isfinite(v)), default=0.0)
     heights = [max(1, round(8 * value / most)) if math.isfinite(value) and value > 0 else 0 for value in values]
     return "".join(_EIGHTHS[height] for height in heights)
 
 
 def split_bar(shares: tuple[float, ...], width: int) -> list[int]:
-    """Columns of each share of a bar, `width` in all: where each ends is rounded."""
+    """The columns of each share in a bar of `width` columns; the ends of the shares are rounded."""
     shown = [share if math.isfinite(share) and share > 0 else 0.0 for share in shares]
     total = sum(shown)
     if total <= 0:

@@ -1,5 +1,5 @@
-"""Several runs beside each other as one HTML file: their numbers and the configuration keys that differ in tables,
-their losses against steps, tokens and time. Like a report it needs no script, network or font."""
+"""Compares several runs in one HTML file: tables of their numbers and of configuration keys that differ, and plots of
+the loss against steps, tokens and time. Like a report it needs no script, network or font."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,16 @@ from nsa.inspect.run_files import Numbers, number
 from nsa.inspect.run_report import grid, page, shown_value
 from nsa.inspect.svg import STYLES, Curve, Plot
 
-COMPARISON_FILE = "comparison.html"  # where the command was given: it belongs to no run
-_OWN = ("train.out_dir",)  # of every run another one
-# Dense FLOP/s in 16 bits, as NVIDIA states them. The first part of a name that fits counts.
+COMPARISON_FILE = "comparison.html"  # in the current folder: it belongs to no run
+_OWN = ("train.out_dir",)  # keys that differ between any two runs
+# Dense FLOP/s in 16 bits, as NVIDIA states them. The first key that is part of the GPU's name applies.
 _PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 
 
 def render_comparison(views: Sequence[RunView]) -> str:
-    """The page."""
+    """The HTML page."""
     if len(views) > len(STYLES):
-        raise ConfigError(f"{len(views)} runs: at most {len(STYLES)} can be told apart in one plot; give fewer")
+        raise ConfigError(f"{len(views)} runs: at most {len(STYLES)} are distinguishable in one plot; give fewer")
     names = _names(views)
     title = escape(" · ".join(names))
     header = f'<header><div class="title"><h1>{len(views)} runs</h1></div><p class="facts">{title}</p></header>'
@@ -40,8 +40,8 @@ def render_comparison(views: Sequence[RunView]) -> str:
 
 
 def utilisation(view: RunView) -> float:
-    """Model FLOPs utilisation: the arithmetic of the model's tokens a second, as a part of what the GPUs can do in 16
-    bits. NaN on a CPU, in 32 bits, on a GPU whose limit is not known, and for a run that did not record its cost."""
+    """Model FLOPs utilisation: the model's FLOP/s as a fraction of the peak of its GPUs in 16 bits. NaN on a CPU, in 32
+    bits, on a GPU whose peak is not known, and for a run that did not record its FLOPs per token."""
     gpus = view.env.get("gpu")
     if not view.on_gpu or not isinstance(gpus, list) or view.env.get("precision") not in ("bf16", "fp16"):
         return math.nan
@@ -50,7 +50,7 @@ def utilisation(view: RunView) -> float:
 
 
 def _names(views: Sequence[RunView]) -> list[str]:
-    """The folder's name, or its whole path where names are not enough."""
+    """The names of the folders, or their paths if names are not unique."""
     names = [view.name for view in views]
     return [
         one_line(str(view.folder) if names.count(name) > 1 else name, 80)
@@ -86,7 +86,7 @@ def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
 
 
 def _differences(views: Sequence[RunView], names: Sequence[str]) -> str:
-    """The keys of the configurations that differ, and their values."""
+    """A table of the configuration keys that differ, and their values."""
     settings = [dict(_flat(view.config)) for view in views]
     keys = dict.fromkeys(key for found in settings for key in found)
     rows = []
@@ -141,5 +141,5 @@ def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:
 
 
 def _training_time(view: RunView) -> Numbers:
-    """Seconds spent in steps up to the end of each; without validation and starts."""
+    """Cumulative seconds spent in steps, without validation and starts."""
     return np.cumsum(np.nan_to_num(view.training.column("step_s"), posinf=0.0, neginf=0.0))

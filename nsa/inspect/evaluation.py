@@ -10,21 +10,21 @@ from nsa.inspect.report_plots import WIDTH, figure, lines
 from nsa.inspect.run_files import number, whole
 from nsa.inspect.svg import STYLES, Curve, Plot, heat_map
 
-MAX_CELLS = 400  # of a heat map
-_NOT_ONE = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+MAX_CELLS = 400  # per heat map
+_WRONG_SHAPE = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def evaluation_figures(found: dict[str, Any]) -> list[str]:
-    """`found` is the content of eval.json. Raises ValueError where it holds something else."""
+    """`found` is the content of eval.json. Raises ValueError if it is not an evaluation."""
     try:
         kinds = dict.fromkeys(str(row["keys"]) for row in found["recall"])
         return [_loss(found), *(_recall(found, keys) for keys in kinds)]
-    except _NOT_ONE as error:
-        raise ValueError(f"holds no evaluation: {type(error).__name__}") from None
+    except _WRONG_SHAPE as error:
+        raise ValueError(f"is not an evaluation: {type(error).__name__}") from None
 
 
 def evaluation_facts(found: dict[str, Any]) -> str:
-    """HTML: which weights were measured, and how."""
+    """HTML that names the weights and the number of questions."""
     samples = f"{whole(found.get('samples'), 0):,} questions at every depth and length"
     return f'<p class="about">{escape(one_line(str(found.get("weights")), 300))} · {samples}</p>'
 

@@ -1,4 +1,4 @@
-"""What is unhealthy about a run, one line each, the gravest first."""
+"""Health warnings about a run, one line each, the most severe first."""
 
 import math
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ from nsa.inspect.reading import FAILED, PREEMPTED, RECENT, RUNNING, SILENT, RunV
 from nsa.inspect.run_files import lookup
 from nsa.run_folder import ALL_LAYERS, BRANCHES, GateStats
 
-MAX_COLLAPSED = 0.5  # of the rows of a layer
-MIN_SHARE = 0.01  # of a branch
-MAX_DATA_WAIT = 0.2  # of a step
-RISE = 0.05  # above the best the loss was
-MIN_WINDOW, MAX_WINDOW = 20, 500  # steps whose median is "the loss" when a rise is looked for
+MAX_COLLAPSED = 0.5  # fraction of the rows of a layer
+MIN_SHARE = 0.01  # of the weight, for each branch
+MAX_DATA_WAIT = 0.2  # fraction of a step
+RISE = 0.05  # relative increase over the best median of the loss
+MIN_WINDOW, MAX_WINDOW = 20, 500  # steps per median of the loss
 
 
-def is_unwell(gates: GateStats) -> bool:
+def is_unhealthy(gates: GateStats) -> bool:
     return gates.collapsed > MAX_COLLAPSED or min(gates.shares) < MIN_SHARE
 
 
 def unhealthy(view: RunView) -> list[str]:
-    """Empty for a run that is well."""
+    """The warnings; empty for a healthy run."""
     checks = (_standing, _not_finite, _rising, _data_wait, _behind, _gates, _others)
     return [line for check in checks for line in check(view)]
 
@@ -33,7 +33,7 @@ def _standing(view: RunView) -> Iterator[str]:
         yield f"failed with exit code {status.exit_code}: {status.reason}"
     elif status.kind == SILENT:
         normal = f"silent for {seconds(status.age_s)}, {seconds(status.limit_s)} is normal"
-        yield f"{normal}: the process is gone, hangs, or its disk is not reached"
+        yield f"{normal}: the process has ended, hangs, or cannot reach its disk"
     elif status.kind == PREEMPTED:
         yield f"stopped before its end: {status.reason}"
 
@@ -45,11 +45,11 @@ def _not_finite(view: RunView) -> Iterator[str]:
     elif bad := int((~np.isfinite(losses)).sum()):
         yield f"the loss was not finite in {bad} of the last {len(losses)} steps"
     elif left_out := int((skipped > 0).sum()):
-        yield f"{left_out} of the last {len(skipped)} steps were left out: not finite"
+        yield f"{left_out} of the last {len(skipped)} steps were skipped: not finite"
 
 
 def _rising(view: RunView) -> Iterator[str]:
-    """The median of the last steps against the best median of as many steps before."""
+    """Compares the median of the last window of steps with the best median of the windows before it."""
     losses = view.training.column("loss")
     losses = losses[np.isfinite(losses)]
     window = min(MAX_WINDOW, max(MIN_WINDOW, len(losses) // 10))
@@ -70,7 +70,7 @@ def _data_wait(view: RunView) -> Iterator[str]:
 
 
 def _behind(view: RunView) -> Iterator[str]:
-    """A rank that is silent while others are not: with a collective in every step none can be far ahead."""
+    """A rank that is silent while others are not. With a collective in every step no rank can be far ahead."""
     if view.status.kind != RUNNING or len(view.ranks) < 2:
         return
     seen_at = {rank: file.newest["time"] for rank, file in view.ranks.items()}
@@ -83,7 +83,7 @@ def _behind(view: RunView) -> Iterator[str]:
 
 def _gates(view: RunView) -> Iterator[str]:
     if lookup(view.config, "nsa.force_branch"):
-        return  # one branch alone is what was asked for
+        return  # a single branch was requested
     layers = {layer: gates for layer, gates in view.gates.items() if layer != ALL_LAYERS} or view.gates
     collapsed = {layer: g.collapsed for layer, g in layers.items() if g.collapsed > MAX_COLLAPSED}
     if collapsed:

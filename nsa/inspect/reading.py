@@ -1,8 +1,7 @@
-"""A run as its folder shows it. Nothing comes from the process, so that a run on another machine reads alike.
+"""Reads a run from its folder, never from its process: a run on another machine is read in the same way.
 
-`read_run` reads the whole folder: a run of 50,000 steps takes half a second. `RunView.problems` names files that
-are missing or damaged; only a folder without any file of a run is an error. Statistics that several ranks wrote are
-merged.
+`read_run` reads the whole folder, which takes half a second for 50,000 steps. `RunView.problems` names missing and
+damaged files; only a folder without any file of a run is an error. Statistics of several ranks are merged.
 """
 
 import math
@@ -35,15 +34,15 @@ from nsa.inspect.run_files import (
 from nsa.inspect.timeline import describe_hang, timeline
 from nsa.run_folder import GateStats, SelectionStats
 
-RECENT = 50  # steps that "now" means for numbers that jump from step to step
-DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # of silence, where the configuration cannot be read
+RECENT = 50  # steps over which noisy numbers are averaged
+DEFAULT_FLOOR_S, DEFAULT_FIRST_STEP_S = 60.0, 600.0  # limits of silence if the configuration cannot be read
 
 RUNNING, SILENT, FINISHED, FAILED, PREEMPTED = "running", "silent", "finished", "failed", "preempted"
 
 
 @dataclass(frozen=True)
 class Status:
-    """`kind` is one of the five above; `age_s` the time since the last event, and `limit_s` how much is normal."""
+    """`kind` is one of the five above; `age_s` is the time since the last event; `limit_s` is how long is normal."""
 
     kind: str
     age_s: float
@@ -58,13 +57,13 @@ class RunView:
     def __init__(self, folder: Path, now: float):
         self.folder, self.now = folder, now
         self._heartbeats = {rank: HeartbeatFile(path) for rank, path in _find_heartbeats(folder).items()}
-        self.training = StepTable(folder / run_folder.TRAINING.file, run_folder.TRAINING)  # of rank 0
+        self.training = StepTable(folder / run_folder.TRAINING.file, run_folder.TRAINING)  # written by rank 0
         self.samples = SamplesFile(folder / run_folder.SAMPLES_FILE)
         names = (run_folder.METRICS_FILE, run_folder.CONFIG_FILE, run_folder.ENVIRONMENT_FILE)
         self._documents = {name: read_document(folder / name) for name in names}
         self.metrics, self.config, self.env = (content for content, _ in self._documents.values())
         self.evaluation, problem = read_document(folder / run_folder.EVALUATION_FILE)
-        if problem != MISSING:  # most runs have none
+        if problem != MISSING:  # most runs have no evaluation
             self._documents[run_folder.EVALUATION_FILE] = self.evaluation, problem
         writers = 1 if lookup(self.config, "telemetry.per_rank") is False else self.world_size
         self.gate_samples = Samples(run_folder.GATES, GateStats, folder, writers)
@@ -73,7 +72,7 @@ class RunView:
         fallbacks = RankTables(run_folder.FALLBACKS, folder, writers)
         self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, fallbacks)
         self.selection = self.selection_samples.at(self.selection_samples.last_step).get(run_folder.ALL_LAYERS)
-        self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last is ALL_LAYERS
+        self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last key is ALL_LAYERS
         self.layer_selection = self.layer_selection_samples.at(self.layer_selection_samples.last_step)
         self.fallbacks = total_fallbacks(fallbacks, whole(self._start.get("step"), 0))  # by branch and reason
         own = self._own_heartbeats()
@@ -82,7 +81,7 @@ class RunView:
         self.status = self._status()
 
     def _own_heartbeats(self) -> dict[int, HeartbeatFile]:
-        """Without the ranks that only an earlier, larger run had."""
+        """The heartbeats without those of ranks that only an earlier, larger run had."""
         began, size = 0.0 if math.isnan(self.started_at) else self.started_at, self.world_size
         return {
             rank: file
@@ -96,7 +95,7 @@ class RunView:
 
     @property
     def problems(self) -> dict[str, str]:
-        """What is wrong, by the name of the file."""
+        """Descriptions of missing and damaged files, by file name."""
         files: list[LogFile] = [self.training, self.samples]
         files += [file for tables in self._tables for file in tables.files.values()]
         files += [file for _, file in sorted(self._heartbeats.items())]
@@ -131,7 +130,7 @@ class RunView:
 
     @property
     def done(self) -> float:
-        """The part of all steps that are done."""
+        """The fraction of steps that are done."""
         return min(1.0, self.step / self.steps) if self.steps > 0 else 0.0
 
     @property
@@ -155,8 +154,8 @@ class RunView:
 
     @property
     def left_s(self) -> float | None:
-        """From the median of the last steps, and the mean time between steps, for validation and saving. None if it
-        is unknown."""
+        """Estimated from the median of the last steps and the mean time between steps (validation and saving). None if
+        unknown."""
         took = self.recent("step_s")
         if self.status.kind != RUNNING or math.isnan(took):
             return None
@@ -177,31 +176,31 @@ class RunView:
         return float(self.training.column(column)[-1]) if len(self.training) else math.nan
 
     def recent(self, column: str, how: Callable[[Numbers], Any] = np.median, steps: int = RECENT) -> float:
-        """`how` of the finite values in the last steps."""
+        """Reduces the finite values of the last steps by `how`."""
         values = self.training.column(column)[-steps:]
         values = values[np.isfinite(values)]
         return float(how(values)) if len(values) else math.nan
 
     @property
     def loss(self) -> float:
-        """Smoothed: the mean of the last steps, of fewer in a short run."""
+        """The mean loss of the last `smoothing` steps."""
         return self.recent("loss", np.mean, smoothing(len(self.training)))
 
     @property
     def data_share(self) -> float:
-        """The part of the last steps that was spent waiting for data."""
+        """The fraction of the last steps that was spent waiting for data."""
         spent = self.recent("step_s", np.sum)
         return self.recent("data_wait_s", np.sum) / spent if spent > 0 else math.nan
 
     @property
     def mem_gib(self) -> float:
-        """The memory of the rank that needs most."""
+        """The memory of the rank that uses the most."""
         known = [*(number(file.last_step.get("mem_gib")) for file in self.ranks.values()), self.now_of("mem_gib")]
         return max((value for value in known if math.isfinite(value)), default=math.nan)
 
     @property
     def save_wait_s(self) -> float:
-        """The time that all steps waited for checkpoints."""
+        """The total time that steps waited for checkpoints."""
         waits = self.training.column("save_wait_s")
         return float(waits[np.isfinite(waits)].sum())
 
@@ -216,7 +215,7 @@ class RunView:
 
     @property
     def telemetry_failures(self) -> dict[int, int]:
-        """The failures of each rank that has any, from its last step; the summary may have counted more."""
+        """The failures of each rank that has any, from its last step or, if larger, from the summary."""
         found = {rank: whole(file.last_step.get("telemetry_failures"), 0) for rank, file in self.ranks.items()}
         writer = whole(self.metrics.get("rank"), 0)
         found[writer] = max(found.get(writer, 0), whole(self.metrics.get("telemetry_failures"), 0))
@@ -236,7 +235,7 @@ class RunView:
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        is_restarted = booted_at > written_at  # the summary is of an earlier attempt; a run that is done stays done
+        is_restarted = booted_at > written_at  # the summary is of an earlier attempt, unless the run is done
         if ended == "done" and (live.kind == SILENT or not is_restarted):
             return Status(FINISHED, age, limit, 0)
         if ended in ("failed", "preempted") and not is_restarted:
@@ -250,7 +249,7 @@ class RunView:
         return Status(FINISHED, age, limit) if last == "end" and live.kind == SILENT else live
 
     def _limit(self) -> float:
-        """How much silence is normal: as much as the run's own watchdog allows."""
+        """How many seconds of silence are normal: as many as the watchdog of the run allows."""
         first = number(lookup(self.config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
         took = self.recent("step_s")
         starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start")
@@ -261,17 +260,17 @@ class RunView:
         return max(floor, 5.0 * took + (0.0 if math.isnan(longest) else longest))
 
     def _validates_or_saves(self) -> bool:
-        """Whether a validation or a save follows the newest event. A step reports after it validates and before it
-        saves."""
+        """Whether a validation or a save follows the newest event. The event of a step comes after its validation and
+        before its save."""
         step = self.step
         evals = whole(lookup(self.config, "train.eval_every"), 0)
         saves = whole(lookup(self.config, "checkpoint.every"), 0)
         validates = step + 1 >= self.steps or (evals > 0 and (step + 1) % evals == 0)
-        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is saved too
+        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is also saved
 
 
 def smoothing(rows: int) -> int:
-    """The number of steps that the smoothed loss is a mean of, in a run with this many rows."""
+    """The number of steps over which the loss is averaged, in a run with this many rows."""
     return min(RECENT, max(5, rows // 20))
 
 
@@ -280,8 +279,8 @@ def read_run(folder: Path, now: float | None = None) -> RunView:
 
 
 def _find_heartbeats(folder: Path) -> dict[int, Path]:
-    """Rank 0's, which may be missing, and those of other ranks that exist. Raises CheckpointError if the folder has no
-    file of a run."""
+    """The path of rank 0's heartbeat, which may be missing, and the existing ones of other ranks. Raises
+    CheckpointError if the folder has no file of a run."""
     with run_folder.reading_run(folder):
         found = run_folder.HEARTBEAT.find(folder)
     names = (run_folder.TRAINING.file, run_folder.METRICS_FILE, run_folder.ENVIRONMENT_FILE)

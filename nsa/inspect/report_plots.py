@@ -15,10 +15,10 @@ from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340
-MAX_COLUMNS = 100  # of a heat map
+MAX_COLUMNS = 100  # per heat map
 MAX_MARKS = 40
 MAX_ENTROPY = float(np.log(3.0))
-MIN_RANGE = 0.02  # of entropies, in nats
+MIN_RANGE = 0.02  # of an entropy scale, in nats
 
 
 def figure(
@@ -48,7 +48,7 @@ def missing(view: RunView, file: str, identity: str, title: str) -> str:
 
 
 def lines(plot: Plot) -> str:
-    """A figure of lines, with a legend where there are several; empty where no curve has a value."""
+    """A line plot, with a legend if it has several curves; empty if no curve has a finite value."""
     named = [(c.name, c.style) for c in plot.curves if (np.isfinite(c.x) & np.isfinite(c.y)).any()]
     if not named:
         return ""
@@ -78,7 +78,7 @@ def training_figures(view: RunView) -> list[str]:
     return _all_lines(
         view, TRAINING.file,
         Plot("plot-loss", "Loss", _loss_text(view), losses, "nats per token", marks=bad[:MAX_MARKS], may_be_log=True),
-        Plot("plot-lr", "Learning rate", "As the schedule set it.", [Curve("lr", x, column("lr"))], from_zero=True),
+        Plot("plot-lr", "Learning rate", "As set by the schedule.", [Curve("lr", x, column("lr"))], from_zero=True),
         Plot("plot-grad-norm", "Gradient norm", "Before clipping. Spikes are kept.",
              [Curve("norm", x, column("grad_norm"), "c3")], from_zero=True, may_be_log=True),
         Plot("plot-bits", "Validation, bits per byte", "Comparable between tokenizers.", [bits], "bits per byte"),
@@ -104,7 +104,7 @@ def speed_figures(view: RunView) -> list[str]:
              speeds, "tokens/s", from_zero=True),
         Plot("plot-step-time", "Time of a step", "Seconds, and how many of them were spent waiting.",
              times, "s", from_zero=True),
-        Plot("plot-memory", "Memory", "Of rank 0: of its GPU, or of the process where there is none.",
+        Plot("plot-memory", "Memory", "Rank 0: peak of its GPU, or resident size of the process on a CPU.",
              [Curve("memory", x, column("mem_gib"), "c3")], "GiB", from_zero=True),
     )  # fmt: skip
 
@@ -114,8 +114,8 @@ def smoothed(view: RunView, column: str) -> Numbers:
 
 
 def smooth(values: Numbers, window: int) -> Numbers:
-    """Mean of the finite values in the `window` around each, which does not lag behind a loss that falls. It begins
-    narrow, where a loss falls fastest; at the end, where only the past is known, it reaches back alone."""
+    """Mean of the finite values in a centred window, which does not lag behind a falling loss. The window is narrow at
+    the start, where a loss falls fastest, and one-sided at the end."""
     good = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(good, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(good)])
@@ -138,18 +138,18 @@ def _loss_text(view: RunView) -> str:
     return text + (f" Not finite in {bad} steps (crosses)." if bad else "")
 
 
-_SHARES = "Rows are layers from the first above to the last below. Stronger colour: a larger part of the weight."
-# The column, the end of the id, the title, the description, the style, and what a squeezed column keeps.
+_SHARES = "Rows are layers, the first at the top. Stronger colour: a larger share of the weight."
+# Column, suffix of the id, title, description, style, and the function that merges neighbouring samples.
 _GATE_FIGURES: tuple[tuple[str, str, str, str, str, Callable[..., Numbers]], ...] = (
     *((f"share_{b}", f"gates-{b}", f"share of {b}", _SHARES, f"c{n}", np.nanmean) for n, b in enumerate(BRANCHES, 1)),
     ("mean_entropy", "entropy", "entropy",
-     "Mean over rows, in nats; three equal shares have 1.10, one branch alone has 0. Faint: the lowest here.",
+     "Mean over rows, in nats; three equal shares have 1.10, a single branch has 0. Faint: the lowest here.",
      "c4", np.nanmin),
     ("min_entropy", "lowest-entropy", "lowest entropy",
-     "Of the row that mixes least, in nats; 0 is a row that reads one branch alone. Faint: the lowest here.",
+     "Lowest entropy of any row, in nats; 0 is a row that uses a single branch. Faint: the lowest here.",
      "c4", np.nanmin),
     ("collapsed", "collapsed", "collapsed rows",
-     "Part of the rows in which one branch has more than 95 % of the weight.", "c5", np.nanmax),
+     "Share of rows in which one branch has more than 95 % of the weight.", "c5", np.nanmax),
 )  # fmt: skip
 
 
@@ -174,13 +174,13 @@ def gate_figures(view: RunView) -> list[str]:
 
 
 def _largest(values: Numbers) -> float:
-    """Of the finite ones; at least 0."""
+    """The largest finite value; at least 0."""
     return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def _range(values: Numbers) -> tuple[float, float]:
-    """From the lowest to the highest value: entropies lie close together, near the top of what is possible. Never so
-    narrow that rounding would look like a change."""
+    """From the lowest to the highest value, since entropies are close to each other. At least MIN_RANGE wide, so that
+    rounding does not look like a change."""
     known = values[np.isfinite(values)]
     if not len(known):
         return 0.0, MAX_ENTROPY
@@ -234,13 +234,13 @@ def selection_figures(view: RunView) -> list[str]:
     blocks = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
     distance = _heat(
         view, SELECTION.file, "plot-distance", "Selection: distance",
-        "Rows are distances in blocks from the query's own block; stronger colour: a larger part of all blocks read.",
+        "Rows are distances in blocks from the query's own block; stronger colour: a larger share of all blocks read.",
         list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "c2",
     )  # fmt: skip
     return [distance, *_all_lines(
         view, SELECTION.file,
         Plot("plot-agreement", "Selection: agreement",
-             "Agreement: part of a row's blocks that the row before reads too. Forced: read whatever the scores are.",
+             "Agreement: share of a row's blocks that the previous row also reads. Forced: read regardless of scores.",
              parts, "%", from_zero=True),
         Plot("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads.",
              blocks, "blocks", from_zero=True),
@@ -248,11 +248,11 @@ def selection_figures(view: RunView) -> list[str]:
 
 
 def _squeeze(steps: Numbers, values: Numbers, how: Callable[..., Numbers]) -> tuple[Numbers, Numbers]:
-    """Neighbouring samples as one column where there are too many; `how` keeps what must not be overlooked."""
+    """Merges neighbouring samples by `how` into at most MAX_COLUMNS columns."""
     if len(steps) <= MAX_COLUMNS:
         return steps, values
     starts = np.linspace(0, len(steps), MAX_COLUMNS + 1).astype(int)
     parts = [values[:, a:b] for a, b in pairwise(starts)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a layer without a value in a stretch stays NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # a column without any value stays NaN
         return steps[starts[1:] - 1], np.stack([how(part, axis=1) for part in parts], axis=1)

@@ -1,4 +1,4 @@
-"""How a report looks: one column on a phone, two or three on a desk, light or dark as the reader has it."""
+"""The style sheet of a report: one column on a phone, two or three on a desktop, in light or dark mode."""
 
 STYLE = """
 :root{--page:#f6f7f9;--card:#fff;--text:#1c2230;--soft:#5b6577;--line:#e3e6ec;--grid:#eceef3;
@@ -28,7 +28,7 @@ a{color:var(--c1);text-decoration:none}
 a:hover,a:focus{text-decoration:underline}
 .health{border-radius:10px;padding:10px 16px;margin:18px 0;background:var(--card);border:1px solid var(--line);
 border-left:4px solid var(--bad)}
-.health.well{border-left-color:var(--good)}
+.health.ok{border-left-color:var(--good)}
 .health p,.health ul{margin:0}
 .health ul{padding-left:20px}
 .health li{overflow-wrap:anywhere}
@@ -78,7 +78,7 @@ th,td{text-align:left;padding:5px 14px 5px 0;border-top:1px solid var(--line);ve
 tr:first-child>*{border-top:0}
 th{color:var(--soft);font-weight:500;white-space:nowrap}
 .num{font-variant-numeric:tabular-nums;white-space:nowrap}
-.unwell td,.story .bad td{color:var(--bad)}
+.unhealthy td,.story .bad td{color:var(--bad)}
 .story td:last-child,.facts-table td{overflow-wrap:anywhere}
 .story td:last-child{min-width:220px}
 pre{overflow-x:auto;font-size:13px;line-height:1.45}

@@ -1,8 +1,8 @@
-"""Readers of the files of a run. Each reader reads its file once, when it is built, up to the last whole line.
+"""Readers of the files of a run. Each reader reads its file once, when it is constructed, up to the last whole line.
 
-A run may be writing the files: a last line without its newline is left out. Lines that cannot be parsed are counted and
-named in `problem`; no reader raises. Samples of several ranks are merged as if one rank had seen all rows. This module
-imports neither torch nor pyarrow, so that a view opens at once.
+A run may be writing the files: a last line without its newline is skipped. Lines that cannot be parsed are counted and
+reported by `problem`; no reader raises. Samples of several ranks are merged as if one rank had seen all rows. This
+module imports neither torch nor pyarrow, so that a view opens quickly.
 """
 
 import csv
@@ -27,12 +27,12 @@ Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
 Stats = TypeVar("Stats", GateStats, SelectionStats)
 
-_PART = 16 * 2**20  # bytes that are read at once; a line that is longer counts as several damaged ones
-# Beyond float32, in which training computes, and small enough that sums and products of two stay finite.
+_PART = 16 * 2**20  # bytes per read; a longer line counts as several damaged ones
+# Above the largest float32, in which training computes, and small enough that sums and products of two stay finite.
 LARGEST = 1e100
 MISSING = "missing"
 SAMPLES_SHOWN = 8
-_COUNTS = ("rows", "max_distinct", "count")  # columns that count something
+_COUNTS = ("rows", "max_distinct", "count")  # columns that hold counts
 _ROUTINE = re.compile(
     rb'\{"v": \d+, "time": (\d{1,15}(?:\.\d+)?), "rank": \d+, "step": (\d{1,15}), "event": "(%s)"'
     rb'(?:, "clock": (\d+\.\d+))?.*\}' % "|".join(run_folder.ROUTINE_EVENTS).encode()
@@ -40,7 +40,7 @@ _ROUTINE = re.compile(
 
 
 class LogFile:
-    """Passes every whole line to `add`, which raises ValueError for a damaged one."""
+    """Passes every whole line to `add`, which raises ValueError for a damaged line."""
 
     unit = "lines"
 
@@ -75,7 +75,7 @@ class LogFile:
 
 
 class SamplesFile(LogFile):
-    """The newest texts that the run wrote, the last one last. Most runs have none."""
+    """The newest texts that the run generated, in order. Most runs have none."""
 
     def __init__(self, path: Path):
         self.newest = deque[Sample](maxlen=SAMPLES_SHOWN)
@@ -90,7 +90,7 @@ class SamplesFile(LogFile):
 
 
 class TableFile(LogFile):
-    """A CSV file. Its columns may be in another order, fewer or more: an empty or missing cell is NaN."""
+    """A CSV file. Columns may be reordered, missing or added: an empty or missing cell is NaN."""
 
     unit = "rows"
 
@@ -100,7 +100,7 @@ class TableFile(LogFile):
         super().__init__(path)
 
     def take(self, numbers: list[float], texts: list[str]) -> None:
-        """Keeps one row: the numbers and the texts, each in the order of the table's columns."""
+        """Stores one row: its numbers and its texts, each in the order of the table's columns."""
         raise NotImplementedError
 
     @property
@@ -130,8 +130,8 @@ class TableFile(LogFile):
 
 
 class StepTable(TableFile):
-    """A row per step, kept as numbers. Steps rise: of two rows that do not, the one that breaks the order of all
-    others is the damaged one."""
+    """One row of numbers per step. Steps must increase: of two rows out of order, the one that also breaks the order of
+    its other neighbour is damaged."""
 
     def __init__(self, path: Path, table: Table):
         self._rows: list[list[float]] = []
@@ -153,7 +153,7 @@ class StepTable(TableFile):
 
     @property
     def step(self) -> int:
-        """The newest; -1 where there is none."""
+        """The last step; -1 if there are no rows."""
         return int(self._values[-1, 0]) if len(self) else -1
 
     def column(self, name: str) -> Numbers:
@@ -161,8 +161,8 @@ class StepTable(TableFile):
 
 
 class SampleTable(TableFile):
-    """Any number of rows per step, kept by step. A row without a finite count is damaged: its step would be the newest
-    and have no sample."""
+    """Any number of rows per step, stored by step. A row without a finite count is damaged: otherwise its step could be
+    the newest and have no sample."""
 
     def __init__(self, path: Path, table: Table):
         self.steps: dict[int, list[tuple[list[float], list[str]]]] = {}
@@ -181,16 +181,16 @@ class SampleTable(TableFile):
 
 
 class RankTables:
-    """One table of all ranks; `files` is by rank."""
+    """The same table of all ranks; `files` maps ranks to files."""
 
     def __init__(self, table: Table, folder: Path, world_size: int):
-        """Files of ranks that the run no longer has, or does not write, may be of an earlier run: they are ignored."""
+        """Ignores the files of ranks that the run does not have: an earlier run may have written them."""
         paths = {0: table.files.path(folder, 0), **table.files.find(folder)}
         self.files = {rank: SampleTable(path, table) for rank, path in paths.items() if rank == 0 or rank < world_size}
 
 
 class Samples(RankTables, Generic[Stats]):
-    """Statistics of one kind. A step is merged on request."""
+    """Statistics of one kind. `at` merges the ranks of a step on request."""
 
     def __init__(self, table: Table, kind: type[Stats], folder: Path, world_size: int):
         super().__init__(table, folder, world_size)
@@ -205,7 +205,7 @@ class Samples(RankTables, Generic[Stats]):
         return {step: found for step in steps if (found := self.at(step))}
 
     def at(self, step: int) -> dict[str, Stats]:
-        """By layer, or ALL_LAYERS in a table without layers. Empty if the columns are not those of this table."""
+        """Statistics by layer, or by ALL_LAYERS in a table without layers. Empty if columns are missing."""
         parts: dict[str, list[Stats]] = {}
         try:
             for row in (row for file in self.files.values() for row in file.rows(step)):
@@ -216,8 +216,8 @@ class Samples(RankTables, Generic[Stats]):
 
 
 def total_fallbacks(tables: RankTables, started_at: int) -> dict[tuple[str, str], float]:
-    """How often a fast kernel was wanted and not used, by branch and reason, over all ranks: the newest counts of
-    each, which are those since the newest start, after step `started_at`."""
+    """How often a fast kernel was requested and not used, by branch and reason, summed over ranks. Counters restart
+    with the process: only rows after step `started_at` of the newest start count."""
     counts: defaultdict[tuple[str, str], float] = defaultdict(float)
     for file in tables.files.values():
         newest = max(file.steps, default=0)
@@ -227,19 +227,19 @@ def total_fallbacks(tables: RankTables, started_at: int) -> dict[tuple[str, str]
 
 
 class HeartbeatFile(LogFile):
-    """The events of one rank since the last start with --fresh: the file keeps the events of the run before.
+    """The events of one rank since the last start with --fresh, which keeps the file of the run before.
 
-    The tables have the numbers of routine events. This class parses the first and the last step of the newest start,
-    and the last routine event before each other event.
+    For speed, of the routine events it parses only the first and the last step of the newest start and the last event
+    before each non-routine one; the tables have their numbers.
     """
 
     def __init__(self, path: Path):
-        self.events: list[Event] = []  # all that are not routine
+        self.events: list[Event] = []  # all non-routine events
         self.newest: Event = {}
         self.first_step: Event = {}  # of the newest start of the process
-        self.attempts: list[float] = []  # when the process was started
-        self.seconds: list[float] = []  # that passed in each attempt
-        self._routine: re.Match[bytes] | None = None  # the newest, not counted yet
+        self.attempts: list[float] = []  # start times of the process
+        self.seconds: list[float] = []  # duration of each attempt
+        self._routine: re.Match[bytes] | None = None  # the newest routine event, not counted yet
         self._last_step = b""
         super().__init__(path)
         self._count_routine()
@@ -271,13 +271,13 @@ class HeartbeatFile(LogFile):
             self._routine = None
 
     def _count(self, event: Event) -> None:
-        """Takes the event as the newest, and the time that passed until then."""
+        """Makes the event the newest one and updates the duration of the attempt."""
         if event["event"] == "boot" or not self.attempts:
             self.attempts.append(event["time"])
             self.seconds.append(0.0)
             self._began, self.first_step = event, {}
         by_clock, by_time = (number(event.get(key)) - number(self._began.get(key)) for key in ("clock", "time"))
-        passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; an old file has nothing else
+        passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; old files have no "clock"
         self.seconds[-1] = max(self.seconds[-1], passed)
         self.newest = event
 
@@ -293,7 +293,7 @@ def _parse_routine(found: re.Match[bytes]) -> Event:
 
 
 def read_document(path: Path) -> tuple[Row, str]:
-    """The content of a small JSON or YAML file that is written whole, and what is wrong with it."""
+    """The content of a small JSON or YAML file, and a description of the problem if it cannot be read."""
     try:
         is_json = path.suffix == ".json"
         content = run_folder.read_json(path) if is_json else parse_yaml(read_regular(path).decode(), LARGEST_SAVED)
@@ -307,7 +307,7 @@ def read_document(path: Path) -> tuple[Row, str]:
 
 
 def lookup(content: Any, path: str) -> Any:
-    """The value at `a.b` of nested tables; None if there is none."""
+    """The value at the dotted path `a.b` in nested dicts; None if there is none."""
     for key in path.split("."):
         if not isinstance(content, dict) or key not in content:
             return None
@@ -316,7 +316,7 @@ def lookup(content: Any, path: str) -> Any:
 
 
 def number(value: Any, otherwise: float = math.nan) -> float:
-    """A number from a file that anybody may have edited."""
+    """Converts a value from a file that may be damaged or edited."""
     try:
         return bounded(float(value))
     except (TypeError, ValueError, OverflowError):
@@ -324,7 +324,7 @@ def number(value: Any, otherwise: float = math.nan) -> float:
 
 
 def bounded(value: float) -> float:
-    """The number, or infinity where computing with it could overflow."""
+    """The number, or infinity if computing with it could overflow."""
     return value if abs(value) <= LARGEST else value * math.inf
 
 

@@ -1,7 +1,7 @@
-"""A run as one HTML file that needs nothing else: no script, no network, no font. It opens from a disk, prints, and
-follows the reader's choice of light or dark.
+"""Renders a run as one self-contained HTML file: no script, network or font. It can be opened from disk and printed,
+and has a light and a dark mode.
 
-Everything from a file is escaped, and the page forbids scripts besides: text of a run cannot act in a browser.
+Text from files is escaped, and a content security policy forbids scripts: text of a run cannot run code in a browser.
 """
 
 import json
@@ -18,25 +18,25 @@ from nsa.errors import LaunchError, printable, reworded
 from nsa.files import write_whole
 from nsa.formatting import clock, exact, one_line, percent, seconds, short
 from nsa.inspect.evaluation import evaluation_facts, evaluation_figures
-from nsa.inspect.health import is_unwell, unhealthy
+from nsa.inspect.health import is_unhealthy, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
 from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
 
 MAX_ENTRIES = 500
-MAX_TEXT = 4000  # characters of a prompt, and of what followed it
+MAX_TEXT = 4000  # characters of a prompt, and of its continuation
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_page(text: str, target: Path) -> None:
-    """Whole or not at all."""
-    with reworded(LaunchError, f"{target}: cannot be written", "choose another place with --out"):
-        write_whole(target, printable(text))  # a name that is no UTF-8 cannot be written
+    """Replaces `target` atomically."""
+    with reworded(LaunchError, f"{target}: cannot be written", "choose another path with --out"):
+        write_whole(target, printable(text))  # a file name may not be valid UTF-8
 
 
 def render(view: RunView) -> str:
-    """The page."""
+    """The HTML page."""
     name = escape(one_line(view.name, 200))
     sections = (
         ("training", "Training", "Training", grid(training_figures(view))),
@@ -57,7 +57,7 @@ def render(view: RunView) -> str:
 
 
 def render_evaluation(found: dict[str, Any], name: str, now: float) -> str:
-    """A page of what `nsa eval` measured, for those who look at nothing else of the run."""
+    """An HTML page with the results of `nsa eval` only."""
     title = escape(one_line(name, 200))
     header = f'<header><div class="title"><h1>{title}</h1></div><p class="facts">Evaluation</p></header>'
     source = f"Written {clock(now)} by nsa {__version__}"
@@ -65,7 +65,7 @@ def render_evaluation(found: dict[str, Any], name: str, now: float) -> str:
 
 
 def page(title: str, header: str, inside: str, source: str, more_style: str = "") -> str:
-    """A whole page. `source`, which ends it, is plain text; the others are HTML."""
+    """A complete HTML page. `source` is plain text for the footer; the other arguments are HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -105,7 +105,7 @@ def _health(view: RunView) -> str:
     found = unhealthy(view)
     problems = [f"{name}: {problem}" for name, problem in view.problems.items()]
     if not found and not problems:
-        return '<div class="health well" id="health"><p>Nothing unhealthy was found.</p></div>'
+        return '<div class="health ok" id="health"><p>Nothing unhealthy was found.</p></div>'
     bad = "".join(f'<li class="bad">{escape(one_line(line))}</li>' for line in found)
     files = "".join(f'<li class="file">{escape(one_line(line))}</li>' for line in problems)
     return f'<div class="health" id="health"><ul>{bad}{files}</ul></div>'
@@ -125,10 +125,10 @@ def _tiles(view: RunView) -> str:
         ("Step", seconds(view.recent("step_s")), "median of the last steps"),
         ("Waiting for data", percent(view.data_share), "of the last steps"),
         ("Waiting for saves", seconds(view.save_wait_s), "in all"),
-        ("Memory", f"{exact(view.mem_gib, '.2f')} GiB", "the rank that needs most"),
+        ("Memory", f"{exact(view.mem_gib, '.2f')} GiB", "the rank that uses the most"),
         ("Elapsed", seconds(view.elapsed_s), f"in {view.attempts} starts" if view.attempts > 1 else "since the start"),
-        ("Left", seconds(view.left_s), "at the pace of the last steps") if view.left_s is not None else None,
-        ("Incidents", str(bad), "see what happened"),
+        ("Left", seconds(view.left_s), "at the speed of the last steps") if view.left_s is not None else None,
+        ("Incidents", str(bad), "see the timeline"),
     ]
     cells = "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
@@ -158,7 +158,7 @@ def _gate_row(layer: str, gates: run_folder.GateStats) -> str:
     )
     shares = " / ".join(percent(share) for share in gates.shares)
     return (
-        f"<tr{' class=unwell' if is_unwell(gates) else ''}>{_layer_cell(layer)}"
+        f"<tr{' class=unhealthy' if is_unhealthy(gates) else ''}>{_layer_cell(layer)}"
         f'<td><span class="split">{parts}</span><span class="num">{shares}</span></td>'
         f'<td class="num">{exact(gates.mean_entropy, ".3f")}</td><td class="num">{exact(gates.min_entropy, ".3f")}</td>'
         f'<td class="num">{percent(gates.collapsed)}</td></tr>'
@@ -171,7 +171,7 @@ def _layer_cell(layer: str) -> str:
 
 
 def _layer_selection(view: RunView) -> str:
-    """Layer by layer, for those who open it."""
+    """A collapsed table with one row per layer."""
     if not view.layer_selection:
         return ""
     top = max(max(found.distances) for found in view.layer_selection.values())
@@ -211,7 +211,7 @@ def _evaluation(found: dict[str, Any]) -> str:
 
 
 def _samples(view: RunView) -> str:
-    """The newest texts first, each behind its prompt."""
+    """Prompts and their continuations, the newest first."""
     cards = []
     for sample in reversed(view.samples.newest):
         settings = [f"{name} {value}" for name, value in sample.settings.items() if value is not None]
@@ -235,7 +235,7 @@ def _timeline(view: RunView) -> str:
         for entry in shown
     )
     more = len(view.timeline) - len(shown)
-    note = f'<p class="about">{more} older ones are in {run_folder.HEARTBEAT.pattern}.</p>' if more else ""
+    note = f'<p class="about">{more} older events are in {run_folder.HEARTBEAT.pattern}.</p>' if more else ""
     head = "<tr><th>time</th><th>step</th><th>ranks</th><th>event</th><th>message</th></tr>"
     return f'<div class="card scroll"><table class="story">{head}{rows}</table>{note}</div>'
 

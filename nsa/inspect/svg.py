@@ -1,5 +1,5 @@
 """Plots as SVG text: axes with ticks and units, curves that keep their spikes, heat maps. Colors are CSS classes of
-the page, so that it can be light or dark. Everything that comes from a file is escaped."""
+the page, which has a light and a dark mode. Text from files is escaped."""
 
 import math
 from collections import defaultdict
@@ -13,14 +13,14 @@ import numpy as np
 from nsa.formatting import short
 from nsa.inspect.run_files import Numbers
 
-MAX_POINTS = 1000  # of a curve
+MAX_POINTS = 1000  # per curve
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 22, 32
-STYLES = ("c1", "c2", "c3", "c4", "c1 dash", "c2 dash", "c3 dash", "c4 dash")  # of curves that are told apart
+STYLES = ("c1", "c2", "c3", "c4", "c1 dash", "c2 dash", "c3 dash", "c4 dash")  # distinguishable styles of curves
 _LEVELS = 20  # shades of a heat map
-_DEEP = 13  # from this shade on, the text of a cell has the color of the page
-_CELL, _LABEL = 24, 42  # the least width of a cell with a number in it, and of a label of the axis
-_BANDS = 60  # parts of a plot that show their values under a pointer
-_LOG_FROM = 30  # how far above its median a curve must reach for a logarithmic axis
+_DEEP = 13  # from this shade on, the text of a cell has the background color
+_CELL, _LABEL = 24, 42  # minimum width of a cell with a number, and of an axis label
+_BANDS = 60  # vertical strips with tooltips
+_LOG_FROM = 30  # ratio of maximum to median from which the axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Curve:
     name: str
     x: Numbers
     y: Numbers
-    style: str = "c1"  # a class of the page
-    dots: bool = False  # a dot for each finite value, and no sign of the others
+    style: str = "c1"  # CSS classes
+    dots: bool = False  # draw a dot for each finite value, and nothing for others
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Size of a plot in its own units, and the ranges of its axes."""
+    """Size of a plot in SVG units, and the ranges of its axes."""
 
     width: int
     height: int
     x: tuple[float, float]
     y: tuple[float, float]
     log: bool = False
-    along: str = "step"  # what the horizontal axis counts
+    along: str = "step"  # label of the horizontal axis
     log_x: bool = False
 
     def across(self, value: float) -> float:
@@ -52,14 +52,14 @@ class Frame:
 
 
 def _share(value: float, ends: tuple[float, float], log: bool) -> float:
-    """Of the way from one end of an axis to the other."""
+    """The position of a value on an axis: 0 at its lower end, 1 at its upper end."""
     low, high, at = (math.log10(v) if log else v for v in (*ends, value))
     return (at - low) / ((high - low) or 1.0)
 
 
 @dataclass
 class Plot:
-    """A figure of lines; `marks` are steps with a text, drawn as arrows above."""
+    """A line plot; `marks` are steps with a text, drawn as arrows above the curves."""
 
     identity: str
     title: str
@@ -74,7 +74,7 @@ class Plot:
 
 
 def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
-    """At most about `most` points with the lowest and the highest of every stretch, and the first and the last."""
+    """About `most` points: the minimum and maximum of every interval, the first and the last point."""
     if len(x) <= most:
         return x, y
     keep = {0, len(x) - 1}
@@ -83,7 +83,7 @@ def thin(x: Numbers, y: Numbers, most: int = MAX_POINTS) -> tuple[Numbers, Numbe
         finite, bad = part[is_finite], part[~is_finite]
         if len(finite):
             keep |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
-        keep |= set(bad[:1].tolist())  # so that a gap stays one
+        keep |= set(bad[:1].tolist())  # keeps gaps visible
     at = np.array(sorted(keep))
     return x[at], y[at]
 
@@ -108,7 +108,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def draw(plot: Plot, width: int, height: int) -> str:
-    """The inside of an <svg>. At least one curve has a finite value."""
+    """The content of an <svg>. At least one curve must have a finite value."""
     curves = [_shown(curve) for curve in plot.curves]
     values = np.concatenate([c.y[np.isfinite(c.y)] for c in curves])
     xs = np.concatenate([c.x for c in curves])
@@ -159,7 +159,7 @@ def _axes(frame: Frame, unit: str) -> str:
 
 
 def _step_axis(frame: Frame, marks: Iterable[tuple[float, str]]) -> str:
-    """`marks` are places across and their labels."""
+    """`marks` are horizontal positions and their labels."""
     bottom, parts = frame.height - BOTTOM, []
     for x, label in marks:
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
@@ -169,7 +169,7 @@ def _step_axis(frame: Frame, marks: Iterable[tuple[float, str]]) -> str:
 
 
 def _curve(frame: Frame, curve: Curve) -> str:
-    """A line with gaps and a cross on the upper edge where a value is not finite; or with dots."""
+    """A line; where a value is not finite it has a gap and a cross on the upper edge. Or dots."""
     points, crosses, spots, pen = [], [], [], "M"
     for x, y in zip(curve.x.tolist(), curve.y.tolist(), strict=True):
         if math.isfinite(y) and not (frame.log and y <= 0):
@@ -187,7 +187,7 @@ def _curve(frame: Frame, curve: Curve) -> str:
 
 
 def _bands(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
-    """Invisible strips whose titles show the values there: a pointer reads the plot without any script."""
+    """Invisible strips whose tooltips show the values there, without a script."""
     parts = []
     space = np.geomspace if frame.log_x else np.linspace
     for start, end in pairwise(space(*frame.x, _BANDS + 1).tolist()):
@@ -220,8 +220,8 @@ def heat_map(
     along: str = "step",
     written: Callable[[float], str] | None = None,
 ) -> tuple[int, str]:
-    """Its height, and rows of cells: `values` [row, step] over the range `scale` as depth of color, and as the text
-    that `written` makes of each; None writes none."""
+    """The height and the content of an <svg>. `values` [row, step] over the range `scale` are shown as depth of color,
+    and as the text that `written` formats unless it is None."""
     rows, columns = values.shape
     low, high = scale
     height = TOP + BOTTOM + max(110, min(420, rows * 17))
@@ -244,9 +244,9 @@ def heat_map(
         for level, cells in sorted(levels.items())
     ]
     room = f'x="{LEFT}" y="{TOP}" width="{width - LEFT - RIGHT}" height="{frame.height - TOP - BOTTOM}"'
-    plate = f'<rect class="plate" {room}/>'  # else a map of zeros would look like none
-    # Samples lie side by side at equal widths; the ticks show their steps, evenly from the newest back. Columns with
-    # numbers in them are few, and each has a label where there is room.
+    plate = f'<rect class="plate" {room}/>'  # a map of zeros is visible by its border
+    # All columns have the same width; ticks show steps at equal distances, from the newest backwards. Columns with
+    # numbers are few, and each has a label if there is room.
     every = math.ceil(_LABEL / wide) if written else math.ceil((len(steps) - 1) / 4)
     ticked = range(len(steps) - 1, -1, -max(1, every))
     label = "{:,.0f}".format if written else short

@@ -1,4 +1,4 @@
-"""What happened to a run, from the heartbeats of all ranks: starts, stalls, incidents, hangs, ends."""
+"""The timeline of a run, from the heartbeats of all ranks: starts, stalls, incidents, hangs, ends."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _BAD = ("incident", "data_stall", "hang")
 
 @dataclass(frozen=True)
 class Entry:
-    """What several ranks report alike is one entry, with the time of the first of them."""
+    """Equal reports of several ranks are one entry, with the time of the first report."""
 
     time: float
     step: int
@@ -23,7 +23,7 @@ class Entry:
 
 
 def timeline(heartbeats: Mapping[int, HeartbeatFile]) -> list[Entry]:
-    """The newest first."""
+    """The entries, the newest first."""
     found: defaultdict[tuple[int, int, str, str, bool], list[tuple[float, int]]] = defaultdict(list)
     for rank, heartbeat in heartbeats.items():
         for event in heartbeat.events:
@@ -38,7 +38,7 @@ def timeline(heartbeats: Mapping[int, HeartbeatFile]) -> list[Entry]:
 
 
 def _describe(event: Event) -> tuple[str, str] | None:
-    """Kind and message of an event that belongs to the timeline."""
+    """Kind and message of an event; None if it does not belong to the timeline."""
     kind = event["event"]
     if kind == "incident":
         return str(event.get("kind", "incident")), str(event.get("message", ""))

@@ -1,7 +1,7 @@
 """`nsa trace`: where each rank stood, which parameters got no gradient, and where the ranks first differ.
 
-Reads the `trace_rank{r}.jsonl` of all ranks, which record/tracer.py describes. Needs no torch. Damaged lines are
-skipped and counted. If a run was started several times, the last start counts.
+Reads the `trace_rank{r}.jsonl` of all ranks (see record/tracer.py), without torch. Damaged lines are skipped and
+counted. If a run was started several times, only the last start is shown.
 """
 
 import json
@@ -19,16 +19,16 @@ from nsa.files import open_regular
 from nsa.formatting import clock, one_line, seconds
 from nsa.run_folder import OLDER_TRACE, TRACE, reading_run
 
-Lines = Iterator[tuple[str, str]]  # a label and a text, to be wrapped
-ONE_START_S = 600.0  # the ranks of one start come this close together; an older trace is of an earlier start
-MOST, ENTRY = 8, " " * 11  # entries of a list, and the label of each
+Lines = Iterator[tuple[str, str]]  # label and text
+ONE_START_S = 600.0  # the ranks of one start begin within this time; an older trace belongs to an earlier start
+MOST, ENTRY = 8, " " * 11  # maximum number of list entries, and the label of each
 GRADIENT, LOSS, STARTED = "gradient #", "the loss", "started"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _DAMAGED = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 def _facts(event: dict[str, Any]) -> dict[str, str]:
-    """Facts of the same name can be compared between ranks. Equal texts of a digest mean equal tensors."""
+    """An event as facts that can be compared between ranks by name. Equal digests mean equal tensors."""
     match event["event"]:
         case "grad" | "module_bwd" as kind:
             return {f"{GRADIENT if kind == 'grad' else 'backward #'}{event['order'] + 1}": event["name"]}
@@ -44,7 +44,7 @@ def _facts(event: dict[str, Any]) -> dict[str, str]:
 
 
 class RankTrace:
-    """The last start of one rank. `steps` has the facts of each step as they were recorded; step 0 is before step 1."""
+    """The last start of one rank. `steps` has the facts of each step in their order; step 0 is before step 1."""
 
     def __init__(self, folder: Path, rank: int):
         self.rank, self.damaged, self.started, self.world_size, self.last_time = rank, 0, 0.0, 1, 0.0
@@ -81,12 +81,12 @@ class RankTrace:
             self.steps.setdefault(number, {}).update(facts)
 
     def arrived(self, number: int) -> list[str]:
-        """Parameters in the order of their gradients."""
+        """Parameters in the order in which their gradients were accumulated."""
         return [value for name, value in self.steps.get(number, {}).items() if name.startswith(GRADIENT)]
 
 
 def explain(folder: Path) -> Iterator[str]:
-    """What the traces of a run show, as lines of at most 80 columns."""
+    """Summarizes the traces of a run in lines of at most 80 columns."""
     with reading_run(folder):
         found = [RankTrace(folder, rank) for rank in TRACE.find(folder)]
     if not found:
@@ -118,7 +118,7 @@ def _explain(found: list[RankTrace]) -> Lines:
 
 
 def _where(traces: list[RankTrace]) -> Lines:
-    """Where each rank stood. Ranks that stood alike are one entry, the furthest behind first."""
+    """Where each rank stood, the slowest first. Ranks at the same place share an entry."""
     groups = sorted(_grouped((trace.place, trace) for trace in traces), key=lambda group: group[0])
     for place, members in groups[:MOST]:
         trace, at = members[0], members[0].last_time
@@ -150,7 +150,7 @@ def _missing(traces: list[RankTrace]) -> Lines:
 
 
 def _compare(label: str, traces: list[RankTrace], is_wanted: Callable[[str], bool]) -> Lines:
-    """The first fact that is not the same on all ranks that have it."""
+    """The first fact that differs between the ranks that have it."""
     compared = []
     for number in sorted({number for trace in traces for number in trace.steps}):
         steps = [(trace.rank, trace.steps[number]) for trace in traces if number in trace.steps]
@@ -167,7 +167,7 @@ def _compare(label: str, traces: list[RankTrace], is_wanted: Callable[[str], boo
 
 
 def _listed(word: str, numbers: Iterable[int]) -> str:
-    """Steps 1, 2, 3, 7 as "steps 1-3, 7"."""
+    """For example "steps 1-3, 7" for 1, 2, 3, 7."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(set(numbers))), lambda at: at[1] - at[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"{word}{'s' if sum(map(len, runs)) > 1 else ''} {text}"

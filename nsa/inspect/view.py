@@ -1,7 +1,7 @@
-"""A run on a terminal: one frame that fits its width and height, readable without colours too.
+"""Draws a run in a terminal: one frame that fits its width and height, readable without colours.
 
-What does not fit is left out in this order: older incidents, layers whose gates are well, height of the curve. Text
-from files is shown with control characters escaped.
+If space is short, the frame drops older incidents first, then layers with healthy gates, then lines of the curve.
+Control characters in text from files are escaped.
 """
 
 from textwrap import wrap
@@ -10,11 +10,11 @@ from rich.text import Text
 
 from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.chart import TO_ASCII, bars, curve, split_bar
-from nsa.inspect.health import MAX_COLLAPSED, is_unwell, unhealthy
+from nsa.inspect.health import MAX_COLLAPSED, is_unhealthy, unhealthy
 from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
 from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
-_STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # any other is bold red
+_STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # others are bold red
 _BRANCH_STYLE = ("cyan", "magenta", "yellow")
 _BRANCH_SIGNS = "█▓░"
 _SHORTEST_CURVE, _TALLEST_CURVE = 4, 14
@@ -78,7 +78,7 @@ def _header(view: RunView, width: int) -> list[Text]:
 
 
 def _warnings(view: RunView, width: int, height: int) -> list[Text]:
-    """Wrapped, so that the reason of a failure can be read to its end; at most `height` lines."""
+    """At most `height` lines, wrapped so that the whole reason of a failure is visible."""
     found = [f"! {one_line(line)}" for line in unhealthy(view)]
     if len(found) > _MAX_WARNINGS:
         found[_MAX_WARNINGS - 1 :] = [f"! and {len(found) - _MAX_WARNINGS + 1} more"]
@@ -87,7 +87,7 @@ def _warnings(view: RunView, width: int, height: int) -> list[Text]:
         named = "; ".join(f"{name}: {problem}" for name, problem in view.problems.items())
         lines.append(Text(f"? {one_line(named)}", "yellow"))
     if len(lines) > height:
-        lines[max(0, height - 1) :] = [Text("  ... run.log and nsa report have all of it", "bold red")][:height]
+        lines[max(0, height - 1) :] = [Text("  ... see run.log or nsa report for the rest", "bold red")][:height]
     return lines
 
 
@@ -117,11 +117,11 @@ def _loss(view: RunView, width: int, height: int) -> list[Text]:
 
 
 def _gates(view: RunView, width: int) -> list[Text]:
-    """A heading, all layers together, then each layer, those that are unwell first."""
+    """A heading, the mean of all layers, then each layer, unhealthy layers first."""
     if not view.gates:
         return []
     # A stable sort keeps the order of the layers.
-    layers = sorted(view.gates.items(), key=lambda item: (item[0] != ALL_LAYERS, not is_unwell(item[1])))
+    layers = sorted(view.gates.items(), key=lambda item: (item[0] != ALL_LAYERS, not is_unhealthy(item[1])))
     bar = max(8, min(30, width - 58))
     heading = (f"gates at step {view.gate_samples.last_step}: ", "dim")
     legend = zip(_BRANCH_SIGNS, BRANCHES, _BRANCH_STYLE, strict=True)
@@ -131,7 +131,7 @@ def _gates(view: RunView, width: int) -> list[Text]:
 
 def _gate_line(layer: str, gates: GateStats, bar: int) -> Text:
     name = one_line(layer, 60)
-    line = Text(f"{name if len(name) <= 18 else name[:17] + '…':<18} ", "bold red" if is_unwell(gates) else "")
+    line = Text(f"{name if len(name) <= 18 else name[:17] + '…':<18} ", "bold red" if is_unhealthy(gates) else "")
     for columns, sign, style in zip(split_bar(gates.shares, bar), _BRANCH_SIGNS, _BRANCH_STYLE, strict=True):
         line.append(sign * columns, style)
     cmp, sel, win = (exact(share * 100, "3.0f") for share in gates.shares)

@@ -1,6 +1,6 @@
-"""Where every rank of a run stands: its last events, and the state of its process.
+"""Reads the state of every rank of a run: its last events, and the state of its process.
 
-Nothing here signals a process: a run folder may come from anywhere, and its files may name any process id.
+This module never signals a process: a run folder may come from anywhere, and its files may name any process id.
 """
 
 import os
@@ -23,13 +23,13 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class RankState:
-    """`boot` is the event of that name, `events` are the newest ones, `age_s` is the time since the last of them."""
+    """`boot` is the newest event `boot`, `events` are the newest events, `age_s` is the time since the last event."""
 
     rank: int
     boot: Event
     events: list[Event]
     age_s: float
-    process: str  # such as "sleeping" or "stopped"; "gone" or "unknown"
+    process: str  # psutil's status such as "sleeping" or "stopped", or "gone" or "unknown"
 
     def to_dict(self) -> dict[str, Any]:
         last, boot = self.events[-1], self.boot
@@ -42,18 +42,18 @@ class RankState:
 
     @property
     def is_stalled(self) -> bool:
-        """Reports missing data. Not after a hang: until the process ends, its other threads may still report it."""
+        """Whether the rank waits for data. False after a hang, since other threads report stalls until the exit."""
         newest = [e["event"] for e in takewhile(lambda e: e["event"] in ("data_stall", "hang"), reversed(self.events))]
         return bool(newest) and "hang" not in newest
 
     @property
     def has_ended(self) -> bool:
-        """Or cannot act any more."""
+        """Whether the process has ended or is stopped."""
         return self.process in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
 
 
 def read_ranks(folder: Path) -> list[RankState]:
-    """Every rank that left events. A damaged file hides no other rank."""
+    """Every rank that has written events. Ranks with a damaged file are skipped."""
     found = []
     for rank, path in HEARTBEAT.find(folder).items():
         with suppress(OSError, ValueError, TypeError, KeyError, IndexError):
@@ -70,7 +70,7 @@ def format_ranks(ranks: list[RankState]) -> str:
 
 
 def identify(pid: int) -> dict[str, Any]:
-    """What distinguishes a process of this host from every other one, without the time of day, which may jump."""
+    """Fields that identify a process uniquely, without the time of day, which may jump."""
     found: dict[str, Any] = {"pid": pid, "host": socket.gethostname(), "boot_id": None, "start_ticks": None}
     with suppress(OSError):  # the process is gone, or this is not Linux
         found["boot_id"] = BOOT_ID.read_text().strip()

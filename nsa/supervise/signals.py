@@ -1,5 +1,5 @@
-"""Requests to stop: SIGTERM and SIGUSR1 (a scheduler), SIGHUP (a terminal that closes), Ctrl-C (a person). The step is
-finished, then the run saves."""
+"""Requests to stop: SIGTERM and SIGUSR1 (a scheduler), SIGHUP (a terminal that closes), Ctrl-C (a person). The run
+finishes its step and saves."""
 
 import os
 import signal
@@ -11,25 +11,25 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopRequest:
-    """While active, signals only set a flag. A second Ctrl-C ends the process at once, unless the run `is_saved`.
+    """A context in which signals only set a flag. A second Ctrl-C ends the process at once, unless the run `is_saved`.
 
-    `until_exit`: the handlers stay, so that a signal that comes after the run does not change the exit code.
+    `until_exit` keeps the handlers installed, so that a signal after the run does not change the exit code.
     """
 
     def __init__(self, *, until_exit: bool = False) -> None:
         self.terminate = False
         self.interrupt = False
-        self.is_saved = False  # the run has nothing left to lose and ends by itself
+        self.is_saved = False  # everything is saved, and the run is about to end
         self._until_exit = until_exit
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: the run outlives its terminal
+                continue  # started with nohup
             try:
                 self._before[number] = signal.signal(number, self._note)
-            except ValueError:  # not the main thread: signals stay with the caller
+            except ValueError:  # not the main thread: the caller handles signals
                 break
         return self
 

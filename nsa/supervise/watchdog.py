@@ -1,4 +1,4 @@
-"""The watchdog of a rank: without progress for too long, it reports where each rank stood and ends the process.
+"""The watchdog of a rank: if the rank makes no progress for too long, it reports where each rank stood and exits.
 
 The training loop calls `beat`. If no beat comes within the limit, a thread writes the stacks of all threads into
 `stackdump_{time}_rank{r}.txt`, then the memory, where every rank stood and its last events. It waits until the other
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Active while it is entered. `floor_s` is the shortest silence that counts as a hang.
+    """A context manager. `floor_s` is the shortest silence that counts as a hang.
 
     `on_hang` is called in the watchdog's thread with the fields of the event `hang` and a message; the process ends
     soon after it returns, without any cleanup. Errors of the watchdog itself are raised inside `counted()`.
@@ -69,7 +69,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         with self._counted():
-            self._remove_empty_dumps()  # of a process that was killed
+            self._remove_empty_dumps()  # left by a process that was killed
             path = stack_dumps(time.strftime("%Y%m%dT%H%M%S")).path(self._folder, self._rank)
             self._file = regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._path = path
@@ -86,36 +86,36 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join()  # does not return if the thread reports a hang: the process ends with its code
+            self._thread.join()  # does not return if the thread reports a hang: the thread ends the process
         faulthandler.cancel_dump_traceback_later()
         with self._counted():
             faulthandler.unregister(signal.SIGUSR2)
             faulthandler.disable()
             if self._was_enabled:
-                faulthandler.enable(file=STDERR)  # Python's default; faulthandler cannot say where it was before
+                faulthandler.enable(file=STDERR)  # Python's default; faulthandler does not tell its previous file
         with self._counted():
             if self._path is not None:
                 os.close(self._file)
                 self._remove_empty_dumps()
 
     def beat(self, step: int, phase: str) -> None:
-        """Progress: called a few times a step."""
+        """Reports progress. The training loop calls it several times per step."""
         self._step, self._phase, self._beat_at = step, phase, time.monotonic()
 
     def step_done(self, seconds: float) -> None:
-        """How long the step took; the limit follows the median."""
+        """Records the duration of a step; the limit follows the median."""
         self._steps.append(seconds)
         self._limit_s = max(self._floor_s, 5.0 * statistics.median(self._steps))
         self._beat_at = time.monotonic()
 
     @property
     def limit_s(self) -> float:
-        """The silence that counts as a hang now."""
+        """The current limit: a longer silence is a hang."""
         return max(self._limit_s, *self._allowed)
 
     @contextmanager
     def allow(self, seconds: float) -> Iterator[None]:
-        """For what may take longer than a step: inside, the limit is at least `seconds`."""
+        """Inside, the limit is at least `seconds`: for work that may take longer than a step."""
         self._allowed.append(seconds)
         self._beat_at = time.monotonic()
         try:
@@ -141,17 +141,17 @@ class Watchdog:
                 if silent_s < self._limit_s:
                     continue
                 ranks = time_limited(READ_S, lambda: read_ranks(self._folder)) or []
-                if silent_s < limit_s:  # this rank has more time, but the end of another one may end it
+                if silent_s < limit_s:  # another rank that hangs may end this one before its own limit
                     if not has_dumped and any(rank.is_hung and rank.age_s < silent_s for rank in ranks):
                         has_dumped = True
                         time_limited(self._report_s, lambda: self._dump("another rank reports a hang"))
                 elif self._phase != DATA_PHASE and any(rank.is_stalled and rank.age_s < limit_s for rank in ranks):
-                    self._arm(limit_s + self._report_s)  # this rank waits for that one, which decides for both
+                    self._arm(limit_s + self._report_s)  # this rank waits for the stalled one, whose own limit applies
                 elif at == self._beat_at and not self._ended.is_set():
                     self._end_process(silent_s, limit_s)
 
     def _arm(self, seconds: float) -> None:
-        """Starts the C timer again."""
+        """Restarts the C timer."""
         seconds = min(max(seconds, self._report_s), threading.TIMEOUT_MAX / 2)
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
@@ -163,7 +163,7 @@ class Watchdog:
         os._exit(HangError.exit_code)
 
     def _report(self, silent_s: float, limit_s: float) -> None:
-        """Writes everything that is known, the most important first; what may block comes last."""
+        """Writes the report, the most important parts first; calls that may block come last."""
         what = f"rank {self._rank}: no progress for {silent_s:.0f} s in step {self._step} (phase {self._phase})"
         self._dump(f"hang: {what}; limit {limit_s:.1f} s")
         self._write(f"\nmemory: {psutil.Process().memory_info().rss / 2**30:.3f} GiB resident\n\n")
@@ -177,12 +177,12 @@ class Watchdog:
         with self._counted():
             self._on_hang(report, message)
         print(f"hang: {message}; exit code {HangError.exit_code}", file=sys.stderr, flush=True)
-        torch = sys.modules.get("torch")  # never imported here: the thread that hangs may hold the import lock
+        torch = sys.modules.get("torch")  # not imported here: the thread that hangs may hold the import lock
         if torch is None or not torch.cuda.is_initialized():
             return
         with self._counted():
             for device in range(torch.cuda.device_count()):
-                if torch.cuda.memory_reserved(device):  # as PyTorch counts it: the device is not asked
+                if torch.cuda.memory_reserved(device):  # PyTorch's own count, without a call to the device
                     self._write(f"\n{torch.cuda.memory_summary(device)}\n")
         recorder = getattr(torch._C, "_distributed_c10d", None)
         dump = getattr(recorder, "_dump_nccl_trace_json", None) or getattr(recorder, "_dump_fr_trace_json", None)
@@ -197,7 +197,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=self._file)
 
     def _write(self, text: str) -> None:
-        """Into the file; to standard error from the first time that the file cannot be written."""
+        """Writes to the file, or to standard error after the first failed write."""
         with self._counted():
             os.write(self._file, text.encode(errors="replace"))
             return
@@ -206,13 +206,13 @@ class Watchdog:
             os.write(self._file, text.encode(errors="replace"))
 
     def _wait_for_other_ranks(self) -> None:
-        """The end of this rank may end the others before they have written their stacks."""
+        """When this rank exits, torchrun ends the others: they must have written their stacks before."""
         while not all(r.rank == self._rank or r.is_hung or r.has_ended for r in read_ranks(self._folder)):
             time.sleep(self._tick_s)
 
 
 def time_limited(seconds: float, function: Callable[[], T]) -> T | None:
-    """Its result, or None if it fails or takes longer, as on a file system that does not answer."""
+    """The result of `function`, or None if it raises or takes longer, as on a file system that does not answer."""
     results: list[T] = []
 
     def work() -> None:

@@ -127,7 +127,7 @@ def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
 
 def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(folder, tmp_path):
     (tmp_path / "eval.html").mkdir()
-    with pytest.raises(LaunchError, match=r"eval\.html: cannot be written: .* choose another place with --out"):
+    with pytest.raises(LaunchError, match=r"eval\.html: cannot be written: .* choose another path with --out"):
         evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
     assert (tmp_path / "eval.json").exists()
 

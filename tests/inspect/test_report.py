@@ -198,7 +198,7 @@ def test_an_evaluation_is_part_of_the_page_with_its_numbers(finished):
 )
 def test_a_file_that_holds_no_evaluation_is_named(finished, content):
     (finished / "eval.json").write_text(json.dumps(content))
-    assert "eval.json holds no evaluation" in render(read_run(finished))
+    assert "eval.json is not an evaluation" in render(read_run(finished))
     (finished / "eval.json").write_text("{")
     assert read_run(finished).problems["eval.json"] == "damaged: cannot be parsed"
 

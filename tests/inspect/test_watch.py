@@ -253,7 +253,7 @@ def test_a_reason_that_is_longer_than_the_terminal_leaves_the_numbers_and_says_w
     )
     lines = text_of(read_run(copy), 40, 20).split("\n")
     assert len(lines) == 20
-    assert "run.log and nsa report" in lines[-3]
+    assert "run.log or nsa report" in lines[-3]
     assert lines[-1].startswith("tokens/s")
 
 
@@ -282,7 +282,7 @@ def test_a_preempted_run_and_one_that_was_started_again(copy):
     [
         ({"loss": "nan"}, "the loss of step 40 is nan"),
         ({"data_wait_s": 0.22}, "40% of a step is spent waiting for data"),
-        ({"skipped": 1}, "40 of the last 40 steps were left out"),
+        ({"skipped": 1}, "40 of the last 40 steps were skipped"),
     ],
 )
 def test_unhealthy_steps_are_reported(tmp_path, row, words):
