@@ -1,9 +1,9 @@
-"""When a run saves, what it saves of itself, and how it resumes from a checkpoint.
+"""Saves checkpoints of a run and resumes from them.
 
-A save runs while training does. All ranks learn of its end at the same step, through the step's own message. Every due
-checkpoint is written: where the save before is still under way, the run waits for it and reports the wait. A save that
-failed is an incident, and is retried after a minute and two minutes later; three such failures end the run. Checkpoints
-that come due in between are tried as well, and do not count if they fail.
+A save runs in the background of training. All ranks learn of its end at the same step, through the step's all-reduce.
+Every due checkpoint is written: if the previous save is still running, the run waits for it and reports the wait. A
+failed save is an incident; it is retried after one minute, and again two minutes later. Three such failures end the
+run. Checkpoints that come due in between are tried as well, and do not count if they fail.
 """
 
 import random
@@ -44,15 +44,15 @@ from nsa.train.monitor import Monitor
 from nsa.train.schedule import learning_rate
 from nsa.train.state import Progress, RunState
 
-RETRY_S = (60.0, 120.0)  # from a failed save to the next that counts; storage that is full now may have room later
-LONGEST_PAUSE_S = 16.0  # between two attempts of a run that cannot go on without having saved
-# Before each tensor of a save in the background. Writing the 522 tensors of a 125M run keeps the interpreter for about
-# half a second, which stops the training thread: spread over 13 s that is at most a twentieth of each step.
+RETRY_S = (60.0, 120.0)  # from a failed save to its retry; full storage may have room later
+LONGEST_PAUSE_S = 16.0  # between two attempts of a run that must save before it continues
+# Pause before each tensor of a background save. Writing the 522 tensors of a 125M run holds the GIL for about half a
+# second, which blocks the training thread: spread over 13 s that is at most a twentieth of each step.
 PAUSE_S = 0.025
 
 
 class Checkpointing:
-    """The checkpoints of one run. All ranks call every method but the votes together."""
+    """The checkpoints of one run. All ranks call every method except `votes` together."""
 
     clock = staticmethod(time.monotonic)
     pause = staticmethod(time.sleep)
@@ -61,27 +61,27 @@ class Checkpointing:
         self.config, self.state, self.monitor = state.config.checkpoint, state, monitor
         self.saver = Saver(root, self.config.keep, state.world.cpu_group)
         self.saver.last_good = resumed
-        self._saved_step = state.progress.step if resumed else -1  # the newest that is committed
+        self._saved_step = state.progress.step if resumed else -1  # the newest committed step
         self._writing_step = 0
         self._writing_best = False
-        self._failures = 0  # in a row, those that count
-        self._counts = True  # whether the save under way counts if it fails
+        self._failures = 0  # consecutive failures that count
+        self._counts = True  # whether the current save counts if it fails
         self._retry_at = 0.0
 
     def votes(self) -> tuple[int, int]:
-        """1 when this rank has written its part of the save that is under way; 1 when it is time for a retry."""
+        """1 if this rank has written its part of the current save; 1 if a retry is due."""
         return int(self.saver.written), int(self._is_retry_due())
 
     def after_step(self, written: int, retry: int, *, is_best: bool) -> None:
-        """Completes a save that all ranks have `written`, and starts one where it is due or a rank voted to `retry`."""
+        """Completes a save that all ranks have `written`, and starts one if it is due or a rank voted to `retry`."""
         failures = self._failures
         if written == self.state.world.size:
             self._complete()
         every, step = self.config.every, self.state.progress.step
         due = is_best or bool(every and step % every == 0)
         if due and self.saver.busy:
-            self._wait_for_the_one_before()
-        retry = retry if self._failures == failures else 0  # the vote came before the end of a save
+            self._wait_for_previous()
+        retry = retry if self._failures == failures else 0  # the vote is older than the end of the save
         if (due or retry) and not self.saver.busy:
             self._counts = bool(retry) or not self._failures
             self._begin(PAUSE_S if self.config.background else 0.0, is_best=is_best)
@@ -89,17 +89,17 @@ class Checkpointing:
                 self._complete()
 
     def settle(self) -> None:
-        """Waits for a save that is under way."""
+        """Waits for the current save, if any."""
         if self.saver.busy:
             self._complete()
 
     def save_now(self) -> None:
-        """Returns when the present step is committed. Where storage fails it waits, as long as retries do."""
+        """Returns when the current step is committed. If storage fails, it retries for as long as regular saves do."""
         self.settle()
         pause_s = 1.0
         while self._saved_step != self.state.progress.step:
             self.monitor.beat(self.state.progress.step, "save")
-            # The clocks of two ranks differ: the first decides.
+            # Clocks differ between ranks: rank 0 decides.
             self._counts = on_first_rank(self.state.world, lambda: not self._failures or self._is_retry_due())
             is_again = self._writing_step == self.state.progress.step
             self._begin(is_best=self._writing_best and is_again)
@@ -107,15 +107,15 @@ class Checkpointing:
             if self._saved_step != self.state.progress.step:
                 self.pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        self.monitor.claim.check(self.state.world)  # what was saved can be found
+        self.monitor.claim.check(self.state.world)  # the saved checkpoint is at its path
 
     def save_if_alone(self) -> None:
-        """One attempt to save the steps that are done, where the next one has no data. One rank of several cannot: the
-        others do not know."""
+        """Tries once to save the completed steps when there is no data for the next one. Does nothing with several
+        ranks: the others do not know."""
         step = self.state.progress.step
         if self.state.world.size > 1 or step == 0:
             return
-        with self.monitor.extended_timeout(), suppress(CheckpointError):  # the reason why the run ends is another
+        with self.monitor.extended_timeout(), suppress(CheckpointError):  # the run ends for another reason
             self.settle()
             if self._saved_step != step:
                 self._counts = False
@@ -125,7 +125,7 @@ class Checkpointing:
     def _is_retry_due(self) -> bool:
         return self._failures > 0 and self.clock() >= self._retry_at
 
-    def _wait_for_the_one_before(self) -> None:
+    def _wait_for_previous(self) -> None:
         began, step = time.perf_counter(), self.state.progress.step
         before = self._writing_step
         self._complete()
@@ -136,7 +136,7 @@ class Checkpointing:
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
         self.monitor.claim.check(self.state.world)
         saved = snapshot(self.state, is_best=is_best)
-        saved.state["unwritten_rows"] = self.monitor.flush()  # those that the checkpoint counts must be on the disk
+        saved.state["unwritten_rows"] = self.monitor.flush()  # rows before the checkpoint must be on disk
         self.saver.begin(saved, pause_s=pause_s)
         self._writing_step, self._writing_best = self.state.progress.step, is_best
 
@@ -148,7 +148,7 @@ class Checkpointing:
         lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
         if lost is not None:
             raise lost
-        # The retry probably saves the weights of a later step, which are not the best.
+        # The retry saves the weights of a later step, which may not be the best.
         unmarked = "; it had the best validation loss" if self._writing_best else ""
         message = f"step {self._writing_step} could not be saved: {failure}{unmarked}"
         self.monitor.incident("save_failed", message, self.state.progress.step)
@@ -165,7 +165,7 @@ class Checkpointing:
 
 
 class _DamagedError(CheckpointError):
-    """A file of a checkpoint is not as it was written. All ranks raise it together."""
+    """A file of a checkpoint differs from what was saved. All ranks raise it together."""
 
 
 def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: bool) -> str | None:
@@ -196,7 +196,7 @@ def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: b
 
 
 def _verify(checkpoint: Path, names: set[str], world: World) -> None:
-    """Every rank verifies the files of its own names. Raises on all ranks the first damage that one of them found."""
+    """Every rank verifies the files in its own `names`. All ranks raise the first damage that any of them found."""
     problem = ""
     try:
         verify(checkpoint, names)
@@ -207,7 +207,7 @@ def _verify(checkpoint: Path, names: set[str], world: World) -> None:
 
 
 def _check_changes(checkpoint: Path, config: Config, accept_changes: bool) -> list[str]:
-    """What changed in the configuration since the checkpoint. Raises ConfigError if that prevents a resume."""
+    """The configuration changes since the checkpoint. Raises ConfigError if they prevent resuming."""
     saved = read_state(checkpoint)
     changes = differences(saved.get("config"), config)
     root = checkpoint.parent
@@ -226,14 +226,14 @@ def _check_changes(checkpoint: Path, config: Config, accept_changes: bool) -> li
 
 
 def _mark_best(checkpoint: Path) -> None:
-    """The run may have been killed between the commit of its best checkpoint and the mark."""
+    """Restores the mark `best`: the run may have been killed between the commit of the checkpoint and its mark."""
     if read_state(checkpoint).get("is_best") is True:
         write_atomically(checkpoint.parent / BEST, checkpoint.name.encode() + b"\n")
 
 
 def _changed_rate(saved: dict[str, Any], step: int, now: TrainConfig) -> list[str]:
-    """The learning rate of the step after `step` as it was planned and as it is now, if the schedule changed."""
-    with suppress(ValueError, LookupError, TypeError, AttributeError):  # of a version with other keys, or damaged
+    """Describes the saved and the current learning rate of the next step, if the schedule changed."""
+    with suppress(ValueError, LookupError, TypeError, AttributeError):  # another version with other keys, or damage
         known = {key: value for key, value in saved["config"]["train"].items() if key in TrainConfig.model_fields}
         then = TrainConfig.model_validate(known)
         old, new = learning_rate(step, then), learning_rate(step, now)
@@ -262,7 +262,7 @@ def snapshot(state: RunState, *, is_best: bool) -> Snapshot:
 
 
 def restore(state: RunState, checkpoint: Path) -> None:
-    """Weights, optimizer, progress and random state as they were when `checkpoint` was saved."""
+    """Restores weights, optimizer, progress and random state from `checkpoint`."""
     saved = read_state(checkpoint)
     names = saved_shapes(checkpoint)
     tensors: dict[str, Tensor] = {MODEL + name: p.detach() for name, p in state.parameters.items()}
@@ -280,10 +280,10 @@ def restore(state: RunState, checkpoint: Path) -> None:
             raise ValueError(f"progress.step is {state.progress.step}")
         scale = saved["loss_scale"]
         factor, clean_steps = float(scale["value"]), int(scale["clean_steps"])
-        if state.scale.enabled and scale.get("enabled", factor != 1.0):  # older checkpoints do not say
+        if state.scale.enabled and scale.get("enabled", factor != 1.0):  # older checkpoints lack it
             state.scale.value, state.scale.clean_steps = factor, clean_steps
         state.data = None if saved.get("data") is None else str(saved["data"])
-        missing = dict(saved.get("unwritten_rows", {}))  # older checkpoints do not say
+        missing = dict(saved.get("unwritten_rows", {}))  # older checkpoints lack it
         state.unwritten_rows = {str(name): (int(first), int(last)) for name, (first, last) in missing.items()}
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
@@ -305,15 +305,15 @@ def _read_progress(saved: dict[str, Any]) -> Progress:
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Every generator from the run's seed, another stream on each rank."""
+    """Seeds every random generator from the run's seed, with a different stream on each rank."""
     words = np.random.SeedSequence([seed, rank]).generate_state(4)
     torch.manual_seed(int(words[0]) | int(words[1]) << 32)
     random.seed(int(words[2]))
-    np.random.seed(int(words[3]))  # the global one, in case somebody draws from it
+    np.random.seed(int(words[3]))  # the global generator, in case user code draws from it
 
 
 def read_generators(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that somebody may draw from, as JSON."""
+    """The state of every random generator, as JSON."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = numpy_state["state"]

@@ -1,4 +1,4 @@
-"""What a run reads, step after step: opened, checked against the checkpoint, prefetched, reported when it stalls."""
+"""The batches of a run: opens its data, checks it against the checkpoint, prefetches, and reports stalls."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Feed:
-    """This rank's batches, from the run's data cursor on. Which sequences a step reads, over all ranks, depends on the
-    cursor alone: sequence number first + k is read by rank k % size, or by the k-th group where ranks share sequences.
+    """This rank's batches, from the run's data cursor on. The sequences of a step, over all ranks, depend only on the
+    cursor: rank k % size reads sequence number first + k; under context parallelism, the group of that number reads it.
 
     Every long wait is reported. A request to stop interrupts the wait for the first batch, and in a run of one process
-    any later one, with `WaitStopped`. Ranks of a larger run finish their step: they wait for each other in it.
+    any later wait, with `WaitStopped`. Ranks of a larger run finish their step, because the others wait for them.
     """
 
     def __init__(self, state: RunState, folder: Path, micro_batch: int, monitor: Monitor, stop: StopRequest):
@@ -35,12 +35,12 @@ class Feed:
         self.fallback: str | None = None  # why the run trains on synthetic text
         self.first_batch_s = 0.0
         self._arrived = 0
-        self._interruptible = False  # whether a signal ends a wait
+        self._interruptible = False  # whether a request to stop ends a wait
         self._first: Batch | None = None
         self._batches: Prefetcher | None = None
 
     def open(self, *, synthetic_on_fail: bool, accept_changes: bool) -> None:
-        """Opens the source and gets the first batch, or falls back; all ranks do the same."""
+        """Opens the source and gets the first batch, or falls back to synthetic text; all ranks do the same."""
         began = time.perf_counter()
         failure: DataUnavailableError | WaitStopped | None = None
         self._interruptible = True
@@ -50,7 +50,7 @@ class Feed:
             failure = error
         finally:
             self._interruptible = False
-        # Ranks agree on how it went, so that none trains on synthetic text, or stops, while another does not.
+        # All ranks agree on the outcome: either all train on synthetic text, or all stop, or none.
         left = isinstance(failure, WaitStopped)
         votes = (failure is not None, left and self.stop.terminate, left and self.stop.interrupt)
         counted = torch.tensor([float(vote) for vote in votes], device=self.state.device)
@@ -109,30 +109,30 @@ class Feed:
         self.monitor.stream.incident("data_fallback", reason, self.state.progress.step)
 
     def _check_same_data(self, accept_changes: bool) -> None:
-        """The cursor counts sequences of one corpus: it means nothing in another."""
+        """Refuses other data than the checkpoint's: the cursor counts the sequences of one corpus."""
         found, known = self.data.fingerprint, self.state.data
         if len(set(gather_objects(found, self.state.world))) > 1:
             raise DataError(
-                "data: ranks read different data; make the files that data.paths names alike on all nodes, read them "
-                "on all from the hub, its cache or a mirror, and set data.revision to a commit"
+                "data: ranks read different data; make the files of data.paths identical on all nodes, read them on "
+                "all nodes from the hub, its cache or a mirror, and set data.revision to a commit"
             )
         if known is not None and known != found and not accept_changes:
             raise DataError(
                 f"data: the checkpoint was trained on other data than {self.data.summary}: files, tokenizer or split "
-                "changed, and its position in them is lost; restore the old data, or --accept-changes to read the new "
-                "from the same sequence number on"
+                "changed, and its position in them is lost; restore the old data, or use --accept-changes to read the "
+                "new data from the same sequence number on"
             )
         self.state.data = found
 
     def ready_validation(self) -> Loader:
-        """The validation sequences; those of a stream are collected when they are first needed."""
+        """The validation sequences; for a stream they are collected at the first call."""
         loader = self.data.validation
         assert loader is not None
         self._run(lambda: loader.sequences.count, "validation documents")
         return loader
 
     def num_targets(self) -> int:
-        """Targets that count in the next step, over all ranks."""
+        """The number of target tokens in the next step, over all ranks."""
         first = self.state.progress.sequences
         return self.data.train.sequences.num_targets(range(first, first + self.config.train.batch_size))
 
@@ -145,7 +145,7 @@ class Feed:
         return self._batches.next()
 
     def again(self) -> list[Batch]:
-        """The micro-batches of the current step, once more."""
+        """The micro-batches of the current step again."""
         passes = list(self._numbers_of(self.state.progress.sequences))
         batches = lambda: [self.data.train.batch(n.start, len(n), n.step) for n in passes]  # noqa: E731
         return self._run(batches, "the batches of the step")
@@ -161,21 +161,21 @@ class Feed:
             yield from self._numbers_of(first + later * self.config.train.batch_size)
 
     def _numbers_of(self, first: int) -> Iterator[range]:
-        """This rank's sequences of a step, pass by pass."""
+        """The numbers of this rank's sequences in a step, by micro-batch."""
         size, rank, last = self.state.world.data_size, self.state.world.data_rank, first + self.config.train.batch_size
         for start in range(first, last, self.micro_batch * size):
             yield range(start + rank, start + self.micro_batch * size, size)
 
     def _report_stall(self, seconds: float, message: str) -> None:
         arrived, self._arrived = self._arrived, self._activity.arrived()
-        # A hub that is being retried, or delivers slowly, is no hang.
+        # Retries and slow downloads are not a hang.
         if self._activity.server() is not None or self._arrived != arrived:
             self.monitor.beat(self.state.progress.step + 1, "data")
         self.monitor.emit("data_stall", self.state.progress.step, seconds=seconds, message=message)
         self.monitor.log(message)
 
     def describe(self) -> dict[str, Any]:
-        """For the summary of the run."""
+        """Fields for the summary of the run."""
         source = "mixture" if self.config.data.mixture else self.config.data.source
         return {
             "source": "synthetic" if self.fallback else source,

@@ -1,5 +1,5 @@
-"""The folder of a run: whether a run may use it, who owns it, whether it is done, and how it ended. nsa/run_folder.py
-names its files."""
+"""The folder of a run: whether a run may use it, its lock, whether the run is finished, and how it ended.
+nsa/run_folder.py names its files."""
 
 import fcntl
 import json
@@ -33,8 +33,8 @@ from nsa.run_folder import (
     read_json,
 )
 
-REMOVED = ".removed"  # what a folder that is being deleted is called
-# Files that a run would replace or remove, and a Hugging Face model, which would load the weights of the run instead.
+REMOVED = ".removed"  # temporary name of a folder that is being deleted
+# Files that a run would replace or remove, and those of a Hugging Face model, which would load the run's weights.
 _AT_RISK = (
     *(*REPLACED, *REMOVED_BY_FRESH, TOKENIZER_FILE, *(table.files.pattern for table in TABLES)),
     *("config.json", "*.safetensors"),
@@ -42,8 +42,8 @@ _AT_RISK = (
 
 
 def refuse_foreign(folder: Path, *, fresh: bool) -> None:
-    """Refuses a folder that holds files at risk and is not that of a run. Every run begins with a lock and a heartbeat;
-    a copy may lack the lock, which is hidden, and somebody may have kept the checkpoints alone."""
+    """Refuses a folder that holds files at risk and is not a run folder. A run starts with a lock and a heartbeat; a
+    copied run may lack the lock, which is a hidden file, or have only the checkpoints."""
     if not folder.is_dir():
         return
     _refuse_links(folder)
@@ -72,7 +72,7 @@ def _listed(names: set[str], most: int = 5) -> str:
 
 
 class Claim:
-    """The folder of a run, which rank 0 holds by a lock. It tells the other ranks when the folder is lost."""
+    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -81,12 +81,12 @@ class Claim:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Holds the folder for this process. A second run in it is refused while the first lives."""
+        """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
         folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
-        except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL character
             raise LaunchError(
                 f"train.out_dir: {str(folder)!r} cannot be used: {error}; choose another folder"
             ) from None
@@ -105,8 +105,8 @@ class Claim:
             yield
 
     def is_lost(self) -> bool:
-        """Whether the path no longer leads to the folder: somebody renamed, deleted or replaced it, and a second run
-        may hold what is there now. Storage that does not answer is not a loss."""
+        """Whether the path no longer leads to the folder: it was renamed, deleted or replaced, and another run may own
+        the path now. Storage that does not answer is not a loss."""
         if self._lock is not None and not self._lost:
             try:
                 found = (self.folder / LOCK_FILE).lstat()
@@ -118,7 +118,7 @@ class Claim:
         return self._lost
 
     def check(self, world: World) -> None:
-        """Before a write that cannot be taken back. All ranks call this together, and all end if the folder is lost."""
+        """Call before an irreversible write. All ranks call it together, and all raise if the folder is lost."""
         self.end_if(on_first_rank(world, self.is_lost))
 
     def end_if(self, lost: bool) -> None:
@@ -126,24 +126,24 @@ class Claim:
             self._lost = True
             raise LaunchError(
                 f"train.out_dir: {self.folder} was renamed, deleted or replaced while the run wrote into it; nothing "
-                "was written to what is there now. Give the folder its name back, or set train.out_dir to its new "
-                "one, and the run resumes from its last checkpoint"
+                "was written to the path since. Rename the folder back, or set train.out_dir to its new name, and the "
+                "run resumes from its last checkpoint"
             )
 
 
 def _refuse_links(folder: Path) -> None:
-    """Where a run would write through them."""
+    """Refuses symbolic links that a run would write through."""
     for path in (*(folder / name for name in FOLDERS), *folder.glob("data_index_[0-9]*")):
         if path.is_symlink():
             raise LaunchError(
                 f"train.out_dir: {path} is a symbolic link and would lead files out of the folder; "
-                "remove it, or let train.out_dir itself be a link"
+                "remove it, or make train.out_dir itself the link"
             )
 
 
 def is_finished(folder: Path, config: Config, accept_changes: bool) -> bool:
-    """Whether the folder holds this run, done, with nothing left to do. One of another configuration is refused, or
-    resumed with `accept_changes`."""
+    """Whether the folder holds this run, finished. A finished run with another configuration is refused, or resumed
+    with `accept_changes`."""
     metrics = read_metrics(folder)
     if metrics.get("status") != "done":
         return False
@@ -165,7 +165,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
-    """The summary of the run, empty where there is none; `status` is one of schema.RunStatus."""
+    """The summary of the run, empty if there is none; `status` is one of run_folder.RunStatus."""
     try:
         return read_json(folder / METRICS_FILE)
     except FileNotFoundError:
@@ -175,22 +175,22 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def start_over(folder: Path) -> None:
-    """Removes what an earlier run left: first its claim to be finished, then its results."""
+    """Removes the files of an earlier run: first the summary that says it is finished, then its results."""
     write_json(folder / METRICS_FILE, {"status": "running", "steps": 0})
     for path in [path for pattern in REMOVED_BY_FRESH for path in folder.glob(pattern)]:
-        what = f"{path}: cannot be removed by way of {folder / REMOVED}"
+        what = f"{path}: cannot be moved to {folder / REMOVED} and removed"
         with reworded(LaunchError, what, "look at both, or choose another train.out_dir"):
             if path.is_dir() and not path.is_symlink():
-                path.rename(folder / REMOVED)  # in one go: what is left of a run must not be resumed
+                path.rename(folder / REMOVED)  # atomic: a half-deleted run must not be resumed
                 shutil.rmtree(folder / REMOVED)
             else:
                 path.unlink(missing_ok=True)
 
 
 def record_end(claim: Claim, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:
-    """Writes why the run ended, with `telemetry`. The rank that failed knows better than those that lost it.
+    """Writes why the run ended, with `telemetry`. The reason of the rank that failed takes precedence.
 
-    Without a `step` the run never began: the summary of a finished run stays, and so do the steps of an unfinished one.
+    Without a `step` the run never started: the summary of a finished run and the step of an unfinished one are kept.
     """
     folder = claim.folder
     if claim.is_lost():

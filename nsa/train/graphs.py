@@ -1,11 +1,11 @@
-"""Forward and backward of a micro-batch as CUDA graphs: the host starts one graph instead of a thousand kernels.
+"""Forward and backward of a micro-batch as CUDA graphs: the host launches one graph instead of a thousand kernels.
 
-A graph is captured once, on copies of a batch, and replayed for every later batch of its shape; numbers are those of a
-step without it. Two graphs share one pool of memory: the first pass of a step sets the gradients, further ones add to
-them. What needs Python inside the pass, such as a sample of attention, runs without them.
+A graph is captured once, on copies of a batch, and replayed for every later batch of its shape, with the same results
+as without it. Two graphs share one memory pool: the first pass of a step sets the gradients, further passes add to
+them. A pass that needs Python, for example to sample attention statistics, runs without graphs.
 
-The graphs keep the activations of a pass reserved, beside those of a pass that runs without them. `auto` therefore
-turns itself off where memory would not hold both, and where the capture fails; `reason` says why.
+The graphs keep the activations of a pass reserved, in addition to those of a pass without graphs. `auto` therefore
+disables graphs if memory does not suffice for both or if the capture fails; `reason` says why.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from nsa.errors import ConfigError
 from nsa.ops.layout import layouts_of_capture
 from nsa.parallel.world import World
 
-WARM_UP = 3  # passes before a capture: they load kernels, compile blocks and give libraries their workspaces
+WARM_UP = 3  # passes before a capture: they load kernels, compile blocks and allocate library workspaces
 GIB = 1 << 30
 
-# Forward and backward of a batch, given the divisor and the scale of its loss, on the device; the loss.
+# Runs forward and backward of a batch, given the divisor and the scale of its loss, and returns the loss.
 Pass = Callable[[Batch, Tensor, Tensor], Tensor]
 
 
 def refusal(config: Config, world: World) -> str | None:
-    """Why the steps of a run cannot be captured; None when they can."""
+    """Why the steps of a run cannot be captured; None if they can."""
     telemetry = config.telemetry
     if world.device.type != "cuda":
         return "the run is not on a GPU"
@@ -44,14 +44,14 @@ def refusal(config: Config, world: World) -> str | None:
 
 
 def memory_refusal(needed: int, free: int) -> str | None:
-    """Why memory would not hold the graphs of a pass that needs `needed` bytes beside such a pass without them."""
+    """Why memory does not suffice for the graphs of a pass of `needed` bytes and such a pass without graphs."""
     if free >= 2.2 * needed:
         return None
     return f"a pass needs {needed / GIB:.1f} GiB, twice with graphs, and {free / GIB:.1f} GiB are free"
 
 
 def plan_graphs(config: Config, world: World, micro_batch: int) -> "StepGraphs":
-    """As runtime.cuda_graphs says; a ConfigError where it demands what is refused."""
+    """Graphs as set by runtime.cuda_graphs. Raises ConfigError if it requires graphs that are refused."""
     wanted = config.runtime.cuda_graphs
     reason = "runtime.cuda_graphs is false" if wanted is False else refusal(config, world)
     if wanted is True and reason is not None:
@@ -61,18 +61,17 @@ def plan_graphs(config: Config, world: World, micro_batch: int) -> "StepGraphs":
 
 
 class StepGraphs:
-    """The graphs of steps whose passes have `tokens` tokens, and more than one of them where a step `accumulates`.
+    """The graphs of steps whose passes have `tokens` tokens; `accumulates`: a step has several passes.
 
-    `reason` is why steps run without graphs, None while they use them. `borders` is the number of document borders that
-    every batch is padded to, None where they stay as they are: no size may depend on how many documents there are. A
-    batch with more of them runs without graphs.
+    `reason` is why steps run without graphs, or None. Graphs need fixed shapes: `borders` is the number of document
+    borders that every batch is padded to, or None without graphs. A batch with more borders runs without graphs.
     """
 
     def __init__(self, tokens: int, accumulates: bool, reason: str | None = None, *, required: bool = False):
         self.reason, self.required, self.accumulates = reason, required, accumulates
         self.borders = None if reason else tokens // 256 + 16
-        self.overflows = 0  # passes that had more borders
-        self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []  # of the first pass and of others; their losses
+        self.overflows = 0  # passes with more borders
+        self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []  # for the first pass and for others; their losses
         self._gradients: list[Tensor | None] = []
 
     def __str__(self) -> str:
@@ -90,8 +89,8 @@ class StepGraphs:
         *,
         is_first: bool,
     ) -> Tensor | None:
-        """Replays `work` on a batch and returns its loss, with the gradients in the parameters; None where that is not
-        possible. `is_first`: the gradients are set, else added to those of the replays before."""
+        """Replays `work` on a batch, with gradients in the parameters, and returns its loss; None if that is not
+        possible. The gradients are set if `is_first`, else added to those of earlier replays."""
         if self.reason is not None or not self._fits(batch):
             return None
         if not self._graphs:
@@ -119,7 +118,7 @@ class StepGraphs:
         return not self._graphs or _shapes(batch) == _shapes(self._batch)
 
     def _prepare(self, work: Pass, parameters: list[nn.Parameter], batch: Batch, divisor: Tensor) -> None:
-        """Captures the graphs, where memory allows. Leaves the parameters without gradients of its own passes."""
+        """Captures the graphs if there is enough memory. Drops the gradients of its own passes."""
         borders = None if batch.cu_seqlens is None else batch.cu_seqlens.clone()
         self._batch = replace(batch, inputs=batch.inputs.clone(), targets=batch.targets.clone(), cu_seqlens=borders)
         self._divisor, self._scale = divisor.clone(), torch.ones_like(divisor)
@@ -127,13 +126,13 @@ class StepGraphs:
         if self.reason is not None:
             return
         pool = torch.cuda.graph_pool_handle()
-        self._graphs.append(self._capture(work, pool))  # without gradients before: they are made in the pool, and set
+        self._graphs.append(self._capture(work, pool))  # no gradients yet: they are allocated in the pool
         self._gradients = [parameter.grad for parameter in parameters]
         if self.accumulates:
             self._graphs.append(self._capture(work, pool))
 
     def _warm_up(self, work: Pass, parameters: list[nn.Parameter]) -> None:
-        """Sets and adds gradients, then drops them. Turns graphs off where memory would not hold them."""
+        """Runs passes that set and add gradients, then drops these. Disables graphs if memory does not suffice."""
         stream, held = torch.cuda.Stream(), torch.cuda.memory_allocated()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -149,11 +148,11 @@ class StepGraphs:
     def _capture(self, work: Pass, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # Other threads use the device meanwhile: the next batches are copied to pinned memory.
+            # Other threads use the device during the capture: they copy the next batches.
             with layouts_of_capture(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 loss = work(self._batch, self._divisor, self._scale)
         finally:
-            torch.cuda.set_stream(stream)  # a capture that failed leaves its own behind
+            torch.cuda.set_stream(stream)  # a failed capture does not restore the stream
         return graph, loss
 
     def _give_up(self, parameters: list[nn.Parameter], error: Exception) -> None:

@@ -1,6 +1,6 @@
-"""A run from its configuration to trained weights, on one process or many.
+"""The training loop, from a configuration to trained weights, in one process or many.
 
-Rank 0 alone prints and writes results; every rank computes, agrees and saves its shards.
+Only rank 0 prints and writes results; every rank computes and saves its shards.
 """
 
 import math
@@ -60,7 +60,7 @@ from nsa.train.trained import load_teacher
 
 @dataclass(frozen=True)
 class StartOptions:
-    """How `train` was called; see there."""
+    """The options of `train`."""
 
     fresh: bool = False
     accept_changes: bool = False
@@ -78,9 +78,9 @@ def train(
 ) -> None:
     """Trains as configured into `folder`, resuming from its newest sound checkpoint.
 
-    A run that is done already is reported and left as it is. `fresh` starts over; `accept_changes` resumes although
-    the configuration or the data differ from the checkpoint's; `synthetic_on_fail` trains on synthetic text where
-    the source does not answer. `until_exit`: the process ends with the run, and signals stay caught until then.
+    A finished run is reported and not changed. `fresh` starts over; `accept_changes` resumes although the configuration
+    or the data differ from the checkpoint's; `synthetic_on_fail` trains on synthetic text if the source does not
+    answer. `until_exit` keeps the signal handlers installed after the run, for a process that ends with it.
     """
     launch = read_launch(os.environ)
     if fresh and launch.max_restarts > 0:
@@ -98,7 +98,7 @@ def train(
             on_first_rank(world, lambda: held.enter_context(claim.hold()))
             done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
-            if not done:  # else nothing of the finished run is touched
+            if not done:  # a finished run is not touched
                 held.enter_context(log)
             print(world.banner(), flush=True)
             if not done:
@@ -114,7 +114,7 @@ def train(
 
 
 def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequest, options: StartOptions) -> None:
-    """The whole run; where it does not reach its end, the reason is recorded."""
+    """The whole run; if it fails or is stopped, the reason is recorded."""
     started, folder = time.perf_counter(), claim.folder
     monitor = Monitor(config, claim, world, log)
     state: RunState | None = None
@@ -134,7 +134,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
                     step(session)
             session.finish(started)
     except BaseException as error:
-        # First, while the traceback keeps what was allocated.
+        # First, while the traceback keeps the tensors alive.
         exhausted = _out_of_memory(error, config, folder, world, state, micro_batch)
         reason = exhausted or lost_rank(error, world.rank, world.size) or error
         if session is None:
@@ -147,7 +147,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
 
 
 class Session:
-    """A run that is ready for its next step: resumed or new, its data open, its files written."""
+    """A run that is ready for its next step: resumed or new, with open data and files."""
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class Session:
         monitor.open(state)
         monitor.dump_memory(state, "boot")
         self.first_step = self.step + 1
-        self.data_wait_s = 0.0  # of the step that is under way
-        self.save_wait_s = 0.0  # how long the save after the step before held up training
+        self.data_wait_s = 0.0  # in the current step
+        self.save_wait_s = 0.0  # how long training waited for the save after the previous step
         self.checkpointing = Checkpointing(state, folder / CHECKPOINTS_FOLDER, monitor, resumed)
         if state.world.is_first:
             self._write_start(resumed)
@@ -196,11 +196,11 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """The number of completed steps."""
         return self.state.progress.step
 
     def finish(self, started: float) -> None:
-        """The last checkpoint, the weights in one file, the summary. No rank returns before all of them are there."""
+        """Writes the last checkpoint, the weights in one file, and the summary. Ranks return when all are written."""
         self.monitor.beat(self.step, "end")
         with self.monitor.extended_timeout():
             self.checkpointing.save_now()
@@ -215,11 +215,11 @@ class Session:
             on_first_rank(self.state.world, lambda: self._write_results(weights, time.perf_counter() - started))
 
     def _write_start(self, resumed: str | None) -> None:
-        # First: what lies here is not done.
+        # First, so that the folder does not look like a finished run.
         write_json(self.folder / METRICS_FILE, {"status": "running", "steps": self.step})
         faults.point("start.running")
         write_config(self.folder, self.config)
-        if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder can be used where the original is not
+        if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder stays usable without the original
             write_atomically(self.folder / TOKENIZER_FILE, self.state.tokenizer.text.encode())
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
         config = self.config
@@ -312,7 +312,7 @@ def step(session: Session) -> None:
     monitor.tracer.step_begin(progress.step + 1)
     graphs_off = state.graphs.reason
     try:
-        if _validates_after(session, progress.step + 1):  # a stream collects its documents first: there may be too few
+        if _validates_after(session, progress.step + 1):  # first: a stream may have too few documents
             with monitor.extended_timeout():
                 feed.ready_validation()
         result = train_step(
@@ -326,7 +326,7 @@ def step(session: Session) -> None:
             ),
             observer=monitor.observer(progress.step + 1),
         )
-    except WaitStopped:  # its batch does not come: the step counts as not begun
+    except WaitStopped:  # no batch arrived: the step counts as not started
         _save_and_stop(session, Preempted if session.stop.terminate else Interrupted)
     except DataError:
         session.checkpointing.save_if_alone()
@@ -350,13 +350,13 @@ def step(session: Session) -> None:
     with monitor.extended_timeout():
         session.checkpointing.after_step(written, retry, is_best=is_best)
     session.save_wait_s = time.perf_counter() - began
-    # All ranks saw the same sums: if one of them got a signal, all save and stop here.
+    # All ranks have the same sums: if one of them got a signal, all save and stop here.
     if (terminate or interrupt) and progress.step < config.train.steps:
         _save_and_stop(session, Preempted if terminate else Interrupted)
 
 
 def _micro_batches(session: Session) -> Iterator[Batch]:
-    """This rank's sequences of the step in pieces that fit at once."""
+    """This rank's micro-batches of the step."""
     for _ in range(session.feed.passes):
         began = time.perf_counter()
         session.monitor.beat(session.step + 1, "data")
@@ -388,18 +388,18 @@ def _validates_after(session: Session, step: int) -> bool:
 
 
 def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, bool]:
-    """Every `eval_every` steps and after the last, where there is a validation split: the row with it, and whether it
-    was best."""
+    """Validates every `eval_every` steps and after the last, if there is a validation split. Returns the row with the
+    result, and whether it is the best so far."""
     progress, monitor, sequences = session.state.progress, session.monitor, session.config.train.eval_sequences
     if not _validates_after(session, progress.step):
         return row, False
     beat = partial(monitor.beat, progress.step, "validate")
-    with monitor.extended_timeout():  # the first one compiles
+    with monitor.extended_timeout():  # the first validation compiles
         loader = session.feed.ready_validation()
         validation = validate(session.state, loader, sequences, session.micro_batch, beat)
     progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
     best = math.inf if progress.best_val_loss is None else progress.best_val_loss
-    is_best = validation.loss < best  # never a NaN, which nothing would be better than
+    is_best = validation.loss < best  # never a NaN, which no later loss would improve on
     if is_best:
         progress.best_val_loss = validation.loss
     return replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte), is_best
@@ -427,7 +427,7 @@ def _save_and_stop(session: Session, kind: type[Preempted]) -> NoReturn:
 def _out_of_memory(
     error: BaseException, config: Config, folder: Path, world: World, state: RunState | None, micro_batch: int
 ) -> OutOfMemoryError | None:
-    """What an error about memory comes down to, with the largest owners and what to try; None for any other error."""
+    """An OutOfMemoryError with the largest owners and settings to try; None if `error` is not about memory."""
     if not is_out_of_memory(error):
         return None
     advice = remedies(config, micro_batch, world.size, world.strategy)

@@ -1,6 +1,6 @@
-"""Everything a run reports about itself: lines for people, events and their sinks, samples of sparse attention.
+"""The output of a run: console lines, events and their sinks, statistics of sparse attention.
 
-No method waits for the device, nor after the first step for another rank. A file that cannot be opened at the start
+No method waits for the device or, after the first step, for another rank. A file that cannot be opened at the start
 ends the run, because its folder is not usable. Later failures are counted and do not end the run; `nsa.record.failures`
 also prints the traceback of a programming error.
 """
@@ -52,8 +52,8 @@ class Monitor:
         self._observer: AttentionObserver | None = None
         self._last: dict[str, Any] = {}  # the newest sample, for the summary
         self._failure_reported = False
-        self._steps_done: int | None = None  # None: not known before the run is resumed
-        self._fallbacks_before = Counter(dispatch.counters())  # of whatever the process did before this run
+        self._steps_done: int | None = None  # None until the run is resumed
+        self._fallbacks_before = Counter(dispatch.counters())  # counted in this process before the run
 
     def open(self, state: RunState) -> None:
         """Opens the files of the run, truncated to the step it resumes from."""
@@ -69,10 +69,10 @@ class Monitor:
                 message = f"{table.name} lacks {rows}: they could not be written before step {done} was saved"
                 self.incident("missing_rows", message, done)
         if self.world.is_first and wanted.tensorboard:
-            with self._failures.counted():  # nowhere to write
+            with self._failures.counted():  # the folder cannot be written
                 self.stream.add(TensorBoard(self.folder, done))
         if self.world.is_first and wanted.tracker != "none":
-            with self._failures.counted():  # not installed
+            with self._failures.counted():  # the package is not installed
                 self.stream.add(Tracker(wanted.tracker, self.folder, self.config.to_dict()))
         named = list(attention_layers(state.model))
         layers = {kind: [name for name, layer in named if kind in layer.statistics] for kind in ("gates", "selection")}
@@ -82,11 +82,11 @@ class Monitor:
             self._observer = AttentionObserver(layers, stack)
 
     def observer(self, step: int) -> Observer | None:
-        """Sees this step's forward pass, if it is sampled."""
+        """The observer of this step's forward pass, or None if the step is not sampled."""
         return self._observer if self._is_sampled(step) else None
 
     def profile(self, step: int) -> None:
-        """Before a step: starts the profiler, if it is to record this one."""
+        """Call before a step: starts the profiler if the step is in train.profile_steps."""
         with self._failures.counted():
             self.profiler.before(step)
 
@@ -96,15 +96,15 @@ class Monitor:
         return None
 
     def beat(self, step: int, phase: str) -> None:
-        """Progress: the watchdog's timeout starts again."""
+        """Reports progress, which restarts the watchdog's timeout."""
         self.watchdog.beat(step, phase)
 
     def extended_timeout(self) -> AbstractContextManager[None]:
-        """Inside, as much time as for the first step: for what may compile or write much."""
+        """Inside, the watchdog allows as much time as for the first step: for compilation and large writes."""
         return self.watchdog.allow(self.config.telemetry.watchdog_first_step_s)
 
     def _on_hang(self, report: dict[str, Any], message: str) -> None:
-        """In the watchdog's thread; the process ends when this returns."""
+        """Called in the watchdog's thread; the process ends when it returns."""
         reason = HangError(f"{message}; the same command resumes from the last checkpoint")
         self.stream.emit("hang", **report)
         record_end(self.claim, reason, self._steps_done, self.describe())
@@ -115,7 +115,8 @@ class Monitor:
             dump_memory(self.folder, label, self.world.device, self.world.rank, state.tensors)
 
     def audit(self, state: RunState) -> None:
-        """After the first step of this process: gradients and moments exist. All ranks call it together."""
+        """Writes the dtype and optimizer reports after the first step, when gradients and moments exist. All ranks
+        call it together."""
         line = ""
         with self._failures.counted():
             line = optimizer_line(state.optimizer, self.world.rank)
@@ -139,9 +140,9 @@ class Monitor:
         self.log(f"incident {kind}: {message}")
 
     def step_done(self, row: TrainingRow) -> None:
-        """A step is done, its validation included."""
+        """Records a step, with its validation."""
         self._steps_done = row.step
-        with self._failures.counted():  # first: ranks that share sequences exchange numbers, whatever fails below
+        with self._failures.counted():  # first: it gathers over context-parallel ranks, so no rank may skip it
             if self._observer is not None and self._is_sampled(row.step):
                 self._observer.finish(row.step)
         with self._failures.counted():
@@ -180,14 +181,14 @@ class Monitor:
             self._emit_sample(sample)
 
     def last_samples(self) -> None:
-        """At the end of a run: those that have not arrived yet."""
+        """Waits for the last samples, at the end of a run."""
         with self._failures.counted():
             for sample in self._observer.ready(wait=True) if self._observer else ():
                 self._emit_sample(sample)
 
     def _emit_sample(self, sample: Sample) -> None:
         if self.world.context is not None and self.world.context.rank > 0:
-            return  # the ranks that share sequences have the same numbers
+            return  # all ranks of a context-parallel group have the same statistics
         self._emit_stats("gates", sample.step, sample.gates)
         self._emit_stats("selection", sample.step, sample.selection)
 
@@ -199,11 +200,11 @@ class Monitor:
 
     @property
     def failures(self) -> int:
-        """How many records could not be written."""
+        """The number of records that could not be written."""
         return self._failures.count + (self._observer.failures if self._observer else 0)
 
     def describe(self) -> dict[str, Any]:
-        """For the summary of the run: what this rank saw. The heartbeats have it for the other ranks."""
+        """Telemetry of this rank for the summary of the run. The heartbeats have that of the other ranks."""
         return {
             "rank": self.world.rank,
             "incidents": self.stream.incidents,
@@ -212,14 +213,14 @@ class Monitor:
         }
 
     def flush(self) -> dict[str, tuple[int, int]]:
-        """Before a checkpoint: its rows must be on the disk. The first and last step of those that are not, by file."""
+        """Forces rows to disk before a checkpoint. Returns the first and last step of unwritten rows, by file."""
         self.stream.flush()
         emitted = self.stream.last_steps
         waiting = {table.name: table.unwritten(emitted.get(table.table.event, 0)) for table in self._tables}
         return {name: steps for name, steps in waiting.items() if steps}
 
     def withdraw_start(self, reason: BaseException) -> None:
-        """Before the run began: a process that was refused for what the user gave it does not count as a start."""
+        """Removes the start from the heartbeat if the run was refused because of its input: it is not an attempt."""
         if isinstance(reason, (ConfigError, SpecError, DataError, CheckpointError, LaunchError)):
             with self._failures.counted():
                 self.stream.flush()
@@ -232,5 +233,5 @@ class Monitor:
 
 
 def _finite(stats: GateStats | SelectionStats) -> dict[str, Any]:
-    """For JSON, which has no NaN: what is not finite is null."""
+    """The statistics for JSON, which has no NaN: values that are not finite become null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(stats).items()}

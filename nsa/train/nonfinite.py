@@ -1,8 +1,8 @@
-"""When a loss or a gradient is not finite: the step is dumped, so that it can be run again.
+"""Dumps a step whose loss or gradient is not finite, so that it can be reproduced.
 
-nonfinite/step_00000151/report.json            step, loss, gradient norm, configuration
-nonfinite/step_00000151/batch_rank{r}.safetensors   what each rank read
-nonfinite/step_00000151/weights.safetensors    the weights before the step
+nonfinite/step_00000151/report.json                 step, loss, gradient norm, configuration
+nonfinite/step_00000151/batch_rank{r}.safetensors   the batches of each rank
+nonfinite/step_00000151/weights.safetensors         the weights before the step
 """
 
 import json
@@ -34,12 +34,12 @@ _TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
 
 
 def handle(session: "Session", result: StepResult) -> None:
-    """The weights have not moved. Overflow under fp16 halves its scale; anything else is dumped, then the run stops
-    or skips the step."""
+    """Handles a step that left the weights unchanged. An fp16 overflow halves the loss scale; any other step is dumped,
+    then the run stops or skips it."""
     config, state = session.config, session.state
     scale, progress = state.scale, state.progress
     if scale.enabled and scale.value > scale.SMALLEST:
-        scale.overflowed()  # this is how the scale is found: nothing to report
+        scale.overflowed()  # expected: this is how the scale adapts
         return
     with session.monitor.extended_timeout():
         batches = [batch.to(state.device) for batch in session.feed.again()]
@@ -52,20 +52,20 @@ def handle(session: "Session", result: StepResult) -> None:
     progress.skipped += 1
     problem = ""
     if config.train.non_finite == "stop":
-        problem = f"the weights were not changed by it; {kept}"
+        problem = f"the step did not change the weights; {kept}"
     elif progress.skipped > config.train.max_skips:
         problem = f"{progress.skipped} steps were skipped, train.max_skips allows no more"
     if problem:
-        session.checkpointing.settle()  # all ranks are here: a save that is under way is not lost
+        session.checkpointing.settle()  # completes the current save
         raise NumericsError(f"{what}; {problem}")
 
 
 def dump(folder: Path, state: RunState, batches: list[Batch], result: StepResult) -> Path:
-    """Every rank calls this, with the step's own batches, whole sequences, and the weights as they were before it."""
+    """Writes the step's batches as whole sequences, and the weights before the step. Every rank calls it."""
     dumped = folder / NONFINITE_FOLDER / f"step_{state.progress.step + 1:08d}"
-    weights = gather_weights(state.parameters, state.world)  # before anything can fail on one rank alone
+    weights = gather_weights(state.parameters, state.world)  # a collective: before anything can fail on one rank
     tensors: dict[str, Tensor] = {}
-    has_whole = state.world.context is None or state.world.context.rank == 0  # one of those that share sequences
+    has_whole = state.world.context is None or state.world.context.rank == 0  # one rank of each context-parallel group
     for number, batch in enumerate(batches if has_whole else ()):
         for name in _TENSORS:
             if (tensor := getattr(batch, name)) is not None:
@@ -88,18 +88,18 @@ def dump(folder: Path, state: RunState, batches: list[Batch], result: StepResult
 
 
 def reproduce(dumped: Path) -> StepResult:
-    """Runs the dumped step again in one process: the loss and gradient norm that were not finite."""
+    """Runs a dumped step again in one process, and returns its loss and gradient norm."""
     try:
         report: dict[str, Any] = json.loads(read_regular(dumped / "report.json"))
         parts = [read_tensors(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
         given = report["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{dumped}: is no whole dump of a step: {error}") from None
+        raise CheckpointError(f"{dumped}: not a complete dump of a step: {error}") from None
     config = parse_config(given, str(dumped / "report.json"), ["parallel.strategy=single", "parallel.context=1"])
     with numerics(config.runtime):
         state = build_state(config, tokenizer_for(config.data), initialize=False)
         if not (dumped / "weights.safetensors").exists():
-            raise CheckpointError(f"{dumped}: has no weights; the dump was cut short")
+            raise CheckpointError(f"{dumped}: has no weights; the dump is incomplete")
         load_weights(state.model, dumped / "weights.safetensors")
         state.teacher = load_teacher(state)
         batches = []

@@ -1,6 +1,6 @@
-"""AdamW, or Muon for the matrices inside the blocks and AdamW for the rest.
+"""AdamW, or Muon for the matrices inside the blocks and AdamW for the other parameters.
 
-Matrices decay; norms, biases and embeddings do not.
+Weight decay applies to matrices, not to norms, biases and embeddings.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from nsa.config.schema import TrainConfig
 from nsa.errors import ConfigError
 from nsa.nn.model import Decoder
 
-MOST_ELEMENTS = 1 << 25  # of matrices that Muon orthogonalizes together: 0.5 GiB beside the model, 1 GiB on a CPU
+MOST_ELEMENTS = 1 << 25  # per batch of matrices in Muon: 0.5 GiB of temporaries, 1 GiB on a CPU
 
 
 def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer:
@@ -29,13 +29,13 @@ def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer
             groups[train.weight_decay if decays else 0.0].append(parameter)
     given = [{"params": group, "weight_decay": decay} for decay, group in groups.items() if group]
     if hidden and not given:
-        raise ConfigError("train.freeze: muon needs a parameter beside the blocks' matrices that learns; use adamw")
+        raise ConfigError("train.freeze: muon needs a trainable parameter other than the blocks' matrices; use adamw")
     adamw = torch.optim.AdamW(given, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
     return MuonAndAdamW(hidden, adamw, train) if hidden else adamw
 
 
 def hidden_matrices(model: Decoder) -> list[nn.Parameter]:
-    """The trained weights of the linear layers inside the blocks: what Muon moves."""
+    """The trainable weights of the linear layers inside the blocks, which Muon updates."""
     linears = {id(module.weight) for module in model.blocks.modules() if isinstance(module, nn.Linear)}
     return [p for p in model.parameters() if id(p) in linears and p.requires_grad]
 
@@ -64,14 +64,14 @@ class BatchedMuon(torch.optim.Muon):
         ahead = torch._foreach_lerp(gradients, momenta, momentum) if group["nesterov"] else momenta
         directions = orthogonalize(torch.stack(ahead), group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        # Contiguous and of the parameters' type, as the kernel for many tensors at once demands.
+        # The foreach kernel needs contiguous tensors of the parameters' dtype.
         directions = directions.to(parameters[0].dtype, memory_format=torch.contiguous_format)
         adjusted_lr = _adjust_lr(lr, group["adjust_lr_fn"], parameters[0].shape)
         torch._foreach_add_(parameters, directions.unbind(), alpha=-adjusted_lr)
 
 
 def batches(shapes: list[torch.Size]) -> Iterator[list[int]]:
-    """The places of equal shapes, together at most MOST_ELEMENTS or one."""
+    """Groups the indices of equal shapes into batches of at most MOST_ELEMENTS elements, or one matrix."""
     places: dict[torch.Size, list[int]] = defaultdict(list)
     for place, shape in enumerate(shapes):
         places[shape].append(place)
@@ -99,7 +99,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Two optimizers as one: the same groups and one state, so that schedules and checkpoints see a single one.
+    """Two optimizers as one, with shared groups and state, so that schedules and checkpoints see a single optimizer.
 
     Muon's steps are scaled to the size of AdamW's (`match_rms_adamw`), so that one learning rate serves both.
     """

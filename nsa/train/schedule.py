@@ -26,5 +26,5 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def _share(step: int, first: int, last: int) -> float:
-    """How far `step` is on the way from `first` to `last`, between 0 and 1."""
+    """The position of `step` between `first` and `last`, clamped to 0 .. 1."""
     return min(1.0, max(0.0, (step - first) / max(1, last - first)))

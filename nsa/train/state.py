@@ -1,4 +1,4 @@
-"""Everything a run holds in memory, and how it is built from a configuration."""
+"""The state of a run in memory, and how it is built from a configuration."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,9 +29,9 @@ AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Progress:
-    """How far a run is. Everything here is saved and restored."""
+    """The progress of a run. All fields are saved and restored."""
 
-    step: int = 0  # optimizer steps done, skipped ones included
+    step: int = 0  # completed optimizer steps, including skipped ones
     tokens: int = 0
     sequences: int = 0  # the data cursor: sequences read by all ranks together
     skipped: int = 0
@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass
 class LossScale:
-    """fp16 gradients are small: the loss is multiplied by `value`, which halves when something overflows."""
+    """fp16 gradients are small: the loss is multiplied by `value`, which is halved after an overflow."""
 
     enabled: bool
     value: float = 1.0
@@ -64,7 +64,7 @@ class LossScale:
 
 @dataclass
 class RunState:
-    """`model` is the decoder itself; `module` is what is called, the decoder wrapped for its strategy."""
+    """`model` is the decoder; `module` is the decoder wrapped for its strategy, to be called."""
 
     config: Config
     model: Decoder
@@ -75,14 +75,14 @@ class RunState:
     world: World
     precision: str
     progress: Progress = field(default_factory=Progress)
-    teacher: Decoder | None = None  # on every rank whole
-    data: str | None = None  # fingerprint of what the run reads
-    # Of the checkpoint that was restored: files, and the first and last step whose rows they lacked when it was saved.
+    teacher: Decoder | None = None  # not sharded
+    data: str | None = None  # fingerprint of the data
+    # Files of the restored checkpoint that lacked rows when it was saved, with the first and last step of these rows.
     unwritten_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     graphs: StepGraphs = field(default_factory=lambda: StepGraphs(0, False, "not planned"))
 
     def __post_init__(self) -> None:
-        # Collected once, sharded as they are between steps: these are the tensors the optimizer moves.
+        # Collected once, sharded as between steps: these are the tensors that the optimizer updates.
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trainable: list[nn.Parameter] = [p for p in self.parameters.values() if p.requires_grad]
 
@@ -91,7 +91,7 @@ class RunState:
         return self.world.device
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything this rank holds between steps, by what it is for."""
+        """The tensors that this rank keeps between steps, named as in `run_tensors`."""
         return run_tensors(self.parameters, dict(self.model.named_buffers()), self.optimizer)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -107,10 +107,9 @@ def build_state(
     *,
     initialize: bool = True,
 ) -> RunState:
-    """Model, optimizer and loss scale as configured. Build and use them inside `numerics(config.runtime)`.
+    """Builds model, optimizer and loss scale. Call it and use the state inside `numerics(config.runtime)`.
 
-    `trace` records the backward pass. `initialize`: from train.init_from, which a run that resumes does not need any
-    more.
+    `trace` records the backward pass. `initialize` loads train.init_from, which a resumed run does not need.
     """
     world = world or World(pick_device(config.runtime.device))
     precision = compute_precision(config.runtime.precision, world.device)
@@ -134,21 +133,21 @@ def own_tokens(batch: Batch, world: World) -> Batch:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Switches gradients off for the parameters that `train.freeze` names."""
+    """Disables gradients for the parameters that match `train.freeze`."""
     frozen: dict[str, bool] = {}
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         found = [name for name in parameters if fnmatchcase(name, pattern.removeprefix("!"))]
         if not found:
             raise ConfigError(
-                f"train.freeze: {pattern!r} matches no parameter; there are {', '.join(list(parameters)[:4])}, ..."
+                f"train.freeze: {pattern!r} matches no parameter; the model has {', '.join(list(parameters)[:4])}, ..."
             )
         frozen.update(dict.fromkeys(found, not pattern.startswith("!")))
     for name, is_frozen in frozen.items():
         if is_frozen:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError("train.freeze: leaves no parameter that learns")
+        raise ConfigError("train.freeze: leaves no trainable parameter")
 
 
 def chosen_kernels(config: Config) -> Backend:
@@ -156,8 +155,8 @@ def chosen_kernels(config: Config) -> Backend:
 
 
 def micro_batch_size(config: Config, world_size: int) -> int:
-    """Sequences one rank runs at once: as many as it has, or what the configuration says. Ranks that share sequences
-    count as one."""
+    """Sequences per pass of a rank: all sequences of the rank, or train.micro_batch. A context-parallel group counts as
+    one rank."""
     batch, size = config.train.batch_size, config.train.micro_batch
     shared = config.parallel.context
     ranks = f"{world_size} ranks" if shared == 1 else f"{world_size} groups of {shared} ranks (parallel.context)"
@@ -174,13 +173,13 @@ def micro_batch_size(config: Config, world_size: int) -> int:
         )
     if config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode and batch // world_size > size:
         raise ConfigError(
-            "parallel.ddp.static_graph: works with one pass a step only; leave train.micro_batch at auto or turn it off"
+            "parallel.ddp.static_graph: needs one pass per step; leave train.micro_batch at auto or turn it off"
         )
     return size
 
 
 def describe_batch(config: Config, world_size: int) -> str:
-    """How the sequences of a step are divided, such as 2 groups of 4 ranks x 1 pass x 8 sequences."""
+    """How the sequences of a step are divided, for example 2 groups of 4 ranks x 1 pass x 8 sequences."""
     size = micro_batch_size(config, world_size)
     passes, shared = config.train.batch_size // world_size // size, config.parallel.context
     ranks = counted(world_size, "rank") if shared == 1 else f"{counted(world_size, 'group')} of {shared} ranks"
@@ -192,6 +191,6 @@ def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     if wanted is not None and wanted < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {wanted} is less than the {tokenizer.vocab_size} of tokenizer "
-            f"{config.data.tokenizer!r}; leave it unset to take the tokenizer's"
+            f"{config.data.tokenizer!r}; leave it unset to use the tokenizer's size"
         )
     return wanted or tokenizer.vocab_size

@@ -21,7 +21,7 @@ from nsa.train.state import RunState, own_tokens
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank. `votes` are sums over ranks of what each one contributed."""
+    """The same on every rank. `votes` are the sums over ranks of each rank's votes."""
 
     loss: float
     grad_norm: float
@@ -37,12 +37,12 @@ def train_step(
     votes: Callable[[], tuple[int, ...]] = tuple,
     observer: Observer | None = None,
 ) -> StepResult:
-    """Forward and backward over this rank's micro-batches, clip, finite?, optimizer.
+    """Forward and backward over this rank's micro-batches, gradient clipping, and the optimizer step if all is finite.
 
     The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
-    that any split into ranks and micro-batches gives the same gradient. Gradients travel with the last micro-batch.
-    `votes` is called after backward, so that what happened during the step counts at its end. `observer` sees the
-    attention of the first forward pass; a step without one replays its passes from `state.graphs`, where there are.
+    that any split into ranks and micro-batches gives the same gradient. Gradients are reduced in the last micro-batch.
+    `votes` is called after backward, so that it includes events during the step. `observer` sees the attention of the
+    first forward pass; a step without an observer replays `state.graphs`, if there are any.
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=state.device)
@@ -58,13 +58,13 @@ def train_step(
         if loss is None:
             with gradient_sync(state.module, wanted=following is None):
                 loss = _forward_backward(state, batch, divisor, state.scale.value, observer)
-            graphs = None if number == 0 else graphs  # a replay adds to gradients of replays alone
+            graphs = None if number == 0 else graphs  # a replay adds only to gradients of other replays
         observer = None
         total += loss
     assert loss is not None, "a step needs a batch"
     faults.point("step.backward")
     norm = _unscaled_norm(state)
-    # The loss and everything the ranks agree on, in one small message.
+    # The loss and all votes in one small all-reduce.
     agreed = sum_over_ranks(torch.stack([total, *(torch.full_like(total, v) for v in votes())]), state.world).tolist()
     result = StepResult(agreed[0], float(norm), tuple(int(v) for v in agreed[1:]))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
@@ -82,7 +82,7 @@ def train_step(
 
 
 def _loss_of(state: RunState, batch: Batch) -> HeadLoss:
-    """The loss over the targets of a batch, or that of `train.teacher`."""
+    """Cross-entropy over the targets of a batch, or the divergence from `train.teacher`."""
     if state.teacher is None:
         return partial(next_token_loss, targets_BS=batch.targets)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def _loss_of(state: RunState, batch: Batch) -> HeadLoss:
 def _forward_backward(
     state: RunState, batch: Batch, divisor: Tensor, scale: Tensor | float, observer: Observer | None = None
 ) -> Tensor:
-    """The loss of one micro-batch, without its history. Reads no value back from the device: a graph captures it."""
+    """The detached loss of one micro-batch. Reads no value from the device, so that a CUDA graph can capture it."""
     with state.autocast():
         loss_of = _loss_of(state, batch)
         with observing(observer):
@@ -115,7 +115,7 @@ def _unscaled_norm(state: RunState) -> Tensor:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loss in nats per token, and in bits per byte of text, whatever the tokenizer."""
+    """Loss in nats per token, and in bits per byte of text, which does not depend on the tokenizer."""
 
     loss: float
     bits_per_byte: float
@@ -129,10 +129,9 @@ def validate(
     micro_batch: int,
     progressed: Callable[[], None] = lambda: None,
 ) -> Validation:
-    """The mean loss over the first `sequences` validation sequences, divided among the ranks: the same ones every time.
+    """The mean loss over the first `sequences` validation sequences, which are divided among the ranks.
 
-    Every rank runs as many passes as the others, as a sharded model requires; results of a rank without a share are
-    dropped.
+    Every rank runs the same number of passes, as a sharded model requires; surplus results are dropped.
     """
     if loader.sequences.count is not None:
         sequences = min(sequences, loader.sequences.count)

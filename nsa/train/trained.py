@@ -1,4 +1,4 @@
-"""What a run trained, ready to use: the model with its tokenizer and its configuration."""
+"""Loads a trained model with its tokenizer and its configuration."""
 
 import warnings
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from nsa.train.state import AUTOCAST_TYPES, RunState, chosen_kernels, vocabulary
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """`model` is on its device and in eval mode; `weights` is the file or the checkpoint that it was read from."""
+    """`model` is on its device and in eval mode; `weights` is the file or the checkpoint that it was loaded from."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -41,17 +41,17 @@ def load_run(
     overrides: Iterable[str] = (),
     device: torch.device | str | None = None,
 ) -> TrainedRun:
-    """Loads what a run trained: `model` (in eval mode), `tokenizer`, `config`, and `weights`, where they were read.
+    """Loads a trained run: `model` (in eval mode), `tokenizer`, `config`, and `weights`, the path of the weights.
 
     path         a run folder (its model.safetensors, or the newest sound checkpoint of a run that has not finished, or
                  was resumed since), one checkpoint (its folder, checkpoints/latest or checkpoints/best), or a
                  .safetensors file that a run or `nsa ckpt export` wrote
-    checkpoint   a checkpoint of the run folder instead: its name such as step_00000500, "latest" or "best"
+    checkpoint   a checkpoint of the run folder instead: its name, for example step_00000500, or "latest" or "best"
     overrides    `section.key=value`, as on the command line, for example runtime.device=cpu
-    device       where the model is put, for example "cuda:1"; None takes runtime.device
+    device       the device of the model, for example "cuda:1"; None uses runtime.device
 
-    Where there is no GPU, a run that was trained on one is loaded onto the CPU, with a warning, unless an override asks
-    for the GPU. Needs the packages of the extra `train`.
+    Without a GPU, a run that was trained on one is loaded onto the CPU, with a warning, unless an override requests the
+    GPU. Needs the packages of the extra `train`.
     """
     path, overrides = Path(path), list(overrides)
     weights = find_weights(path) if checkpoint is None else _named_checkpoint(path, checkpoint)
@@ -84,8 +84,7 @@ def load_teacher(state: RunState) -> Decoder | None:
 
 
 def in_compute_type(run: TrainedRun) -> TrainedRun:
-    """The run on a GPU with weights of the type in which it computes, of which a step reads half as many bytes. The
-    model is converted in place."""
+    """Converts the model in place to the dtype in which it computes on a GPU, so that a step reads half the bytes."""
     device = run.model.head.weight.device
     dtype = AUTOCAST_TYPES.get(compute_precision(run.config.runtime.precision, device))
     if device.type == "cuda" and dtype is not None:
@@ -107,11 +106,11 @@ def _named_checkpoint(path: Path, name: str) -> Path:
 
 
 def _saved_config(path: Path, weights: Path, overrides: list[str]) -> Config:
-    """Of a run folder its config.yaml; of a checkpoint or a file of weights what they carry."""
+    """The configuration in config.yaml of a run folder, or in a checkpoint or a file of weights."""
     if (path / CONFIG_FILE).is_file():
         return load_config(path / CONFIG_FILE, overrides, in_run=True)
     if not weights.exists():
-        raise CheckpointError(f"{path}: is no run folder (no {CONFIG_FILE} in it); give the out_dir of a run")
+        raise CheckpointError(f"{path}: not a run folder (no {CONFIG_FILE} in it); give the out_dir of a run")
     saved: Any = (read_state(weights) if weights.is_dir() else read_metadata(weights)).get("config")
     if saved is None:
         raise CheckpointError(f"{weights}: carries no configuration; give the folder of the run that wrote it")
@@ -119,12 +118,12 @@ def _saved_config(path: Path, weights: Path, overrides: list[str]) -> Config:
 
 
 def _without_missing_gpu(config: Config, overrides: list[str]) -> Config:
-    """On a CPU, drops what needs one and was asked for by the saved configuration alone."""
+    """Without a GPU, resets settings that need one, unless an override sets them."""
     if torch.cuda.is_available() and config.runtime.device != "cpu":
         return config
     device, kernels = config.runtime.device, config.runtime.kernels.model_dump()
     if device == "cuda" and not _is_overridden("runtime.device", overrides):
-        warnings.warn("runtime.device: the run used a GPU and PyTorch sees none here; using the CPU", stacklevel=3)
+        warnings.warn("runtime.device: the run used a GPU and PyTorch finds none here; using the CPU", stacklevel=3)
         device = "cpu"
     for name, choice in kernels.items():
         if choice == "triton" and not _is_overridden(f"runtime.kernels.{name}", overrides):

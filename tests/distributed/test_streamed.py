@@ -113,4 +113,4 @@ def test_ranks_that_read_different_files_are_refused(tmp_path):
         ranks.append(warm.start("nsa", "train", config, env=environment(**place, HOME=str(home))))
     for ended in wait_all(ranks):
         assert ended.code == 3, ended.output
-        assert "data: ranks read different data; make the files that data.paths names alike" in ended.output
+        assert "data: ranks read different data; make the files of data.paths identical" in ended.output

@@ -183,7 +183,7 @@ def test_prepared_shards_are_compared_with_their_hashes_once(folder, tmp_path, m
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is no run folder"):
+    with pytest.raises(CheckpointError, match="not a run folder"):
         evaluate(tmp_path)
     (tmp_path / "config.yaml").write_text("train: {seq_len: 128}\nmodel: {dim: 32, n_layers: 1}\n")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file; has the run finished"):

@@ -164,9 +164,9 @@ def test_a_mistake_ends_every_rank_with_its_own_code(tmp_path):
     config = write_config(tmp_path, train={"steps": 2, "batch_size": 3})
     for codes, text, overrides in [
         ([2, 2], "train.batch_size: 3 sequences cannot be divided among 2 ranks", []),
-        ([2, 2], "parallel.strategy: 'single' and 2 processes do not fit", ["parallel.strategy=single"]),
+        ([2, 2], "parallel.strategy: 'single' does not work with 2 processes", ["parallel.strategy=single"]),
         ([2, 2], "train.micro_batch: 4 must divide the 6", ["train.batch_size=12", "train.micro_batch=4"]),
-        ([2, 2], "static_graph: works with one pass", ["train.batch_size=4", "train.micro_batch=1", STATIC]),
+        ([2, 2], "static_graph: needs one pass", ["train.batch_size=4", "train.micro_batch=1", STATIC]),
         ([3, 3], "*.txt matches no", ["train.batch_size=4", "data.source=text", "data.paths=[/nowhere/*.txt]"]),
     ]:
         ended = run_ranks(2, "train", config, f"train.out_dir={tmp_path / 'run'}", *overrides)

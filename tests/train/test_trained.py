@@ -136,7 +136,7 @@ def trained_on_a_gpu(run, monkeypatch):
 
 
 def test_a_run_of_a_gpu_generates_on_a_cpu_and_says_so(trained_on_a_gpu):
-    with pytest.warns(UserWarning, match=r"runtime\.device: .* PyTorch sees none here; using the CPU"):
+    with pytest.warns(UserWarning, match=r"runtime\.device: .* PyTorch finds none here; using the CPU"):
         loaded = nsa.load_run(trained_on_a_gpu)
     assert loaded.model.head.weight.device.type == loaded.config.runtime.device == "cpu"
     with pytest.warns(UserWarning, match="using the CPU"):
@@ -148,7 +148,7 @@ def test_an_override_is_obeyed_by_generate(trained_on_a_gpu):
     asked = generate(trained_on_a_gpu, "runtime.device=cpu", "--prompt", "the ")
     assert (asked.exit_code, asked.output[:4]) == (0, "the ")
     for wanted in (["runtime.device=cuda"], ["--override", "runtime.device=cuda"]):
-        with pytest.raises(LaunchError, match="'cuda' is configured and PyTorch sees no GPU"):
+        with pytest.raises(LaunchError, match="'cuda' is configured and PyTorch finds no GPU"):
             generate(trained_on_a_gpu, *wanted)
     with pytest.raises(BackendError, match="sel"):
         generate(trained_on_a_gpu, "runtime.device=cpu", "runtime.kernels.sel=triton")
