@@ -1,1 +1,1 @@
-"""How a model is spread and recomputed, outside the model's own code."""
+"""Parallelism, recomputation and compilation of a model, outside the model's own code."""

@@ -1,4 +1,4 @@
-"""Small agreements between processes. All ranks call each of these together."""
+"""Small collectives. All ranks call each function together."""
 
 import re
 from collections.abc import Callable
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 def sum_over_ranks(values: Tensor, world: World) -> Tensor:
-    """The sum, in place, on every rank."""
+    """All-reduces the values in place."""
     if world.size > 1:
         dist.all_reduce(values)
     return values
 
 
 def gather_objects(value: T, world: World) -> list[T]:
-    """The value of every rank, by rank."""
+    """The values of all ranks, in order."""
     found = [value] * world.size
     if world.size > 1:
         dist.all_gather_object(found, value, group=world.cpu_group)
@@ -29,7 +29,7 @@ def gather_objects(value: T, world: World) -> list[T]:
 
 
 def on_first_rank(world: World, function: Callable[[], T]) -> T:
-    """What `function` returns or raises on rank 0, returned or raised on every rank. The others do not call it."""
+    """Calls `function` on rank 0 only, and returns its result or raises its error on every rank."""
     if world.size == 1:
         return function()
     answer: list[Any] = [None]
@@ -55,7 +55,7 @@ _LOST = ("gloo", "nccl", "connection reset by peer", "connection closed by peer"
 
 
 def lost_rank(reason: BaseException | str, rank: int, size: int) -> RankLostError | None:
-    """The failure as the loss of another rank, where it looks like one; None where this process itself failed."""
+    """A RankLostError if the failure looks like the loss of another rank; None if this process itself failed."""
     text = str(reason).strip()
     said = re.sub(r"'[^']*'", "", text).lower()  # without paths
     is_network = isinstance(reason, str | RuntimeError) and any(word in said for word in _LOST)

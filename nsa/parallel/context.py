@@ -1,8 +1,9 @@
-"""Context parallelism: the tokens of a sequence divided among the ranks of a group, and what they exchange.
+"""Context parallelism: divides the tokens of a sequence among the ranks of a group, and exchanges tensors between them.
 
-A sequence is cut into 2N chunks of equal length for N ranks. Rank r has chunks r and 2N-1-r, an early and a late one:
-late queries see more compressed tokens, so every rank has the same work. Tensors of a rank hold the tokens of the early
-chunk, then those of the late one. A length that 2N does not divide is padded at the end, where no token sees it.
+For N ranks a sequence is divided into 2N chunks of equal length. Rank r has chunks r and 2N-1-r, an early and a late
+one: late queries see more compressed tokens, so every rank has the same work. Tensors of a rank hold the tokens of the
+early chunk, then those of the late one. Sequences are padded at the end to a multiple of 2N tokens; no token attends to
+the padding.
 
 Every exchange goes through `Context`: `gather`, `reduce_scatter` (always in float32) and `halo`. Attention layers call
 them where they need keys and values of other ranks (`nsa.nn.attention`).
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from nsa.errors import LaunchError
 
-# Since torch 2.13 under new names; the old ones warn.
+# torch 2.13 renamed these functions; the old names warn.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -37,8 +38,8 @@ def padded_length(tokens: int, size: int) -> int:
 
 
 def halo_sources(rank: int, size: int, length: int, width: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Of the last `width` tokens before each chunk of a rank, or as many as there are: the rank that has each, and its
-    place among the tokens of that rank."""
+    """For each of the last `width` tokens before the chunks of a rank (fewer at the start): the rank that has it, and
+    its index among the tokens of that rank."""
     starts = [chunk * length for chunk in chunks_of(rank, size)]
     token = np.concatenate([np.arange(max(0, start - width), start) for start in starts])
     chunk = token // length
@@ -47,7 +48,7 @@ def halo_sources(rank: int, size: int, length: int, width: int) -> tuple[NDArray
 
 
 class Pending:
-    """What an exchange gives, which may still be under way; what is sent is kept until it has ended."""
+    """The result of an exchange that may still be running. Keeps the sent tensor alive until it ends."""
 
     def __init__(self, result: Tensor, sent: Tensor, work: Any):
         self._result, self._work = result, work
@@ -62,10 +63,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class HaloTables:
-    """How halos of one width travel between ranks.
+    """Index tables for the exchange of halos of one width.
 
-    send      tokens of this rank in the order they are sent, by receiver; `sends` of them to each
-    place     where the tokens of this rank's two halos lie in what it receives, `receives` of them from each
+    send      indices of this rank's tokens in the order they are sent, by receiver; `sends` are the counts
+    place     indices of the two halos' tokens in the received tensor; `receives` are the counts by sender
     """
 
     send: Tensor
@@ -75,10 +76,10 @@ class HaloTables:
 
 
 class Context:
-    """This rank among the `size` ranks that share its sequences.
+    """This rank among the `size` ranks of its context-parallel group.
 
-    Without a group nothing is sent, and all ranks are taken to have what this one has: for estimates and measurements
-    of one rank's share.
+    Without a process group nothing is sent, and every rank is assumed to have the same tensors as this one: for
+    estimates and measurements of one rank's share.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, size: int = 1, rank: int = 0):
@@ -88,25 +89,25 @@ class Context:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned when this key was asked for first: tables that stay the same from step to step."""
+        """Returns `make()`, cached by key: for tables that do not change between steps."""
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]
         return made
 
     def starts(self, length: int) -> tuple[int, int]:
-        """The first token of this rank's chunks, of `length` tokens each, in the sequence."""
+        """The positions in the sequence at which this rank's two chunks of `length` tokens start."""
         early, late = chunks_of(self.rank, self.size)
         return early * length, late * length
 
     def rows(self, tokens: int) -> tuple[Tensor, int]:
-        """Which of a sequence's tokens this rank has, and to how many the sequence is padded before."""
+        """The indices of this rank's tokens in a sequence, and the padded length of the sequence."""
         whole = padded_length(tokens, self.size)
         length = whole // (2 * self.size)
         return torch.cat([torch.arange(first, first + length) for first in self.starts(length)]), whole
 
     def gather(self, local: Tensor) -> Pending:
-        """Starts to gather what every rank has, along the first dimension."""
+        """Starts an all-gather along the first dimension."""
         local = local.contiguous()
         whole = local.new_empty(self.size * local.shape[0], *local.shape[1:])
         if self.group is None:
@@ -115,7 +116,7 @@ class Context:
         return Pending(whole, local, getattr(dist, _ALL_GATHER)(whole, local, group=self.group, async_op=True))
 
     def reduce_scatter(self, whole: Tensor) -> Pending:
-        """Starts to sum over ranks what each has of a gathered tensor, of which each gets its part. In float32."""
+        """Starts a reduce-scatter in float32: sums a gathered tensor over ranks, of which each rank gets its part."""
         assert whole.dtype in (torch.float32, torch.float64)
         whole = whole.contiguous()
         local = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
@@ -136,7 +137,7 @@ class Context:
         sources = [halo_sources(receiver, self.size, length, width) for receiver in range(self.size)]
         sent = [place[rank == self.rank] for rank, place in sources]
         senders, _ = sources[self.rank]
-        arrival = np.argsort(senders, kind="stable")  # by sender, and then as they are sent
+        arrival = np.argsort(senders, kind="stable")  # by sender, then in the order sent
         return HaloTables(
             torch.tensor(np.concatenate(sent), device=device),
             [len(part) for part in sent],
@@ -145,7 +146,7 @@ class Context:
         )
 
     def exchange(self, sent: Tensor, receives: list[int], sends: list[int]) -> Tensor:
-        """Sends rows of a tensor to every rank, as many as `sends` says, and receives as many as `receives` says."""
+        """All-to-all of the rows of a tensor: `sends` and `receives` are the numbers of rows per rank."""
         received = sent.new_zeros(sum(receives), *sent.shape[1:])
         if self.group is not None:
             dist.all_to_all_single(received, sent.contiguous(), receives, sends, group=self.group)
@@ -162,7 +163,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         tables: HaloTables = ctx.tables
-        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32  # how gradients travel
+        wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32  # dtype in which gradients are sent
         grad = grads[0].to(wide).transpose(0, 1)
         sent = torch.empty_like(grad, memory_format=torch.contiguous_format)
         sent[tables.place] = grad
@@ -173,7 +174,7 @@ class _Halo(torch.autograd.Function):
 
 
 def data_ranks(context: int, size: int) -> int:
-    """How many groups of `context` ranks divide the batch among them."""
+    """The number of groups of `context` ranks, among which a batch is divided."""
     if size % context:
         ranks = "rank" if size == 1 else "ranks"
         raise LaunchError(

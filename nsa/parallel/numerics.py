@@ -1,7 +1,7 @@
-"""The process-wide switches of PyTorch that decide a run's numbers, and the precision of the device.
+"""The process-wide settings of PyTorch that affect the results of a run, and the precision of the device.
 
-A run sets these switches from its configuration when it starts and restores the caller's values when it ends. So its
-numbers do not depend on what the process did before, and the run does not change the process.
+A run sets them from its configuration when it starts and restores the caller's values when it ends, so that its results
+do not depend on what the process did before.
 """
 
 import os
@@ -36,7 +36,7 @@ def numerics(runtime: RuntimeConfig) -> Iterator[None]:
         restored.enter_context(sdpa_kernel(_SDPA_BACKENDS))
         if runtime.deterministic:  # cuBLAS reads it before its first use
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        if runtime.compile:  # else shapes that were compiled before decide how these are
+        if runtime.compile:  # else the shapes compiled before affect this compilation
             torch.compiler.reset()
         yield
 
@@ -56,11 +56,11 @@ def compute_precision(wanted: str, device: torch.device) -> str:
 def cpu_has_bf16() -> bool:
     """Whether this CPU has instructions that multiply bf16 numbers; False if PyTorch does not know."""
     known = torch.cpu.get_capabilities()
-    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))  # the last: Arm
+    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))  # the last is Arm's
 
 
 def default_threads() -> int:
-    """CPU threads of a fresh process: OMP_NUM_THREADS, else the physical cores it may run on."""
+    """CPU threads of a fresh process: OMP_NUM_THREADS, else the number of physical cores it may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)
@@ -75,34 +75,34 @@ def _switches(runtime: RuntimeConfig) -> Iterator[Switch]:
     yield torch.get_num_threads, torch.set_num_threads, runtime.threads or default_threads()
     yield _flushes_denormals, torch.set_flush_denormal, False
     yield _deterministic_mode, _set_deterministic_mode, (runtime.deterministic, False)
-    for device in ("cpu", "cuda"):  # not by torch.autocast: around the run it would keep casts of weights for all steps
+    for device in ("cpu", "cuda"):  # not torch.autocast, whose cache would keep casts of weights for the whole run
         yield partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device), False
     yield _matmul_precision, _set_matmul_precision, _TF32 if runtime.tf32 else _IEEE
     for module, name, value in (
         (_CUDA_MATMUL, "allow_fp16_reduced_precision_reduction", True),
         (_CUDA_MATMUL, "allow_bf16_reduced_precision_reduction", True),
         (_CUDA_MATMUL, "allow_fp16_accumulation", False),
-        (_MKLDNN, "enabled", True),  # off after the first bf16 product on a CPU without bf16 instructions
+        (_MKLDNN, "enabled", True),  # PyTorch disables it after a bf16 product on a CPU without bf16 instructions
     ):
         yield partial(getattr, module, name), partial(setattr, module, name), value
 
 
 def _matmul_precision() -> tuple[str, str, str]:
-    """The older setting, and the newer ones of GPU and CPU."""
+    """The older setting, and the newer settings of GPU and CPU."""
     gpu, cpu = _CUDA_MATMUL.fp32_precision, _MKLDNN.matmul.fp32_precision
     try:
         return torch.get_float32_matmul_precision(), gpu, cpu
-    except RuntimeError:  # PyTorch does not read the older setting if the newer ones disagree with it
+    except RuntimeError:  # raised if the newer settings disagree with the older one
         return "high" if gpu == "tf32" else "highest", gpu, cpu
 
 
 def _set_matmul_precision(wanted: tuple[str, str, str]) -> None:
-    torch.set_float32_matmul_precision(wanted[0])  # moves both newer settings
+    torch.set_float32_matmul_precision(wanted[0])  # also sets both newer settings
     _CUDA_MATMUL.fp32_precision, _MKLDNN.matmul.fp32_precision = wanted[1:]
 
 
 def _set_default_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)  # one that is set costs time in every call
+    torch.set_default_device(None if device.type == "cpu" else device)  # a default device slows down every call
 
 
 def _flushes_denormals() -> bool:
@@ -114,5 +114,5 @@ def _deterministic_mode() -> tuple[bool, bool]:
 
 
 def _set_deterministic_mode(mode: tuple[bool, bool]) -> None:
-    if mode != _deterministic_mode():  # setting it loads PyTorch's compiler, for a second
+    if mode != _deterministic_mode():  # setting it imports PyTorch's compiler, which takes a second
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])

@@ -1,4 +1,4 @@
-"""One model under each strategy: how it is wrapped, when gradients are synchronized, what their true norm is.
+"""Strategies (single, DDP, FSDP): wrapping the model, synchronizing gradients, and their global norm.
 
 Gradients are summed over ranks, never averaged: the loss is already divided by the global number of targets.
 """
@@ -24,20 +24,20 @@ from nsa.parallel.world import World
 
 SAFE = DDPConfig(find_unused=True, broadcast_buffers=False, bucket_view=False, bucket_mb=2, safe_mode=True)
 
-# Wraps a communication hook in one that also observes it.
+# Wraps a communication hook in one that also records it.
 HookWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def effective(options: DDPConfig) -> DDPConfig:
-    """What is used: `safe_mode` replaces all the others."""
+    """The options in use: `safe_mode` overrides all others."""
     return SAFE if options.safe_mode else options
 
 
 def wrap_ddp(model: nn.Module, options: DDPConfig, world: World, wrap_hook: HookWrapper) -> DistributedDataParallel:
-    """Data parallel: every rank holds the model, on its device already, and gradients are summed in buckets."""
+    """DDP: every rank holds the whole model, which is on its device already, and gradients are summed in buckets."""
     used = effective(options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for broadcast_buffers
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions renamed broadcast_buffers
         wrapped = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -58,10 +58,10 @@ def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 
 def shard(model: nn.Module, options: FSDPConfig, world: World, precision: str) -> nn.Module:
-    """Fully sharded: every rank holds a slice of each parameter, gathered for its block just in time.
+    """FSDP: every rank holds a shard of each parameter; a unit is gathered just before it is used.
 
-    Shards in place, `blocks_per_unit` decoder blocks at a time and the rest as one unit. Only
-    parameters change type on their way: buffers such as rotary tables stay float32.
+    Shards the model in place, with `blocks_per_unit` decoder blocks per unit and the other parameters as one unit. Only
+    gathered parameters are cast: buffers stay float32.
     """
     if options.param_dtype != "auto":
         precision = compute_precision(options.param_dtype, world.device)
@@ -92,7 +92,7 @@ def shard(model: nn.Module, options: FSDPConfig, world: World, precision: str) -
 
 @contextmanager
 def gradient_sync(module: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Forward and backward inside leave gradients on their rank unless `wanted`: an accumulation is sent once."""
+    """Inside, backward synchronizes gradients only if `wanted`, so that accumulated gradients are sent once."""
     if isinstance(module, DistributedDataParallel) and not wanted:
         with module.no_sync():
             yield
@@ -110,7 +110,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def gather_weights(parameters: Mapping[str, nn.Parameter], world: World) -> dict[str, Tensor]:
-    """Every parameter whole, in host memory, on rank 0; nothing on the others. All ranks call it."""
+    """The unsharded parameters in host memory on rank 0; empty on other ranks. All ranks call it."""
     weights: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensor = parameter.detach()
@@ -121,7 +121,7 @@ def gather_weights(parameters: Mapping[str, nn.Parameter], world: World) -> dict
 
 
 def settle(module: nn.Module) -> None:
-    """Reshards after a forward pass without a backward, so that parameters are the optimizer's own."""
+    """Reshards after a forward pass without a backward, so that the parameters are those of the optimizer."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.reshard()

@@ -1,17 +1,17 @@
 """Everything that changes a model between building and training it, as one ordered list of functions.
 
-    1. divide_sequences   attention layers exchange keys and values with the ranks that share their sequences
-    2. recompute          backward computes activations again instead of keeping them
+    1. divide_sequences   attention layers exchange keys and values within their context-parallel group
+    2. recompute          backward recomputes activations instead of keeping them
     3. compile_blocks     torch.compile of every decoder block
     4. wrap or shard      DDP or FSDP (`nsa.parallel.strategy`), with the model on its device
     5. trace              hooks that record the backward pass
 
-Each takes the model and returns the module to call. Modules keep their place, type and parameter names.
+Each function takes the model and returns the module to call. Modules keep their names, types and parameter names.
 
-Recomputation is always the non-reentrant kind. The blocks that attention selected are kept from the forward pass, so
-that backward reads the same ones: by a SelectionCache, or in compiled blocks by torch's selective checkpointing, which
-a compiler understands and which costs a Python call per operator otherwise. "selective" keeps the outputs of the
-attention operators in the same way: a few bytes that are expensive to compute.
+Recomputation is always non-reentrant. It keeps the blocks that attention selected in the forward pass, so that backward
+reads the same ones: in a SelectionCache, or in compiled blocks by torch's selective checkpointing, which a compiler
+understands and which otherwise costs a Python call per operator. "selective" keeps the outputs of the attention
+operators in the same way: they are small and expensive to compute.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,14 +45,14 @@ class Tracing(Protocol):
 
 
 def transform(model: nn.Module, config: Config, world: World, precision: str, trace: Tracing | None) -> nn.Module:
-    """The module to call, with `model` changed in place as the run needs it."""
+    """Applies all transforms to `model` in place and returns the module to call."""
     runtime, parallel = config.runtime, config.parallel
     divided = world.context is not None
     if world.context is not None:
         divide_sequences(model, world.context)
-    # A compiler follows recomputation through a block, but not exchanges between ranks, which divide its graph.
+    # torch.compile can trace recomputation inside a block, but exchanges between ranks break its graph.
     recompute(model, runtime.gradient_checkpointing, compiled=runtime.compile and not divided)
-    if world.strategy != "fsdp":  # which moves every unit by itself, so that no GPU holds the whole model
+    if world.strategy != "fsdp":  # FSDP moves unit by unit, so that no GPU holds the whole model
         model.to(world.device)
     if runtime.compile:
         compile_blocks(model, inside_recompute=divided)
@@ -68,7 +68,7 @@ def transform(model: nn.Module, config: Config, world: World, precision: str, tr
 
 
 def divide_sequences(model: nn.Module, context: Context) -> nn.Module:
-    """The attention layers of a model then take this rank's tokens of each sequence (`Context.rows`)."""
+    """Makes the attention layers of a model take this rank's tokens of each sequence (`Context.rows`)."""
     for name, layer in attention_layers(model):
         if type(layer).attend_context is Attention.attend_context:
             cannot = f"{name} is a {type(layer).__name__}, which cannot divide a sequence among ranks"
@@ -78,8 +78,8 @@ def divide_sequences(model: nn.Module, context: Context) -> nn.Module:
 
 
 def recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = False) -> nn.Module:
-    """Recomputes every decoder block ("block"), all of it but its attention operators ("selective"), or each block's
-    attention and MLP by itself ("branch"); "none" keeps all activations. Replaces the choice of an earlier call."""
+    """Recomputes every decoder block ("block"), each block except its attention operators ("selective"), or attention
+    and MLP of a block separately ("branch"); "none" keeps all activations. Overrides an earlier call."""
     layers = [layer for _, layer in attention_layers(model)]
     context_fn: Callable[[], Any] = _remember_selection
     if granularity == "selective":
@@ -95,8 +95,8 @@ def recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = Fa
 
 
 def compile_blocks(model: nn.Module, *, inside_recompute: bool = False) -> nn.Module:
-    """torch.compile of every decoder block, with its recomputation unless `inside_recompute`. Hooks that a strategy
-    registers on a block stay outside."""
+    """Compiles every decoder block including its recomputation, or only the part inside it with `inside_recompute`.
+    Hooks that a strategy registers on a block are not compiled."""
     for block in _blocks(model):
         if inside_recompute:
             block.compute = torch.compile(block.compute)  # type: ignore[method-assign]

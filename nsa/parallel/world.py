@@ -1,4 +1,4 @@
-"""How a process joins a run: rank and world size, the device, the process group.
+"""The process group of a run: rank and world size, the device, and the start of the group.
 
 `torchrun` sets rank and world size in the environment; without it a run is one process.
 """
@@ -24,7 +24,7 @@ from nsa.parallel.context import Context, data_ranks
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. `cpu_group` carries small host messages; None where there is one process."""
+    """This process among all ranks. `cpu_group` is for small messages between hosts; None in a single process."""
 
     device: torch.device
     strategy: str = "single"  # or "ddp", "fsdp"
@@ -34,21 +34,21 @@ class World:
     backend: str = "none"
     cpu_group: dist.ProcessGroup | None = None
     local_size: int | None = None  # ranks of this node; None if the launcher does not say
-    context: Context | None = None  # the ranks that share this rank's sequences; None where each has its own
+    context: Context | None = None  # the context-parallel group; None without context parallelism
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that read different sequences."""
+        """The number of context-parallel groups, which read different sequences."""
         return self.size // (self.context.size if self.context else 1)
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's group."""
+        """The index of this rank's context-parallel group."""
         return self.rank // (self.context.size if self.context else 1)
 
     @property
     def node_share(self) -> slice:
-        """This rank's share of what each node checks for itself: nodes may have copies of their own."""
+        """This rank's share of files that each node checks: nodes may have their own copies."""
         return slice(None) if self.local_size is None else slice(self.local_rank, None, self.local_size)
 
     @property
@@ -99,7 +99,7 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("runtime.device: 'cuda' is configured and PyTorch sees no GPU; use auto or cpu")
+        raise LaunchError("runtime.device: 'cuda' is configured and PyTorch finds no GPU; use auto or cpu")
     if local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"LOCAL_RANK={local_rank}: this node has {torch.cuda.device_count()} GPUs; "
@@ -112,13 +112,13 @@ def choose_strategy(wanted: str, size: int) -> str:
     if wanted == "auto":
         return "single" if size == 1 else "ddp"
     if wanted == "single" and size > 1:
-        raise ConfigError(f"parallel.strategy: 'single' and {size} processes do not fit; use auto, ddp or fsdp")
+        raise ConfigError(f"parallel.strategy: 'single' does not work with {size} processes; use auto, ddp or fsdp")
     return wanted
 
 
 def rendezvous(launch: Launch, environment: Mapping[str, str], timeout: timedelta) -> TCPStore:
-    """A store for this attempt only. torchrun's store survives restarts and would hand out the addresses of dead
-    ranks; rank 0 uses it only to publish the address of the new one."""
+    """Creates a store for this attempt only. torchrun's store survives restarts and would hand out the addresses of
+    dead ranks; rank 0 uses it only to publish the address of the new store."""
     agent = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False, timeout=timeout)
     if launch.rank == 0:
         host = _address_towards(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
@@ -130,7 +130,7 @@ def rendezvous(launch: Launch, environment: Mapping[str, str], timeout: timedelt
         host, port = agent.get("nsa/rendezvous").decode().split()
         try:
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
-        except dist.DistError:  # the address of an earlier attempt, where nobody listens any more
+        except dist.DistError:  # the address of an earlier attempt, whose store is gone
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
@@ -140,8 +140,8 @@ def rendezvous(launch: Launch, environment: Mapping[str, str], timeout: timedelt
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address as seen from there; nothing is sent. A name that resolves to a loopback address here is
-    returned as it is, for the other machines to resolve."""
+    """This machine's address as seen from `host`; sends nothing. A host name that resolves to a loopback address here
+    is returned unchanged, for the other machines to resolve."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -151,7 +151,7 @@ def _address_towards(host: str, port: int) -> str:
 
 @contextmanager
 def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """The process group of a run, from its start to its end."""
+    """A context that starts and destroys the process group of a run."""
     launch = read_launch(environment)
     chosen = pick_device(device, launch.local_rank)
     data_ranks(parallel.context, launch.size)
@@ -163,7 +163,7 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
         return
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     timeout = timedelta(seconds=parallel.timeout_s)
-    # Tensors on the host always travel over gloo: checkpoints and small agreements need no GPU.
+    # Host tensors always use gloo: checkpoints and small messages need no GPU.
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     store: dict[str, Any] = {}
     if "WORLD_SIZE" not in environment:
@@ -176,9 +176,9 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     dist.init_process_group(both, timeout=timeout, device_id=chosen if backend == "nccl" else None, **store)
     group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
     context = None
-    if parallel.context > 1:  # neighbouring ranks, which have the fastest connections
+    if parallel.context > 1:  # consecutive ranks have the fastest connections
         own, _ = dist.new_subgroups(parallel.context, timeout=timeout)
         context = Context(own)
     ranks = (launch.rank, launch.local_rank, launch.size)
     yield World(chosen, strategy, *ranks, backend, group, launch.local_size, context)
-    dist.destroy_process_group()  # not after an error: the others may be gone, and this would wait for them
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
