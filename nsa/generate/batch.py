@@ -1,4 +1,4 @@
-"""A batch of prompts that is continued token by token, with a cache; on a GPU a step is the replay of a CUDA graph.
+"""Continues a batch of prompts token by token with a cache; on a GPU a step is the replay of a CUDA graph.
 
 Legend: B rows, one for each prompt; C channels, V vocabulary.
 """
@@ -15,16 +15,16 @@ from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.model import Decoder
 
-FIRST_ROOM = 4096  # new tokens of each prompt that a cache begins with room for; it doubles
+FIRST_ROOM = 4096  # new tokens per prompt that the cache has room for at first; the room doubles
 
 
 class TokenBatch:
-    """Continues prompts of any lengths, each as if it were alone. The cache grows with the text, so that a large
-    `max_tokens` costs nothing by itself.
+    """Continues prompts of any lengths, independently of each other. The cache grows with the text, so that a large
+    `max_tokens` alone uses no memory.
 
-    `next()` gives a new token for every row in `rows`, `end(row)` takes a row out. On a CPU the model runs when tokens
-    are asked for. On a GPU a step and the choice of its tokens are one CUDA graph; the tokens stay there for the next
-    step, which is started before the host has read them. At most that one step is computed and not read.
+    `next()` returns a new token for every row in `rows`, `end(row)` removes a row. On a CPU the model runs inside
+    `next`. On a GPU a step and its sampling are one CUDA graph; the tokens stay on the GPU for the next step, which
+    starts before the host has read them. At most one computed step is never read.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class TokenBatch:
         tokens_B = draw(logits_BV, sampling, uniform(self._generators))
         if self._graphs is not None:
             self._graphs.feed(tokens_B)
-        self._drawn: dict[int, int] = {}  # the tokens that were given last
-        self._count = 1  # how many were drawn for each prompt
+        self._drawn: dict[int, int] = {}  # the tokens that `next` returned last
+        self._count = 1  # tokens drawn for each prompt
         self._pending: Pending | None = Pending(self.rows, tokens_B)
 
     def next(self) -> dict[int, int]:
@@ -67,7 +67,7 @@ class TokenBatch:
         self._cache.free(self._sequences[row])
 
     def _limits(self) -> tuple[int, int]:
-        """`max_length` and `tokens` of a cache with room for `_room` new tokens of each prompt."""
+        """`max_length` and `tokens` of a cache with room for `_room` new tokens per prompt."""
         return max(self._lengths) + self._room, sum(self._lengths) + len(self._lengths) * self._room
 
     def _grow(self) -> None:
@@ -80,7 +80,7 @@ class TokenBatch:
 
     @torch.no_grad()
     def _read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Fills the cache; logits [B, V] after every prompt."""
+        """Fills the cache and returns the logits [B, V] after every prompt."""
         tokens_BS = pad_sequence([torch.tensor(prompt, device="cpu") for prompt in prompts], batch_first=True)
         step = self._cache.append(self._lengths, self._sequences)
         hidden_BSC = self._model.hidden(tokens_BS.to(self._cache.device), cache=step)
@@ -91,7 +91,7 @@ class TokenBatch:
 
     @torch.inference_mode()
     def _draw(self) -> "Pending":
-        """One more token for every row in `rows`."""
+        """Starts computing one more token for every row in `rows`."""
         self._count += 1
         if self._count > self._room:
             self._grow()
@@ -105,7 +105,7 @@ class TokenBatch:
 
 
 class Pending:
-    """Tokens of some rows on their way from the device."""
+    """Tokens of some rows that are being copied from the device."""
 
     def __init__(self, rows: Iterable[int], tokens_B: Tensor):
         self._rows, self._tokens_B = list(rows), tokens_B.to("cpu", non_blocking=True, copy=True)
@@ -124,11 +124,10 @@ class Pending:
 
 
 class DecodeGraphs:
-    """The step of one token and the choice of the next as CUDA graphs over all rows; those that have ended take part as
-    padding.
+    """A decoding step and the sampling of the next token as CUDA graphs over all rows; ended rows are padding.
 
-    There are two: most steps complete no compressed block, and one graph leaves compression out. `logits_BV` are those
-    of the last step.
+    There are two graphs: most steps complete no compressed block, and one graph omits compression. `logits_BV` are the
+    logits of the last step.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, sequences: list[int], sampling: Sampling):
@@ -138,27 +137,28 @@ class DecodeGraphs:
         self._tokens_B1 = torch.zeros(len(sequences), 1, dtype=torch.int64, device=cache.device)
         self._uniform_B1 = torch.zeros_like(self._tokens_B1, dtype=torch.float64)
         self._drawn_B = torch.zeros_like(self._tokens_B1[:, 0])
-        # Deterministic sums are those of the CPU, where a graph does not reach.
+        # Deterministic sums run on the CPU, which a graph cannot capture.
         self._draws_inside = not torch.are_deterministic_algorithms_enabled()
         self.capture()
 
     def capture(self) -> None:
-        """Also after the cache has grown, since graphs read its tensors. What the next step reads stays."""
+        """Captures the graphs; call it again after the cache has grown, since graphs read its tensors. Keeps the tokens
+        that the next step reads."""
         tokens_B1 = self._tokens_B1.clone()
         self._count_B.zero_()
         self._rows: list[int] = []
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # frees the graphs before, and their pool
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # frees earlier graphs and their pool
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = {completes: self._capture(completes) for completes in (True, False)}
         self._tokens_B1.copy_(tokens_B1)
 
     def feed(self, tokens_B: Tensor) -> None:
-        """Tokens that the next step reads, instead of those that the last one drew."""
+        """Sets the tokens that the next step reads, instead of the tokens that the last step drew."""
         self._tokens_B1.copy_(tokens_B.clamp(min=0)[:, None], non_blocking=True)
 
     def run(self, rows: list[int], uniform_B1: Tensor) -> Tensor:
-        """Reads one token of the given rows, and draws the next with a number for each: [B], of all rows. Valid until
-        the next call."""
+        """Runs a step for the given rows and draws their next tokens with a uniform number each. Returns [B] for all
+        rows, valid until the next call."""
         counts = [1] * len(rows)
         starts = self._cache.reserve(counts, [self._sequences[row] for row in rows])
         at = torch.tensor(rows, device="cpu")
@@ -178,8 +178,8 @@ class DecodeGraphs:
         self.feed(self._drawn_B)
 
     def _capture(self, completes: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """All rows are padding here: kernels are compiled and memory is found, and the cache stays as it is."""
-        # Autocast's copies of the weights would be freed with its context, and a replay would still read them.
+        """Captures one graph. All rows are padding meanwhile, so that warm-up does not change the cache."""
+        # Autocast frees its casts of the weights with its context, and a replay would still read them.
         kind, dtype = "cuda", torch.get_autocast_dtype("cuda")
         with (
             torch.cuda.device(self._cache.device),

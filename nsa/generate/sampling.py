@@ -1,7 +1,7 @@
-"""Choosing the next tokens of a batch from a model's logits.
+"""Samples the next tokens of a batch from a model's logits.
 
-Every row draws from a generator of its own, so what it draws does not depend on the rows beside it. The generators are
-the CPU's on every device.
+Every row has its own random generator, so its tokens do not depend on other rows. The generators are on the CPU for
+every device.
 
 Legend: B rows, V vocabulary.
 """
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError, whole_number
 
-# In float32 a smaller temperature would overflow a quotient, and a smaller top_p could round to 0.
+# In float32, division by a smaller temperature would overflow, and a smaller top_p could round to 0.
 SMALLEST_TEMPERATURE = SMALLEST_TOP_P = 1e-30
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """Sampling settings.
 
-    temperature   0 always takes the likeliest token
-    top_k         draws from the k likeliest only; None from all
-    top_p         draws from the fewest likeliest that make up this share, at least one; after top_k
+    temperature   0 always takes the most likely token
+    top_k         samples from the k most likely tokens; None from all
+    top_p         samples from the fewest most likely tokens whose probabilities sum to top_p, at least one; after top_k
     """
 
     temperature: float = 1.0
@@ -35,7 +35,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             try:
-                object.__setattr__(self, name, math.fsum([getattr(self, name)]))  # a float of any number, of no text
+                object.__setattr__(self, name, math.fsum([getattr(self, name)]))  # accepts any number, but no text
             except (TypeError, OverflowError):
                 raise ArgumentError(name, f"must be a number, got {getattr(self, name)!r:.80}") from None
         if self.top_k is not None:
@@ -47,17 +47,17 @@ class Sampling:
 
 
 def uniform(generators: Sequence[torch.Generator]) -> Tensor:
-    """A number from 0 to 1 for every row: [B, 1], float64, on the CPU."""
+    """A uniform random number from 0 to 1 for every row: [B, 1], float64, on the CPU."""
     numbers = [torch.rand(1, generator=generator, dtype=torch.float64, device="cpu") for generator in generators]
     return torch.stack(numbers)
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
-    """One token for every row: [B], on the device of the logits; -1 where a row of them has no largest number."""
+    """One token for every row: [B], on the device of the logits; -1 if the logits of a row have no maximum."""
     if sampling.temperature < SMALLEST_TEMPERATURE:
         largest_B, token_B = logits_BV.max(-1)
         return token_B.masked_fill(~largest_B.isfinite(), -1)
-    is_exact = torch.are_deterministic_algorithms_enabled()  # the sums of a GPU are not
+    is_exact = torch.are_deterministic_algorithms_enabled()  # cumulative sums on a GPU are not deterministic
     if sampling.top_k is None and sampling.top_p == 1.0:
         logits = logits_BV.cpu() if is_exact else logits_BV
         return _draw_from_all((logits.float() / sampling.temperature).softmax(-1), uniform_B1).to(logits_BV.device)
@@ -66,19 +66,19 @@ def draw(logits_BV: Tensor, sampling: Sampling, uniform_B1: Tensor) -> Tensor:
         values, order = values.cpu(), order.cpu()
     values = values.float() / sampling.temperature
     p = values[:, : sampling.top_k].softmax(-1)
-    # Keep the fewest most likely tokens that reach top_p: those whose predecessors sum to less than it.
+    # Keep the fewest most likely tokens that reach top_p: the tokens whose predecessors sum to less than top_p.
     p = p.masked_fill(p.cumsum(-1) - p >= max(sampling.top_p, SMALLEST_TOP_P), 0.0)
-    # The token whose share of the sum, laid end to end, the uniform number falls into.
+    # Inverse transform sampling: the token in whose interval of the cumulative sum the uniform number falls.
     ends = p.cumsum(-1)
     drawn = torch.searchsorted(ends, uniform_B1.to(ends) * ends[:, -1:], right=True)
     kept_B1 = (p > 0.0).sum(-1, keepdim=True)
-    drawn = drawn.minimum(kept_B1 - 1).clamp(min=0)  # a number that rounding moved to the very end
+    drawn = drawn.minimum(kept_B1 - 1).clamp(min=0)  # rounding may reach the end
     return order.gather(1, drawn).masked_fill(kept_B1 == 0, -1).squeeze(1).to(logits_BV.device)
 
 
 def _draw_from_all(p_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-    """As `draw`, for all tokens in their order: nothing is sorted. A scan in parallel may round so that a sum falls
-    from one token to the next; a token without a share is never drawn."""
+    """`draw` from all tokens, without sorting. Rounding in a parallel scan may make a cumulative sum decrease; a token
+    of probability 0 is never drawn."""
     ends_BV, has_share_BV = p_BV.cumsum(-1), p_BV > 0.0
     total_B1 = ends_BV.masked_fill(~has_share_BV, 0.0).amax(-1, keepdim=True)
     number_B1 = uniform_B1.to(ends_BV).clamp(max=1.0 - 2.0**-24) * total_B1

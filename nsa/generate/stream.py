@@ -1,4 +1,4 @@
-"""Generation as other programs use it: an iterator of tokens and text."""
+"""The public interface of generation: an iterator of tokens and text."""
 
 from collections.abc import Iterator, Sequence
 from operator import index
@@ -12,11 +12,11 @@ from nsa.generate.text_stream import TextStream
 from nsa.nn.cache import LONGEST
 from nsa.nn.model import Decoder
 
-SEEDS = (-(2**63), 2**64 - 1)  # that a generator of torch takes
+SEEDS = (-(2**63), 2**64 - 1)  # the range that torch.Generator accepts
 
 
 class Run(Protocol):
-    """What `nsa.load_run` returns, as far as it is needed here."""
+    """The attributes of the result of `nsa.load_run` that generation needs."""
 
     @property
     def model(self) -> Decoder: ...
@@ -29,9 +29,9 @@ class Generated(NamedTuple):
     """One token of one prompt.
 
     prompt   the number of the prompt
-    token    its id; None where generation ended at a stop token or the separator
-    text     what it completes: whole characters alone, so that it may be empty, or more than the token's own
-    end      None, or why this is the prompt's last: "stop" for a stop token or text, "length" for `max_tokens`
+    token    its id; None if generation ended at a stop token or the separator
+    text     the characters that the token completes: possibly none, or some whose first bytes came in earlier tokens
+    end      None, or why this is the last token: "stop" for a stop token or text, "length" for `max_tokens`
     """
 
     prompt: int
@@ -51,17 +51,17 @@ def generate_tokens(
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] | Sequence[int] = (),
 ) -> Iterator[Generated]:
-    """Continues prompts with a cache: yields every token as it comes, of all prompts in turn, with `prompt` (its
-    number), `token`, `text` (the characters that it completes) and `end` (None, "stop" or "length").
+    """Continues prompts with a cache: yields every token when it is generated, of all prompts in turn, with `prompt`
+    (its number), `token`, `text` (the characters that it completes) and `end` (None, "stop" or "length").
 
-    source        what `load_run` returned, for prompts that are texts; or a model, for prompts that are lists of ids
+    source        the result of `load_run`, for prompts that are texts; or a model, for prompts that are lists of ids
     prompts       one batch; their lengths may differ, and may exceed the length that the model was trained with
-    max_tokens    the most tokens of each
-    temperature   0 always takes the likeliest token
-    top_k, top_p  draw from the k likeliest, and from the fewest likeliest that make up this share
-    seed          of every prompt, or one for each; what a prompt draws does not depend on the others
-    stop          texts that end a prompt, and are left out; with a model alone, ids. What the tokenizer ends a
-                  text with (its separator, data.end_tokens) always does
+    max_tokens    the maximum number of new tokens per prompt
+    temperature   0 always takes the most likely token
+    top_k, top_p  sample from the k most likely tokens, and from the fewest whose probabilities sum to top_p
+    seed          one for all prompts, or one for each; the samples of a prompt do not depend on the others
+    stop          texts that end generation and are not part of the output; with a bare model, token ids. The
+                  tokenizer's separator and data.end_tokens always end generation
 
     On a GPU a step is the replay of a CUDA graph. Needs the packages of the extra `train`.
     """
@@ -89,7 +89,7 @@ def generate_tokens(
         if isinstance(stop, str) or "" in texts or (texts and tokenizer is None):
             raise TypeError(f"got {stop!r:.80}")
     except TypeError as error:
-        wanted = "must be a list of texts that are not empty, or with a model alone of token ids"
+        wanted = "must be a list of texts that are not empty, or with a bare model of token ids"
         raise ArgumentError("stop", f"{wanted}: {error}") from None
     if tokenizer is not None:
         stops.update(tokenizer.ends)
@@ -103,7 +103,7 @@ def _parts(source: Run) -> tuple[Decoder, Tokenizer]:
         return source.model, source.tokenizer
     except AttributeError:
         kind = type(source).__name__
-        raise ArgumentError("source", f"must be what `load_run` returned, or a Decoder; got {kind}") from None
+        raise ArgumentError("source", f"must be the result of `load_run` or a Decoder; got {kind}") from None
 
 
 def _generate(batch: TokenBatch, streams: list[TextStream], stops: set[int], max_tokens: int) -> Iterator[Generated]:

@@ -140,7 +140,7 @@ def test_what_cannot_be_generated_is_refused_at_the_call(model, prompts, options
 
 @pytest.mark.parametrize("source", [None, "run", 5])
 def test_a_source_that_is_neither_a_run_nor_a_model_is_refused(source):
-    with pytest.raises(ArgumentError, match="source: must be what `load_run` returned, or a Decoder; got"):
+    with pytest.raises(ArgumentError, match="source: must be the result of `load_run` or a Decoder; got"):
         nsa.generate_tokens(source, [[1]])
 
 
