@@ -68,7 +68,7 @@ def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
             view.status.kind,
             short(number(view.env.get("parameters"))),
             f"{view.step:,} of {view.steps:,}",
-            short(view.now_of("tokens")),
+            short(view.latest("tokens")),
             *(exact(view.loss), exact(loss), exact(bits, ".3f")),
             short(view.recent("toks_per_s")),
             percent(utilisation(view)),

@@ -171,7 +171,7 @@ class RunView:
         between = last["time"] - first["time"] - float(np.nansum(took[inside]))
         return max(0.0, float(between)) / int(last["step"] - first["step"])
 
-    def now_of(self, column: str) -> float:
+    def latest(self, column: str) -> float:
         """The newest value of a column of training.csv."""
         return float(self.training.column(column)[-1]) if len(self.training) else math.nan
 
@@ -195,7 +195,7 @@ class RunView:
     @property
     def mem_gib(self) -> float:
         """The memory of the rank that uses the most."""
-        known = [*(number(file.last_step.get("mem_gib")) for file in self.ranks.values()), self.now_of("mem_gib")]
+        known = [*(number(file.last_step.get("mem_gib")) for file in self.ranks.values()), self.latest("mem_gib")]
         return max((value for value in known if math.isfinite(value)), default=math.nan)
 
     @property

@@ -120,7 +120,7 @@ def _tiles(view: RunView) -> str:
         ("Loss", exact(view.loss), "nats per token, mean of the last steps"),
         ("Validation", exact(loss), validated),
         ("Best validation", exact(best), "nats per token") if math.isfinite(best) else None,
-        ("Tokens", short(view.now_of("tokens")), "trained on"),
+        ("Tokens", short(view.latest("tokens")), "trained on"),
         ("Throughput", short(view.recent("toks_per_s")), "tokens/s, median of the last steps"),
         ("Step", seconds(view.recent("step_s")), "median of the last steps"),
         ("Waiting for data", percent(view.data_share), "of the last steps"),

@@ -96,8 +96,8 @@ def _numbers(view: RunView) -> list[Text]:
     val = "-" if validation is None else f"{exact(validation[1])} at step {validation[0]}"
     bits = [] if validation is None else [("bits/byte", exact(validation[2], ".3f"))]
     pairs = [
-        [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", exact(view.now_of("lr"), ".2e")),
-         ("grad", exact(view.now_of("grad_norm"), ".3g"))],
+        [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", exact(view.latest("lr"), ".2e")),
+         ("grad", exact(view.latest("grad_norm"), ".3g"))],
         [("tokens/s", short(view.recent("toks_per_s"))), ("step", seconds(view.recent("step_s"))),
          ("data wait", percent(view.data_share)), ("save waits", seconds(view.save_wait_s)),
          ("memory", f"{exact(view.mem_gib, '.2f')} GiB")],

@@ -120,7 +120,7 @@ def gather_weights(parameters: Mapping[str, nn.Parameter], world: World) -> dict
     return weights
 
 
-def settle(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """Reshards after a forward pass without a backward, so that the parameters are those of the optimizer."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):

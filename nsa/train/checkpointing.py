@@ -88,14 +88,14 @@ class Checkpointing:
             if not self.config.background:
                 self._complete()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the current save, if any."""
         if self.saver.busy:
             self._complete()
 
     def save_now(self) -> None:
         """Returns when the current step is committed. If storage fails, it retries for as long as regular saves do."""
-        self.settle()
+        self.wait()
         pause_s = 1.0
         while self._saved_step != self.state.progress.step:
             self.monitor.beat(self.state.progress.step, "save")
@@ -116,7 +116,7 @@ class Checkpointing:
         if self.state.world.size > 1 or step == 0:
             return
         with self.monitor.extended_timeout(), suppress(CheckpointError):  # the run ends for another reason
-            self.settle()
+            self.wait()
             if self._saved_step != step:
                 self._counts = False
                 self._begin()

@@ -144,7 +144,7 @@ class Feed:
         assert self._batches is not None
         return self._batches.next()
 
-    def again(self) -> list[Batch]:
+    def reread(self) -> list[Batch]:
         """The micro-batches of the current step again."""
         passes = list(self._numbers_of(self.state.progress.sequences))
         batches = lambda: [self.data.train.batch(n.start, len(n), n.step) for n in passes]  # noqa: E731

@@ -119,9 +119,9 @@ class Claim:
 
     def check(self, world: World) -> None:
         """Call before an irreversible write. All ranks call it together, and all raise if the folder is lost."""
-        self.end_if(on_first_rank(world, self.is_lost))
+        self.raise_if_lost(on_first_rank(world, self.is_lost))
 
-    def end_if(self, lost: bool) -> None:
+    def raise_if_lost(self, lost: bool) -> None:
         if lost:
             self._lost = True
             raise LaunchError(

@@ -133,14 +133,14 @@ class StepGraphs:
 
     def _warm_up(self, work: Pass, parameters: list[nn.Parameter]) -> None:
         """Runs passes that set and add gradients, then drops these. Disables graphs if memory does not suffice."""
-        stream, held = torch.cuda.Stream(), torch.cuda.memory_allocated()
+        stream, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 work(self._batch, self._divisor, self._scale)
         torch.cuda.current_stream().wait_stream(stream)
         _drop_gradients(parameters)
-        needed = torch.cuda.max_memory_allocated() - held
+        needed = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         if not self.required:
             self.reason = memory_refusal(needed, torch.cuda.mem_get_info()[0])

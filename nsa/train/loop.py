@@ -91,15 +91,15 @@ def train(
         with (
             numerics(config.runtime),
             start_world(config.parallel, config.runtime.device) as world,
-            ExitStack() as held,
+            ExitStack() as stack,
         ):
             claim = Claim(folder)
             on_first_rank(world, lambda: refuse_foreign(folder, fresh=fresh))
-            on_first_rank(world, lambda: held.enter_context(claim.hold()))
+            on_first_rank(world, lambda: stack.enter_context(claim.hold()))
             done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if not done:  # a finished run is not touched
-                held.enter_context(log)
+                stack.enter_context(log)
             print(world.banner(), flush=True)
             if not done:
                 _run(config, claim, world, log, stop, StartOptions(fresh, accept_changes, synthetic_on_fail))
@@ -332,11 +332,11 @@ def step(session: Session) -> None:
         session.checkpointing.save_if_alone()
         raise
     terminate, interrupt, lost, written, retry = result.votes
-    monitor.claim.end_if(lost > 0)
+    monitor.claim.raise_if_lost(lost > 0)
     monitor.tracer.step_end(progress.step + 1, result.loss)
     if state.graphs.reason != graphs_off:
         monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
-    if not result.moved:
+    if not result.updated:
         nonfinite.handle(session, result)
     progress.step += 1
     progress.tokens += config.train.batch_size * config.train.seq_len
@@ -378,7 +378,7 @@ def _row(session: Session, result: StepResult, lr: float, targets: int, elapsed:
         data_wait_s=session.data_wait_s,
         mem_gib=session.monitor.memory_gib(),
         save_wait_s=session.save_wait_s,
-        skipped=int(not result.moved),
+        skipped=int(not result.updated),
     )
 
 

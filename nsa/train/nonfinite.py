@@ -42,7 +42,7 @@ def handle(session: "Session", result: StepResult) -> None:
         scale.overflowed()  # expected: this is how the scale adapts
         return
     with session.monitor.extended_timeout():
-        batches = [batch.to(state.device) for batch in session.feed.again()]
+        batches = [batch.to(state.device) for batch in session.feed.reread()]
         try:
             kept = f"the step is in {dump(session.folder, state, batches, result)}"
         except (OSError, CheckpointError) as error:
@@ -56,7 +56,7 @@ def handle(session: "Session", result: StepResult) -> None:
     elif progress.skipped > config.train.max_skips:
         problem = f"{progress.skipped} steps were skipped, train.max_skips allows no more"
     if problem:
-        session.checkpointing.settle()  # completes the current save
+        session.checkpointing.wait()  # completes the current save
         raise NumericsError(f"{what}; {problem}")
 
 

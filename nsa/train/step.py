@@ -15,7 +15,7 @@ from nsa.data.sequences import IGNORED
 from nsa.nn.loss import HeadLoss, divergence_loss, next_token_loss
 from nsa.ops.observe import Observer, observing
 from nsa.parallel.collectives import sum_over_ranks
-from nsa.parallel.strategy import gradient_norm, gradient_sync, settle
+from nsa.parallel.strategy import gradient_norm, gradient_sync, reshard
 from nsa.train.state import RunState, own_tokens
 
 
@@ -26,7 +26,7 @@ class StepResult:
     loss: float
     grad_norm: float
     votes: tuple[int, ...] = ()
-    moved: bool = True  # False: something was not finite, and the weights are unchanged
+    updated: bool = True  # False: something was not finite, and the weights are unchanged
 
 
 def train_step(
@@ -69,7 +69,7 @@ def train_step(
     result = StepResult(agreed[0], float(norm), tuple(int(v) for v in agreed[1:]))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         state.optimizer.zero_grad(set_to_none=True)
-        return StepResult(result.loss, result.grad_norm, result.votes, moved=False)
+        return StepResult(result.loss, result.grad_norm, result.votes, updated=False)
     if clip := state.config.train.grad_clip:
         nn.utils.clip_grads_with_norm_(state.trainable, clip, norm, foreach=True)
     for group in state.optimizer.param_groups:
@@ -147,13 +147,13 @@ def validate(
         batch = own_tokens(loader.batch(first if count else 0, count or 1), world)
         counted = batch.targets[batch.targets != IGNORED]
         text_bytes = int(byte_lengths[counted].sum())
-        moved = batch.to(state.device)
+        on_device = batch.to(state.device)
         with state.autocast():
-            loss_of = partial(next_token_loss, targets_BS=moved.targets)
-            nats = float(state.module(moved.inputs, moved.cu_seqlens, moved.max_seqlen, loss=loss_of))
+            loss_of = partial(next_token_loss, targets_BS=on_device.targets)
+            nats = float(state.module(on_device.inputs, on_device.cu_seqlens, on_device.max_seqlen, loss=loss_of))
         if count:
             totals += torch.tensor([nats, counted.numel(), text_bytes], dtype=torch.float64)
     state.module.train()
-    settle(state.module)
+    reshard(state.module)
     nats, tokens, text_bytes = sum_over_ranks(totals.to(state.device), world).tolist()
     return Validation(nats / tokens, nats / math.log(2) / max(1, text_bytes))

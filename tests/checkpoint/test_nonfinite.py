@@ -56,7 +56,7 @@ def test_the_dumped_step_can_be_run_again_and_is_not_finite_again(micro_batch, t
     with pytest.raises(NumericsError):
         train(small(*TOO_FAST, f"train.micro_batch={micro_batch}"), tmp_path)
     again = reproduce(tmp_path / "nonfinite" / "step_00000002")
-    assert not again.moved
+    assert not again.updated
     assert not math.isfinite(again.loss)
 
 

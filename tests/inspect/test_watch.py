@@ -415,7 +415,7 @@ def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
         assert (view.step, view.problems) == (40, {})
         file.write(row[20:])
     view = read_run(tmp_path / "run", now)
-    assert (view.step, view.now_of("loss")) == (41, 1.25)
+    assert (view.step, view.latest("loss")) == (41, 1.25)
 
 
 def test_one_wild_row_costs_only_itself(tmp_path):
@@ -474,7 +474,7 @@ def test_a_run_of_50_000_steps_is_read_in_a_fraction_of_the_time_between_two_loo
     began = time.thread_time()  # CPU time: what else the machine does is not its cost
     view = read_run(folder, BEGAN + 50_000 * 0.55)
     assert time.thread_time() - began < 1.5
-    assert (len(view.training), view.now_of("loss"), view.problems) == (50_001, 3.5, {})
+    assert (len(view.training), view.latest("loss"), view.problems) == (50_001, 3.5, {})
     assert (view.attempts, round(view.elapsed_s), view.timeline[0].step) == (1, 27_500, 25_000)
 
 

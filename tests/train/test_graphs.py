@@ -114,10 +114,10 @@ def test_gradients_of_a_step_that_was_skipped_come_back():
     _, data, state = setup()
     state.graphs = Replays(TOKENS, accumulates=False)
     batch = batches_of(data, 0, state.graphs, 4)
-    assert train_step(state, iter(batch), TOKENS, lr=1e-2).moved
-    assert not train_step(state, iter(batch), 0, lr=1e-2).moved  # a loss of infinity
+    assert train_step(state, iter(batch), TOKENS, lr=1e-2).updated
+    assert not train_step(state, iter(batch), 0, lr=1e-2).updated  # a loss of infinity
     assert all(parameter.grad is None for parameter in state.trainable)
-    assert train_step(state, iter(batch), TOKENS, lr=1e-2).moved
+    assert train_step(state, iter(batch), TOKENS, lr=1e-2).updated
     assert all(parameter.grad is not None for parameter in state.trainable)
 
 
@@ -137,7 +137,7 @@ def test_a_capture_that_fails_is_a_reason_for_auto_and_an_error_when_required():
 
     _, data, state = setup()
     state.graphs = Fails(TOKENS, accumulates=False)
-    assert train_step(state, iter(batches_of(data, 0, state.graphs, 4)), TOKENS, lr=1e-2).moved
+    assert train_step(state, iter(batches_of(data, 0, state.graphs, 4)), TOKENS, lr=1e-2).updated
     assert state.graphs.reason == "the step could not be captured: RuntimeError: operation not permitted"
     state.graphs = Fails(TOKENS, accumulates=False, required=True)
     with pytest.raises(ConfigError, match=r"runtime\.cuda_graphs: the step could not be captured"):

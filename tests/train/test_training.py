@@ -164,7 +164,7 @@ def test_a_non_finite_loss_stops_before_the_weights_move():
         state.model.norm.weight[0] = math.nan
     before = [p.detach().clone() for p in state.trainable]
     result = train_step(state, iter([data.train.batch(0, 4)]), TOKENS, lr=1e-3)
-    assert not result.moved
+    assert not result.updated
     assert math.isnan(result.loss)
     # As bits: the poisoned tensor too, whose NaN equals nothing.
     same = [
