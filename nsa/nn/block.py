@@ -1,4 +1,4 @@
-"""One decoder block: attention and a SwiGLU MLP, each behind a norm and added to the residual stream.
+"""One decoder block: attention and a SwiGLU MLP, each applied after a norm and added to the residual stream.
 
 Legend: B batch, S tokens, C channels.
 """
@@ -37,8 +37,8 @@ class DecoderBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     recompute          None keeps all activations for backward. Otherwise `recompute(function, *args, **options)` calls
-                       the function and arranges that backward calls it again. A long pass then runs the MLP in chunks
-    recomputes_parts   recompute attention and MLP one by one instead of the whole block
+                       the function, and again in backward. A long pass then runs the MLP in chunks
+    recomputes_parts   recompute attention and MLP separately instead of the whole block
     """
 
     recompute: Callable[..., Tensor] | None = None
@@ -72,7 +72,7 @@ class DecoderBlock(nn.Module):
         attended_BSC = self._fused_attention(x_BSC, cache) if cu_seqlens is None else None
         if attended_BSC is None:
             normed_BSC = self.attention_norm(x_BSC)
-            if in_chunks:  # else autocast casts it for every projection by itself, and backward keeps all of them
+            if in_chunks:  # else autocast casts it for every projection, and backward keeps all casts
                 normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
             attend = _uncompiled if getattr(self.attention, "context", None) is not None else _call
             attended_BSC = x_BSC + attend(self._recomputed_part(), self.attention, normed_BSC, **settings)
@@ -85,24 +85,24 @@ class DecoderBlock(nn.Module):
         return y_BSC
 
     def _recomputed_part(self) -> Callable[..., Tensor] | None:
-        """How attention and MLP are recomputed by themselves, if they are."""
+        """The function that recomputes attention and MLP separately, or None."""
         return self.recompute if self.recomputes_parts else None
 
     def _fused_attention(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
-        """x + attention(norm(x)) for a few new tokens in few launches, where calling the modules computes the same."""
+        """x + attention(norm(x)) for a few new tokens in few launches; None if the modules must be called."""
         attention = self.attention
         if isinstance(cache, CacheStep) and isinstance(attention, Attention) and is_bare(attention, type(attention)):
             return attention.fused(x_BSC, cache, self.attention_norm)
         return None
 
     def _fused_feed_forward(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
-        """x + mlp(norm(x)) likewise."""
+        """x + mlp(norm(x)), under the same conditions."""
         if not isinstance(cache, CacheStep) or cache.is_fresh or not is_bare(self.mlp, SwiGLU):
             return None
         return fused_feed_forward(self.mlp_norm, self.mlp, x_BSC, getattr(self.attention, "backend", None))
 
     def _chunked_mlp(self, x_BSC: Tensor) -> Tensor:
-        """The norm and the MLP on some tokens at a time, where calling the modules would do nothing else."""
+        """Norm and MLP on chunks of tokens, if the modules are unmodified."""
         norm, mlp = self.mlp_norm, self.mlp
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
         is_ours = layers and type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
@@ -118,5 +118,5 @@ def _call(recompute: Callable[..., Tensor] | None, module: nn.Module, x_BSC: Ten
     return y_BSC
 
 
-# For a layer that exchanges keys and values with other ranks: a compiler would divide its graph in every such layer.
+# For a layer that exchanges keys and values with other ranks, where torch.compile would break the graph.
 _uncompiled = torch.compiler.disable(_call)

@@ -1,8 +1,8 @@
-"""The cache with which a model decodes: which sequence has which pages, and how long every sequence is.
+"""The key/value cache of a model: the pages and the length of every sequence.
 
-A cache serves one model and many sequences, which come and go. Every sequence has a number, a length, and pages of one
-pool; all layers use the same page table, each with tensors of its own (`nsa.nn.layer_cache`). The host decides and
-knows everything here; the device has copies, and nothing is ever read back from it.
+A cache serves one model and many sequences, which can be added and freed. Every sequence has a number, a length, and
+pages of one pool; all layers use the same page table, each with its own tensors (`nsa.nn.layer_cache`). The host owns
+this state; the device has copies, which are never read back.
 """
 
 import math
@@ -23,23 +23,23 @@ from nsa.ops.decoding import PagedKV, RingKV
 from nsa.ops.fused_step import Heads, Write
 
 LEAST_PAGE = 64  # tokens
-LONGEST = 2**31 - 1  # tokens of a sequence: positions are int32, and so are the numbers of sequences
+LONGEST = 2**31 - 1  # tokens of a sequence: positions and numbers of sequences are int32
 
 
 class Pool(NamedTuple):
     """Keys and values of all sequences: pages [P, page, G, .], or rings [slots, ring, G, .]. Page 0 and the last ring
-    take what is not to be kept."""
+    receive writes that are to be discarded."""
 
     k: Tensor
     v: Tensor
     is_ring: bool
 
     def writes(self, k: Heads, v: Heads, *, is_rotated: bool = True) -> list[Write[Heads]]:
-        """Of keys, rotated or not, and values."""
+        """The writes of keys, rotated or not, and values."""
         return [Write(k, self.k, self.is_ring, is_rotated), Write(v, self.v, self.is_ring, False)]
 
     def view(self, step: CacheStep) -> PagedKV | RingKV:
-        """The sequences of a pass, as the operators take them."""
+        """The sequences of a pass, in the form that the operators take."""
         return RingKV(self.k, self.v, step.slots_B) if self.is_ring else PagedKV(self.k, self.v, step.table)
 
 
@@ -47,16 +47,16 @@ class KVCache:
     """Keys and values of up to `sequences` sequences of up to `max_length` tokens, for decoding with `model`.
 
     model        a Decoder, an attention layer, or any module that contains attention layers of nsa
-    sequences    how many there may be at a time
-    max_length   the most tokens of one sequence
-    tokens       the most tokens of all sequences together; None holds `sequences` of full length
-    slack        tokens by which rings exceed what a layer needs: `crop` can take back that many, and a forward pass
-                 over a cache that holds tokens already is computed in pieces of that many
-    dtype        of keys and values; None takes the type in which the model computes
+    sequences    the maximum number of sequences at a time
+    max_length   the maximum number of tokens of one sequence
+    tokens       the maximum number of tokens of all sequences together; None: `sequences` of full length
+    slack        tokens by which rings exceed the need of a layer: `crop` can remove that many, and a forward pass
+                 over a cache that is not empty is computed in pieces of that many
+    dtype        dtype of keys and values; None: the dtype in which the model computes
 
     `model(tokens, cache=cache)` appends tokens to every sequence. The first call on a cache without sequences adds
     one for every row. For rows of different lengths, or only some of the sequences, pass `cache.append(counts,
-    sequences)` instead. Where a forward pass fails half-way, `crop` or `free` its sequences.
+    sequences)` instead. If a forward pass fails half-way, `crop` or `free` its sequences.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class KVCache:
     ):
         self.max_sequences = whole_number("sequences", sequences, most=LONGEST)
         self.slack = whole_number("slack", slack)
-        self.model: nn.Module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self.model: nn.Module = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
         modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
         layers: list[Any] = [m for m in modules if hasattr(m, "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
-        # One of each kind and specification: others of the same complete blocks at the same tokens.
+        # One layer of each kind and spec: layers with the same spec complete blocks at the same tokens.
         self._completing = {(type(layer), getattr(layer, "spec", None)): layer for layer in layers}
-        # Whole blocks of every layer, and enough of them to be read in one go.
+        # A page holds whole blocks of every layer, and at least LEAST_PAGE tokens.
         block = math.lcm(*(layer.page_multiple for layer in layers))
         self.page_size = block * -(-LEAST_PAGE // block)
         weight: Tensor = layers[0].q.weight
@@ -88,7 +88,7 @@ class KVCache:
         self.dtype, self.device = dtype or compute_dtype(weight), weight.device
         if self.dtype not in FLOAT_TYPES:
             raise ArgumentError("dtype", f"must be a float type of 16, 32 or 64 bits, got {self.dtype}")
-        self.layers: dict[Any, Any] = dict.fromkeys(layers)  # what each layer keeps
+        self.layers: dict[Any, Any] = dict.fromkeys(layers)  # the LayerCache of each layer
         self._num_pages, self._free_pages = 1, list[int]()
         self._table = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
         self._allocate(max_length, tokens)
@@ -96,18 +96,18 @@ class KVCache:
         self._free_slots = list(range(self.max_sequences - 1, -1, -1))
         self._pages: dict[int, list[int]] = {}  # by sequence, in the order they were added
         self._length = [0] * self.max_sequences
-        self._longest = [0] * self.max_sequences  # since the rings were last whole
+        self._longest = [0] * self.max_sequences  # since the rings were last complete
         self.lengths = torch.zeros(self.max_sequences, dtype=torch.int32, device=self.device)
-        self._stale_lengths = False  # whether the device's are behind the host's
+        self._stale_lengths = False  # whether the copy on the device is out of date
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """A cache of the same model that goes on by itself."""
+        """An independent copy for the same model."""
         new = copy(self)
         new.__dict__ = deepcopy(self.__dict__, {id(module): module for module in self.model.modules()} | memo)
         return new
 
     def pool(self, size: int, heads: int, dim_k: int, dim_v: int, *, is_ring: bool = False) -> Pool:
-        """For a layer: pages of `size` tokens, or rings that hold as many and the slack."""
+        """Creates a pool for a layer: pages of `size` tokens, or rings of `size` tokens plus the slack."""
         shape = (self.max_sequences + 1, size + self.slack) if is_ring else (self._num_pages, size)
         k, v = (torch.zeros(*shape, heads, dim, dtype=self.dtype, device=self.device) for dim in (dim_k, dim_v))
         return Pool(k, v, is_ring)
@@ -119,7 +119,7 @@ class KVCache:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens of the pages that no sequence has."""
+        """The number of tokens that fit into unused pages."""
         return len(self._free_pages) * self.page_size
 
     def length(self, sequence: int) -> int:
@@ -127,7 +127,7 @@ class KVCache:
         return self._length[sequence]
 
     def memory(self) -> dict[str, int]:
-        """Bytes by part: those that layers name, such as sel, cmp, win and tail of NSA, and the page table."""
+        """Bytes by part: the pools that layers name, such as sel, cmp, win and tail of NSA, and the page table."""
         parts: dict[str, int] = {}
         for layer in self.layers.values():
             for part, tensors in layer.parts().items():
@@ -135,7 +135,7 @@ class KVCache:
         return parts | {"table": self.table.nbytes + self.lengths.nbytes}
 
     def add(self) -> int:
-        """A new sequence without tokens: its number."""
+        """Adds an empty sequence and returns its number."""
         if not self._free_slots:
             raise CacheFullError(
                 f"the cache holds {self.max_sequences} sequences already; free one, or make it with more `sequences`"
@@ -145,15 +145,15 @@ class KVCache:
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Removes a sequence; its pages serve others."""
+        """Removes a sequence and frees its pages."""
         self.crop(0, sequence)
         del self._pages[sequence]
         self._free_slots.append(sequence)
 
     def crop(self, length: int, sequence: int | None = None) -> None:
-        """Takes tokens back until `length` are left; None: of every sequence that is longer.
+        """Removes the last tokens of a sequence until `length` are left; None: of every sequence that is longer.
 
-        Rings hold the newest tokens alone. Where they have wrapped around, at most `slack` tokens can be taken back,
+        Rings hold only the newest tokens. After they have wrapped around, at most `slack` tokens can be removed,
         counted from the longest that the sequence has been, or all of them.
         """
         length = whole_number("length", length, least=0)
@@ -174,20 +174,20 @@ class KVCache:
             self._stale_lengths = True
 
     def grow(self, max_length: int, tokens: int | None = None) -> None:
-        """Sequences of up to `max_length` tokens, and up to `tokens` of all together; None keeps that limit. What the
-        cache holds stays, in new tensors: a CUDA graph over the cache must be captured again."""
+        """Raises the limits to sequences of `max_length` tokens, and `tokens` of all together; None keeps that limit.
+        The content is copied to new tensors: a CUDA graph over the cache must be captured again."""
         max_length = whole_number("max_length", max_length, least=self.max_length)
         if tokens is not None:
             tokens = whole_number("tokens", tokens, least=self.tokens or self.max_sequences * self.max_length)
         self._allocate(max_length, tokens or self.tokens)
 
     def _allocate(self, max_length: int, tokens: int | None) -> None:
-        """Pools and the page table for these limits, with what the cache holds. It replaces the pools of one layer
-        after the other: no more exist twice. Where memory runs out, the cache is as before."""
+        """Allocates pools and the page table for these limits, and copies the content. Replaces the pools layer by
+        layer, so that only those of one layer exist twice. If memory runs out, the cache is unchanged."""
         max_length = whole_number("max_length", max_length, most=LONGEST)
         width = -(-max_length // self.page_size)  # pages of the longest sequence
         pages = self.max_sequences * width
-        if tokens is not None:  # every sequence may leave a page unfinished
+        if tokens is not None:  # the last page of every sequence may be partly filled
             tokens = whole_number("tokens", tokens)
             pages = min(pages, tokens // self.page_size + self.max_sequences)
         self._check_memory(max_length, width, pages)
@@ -202,12 +202,12 @@ class KVCache:
         table = torch.zeros(self.max_sequences, width, dtype=torch.int32, device="cpu")
         table[: len(self._table), : self._table.shape[1]] = self._table
         self._table, self.table = table, table.to(self.device, copy=True)
-        self._stale_table = False  # whether the device's is behind the host's
+        self._stale_table = False  # whether the copy on the device is out of date
         self._free_pages = [*range(pages, self._num_pages - 1, -1), *self._free_pages]
         self.max_length, self.tokens, self.width, self._num_pages = max_length, tokens, width, pages + 1
 
     def _check_memory(self, max_length: int, width: int, pages: int) -> None:
-        """Refuses a cache that the device can never hold: without this, the kernel may end the process."""
+        """Refuses a cache larger than the memory of the device: otherwise the operating system may kill the process."""
         one = copy(self)
         one.device, one.max_sequences, one._num_pages = torch.device("meta"), 0, 1
         pools = [pool for layer in self.layers for pool in layer.build_cache(one).pools.values() if pool is not None]
@@ -233,13 +233,13 @@ class KVCache:
             )
 
     def append(self, counts: SupportsIndex | Sequence[int], sequences: Sequence[int] | None = None) -> CacheStep:
-        """Room for new tokens, and the forward pass that fills it: pass it to the model as `cache`.
+        """Reserves room for new tokens and returns the forward pass that fills it: pass it to the model as `cache`.
 
-        counts      how many tokens each row brings; a row that brings fewer than the longest is padded at the end. The
-                    output at padding means nothing
-        sequences   the sequence of each row; None takes all, in the order they were added
+        counts      the number of new tokens of each row; shorter rows are padded at the end. The output at padding is
+                    undefined
+        sequences   the sequence of each row; None: all, in the order they were added
 
-        Lengths count the new tokens from now on. Nothing is changed where it raises.
+        Lengths include the new tokens from now on. If it raises, nothing is changed.
         """
         rows = self.sequences if sequences is None else whole_numbers("sequences", sequences, 1)
         new = whole_numbers("counts", counts, len(rows))
@@ -252,8 +252,8 @@ class KVCache:
         return CacheStep(self, slots, count_B, max(new), width, is_fresh, self.completes(starts, new))
 
     def reserve(self, counts: Sequence[int], sequences: Sequence[int]) -> list[int]:
-        """The host's part of `append`: pages for the new tokens. Returns the lengths before them, which the device
-        has until a `CacheStep` is made, or replayed as part of a CUDA graph."""
+        """The host's part of `append`: reserves pages for the new tokens. Returns the lengths before them, which are
+        those on the device until a `CacheStep` is created, or replayed in a CUDA graph."""
         if not sequences:
             raise ArgumentError("sequences", "there are none; call `add` once for every row first")
         if len(counts) != len(sequences):
@@ -293,7 +293,7 @@ class KVCache:
         return starts
 
     def completes(self, starts: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether one of the new tokens completes a block, for which a layer has more to compute."""
+        """Whether one of the new tokens completes a block, which some layer must compress."""
         return any(
             layer.completes(start, start + count)
             for layer in self._completing.values()
@@ -306,7 +306,7 @@ class KVCache:
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes, used or not; infinite where they are not known."""
+    """Total bytes of memory; infinity if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "cpu" and hasattr(os, "sysconf"):
@@ -319,7 +319,7 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
     batch, tokens = x.shape[:2]
     if cu_seqlens is not None:
         raise ArgumentError(
-            "cu_seqlens", "packs documents into one row, and a cache has a row for each; pass one of them"
+            "cu_seqlens", "packs documents into one row, but a cache needs one row per document; pass one of them"
         )
     if isinstance(cache, CacheStep):
         wanted = list(cache.positions.shape)
@@ -329,18 +329,18 @@ def begin(cache: KVCache | CacheStep, module: nn.Module, x: Tensor, cu_seqlens: 
             )
         return cache
     if not isinstance(cache, KVCache):
-        raise ArgumentError("cache", f"must be a KVCache, or what its `append` returned; got {type(cache).__name__}")
+        raise ArgumentError("cache", f"must be a KVCache or the result of its `append`; got {type(cache).__name__}")
     if cache.model is not module:
         raise other_model(cache, module)
     added = []
     if not cache.sequences and batch <= cache.max_sequences:
         added = [cache.add() for _ in range(batch)]
     if batch != len(cache.sequences):
-        held = f"holds {len(cache.sequences)} sequences, and the input has {batch} rows"
-        raise ArgumentError("cache", f"{held}; it was made with sequences={cache.max_sequences}")
+        problem = f"holds {len(cache.sequences)} sequences, and the input has {batch} rows"
+        raise ArgumentError("cache", f"{problem}; it was made with sequences={cache.max_sequences}")
     try:
         return cache.append(tokens)
-    except (ArgumentError, CacheFullError):  # nothing is changed where it raises
+    except (ArgumentError, CacheFullError):  # restore the cache
         for sequence in added:
             cache.free(sequence)
         raise

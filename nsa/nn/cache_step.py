@@ -1,4 +1,4 @@
-"""One forward pass over a cache, on the device: positions, pages and places of its tokens.
+"""One forward pass over a cache, on the device: positions, pages and pool indices of its tokens.
 
 Legend: B rows of a forward pass, n tokens of a row, m compressed tokens of a row.
 """
@@ -22,15 +22,15 @@ Found = TypeVar("Found")
 
 
 class CacheStep:
-    """One forward pass over a cache: what its layers need to know, computed once for all of them.
+    """One forward pass over a cache: data that all its layers share, computed once.
 
     slots_B      int32, the sequence of each row
-    positions    int32 [B, n], of every token in its sequence; -1 for padding
+    positions    int32 [B, n], the position of every token in its sequence; -1 for padding
     table        int32 [B, width], the pages of each row
-    is_fresh     whether the sequences had no tokens before: then the pass is that of the whole sequences
+    is_fresh     whether the sequences had no tokens before, so that the pass covers whole sequences
     completes    whether a compressed block may be completed
 
-    Creating it advances the lengths on the device, by `count_B`. It reads no value from the device.
+    The constructor advances the lengths on the device by `count_B`. It reads no value from the device.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class CacheStep:
         return found
 
     def shared(self, key: Any, compute: Callable[[], Found]) -> Found:
-        """`compute()`, once for all layers."""
+        """Returns `compute()`, cached by key for all layers."""
         if key not in self._shared:
             self._shared[key] = compute()
         found: Found = self._shared[key]
         return found
 
     def pieces(self) -> list[tuple[slice, "CacheStep"]]:
-        """The pass in pieces that fit into the slack of rings, each a pass of its own."""
+        """Splits the pass into passes that fit into the slack of rings."""
         tokens, most = self.positions.shape[1], self.cache.slack
         if tokens <= most:
             return [(slice(None), self)]
@@ -82,7 +82,7 @@ class CacheStep:
         return self.shared(("rotary", *settings), lambda: rotary_tables(self.positions, *settings))
 
     def token_index(self, size: int, is_ring: bool) -> Tensor:
-        """[B*n] the place of every token in a pool with pages or rings of this size. A ring keeps only the newest."""
+        """[B*n] the index of every token in a pool with pages or rings of this size. A ring keeps only the newest."""
 
         def compute() -> Tensor:
             position = self.positions
@@ -93,8 +93,8 @@ class CacheStep:
         return self.shared(("tokens", size, is_ring), compute)
 
     def places(self, number: Tensor, size: int, is_ring: bool) -> Tensor:
-        """Where what has this number [B, ...] in its sequence lies in a pool laid end to end, of which a page or a ring
-        holds `size`; a negative number: where nothing is kept."""
+        """The indices, in a flattened pool with pages or rings of `size`, of the items with these numbers [B, ...] in
+        their sequence; a negative number gives an index whose content is not used."""
         if is_ring:
             ring = self.slots_B.view(-1, *[1] * (number.dim() - 1)).to(torch.int64)
             return torch.where(number >= 0, ring * size + number % size, self.cache.max_sequences * size)
@@ -106,10 +106,10 @@ class CacheStep:
 
 
 class NewCompressed:
-    """The compressed tokens that a pass may complete, m for every row, as many as its shape allows.
+    """The compressed tokens that a pass may complete: m per row, an upper bound from shapes.
 
-    first    [B, m] the position of its first token
-    index    [B*m] its place in the pages of a layer, laid end to end; in page 0 where it is not complete
+    first    [B, m] the position of the first token of each
+    index    [B*m] the index of each in the flattened pages of a layer; in page 0 if it is not complete
     """
 
     def __init__(self, step: CacheStep, spec: NSASpec):
@@ -126,17 +126,17 @@ class NewCompressed:
         self._tokens = self.first[..., None] + place
 
     def sources(self, size: int, is_ring: bool) -> Tensor:
-        """[B, m, cmp_block] the places of its tokens in a pool with pages or rings of this size."""
+        """[B, m, cmp_block] the indices of the raw tokens in a pool with pages or rings of this size."""
         key = ("sources", self.spec, size, is_ring)
         return self.step.shared(key, lambda: self.step.places(self._tokens, size, is_ring))
 
     def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
-        """Rotary tables of its key; `settings` as for `rotary_tables`."""
+        """Rotary tables of the compressed keys; `settings` as for `rotary_tables`."""
         return self.step.shared(("compressed", self.spec, *settings), lambda: rotary_tables(self.first, *settings))
 
 
 def other_model(cache: "KVCache", module: nn.Module) -> ArgumentError:
     kind = type(module).__name__
-    if module in cache.layers:  # a layer would advance the lengths of all
-        return ArgumentError("cache", f"is that of a whole model; pass to a {kind} in it what `append` returned")
+    if module in cache.layers:  # one layer would advance the lengths of all layers
+        return ArgumentError("cache", f"belongs to a whole model; pass the result of `append` to a {kind} inside it")
     return ArgumentError("cache", f"was made for another model, not for this {kind}; make one with KVCache(model, ...)")

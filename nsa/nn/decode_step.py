@@ -3,12 +3,11 @@
     norm, queries, keys, values, hidden layer of the gate | rotation, writing to the cache, gates | attention | out and
     residual | norm, gate, up, SwiGLU | down and residual
 
-`fused_attention` and `fused_feed_forward` return None where the modules must be called, since calling them would
-compute something else or the kernels cannot run: a gradient, many tokens, autocast, an adapted, quantized, patched or
-hooked layer, a type or a device without kernels.
+`fused_attention` and `fused_feed_forward` return None if the modules must be called instead: with gradients, many
+tokens, autocast, an adapted, quantized, patched or hooked layer, a dtype or a device without kernels.
 
-An attention layer has projections q, k, v and out, norms q_norm and k_norm (k, v and k_norm may be lists), and it may
-have a gate.
+An attention layer has projections q, k, v and out, norms q_norm and k_norm (k, v and k_norm may be lists), and
+optionally a gate.
 
 Legend: B rows of a forward pass, n tokens of a row, T all of these tokens, C channels, H query heads, K/V head sizes.
 """
@@ -29,7 +28,7 @@ from nsa.ops.fused_step import MOST_TOKENS, Gate, Source, step_kernels
 
 
 def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None) -> Tensor | None:
-    """The output of an attention layer in few launches, or with the `norm` before it, x + layer(norm(x))."""
+    """layer(x) of an attention layer in few launches, or with a `norm`, x + layer(norm(x))."""
     is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and x_BnC.device == step.positions.device
     is_expected = is_expected and x_BnC.dtype == step.cache.dtype
     if step.is_fresh or x_BnC.shape[1] > step.cache.slack or not is_expected or not _is_short(x_BnC, layer.backend):
@@ -72,7 +71,7 @@ def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module 
 
 
 def fused_feed_forward(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend) -> Tensor | None:
-    """x + mlp(norm(x)) of a SwiGLU that is bare."""
+    """x + mlp(norm(x)) for an unmodified SwiGLU."""
     if not _is_short(x_BnC, backend):
         return None
     linears = [mlp.gate, mlp.up, mlp.out]
@@ -87,7 +86,7 @@ def fused_feed_forward(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backen
 
 
 def _is_short(x_BnC: Tensor, backend: Backend) -> bool:
-    """Whether the kernels may run, whatever the modules are."""
+    """Whether the kernels may run on this input, for any modules."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or decode_backend(backend) == "reference":
         return False
     is_few = 0 < x_BnC.shape[0] * x_BnC.shape[1] <= MOST_TOKENS
@@ -96,7 +95,7 @@ def _is_short(x_BnC: Tensor, backend: Backend) -> bool:
 
 
 def _kernels(x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) -> Any:
-    """The kernels, or None where they cannot stand in for these modules."""
+    """The kernels, or None if they cannot replace these modules."""
     if not all(is_bare(linear, nn.Linear) and _fits(linear, x_BnC) for linear in linears):
         return None
     if not all(is_bare(norm, nn.RMSNorm) for norm in norms) or not _are_alike(x_BnC, norms):
@@ -105,7 +104,7 @@ def _kernels(x_BnC: Tensor, linears: Sequence[Any], norms: Sequence[nn.Module]) 
 
 
 def _are_alike(x: Tensor, norms: Sequence[nn.Module]) -> bool:
-    """Whether all are norms with a weight and the same epsilon, or none of them does anything."""
+    """Whether all are norms with a weight and the same epsilon, or all are identities."""
     if all(is_bare(norm, nn.Identity) for norm in norms):
         return True
     bare = all(is_bare(norm, nn.RMSNorm) and _fits(norm, x) for norm in norms)
@@ -113,10 +112,10 @@ def _are_alike(x: Tensor, norms: Sequence[nn.Module]) -> bool:
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Whether the parameters are plain dense tensors of the type and on the device of x."""
+    """Whether the parameters are plain dense tensors with the dtype and device of x."""
     return module._parameters.get("weight") is not None and all(
         type(p) in (nn.Parameter, Tensor)
-        and p.layout == torch.strided  # others cannot be asked whether they are contiguous
+        and p.layout == torch.strided  # other layouts do not implement is_contiguous
         and (p.dtype, p.device) == (x.dtype, x.device)
         and p.is_contiguous()
         for p in module._parameters.values()

@@ -1,7 +1,7 @@
 """Estimated floating-point operations per training token, as configured and with dense attention in every layer.
 
-A multiplication and an addition count as two operations; backward costs twice the forward pass. The attention part is
-averaged over the queries of one sequence, each of which reads the keys that its layer makes visible to it.
+A multiplication and an addition count as two operations; backward costs twice the forward pass. The operations of
+attention are averaged over the queries of one sequence, which see different numbers of keys.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class FlopsPerToken:
 def flops_per_token(decoder: Decoder, seq_len: int) -> FlopsPerToken:
     matrices = decoder.num_parameters()
     if decoder.head.weight is not decoder.embedding.weight:
-        matrices -= decoder.embedding.weight.numel()  # a lookup, no arithmetic
+        matrices -= decoder.embedding.weight.numel()  # a lookup without arithmetic
     layers = [layer for _, layer in attention_layers(decoder)]
     sparse = 2.0 * matrices + sum(layer.forward_flops(seq_len) for layer in layers)
     dense = 2.0 * matrices + sum(layer.dense_flops(seq_len) for layer in layers)

@@ -15,7 +15,7 @@ from nsa.ops.fused_step import Heads, Write
 
 
 class LayerCache:
-    """The pools of a layer by their names in `KVCache.memory`; None has no memory. Most kinds have one pool."""
+    """The pools of a layer, by their names in `KVCache.memory`; None is ignored. Most kinds have one pool."""
 
     def __init__(self, **pools: Pool | None):
         self.pools = pools
@@ -26,24 +26,24 @@ class LayerCache:
         return {name: [pool.k, pool.v] if pool else [] for name, pool in self.pools.items()}
 
     def pool(self) -> Pool:
-        """Of a layer that has one."""
+        """The pool of a layer that has one."""
         (pool,) = self.pools.values()
         assert pool is not None
         return pool
 
     def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
-        """Where keys, rotated, and values are kept."""
+        """The writes of rotated keys and of values."""
         return self.pool().writes(keys[0], values[0])
 
 
 def write(step: CacheStep, writes: Sequence[Write[Tensor]]) -> None:
-    """Does the writes of a layer whose sources are keys and values [B, n, G, .] themselves, rotated already."""
+    """Performs the writes of a layer, whose sources are tensors [B, n, G, .]; keys are rotated already."""
     for x, pool, is_ring, _ in writes:
         put(pool, step.token_index(pool.shape[1], is_ring), x)
 
 
 def put(pool: Tensor, index: Tensor, x: Tensor) -> None:
-    """Writes x [B, n, G, D] to places `index` [B*n] of a pool [.., .., G, D] laid end to end."""
+    """Writes x [B, n, G, D] to the rows `index` [B*n] of a flattened pool [.., .., G, D]."""
     if x.dtype != pool.dtype:
         raise ArgumentError(
             "cache", f"holds {pool.dtype} and the layer computes in {x.dtype}; make it with dtype={x.dtype}"
@@ -52,12 +52,12 @@ def put(pool: Tensor, index: Tensor, x: Tensor) -> None:
 
 
 def take(pool: Tensor, index: Tensor) -> Tensor:
-    """The places `index` of a pool [.., .., G, D] laid end to end: [*index.shape, G, D]."""
+    """The rows `index` of a flattened pool [.., .., G, D]: [*index.shape, G, D]."""
     return pool.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, *pool.shape[2:])
 
 
 def decode_backend(backend: Backend) -> str | None:
-    """The backend of the decoding operators, which are all operators of a layer in one."""
+    """The backend of the decoding operators, each of which replaces all operators of a layer."""
     if isinstance(backend, Mapping):
         return "reference" if "reference" in backend.values() else None
     return backend

@@ -1,8 +1,8 @@
-"""Losses over next tokens as a sum, so that any split of a batch adds up to the same loss.
+"""Next-token losses as sums, so that any split of a batch adds up to the same loss.
 
-`next_token_loss` and `divergence_loss` take what the head reads. A short pass computes all its logits at once. One with
-LONG_PASS tokens, or with MANY_LOGITS logits, computes them in chunks of tokens, forward and again in backward: logits
-exist for one chunk at a time, and the gradient of the head is summed over the chunks in float32.
+`next_token_loss` and `divergence_loss` take the input of the head. A short pass computes all logits at once. A pass
+with LONG_PASS tokens or MANY_LOGITS logits computes them in chunks of tokens, in forward and again in backward: only
+the logits of one chunk exist at a time, and the gradient of the head is summed over the chunks in float32.
 
 Legend: B batch, S tokens, T tokens of a batch or a chunk, C channels, V vocabulary.
 """
@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from nsa.nn.projection import compute_dtype, is_plain
 
-LONG_PASS = 1 << 18  # tokens; decoder blocks that are recomputed run their MLP in chunks from here on, too
+LONG_PASS = 1 << 18  # tokens; from this length on, recomputed decoder blocks also run their MLP in chunks
 MANY_LOGITS = 1 << 31
 LOGITS_AT_ONCE = 1 << 26
 
-HeadLoss = Callable[[Tensor, nn.Linear], Tensor]  # of what the head reads, [B, S, C], and the head
+HeadLoss = Callable[[Tensor, nn.Linear], Tensor]  # arguments: the input of the head [B, S, C], and the head
 
 
 def divergence_sum(logits_BSV: Tensor, teacher_BSV: Tensor, counted_BS: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def next_token_loss(hidden_BSC: Tensor, head: nn.Linear, targets_BS: Tensor) -> 
 def divergence_loss(
     hidden_BSC: Tensor, head: nn.Linear, taught_BSC: Tensor, teacher: nn.Linear, counted_BS: Tensor
 ) -> Tensor:
-    """`divergence_sum` of the head's logits from those that the head `teacher` makes of `taught_BSC`."""
+    """`divergence_sum` of the head's logits from the logits of the head `teacher` on `taught_BSC`."""
     if not _in_chunks(hidden_BSC, head):
         with torch.no_grad():
             taught_BSV = teacher(taught_BSC)
@@ -73,7 +73,7 @@ class _CrossEntropy:
         return cross_entropy(logits_TV, self.targets_T[rows], reduction="sum")
 
     def gradient(self, probabilities_TV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Of the logits, and of which tokens it counts. Probabilities are overwritten."""
+        """The gradient of the logits, and a mask of the tokens that count. Overwrites the probabilities."""
         targets_T1 = self.targets_T[rows, None]
         place = targets_T1.clamp(min=0)
         probabilities_TV.scatter_(1, place, probabilities_TV.gather(1, place) - 1.0)
@@ -100,7 +100,7 @@ def _logits(hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The sum of a kind of loss over all tokens, with products in `dtype`."""
+    """The sum of a loss of this kind over all tokens, with products in `dtype`."""
 
     @staticmethod
     def forward(ctx: Any, kind: Any, dtype: torch.dtype, hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:

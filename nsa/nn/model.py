@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, norm, head. Nothing in it knows of devices, processes or files.
+"""The decoder: embedding, blocks, norm, head. It does not depend on devices, processes or files.
 
 Legend: B batch, S tokens, C channels, V vocabulary.
 """
@@ -18,10 +18,10 @@ from nsa.nn.loss import HeadLoss
 from nsa.nn.projection import reset_parts
 from nsa.ops.dispatch import Backend
 
-if TYPE_CHECKING:  # the layers need torch alone; pydantic, which the configuration needs, is of the extra `train`
+if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
     from nsa.config.schema import Architecture
 
-# Weights start at INIT_GAIN / sqrt(inputs): the usual 0.02 at a width of 768, and more where a model is narrower.
+# Standard deviation of weights: INIT_GAIN / sqrt(inputs), the usual 0.02 at a width of 768 and more in narrower models.
 INIT_GAIN = 0.55
 
 
@@ -49,15 +49,15 @@ class Decoder(nn.Module):
         self._draw_weights()
 
     def reset_parameters(self) -> None:
-        """Initialises all parameters as the constructor does, also after `to_empty`. Resetting parts after it would
-        leave them as PyTorch initialises them; `model.apply` comes to the decoder last."""
+        """Initialises all parameters as the constructor does, also after `to_empty`. Resetting submodules afterwards
+        would undo it with PyTorch's defaults; `model.apply` calls the decoder last."""
         reset_parts(self)
         self._draw_weights()
 
     def _draw_weights(self) -> None:
-        """Normal weights; what writes into the residual stream is scaled down by its depth.
+        """Draws normal weights; projections into the residual stream are scaled down by the depth.
 
-        Gates and compressors are left as they initialise themselves.
+        Gates and compressors keep their own initialisation.
         """
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
@@ -78,9 +78,9 @@ class Decoder(nn.Module):
         cache: KVCache | CacheStep | None = None,
         loss: HeadLoss | None = None,
     ) -> Tensor:
-        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, where the caller knows it.
-        With a `cache` the tokens go on from those it holds, and there is no gradient. With a `loss` the result is that
-        loss of what the head reads, and logits need not all exist."""
+        """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, if known. With a `cache` the
+        tokens continue the cached ones, without gradients. With a `loss` the result is `loss(hidden, head)`, which need
+        not compute all logits at once."""
         if cache is not None:
             step = begin(cache, self, tokens_BS, cu_seqlens)
             with torch.no_grad():
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         max_seqlen: int | None = None,
         cache: CacheStep | None = None,
     ) -> Tensor:
-        """What the head reads, [B, S, C], for callers that need the logits of some tokens only."""
+        """The input of the head, [B, S, C], for callers that need the logits of some tokens only."""
         x_BSC = self.embedding(tokens_BS)
         for block in self.blocks:
             x_BSC = block(x_BSC, cu_seqlens, max_seqlen) if cache is None else block(x_BSC, cache=cache)
@@ -105,12 +105,12 @@ class Decoder(nn.Module):
         return y_BSC
 
     def num_parameters(self, *, trainable_only: bool = False) -> int:
-        """Parameters, a shared one counted once."""
+        """The number of parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
 
 
 def build_model(config: Architecture, vocab_size: int, seed: int, backend: Backend = None) -> Decoder:
-    """A decoder whose weights depend on the seed alone; the caller's random state is left as it was."""
+    """A decoder whose weights depend only on the seed; the caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Decoder(config, vocab_size, backend)

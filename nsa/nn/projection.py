@@ -1,6 +1,6 @@
-"""Several linear layers with the same input as one matrix product.
+"""Computes several linear layers with the same input in one matrix product.
 
-A narrow product takes the host as long to launch as a wide one, and the GPU reads the whole input for it.
+A narrow product takes as long to launch as a wide one, and each product reads the whole input.
 
 Legend: B batch, S tokens, C channels, H query heads, G key/value heads, K/V head sizes.
 """
@@ -15,16 +15,16 @@ from torch._subclasses import FakeTensor
 from nsa.errors import ArgumentError
 
 FEW_TOKENS = 64
-# Asked once: a compiled layer could not.
+# Evaluated once at import: a compiled layer could not.
 AUTOCAST_DEVICES = frozenset(x for x in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(x))
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """The output of each of `layers`. Plain linear layers are computed in one product; if any layer is adapted,
-    quantized, patched or has hooks, each layer is called separately. So they are for a few tokens without a gradient:
-    there, joining the weights would read and write more than the products do."""
+    """The output of each of `layers`. Plain linear layers are computed in one product. The layers are called separately
+    if any of them is adapted, quantized, patched or hooked, and for a few tokens without gradients, where concatenating
+    the weights would cost more memory traffic than the products."""
     is_short = not torch.is_grad_enabled() and x_BSC.shape[0] * x_BSC.shape[1] <= FEW_TOKENS
     plain = [] if is_short else [layer for layer in layers if is_plain(layer)]
     if len(plain) != len(layers) or len(layers) == 1:
@@ -34,9 +34,9 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
 
 
 def project_heads(layer: Any, x_BSC: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Queries [B, S, H, K], keys [B, S, G, K] and values [B, S, G, V] of an attention layer, normed."""
-    # Two products rather than one: values are kept for backward as they are, and would keep queries and keys, which
-    # are turned first.
+    """Queries [B, S, H, K] and keys [B, S, G, K], normed, and values [B, S, G, V] of an attention layer."""
+    # Two products rather than one: autograd keeps the values, which as views would keep the unrotated queries and keys
+    # alive too.
     q, *keys = project(x_BSC, [layer.q, *listed(layer.k)])
     values = project(x_BSC, listed(layer.v))
     groups = layer.num_kv_heads
@@ -55,14 +55,14 @@ def listed(modules: nn.Module) -> list[Any]:
 
 
 def reset_parts(module: nn.Module) -> None:
-    """Initialises all that a module consists of as the parts do it themselves."""
+    """Calls `reset_parameters` of all submodules that have it."""
     for part in module.children():
         reset: Any = getattr(part, "reset_parameters", None)
         reset_parts(part) if reset is None else reset()
 
 
 def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
-    """The input of an attention layer of this width, whose first projection is `layer`."""
+    """Checks the input of an attention layer of width `dim`, whose first projection is `layer`."""
     if not isinstance(x_BSC, Tensor):
         raise ArgumentError("x_BSC", f"must be a tensor, got {type(x_BSC).__name__}")
     if x_BSC.dim() != 3 or x_BSC.shape[2] != dim:
@@ -70,34 +70,34 @@ def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
     if not x_BSC.is_floating_point():
         raise ArgumentError("x_BSC", f"must be a float tensor, got {x_BSC.dtype}")
     if is_plain(layer) and layer.weight.dtype != x_BSC.dtype and not _casts(x_BSC, layer.weight):
-        wanted = f"must have the type of the layer's weights, {layer.weight.dtype}, got {x_BSC.dtype}"
+        wanted = f"must have the dtype of the layer's weights, {layer.weight.dtype}, got {x_BSC.dtype}"
         raise ArgumentError("x_BSC", f"{wanted}; cast one of them, or run under torch.autocast")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type in which autocast, where it is on, computes products of x."""
+    """The dtype of matrix products of x: autocast's if it is on, else that of x."""
     return torch.get_autocast_dtype(x.device.type) if _casts(x) else x.dtype
 
 
 def _casts(*tensors: Tensor) -> bool:
-    """Whether autocast brings the tensors to one type. It leaves float64 as it is."""
+    """Whether autocast casts all these tensors to one dtype. It does not cast float64."""
     device = tensors[0].device.type
     is_on = device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
     return is_on and all(x.dtype != torch.float64 for x in tensors)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling the layer multiplies by its weight and does nothing else."""
-    # A fake tensor stands for a plain one; other subclasses may not be joined, such as quantized weights.
+    """Whether calling the layer only computes F.linear with its weight and bias."""
+    # A fake tensor stands for a plain one; other subclasses, such as quantized weights, cannot be concatenated.
     return is_bare(layer, nn.Linear) and layer.bias is None and type(layer.weight) in (nn.Parameter, Tensor, FakeTensor)
 
 
 def is_bare(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether calling the module runs the `forward` of that class and nothing else."""
+    """Whether calling the module runs only the `forward` of this class."""
     return type(module) is kind and "forward" not in module.__dict__ and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Of its own, or of all modules (`nn.modules.module.register_module_forward_hook`)."""
+    """Whether the module has hooks, or global ones exist (`nn.modules.module.register_module_forward_hook`)."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(own) or bool(nn.modules.module._has_any_global_hook())

@@ -1,7 +1,6 @@
 """Rotary position embedding with half-split pairs: channel c is rotated together with channel c + D/2.
 
-Tables are computed in float32 from the positions of each call: there is no buffer that a cast of the module could
-round.
+Tables are computed in float32 in each call: a buffer would be rounded when the module is cast.
 
 Legend: B batch, L positions, H heads, D head size.
 """
@@ -16,11 +15,11 @@ from nsa.ops.positions import cos_sin
 
 
 class RopeScaling(NamedTuple):
-    """Lower frequencies for a context longer than the one a model was first trained with.
+    """Lowers rotary frequencies for a context longer than the one a model was first trained with.
 
-    Frequencies that turn less than `low_freq_factor` times within `original_length` tokens are divided by `factor`,
-    those that turn more than `high_freq_factor` times stay, those between are interpolated (Llama 3.1). Without
-    `original_length` all are divided (linear scaling).
+    Frequencies with fewer than `low_freq_factor` rotations in `original_length` tokens are divided by `factor`,
+    frequencies with more than `high_freq_factor` rotations are unchanged, and those between are interpolated (Llama
+    3.1). Without `original_length` all frequencies are divided (linear scaling).
     """
 
     factor: float
@@ -51,7 +50,7 @@ def rotary_tables(
 
 
 def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates every pair by its angle; computed in float32 (float64 for float64), rerotated in the dtype of x."""
+    """Rotates every channel pair by its angle. Computes in float32 (float64 for float64), returns the dtype of x."""
     acc = torch.float64 if x_BLHD.dtype == torch.float64 else torch.float32
     cos, sin = (table.to(acc).unsqueeze(-2) for table in tables)  # [L, 1, D/2]
     low, high = x_BLHD.to(acc).chunk(2, dim=-1)

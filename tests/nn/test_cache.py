@@ -329,7 +329,7 @@ def test_a_step_belongs_to_its_input_and_its_layers():
     with pytest.raises(ArgumentError, match="made for another model, not for this NSAAttention"):
         layer(x, cache=cache.append(3))
     inner = model.blocks[0].attention
-    with pytest.raises(ArgumentError, match="is that of a whole model; pass to a NSAAttention in it what `append`"):
+    with pytest.raises(ArgumentError, match="belongs to a whole model; pass the result of `append` to a NSAAttention"):
         inner(torch.randn(2, 3, 32, dtype=torch.float64), cache=cache)
     with pytest.raises(ArgumentError, match="cu_seqlens: packs documents"):
         layer(

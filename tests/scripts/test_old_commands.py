@@ -143,7 +143,7 @@ def test_one_branch_alone_in_safe_mode_on_two_ranks(tmp_path):
         tmp_path,
     )
     assert launched(outcome) == ("ddp", 2, 2)
-    assert "branch  cmp alone" in outcome.output
+    assert "branch  only cmp" in outcome.output
     assert "safe_mode: reference kernels" in outcome.output
     assert outcome.recorded["config"]["nsa"]["force_branch"] == "cmp"
     assert set(outcome.recorded["variables"]) == {"NSA_FORCE_BRANCH", "NSA_DDP_SAFE_MODE"}

@@ -1,6 +1,6 @@
-"""Attention layers: a file for each kind, a base, and the registry from name to kind.
+"""Attention layers: one file per kind, a base class, and the registry from names to kinds.
 
-`model.attention` and `model.layer_pattern` name kinds. Everything else asks the layers, never their kind.
+`model.attention` and `model.layer_pattern` name kinds. All other code uses the interface of the layers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _REGISTRY: dict[str, type[Attention]] = {}
 
 
 def register(name: str) -> Callable[[Kind], Kind]:
-    """Decorates a subclass of `Attention`: a configuration may name it from then on, in this process."""
+    """Decorates a subclass of `Attention`, so that configurations can name it in this process."""
 
     def add(kind: Kind) -> Kind:
         if name in _REGISTRY:
-            raise ArgumentError("name", f"{name!r} is the name of {_REGISTRY[name].__name__} already")
+            raise ArgumentError("name", f"{name!r} is already the name of {_REGISTRY[name].__name__}")
         _REGISTRY[name] = kind
         if name not in kinds.KINDS:
             kinds.KINDS.append(name)
@@ -61,12 +61,12 @@ def build_attention(kind: str, config: Architecture, backend: Backend = None) ->
 
 
 def attention_kinds(config: Architecture) -> list[type[Attention]]:
-    """The kinds that the layers of a model have, each once."""
+    """The distinct kinds of the layers of a model."""
     return [_REGISTRY[name] for name in dict.fromkeys(config.model.layer_kinds())]
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, Attention]]:
-    """Every attention layer of a model with its name, whatever wraps it: found by type, never by path."""
+    """Every attention layer of a model with its name, found by type: wrappers may change its path."""
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             yield name, module

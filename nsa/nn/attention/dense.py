@@ -1,4 +1,4 @@
-"""Ordinary causal attention over the whole past: the layer that sparse attention is compared and mixed with.
+"""Causal attention over all previous tokens: the baseline of sparse attention, and a layer of mixed models.
 
 Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, K/V head sizes.
 """
@@ -35,12 +35,12 @@ class DenseAttention(Attention):
     num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads
     head_dim_k     size of a query and key head
     head_dim_v     size of a value head; None makes it head_dim_k
-    rope_base      base of the rotary frequencies, as for NSAAttention
+    rope_base      base of the rotary frequencies, as in NSAAttention
     rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before rotary positions
     qkv_bias       the projections of queries, keys and values have a bias
     norm_eps       epsilon of these norms
-    backend        as for NSAAttention; of interest where the window operator runs
+    backend        as in NSAAttention, for the window operator
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DenseAttention(Attention):
         return causal_attention(q_BSHK, k_BSGK, v_BSGV, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend)
 
     def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Queries and keys, rotated by `tables` of `rotary_tables`, and values."""
+        """Queries and keys, rotated by `tables` from `rotary_tables`, and values."""
         q_BSHK, keys, values = project_heads(self, x_BSC)
         return rotate(q_BSHK, tables), [rotate(k, tables) for k in keys], values
 
@@ -126,8 +126,8 @@ class DenseAttention(Attention):
         return self.dense_flops(seq_len)
 
     def saved_operators(self) -> list[Any]:
-        """Whichever of these PyTorch chooses; packed on a GPU, the last."""
-        import torch.nn.attention.varlen  # takes a second
+        """The operators that PyTorch may choose; the last one for packed documents on a GPU."""
+        import torch.nn.attention.varlen  # the import takes a second
 
         names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
         fused = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]

@@ -1,8 +1,8 @@
-"""Attention where ranks share every sequence: queries stay, keys and values travel.
+"""Attention under context parallelism: queries stay on their rank, keys and values are exchanged.
 
 A rank has two chunks of a sequence, an early and a late one (`nsa.parallel.context`). Raw keys and values are gathered
-one key/value head after the other while others are computed, and again in backward, so that no rank keeps them. A
-window needs only the tokens before each chunk, its halo. A kind of attention composes its `attend_context` from these.
+one key/value head at a time, overlapped with computation, and again in backward, so that no rank keeps them. A window
+needs only the tokens before each chunk, its halo. A kind of attention composes its `attend_context` from these parts.
 
 Legend: B batch, S tokens of this rank, H query heads, G key/value heads, K/V head sizes, T tokens of the sequence.
 """
@@ -22,8 +22,8 @@ from nsa.ops.layout import cached_with, token_layout
 
 @dataclass(frozen=True)
 class Half:
-    """One chunk of this rank: tokens first .. stop of the sequence, `rows` of the rank's tensors. `borders` are those
-    of the documents in tokens 0 .. stop."""
+    """One chunk of this rank: tokens first .. stop of the sequence, `rows` of the rank's tensors. `borders` are the
+    borders of the documents in tokens 0 .. stop."""
 
     rows: slice
     first: int
@@ -33,10 +33,10 @@ class Half:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where this rank's tokens stand in their sequence; the same for all layers of a pass.
+    """Where this rank's tokens are in their sequence; the same for all layers of a pass.
 
-    position        [S], of every token in its document
-    chunk_place     [2 * ranks], where the chunks of the sequence lie in a gathered tensor
+    position        [S], positions of the tokens in their documents
+    chunk_place     [2 * ranks], indices of the chunks of the sequence in a gathered tensor
     """
 
     halves: tuple[Half, Half]
@@ -45,7 +45,7 @@ class Plan:
 
 
 def plan(x: Tensor, cu_seqlens: Tensor | None, context: Exchange) -> Plan:
-    """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence."""
+    """The plan for tensors like x [B, S, ...] of this rank and the document borders of the whole sequence."""
     length = x.shape[1] // 2
     make = partial(_plan, length, cu_seqlens, context, x.device)
     if cu_seqlens is None:
@@ -62,14 +62,14 @@ def _plan(length: int, cu_seqlens: Tensor | None, context: Exchange, device: tor
         borders = None if cu_seqlens is None else cu_seqlens.clamp(max=stop)
         halves.append(Half(slice(late * length, (late + 1) * length), first, stop, borders))
     chunks = torch.arange(2 * context.size, device=device)
-    # Rank r has chunk r at place 2r, and its late chunk at 2r + 1.
+    # In a gathered tensor, chunk r of rank r has index 2r, and its late chunk 2r + 1.
     place = torch.minimum(2 * chunks, 4 * context.size - 1 - 2 * chunks)
     return Plan((halves[0], halves[1]), position[torch.cat(rows)], place)
 
 
 @dataclass(frozen=True)
 class GatheredCall:
-    """One attention operator over the keys of whole sequences: everything it needs besides tensors."""
+    """The non-tensor arguments of one attention operator over the keys of whole sequences."""
 
     context: Exchange
     plan: Plan
@@ -77,7 +77,7 @@ class GatheredCall:
 
     @property
     def place(self) -> Tensor:
-        """Where the pieces of the sequence lie among the gathered ones."""
+        """Indices of the pieces of the sequence among the gathered pieces."""
         return self.plan.chunk_place
 
     @property
@@ -89,11 +89,11 @@ class GatheredCall:
         return 1
 
     def num_keys(self, half: Half) -> int:
-        """How many keys of the sequence there are up to the end of a chunk."""
+        """The number of keys of the sequence up to the end of a chunk."""
         return half.stop
 
     def options(self, half: Half) -> dict[str, Any]:
-        """The arguments that operators have in common."""
+        """The arguments that all operators share."""
         return {"cu_seqlens": half.borders, "q_offset": half.first, "backend": self.backend}
 
     def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -105,11 +105,11 @@ class GatheredCall:
         raise NotImplementedError
 
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
-        """Blocks that follow from the attention just computed, for an operator that selects."""
+        """The blocks selected by the attention just computed; None if the operator does not select."""
         return None
 
     def scatter(self, grad: Tensor, local: int) -> Tensor:
-        """The gradient [T, B, ...] of gathered keys in the order in which they were gathered; `local` are of a rank."""
+        """Reorders the gradient [T, B, ...] of keys to the order in which they were gathered, `local` keys per rank."""
         place = self.place
         spread: Tensor = grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
         return spread
@@ -133,7 +133,7 @@ class SelectedCall(GatheredCall):
 
 @dataclass(frozen=True)
 class WindowCall(GatheredCall):
-    """A window as long as the sequence is causal attention."""
+    """Window attention; a window as long as the sequence is causal attention."""
 
     window: int
 
@@ -150,8 +150,8 @@ class WindowCall(GatheredCall):
 
 
 class Gathered:
-    """Keys and values of whole sequences, some key/value heads at a time, each gathered while the one before is in use.
-    The first exchange starts at once."""
+    """Keys and values of whole sequences, some key/value heads at a time; the next part is gathered while the current
+    one is in use. The first exchange starts in the constructor."""
 
     def __init__(self, k_BSGK: Tensor, v_BSGV: Tensor, call: GatheredCall):
         self._k, self._v, self.call = k_BSGK.detach(), v_BSGV.detach(), call
@@ -177,15 +177,15 @@ class Gathered:
         return k, v
 
     def send_back(self, grad: Tensor) -> Pending:
-        """Starts to sum the gradient [T, B, ...] over ranks; each rank gets that of its own keys."""
+        """Starts to sum the gradient [T, B, ...] over ranks; each rank gets the gradient of its own keys."""
         return self.call.context.reduce_scatter(self.call.scatter(grad, self._k.shape[1]))
 
 
 def attend_gathered(
     gathered: Gathered, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over gathered keys and values, of the blocks `indices` where the operator takes them; and the blocks
-    that it selects, if it does."""
+    """Attention over gathered keys and values (of the blocks `indices`, for selected attention), and the blocks that
+    the operator selects, or None."""
     o, blocks = _AttendGathered.apply(gathered, q, k, v, indices)  # type: ignore[no-untyped-call]
     return o, blocks
 
@@ -211,7 +211,7 @@ class _AttendGathered(torch.autograd.Function):
                 blocks = call.select(half, *given, lse_half)
                 if blocks is not None:
                     selected.append(blocks)
-            del k_T, v_T, given  # before the next head is put together
+            del k_T, v_T, given  # before the next head is assembled
         ctx.call = call
         ctx.save_for_backward(q, k, v, indices, o, lse)
         blocks = torch.cat(selected, dim=1) if selected else q.new_empty(0, dtype=torch.int32)
@@ -239,7 +239,7 @@ class _AttendGathered(torch.autograd.Function):
                 total[:stop, ..., k.shape[3] :] += dv_T.transpose(0, 1)
                 del dk_T, dv_T
             del k_T, v_T, given
-            if sums:  # the head before, whose gradient travelled meanwhile
+            if sums:  # the previous head, whose gradient was summed meanwhile
                 _set_heads(dk, dv, *sums.pop())
             sums.append((part, gathered.send_back(total)))
             del total
@@ -278,7 +278,7 @@ def attend_halos(q: Tensor, pairs: list[tuple[Tensor, Tensor]], call: WindowCall
 
 
 def _borders_from(half: Half, first: int) -> Tensor:
-    """Of the documents in tokens first .. half.stop."""
+    """Borders of the documents in tokens first .. half.stop."""
     borders = half.borders
     assert borders is not None
     return cached_with(borders, ("from", first), lambda: (borders - first).clamp(min=0))

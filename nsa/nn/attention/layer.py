@@ -1,4 +1,4 @@
-"""The base of every attention layer: what the rest of the package asks of a layer, whatever its kind.
+"""The base class of all kinds of attention layers: the interface that the rest of the package uses.
 
 Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, K/V head sizes.
 """
@@ -20,7 +20,7 @@ from nsa.nn.rope import RopeScaling
 from nsa.ops.checks import check_borders
 from nsa.ops.dispatch import Backend
 
-if TYPE_CHECKING:  # a layer needs torch alone; pydantic, which the configuration needs, is of the extra `train`
+if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
     from nsa.config.schema import Architecture
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Pending(Protocol):
 
 
 class Exchange(Protocol):
-    """How the ranks that share a sequence exchange tensors; `nsa.parallel.context.Context` implements it."""
+    """Exchanges tensors within a context-parallel group; `nsa.parallel.context.Context` implements it."""
 
     size: int
     rank: int
@@ -75,23 +75,23 @@ class Attention(nn.Module):
         attend_whole       attention over whole sequences; with `step` it also fills an empty cache
         build_cache        the tensors that the layer keeps in a `KVCache`
         read_tokens        queries, keys and values of new tokens; keys and values go into the cache
-        attend_cached      queries over what the cache holds
+        attend_cached      attention of queries over the cached tokens
         forward_flops      operations of the attention itself
 
-    and where they apply
+    and optionally
 
-        attend_context     attention where ranks share every sequence; such a run is refused unless a kind implements it
+        attend_context     attention under context parallelism, which is refused unless a kind implements it
         fused              a decoding step in few launches
-        page_multiple      a page of the cache holds a multiple of that many tokens
+        page_multiple      a page of the cache holds a multiple of this many tokens
         completes          whether new tokens cause work besides writing and attending
         statistics         which of "gates" and "selection" the operators of the layer report to an observer
         saved_operators    operators whose results selective recomputation keeps
-        fixed_operators    operators whose results every recomputation keeps: a second call might choose otherwise
+        fixed_operators    operators whose results every recomputation keeps: a second call might differ
         memory_borders     micro-batches at which the memory of a pass stops growing linearly
         operator_cases     operators with inputs, for a check of their kernels
-        dense_targets      parameters that take the place of those of a dense layer
-        start_from_dense   initialises the others so that the layer starts close to the dense one
-        parts              smaller configurations by name, in each of which one part of the layer runs alone
+        dense_targets      parameters that replace those of a dense layer
+        start_from_dense   initialises the other parameters so that the layer starts close to the dense one
+        parts              configurations by name, in each of which only one part of the layer runs
         notes              lines for the start of a run
     """
 
@@ -99,7 +99,7 @@ class Attention(nn.Module):
     out: nn.Module
     page_multiple = 1
     statistics: frozenset[str] = frozenset()
-    context: Exchange | None = None  # set where ranks share every sequence
+    context: Exchange | None = None  # set under context parallelism
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def settings(config: Architecture, backend: Backend) -> dict[str, Any]:
-        """The arguments that layers of all kinds have in common."""
+        """The arguments that layers of all kinds share."""
         model = config.model
         sizes = {"dim": model.dim, "num_heads": model.n_heads, "num_kv_heads": model.n_kv_heads}
         heads = {"head_dim_k": model.head_dim_k, "head_dim_v": model.head_dim_v}
@@ -138,8 +138,8 @@ class Attention(nn.Module):
         return {**sizes, **heads, **same, "rope_scaling": scaling, "backend": backend}
 
     def reset_parameters(self) -> None:
-        """Initialises all parameters as the constructor does, also after `to_empty`. For a model around the layer use
-        `model.apply`, which reaches a module after its parts: resetting a part later would undo what the layer set.
+        """Initialises all parameters as the constructor does, also after `to_empty`. For a model that contains the
+        layer use `model.apply`, which calls a module after its submodules: resetting a submodule later would undo this.
         """
         reset_parts(self)
 
@@ -151,15 +151,15 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """x_BSC [batch, tokens, dim], of the type of the weights unless autocast is on -> the same shape. Token t of
-        the output depends on tokens 0 to t of the input alone. Any number of tokens from 1 on is accepted.
+        """x_BSC [batch, tokens, dim], of the dtype of the weights unless autocast is on -> the same shape. Token t of
+        the output depends only on tokens 0 to t of the input. The number of tokens must be at least 1.
 
         cu_seqlens   borders of documents packed into one sequence, for a batch of 1: an int32 tensor on the device of
                      x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
                      a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
-                     start anew in each. On a GPU, pass `.clone()` of a buffer that a collective or code outside
-                     torch fills: such a write is not noticed there
-        max_seqlen   bounds the length of a packed document; without it, kernels assume the whole row
+                     restart in each. On a GPU, pass `.clone()` of a buffer that a collective or code outside torch
+                     fills: such a write is not detected there
+        max_seqlen   an upper bound of the length of packed documents; the whole row if not given
         cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
                      output is that of the whole sequence at these tokens, without a gradient
 
@@ -197,16 +197,16 @@ class Attention(nn.Module):
     def read_tokens(
         self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Queries (all tensors [B, n, ...] that attention takes by query), keys and values, rotated."""
+        """Queries (all tensors [B, n, ...] that attention takes per query), keys and values, rotated."""
         raise NotImplementedError
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
-        """Queries over what the cache holds, new tokens included: [B, n, H, V]."""
+        """Attention of queries over the cached tokens, including the new ones: [B, n, H, V]."""
         raise NotImplementedError
 
     def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        """New tokens in few launches, or with the `norm` before the layer x + layer(norm(x)). None where that would
-        compute something else (`nsa.nn.decode_step`)."""
+        """layer(x) of new tokens in few launches, or with a `norm`, x + layer(norm(x)). None if the modules must be
+        called (`nsa.nn.decode_step`)."""
         return None
 
     def completes(self, start: int, stop: int) -> bool:
@@ -236,7 +236,7 @@ class Attention(nn.Module):
         return []
 
     def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
-        """For sequences of which a rank has `queries` tokens out of `keys`; micro-batches up to `most`."""
+        """Micro-batches up to `most`, for sequences of `keys` tokens of which a rank has `queries`."""
         return []
 
     def operator_cases(
@@ -276,7 +276,7 @@ class Attention(nn.Module):
         kept: LayerCache = step.layer(self)
         queries, keys, values = self.read_tokens(x_BnC, step.rotary(*self.rotary))
         outputs = []
-        # Pages take any number of tokens, a ring its slack.
+        # Pages take any number of tokens per pass, a ring as many as its slack.
         for rows, piece in step.pieces() if kept.shortest_ring else [(slice(None), step)]:
             write(piece, kept.writes([k[:, rows] for k in keys], [v[:, rows] for v in values]))
             outputs.append(self.attend_cached([q[:, rows] for q in queries], piece))

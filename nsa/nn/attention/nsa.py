@@ -1,4 +1,4 @@
-"""NSAAttention, the layer: projections, rotary positions, compression, the three branches, gates.
+"""The NSAAttention layer: projections, rotary positions, compression, the three branches, gates.
 
 Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compressed tokens, K/V head sizes.
 """
@@ -44,38 +44,38 @@ if TYPE_CHECKING:
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
-# Where the gates of a converted layer start: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The
-# selected branch is dense attention up to num_selected * sel_block tokens, and close to it from there on.
+# Initial gates of a converted layer: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The selected
+# branch equals dense attention up to num_selected * sel_block tokens, and is close to it for longer sequences.
 DENSE_GATES = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 
 class NSAAttention(Attention):
-    """Causal Native Sparse Attention on [B, S, dim], a drop-in for a decoder's self-attention.
+    """Causal Native Sparse Attention on [B, S, dim], a drop-in replacement for a decoder's self-attention.
 
     dim            width of input and output; need not equal num_heads * head size
     num_heads      query heads, a multiple of num_kv_heads
     num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads
     head_dim_k     size of a query and key head, a multiple of 16 from 16 to 256
-    head_dim_v     size of a value head, likewise; None makes it head_dim_k
-    spec           the sizes of blocks, selection and window (`NSASpec`); None takes the paper's, NSASpec()
+    head_dim_v     size of a value head, likewise; None: head_dim_k
+    spec           the sizes of blocks, selection and window (`NSASpec`); None: those of the paper, NSASpec()
     phi            "mean", "mlp", or "mean_mlp" (their sum, where the MLP starts at zero): how a block becomes a
                    compressed token
-    compress       "before_rotation": keys are compressed, then a compressed key is turned at its block's start.
-                   "after_rotation": keys are turned at their own positions, then compressed
+    compress       "before_rotation": keys are compressed, then rotated by the position of the block's first token.
+                   "after_rotation": keys are rotated by their own positions, then compressed
     gate           "sigmoid" or "softmax"
     shared_kv      one key/value pair for the three branches instead of three
-    force_branch   the output is that branch alone; parameters that are then unused are frozen
+    force_branch   the output is only this branch; unused parameters are frozen
     rope_base      base of the rotary frequencies, which are base**(-2i / head_dim_k) for channel pair i; larger for
                    longer sequences
     rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
     qkv_bias       the projections of queries, keys and values have a bias
     norm_eps       epsilon of these norms
-    backend        passed to nsa.ops: None takes the fastest that can run; a name, or names by operator
+    backend        passed to nsa.ops: None for the fastest that can run; a name, or names by operator
 
     Projections and norms of keys and values are lists in the order cmp, sel, win: k.0 and v.0 are the compressed
-    branch's, k.1 and v.1 the selected branch's, k.2 and v.2 the window's. With shared_kv there is k.0 and v.0 alone.
-    No call leaves anything behind in the layer.
+    branch's, k.1 and v.1 the selected branch's, k.2 and v.2 the window's. With shared_kv there are only k.0 and v.0.
+    The layer keeps no state between calls.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class NSAAttention(Attention):
         self.spec = spec or NSASpec()
         self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
         self.page_multiple = self.spec.sel_block
-        # The operators of a forced branch report what they compute.
+        # A forced branch runs only some of the operators that report statistics.
         reported = {None: ("gates", "selection"), "sel": ("selection",)}.get(force_branch, ())
         self.statistics = frozenset(reported)
 
@@ -145,7 +145,7 @@ class NSAAttention(Attention):
         return (MLPCompressor if phi == "mlp" else MeanMLPCompressor)(self.spec, head_dim, backend)
 
     def build_cache(self, cache: KVCache) -> NSALayerCache:
-        """What this layer keeps in a `KVCache`."""
+        """The tensors that this layer keeps in a `KVCache`."""
         return NSALayerCache(cache, self)
 
     def attend_whole(
@@ -158,7 +158,7 @@ class NSAAttention(Attention):
         position_S, position_N = positions(x_BSC.shape[1], self.spec, cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
         k_cmp_BNGK, v_cmp_BNGV = self.phi_k(keys[0], cu_seqlens), self.phi_v(values[0], cu_seqlens)
-        if self.compress == "before_rotation":  # each compressed key is turned as one
+        if self.compress == "before_rotation":  # rotate the compressed keys
             k_cmp_BNGK = rotate(k_cmp_BNGK, rotary_tables(position_N, *self.rotary))
         if step is not None:
             kept: NSALayerCache = step.layer(self)
@@ -185,7 +185,7 @@ class NSAAttention(Attention):
         return fused_attention(self, x_BnC, step, norm) if is_ours else None
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
-        """First compresses the blocks that new tokens complete."""
+        """Compresses the blocks that new tokens complete, then attends."""
         q_BnHK, gates_BnH3 = queries
         kept: NSALayerCache = step.layer(self)
         kept.compress(step)
@@ -216,8 +216,8 @@ class NSAAttention(Attention):
         return [torch.ops.nsa.select_blocks.default]
 
     def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
-        """Selected attention computes in two, three and four stretches from some micro-batch on; one more of many
-        changes little. One sequence may be computed in other memory than several: cuDNN takes it
+        """From some micro-batch on, selected attention processes the queries in two, three and four stretches; further
+        stretches change little. A single sequence may need other memory than several, since cuDNN computes it
         (`nsa.ops.triton.compressed`)."""
         if dispatch.triton_missing() is not None:
             return []
@@ -250,7 +250,7 @@ class NSAAttention(Attention):
         return {branch: {"nsa.force_branch": branch} for branch in alone}
 
     def notes(self) -> list[str]:
-        return [f"branch  {self.force_branch} alone"] if self.force_branch else []
+        return [f"branch  only {self.force_branch}"] if self.force_branch else []
 
     def extra_repr(self) -> str:
         sizes = super().extra_repr()
@@ -260,8 +260,8 @@ class NSAAttention(Attention):
         return f"{sizes}, spec={self.spec}"
 
     def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win. Queries and keys are rotated as
-        `rotary_tables` says, but for those that are compressed first."""
+        """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win. Queries and keys are rotated by
+        `tables` from `rotary_tables`, except keys that are compressed first."""
         q_BSHK, raw, values = project_heads(self, x_BSC)
         k_cmp = rotate(raw[0], tables) if self.compress == "after_rotation" else raw[0]
         others = [rotate(k, tables) for k in (raw if self.shared_kv else raw[1:])]
@@ -270,7 +270,7 @@ class NSAAttention(Attention):
         return rotate(q_BSHK, tables), [k_cmp, *others], values
 
     def _one_branch(self, arguments: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Tensor:
-        """The forced branch of what `nsa_attention` takes up to the gates."""
+        """The output of the forced branch; `arguments` are those of `nsa_attention` before the gates."""
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = arguments
         spec = self.spec
         by = {operator: backend_of(operator, self.backend) for operator in ("cmp", "select", "sel", "win")}
@@ -278,13 +278,14 @@ class NSAAttention(Attention):
             return window_attention(q, k_win, v_win, spec, cu_seqlens=cu_seqlens, backend=by["win"])
         if self.force_branch == "cmp":
             return compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=by["cmp"])[0]
-        with torch.no_grad():  # selection needs the log-sum-exp and has no gradient
+        with torch.no_grad():  # only selection needs the log-sum-exp, and it has no gradient
             _, lse = compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=by["cmp"])
             indices = select_blocks(q, k_cmp, lse, spec, cu_seqlens=cu_seqlens, backend=by["select"])
         return selected_attention(q, k_sel, v_sel, indices, spec, cu_seqlens=cu_seqlens, backend=by["sel"])
 
     def _freeze_unused(self) -> None:
-        """With one branch forced: no gradient for the gate, the compressors of another branch, its projections."""
+        """Freezes the parameters that a forced branch does not use: the gate, and compressors and projections of the
+        other branches."""
         if self.force_branch is None:
             return
         unused: list[nn.Module] = [self.gate]
@@ -299,7 +300,7 @@ class NSAAttention(Attention):
 
 @lru_cache
 def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float]:
-    """Mean number of keys that a query reads in cmp, sel and win."""
+    """The mean number of keys that a query reads in cmp, sel and win."""
     t = torch.arange(seq_len)
     cmp_keys = int(visible_compressed(t, spec).sum())
     sel_keys = int(num_read(t, spec).sum())

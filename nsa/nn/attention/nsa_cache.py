@@ -1,8 +1,8 @@
 """The tensors that an NSA layer keeps in a cache.
 
 All keys and values of the selected branch are in pages, the compressed tokens in pages of the same numbers, the newest
-of the window branch in a ring, and in another ring the raw tokens that the next compressed token needs. With shared
-keys and values the pages serve the window too, and the second ring holds keys alone.
+keys and values of the window branch in a ring, and the raw tokens that the next compressed token needs in another ring.
+With shared keys and values the window also reads the pages, and the second ring holds only keys.
 
 Legend: B rows of a forward pass, m compressed tokens of a row, G key/value heads.
 """
@@ -32,22 +32,22 @@ class NSALayerCache(LayerCache):
         super().__init__(sel=self.sel, cmp=self.cmp, win=None if layer.shared_kv else self.win, tail=self.tail)
 
     def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
-        """Where keys and values of cmp, sel and win are kept, or of all three in one."""
+        """The writes of keys and values of cmp, sel and win, or of one shared pair."""
         k_raw, k_sel, k_win = keys if len(keys) == 3 else [*keys] * 3
         v_raw, v_sel, v_win = values if len(values) == 3 else [*values] * 3
         is_turned = self.layer.compress == "after_rotation"
         writes = self.sel.writes(k_sel, v_sel) + self.tail.writes(k_raw, v_raw, is_rotated=is_turned)
-        # With shared values, those of sel are the raw ones too.
+        # Shared values are not rotated: those of sel are also the raw values.
         return writes[:-1] if self.layer.shared_kv else writes + self.win.writes(k_win, v_win)
 
     def write_compressed(self, step: CacheStep, k_cmp: Tensor, v_cmp: Tensor) -> None:
-        """Compressed tokens [B, m, G, .] of the pass, keys rotated."""
+        """Writes the compressed tokens [B, m, G, .] of the pass; keys are rotated."""
         index = step.compressed(self.layer.spec).index
         put(self.cmp.k, index, k_cmp)
         put(self.cmp.v, index, v_cmp)
 
     def compress(self, step: CacheStep) -> None:
-        """Compresses the blocks that the pass completes, from the tokens that have been written."""
+        """Compresses the blocks that the pass completes, from tokens already in the cache."""
         if not step.completes:
             return
         layer, new = self.layer, step.compressed(self.layer.spec)

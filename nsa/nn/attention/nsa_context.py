@@ -1,7 +1,7 @@
-"""An NSA layer where ranks share every sequence.
+"""An NSA layer under context parallelism.
 
-Compressed keys and values are computed where their last token is, with a halo from the chunk before, then gathered
-whole. The window takes its halo from the chunk before. Raw keys and values of the selected branch are gathered one
+The rank that has the last token of a block computes its compressed key and value, with a halo from the chunk before;
+then all of them are gathered. The window also uses a halo. Raw keys and values of the selected branch are gathered one
 key/value head after the other (`nsa.nn.attention.gathered`).
 
 Legend: B batch, S tokens of this rank, G key/value heads, M slots: places for the compressed tokens of a chunk, N
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Where the compressed tokens of this rank stand in their sequence; the same for all layers of a pass.
+    """Where the compressed tokens of this rank are in their sequence; the same for all layers of a pass.
 
-    borders    by chunk, of the documents in the chunk with its halo
-    skipped    by chunk, tokens of the halo before the first block that ends in it, without documents
-    position   [2, M], of every compressed token of this rank's chunks
-    place      [N], where the compressed tokens of the sequence lie in a gathered tensor, [ranks * 2 * M]
+    borders    by chunk, borders of the documents in the chunk with its halo
+    skipped    by chunk without documents, tokens of the halo before the first block that ends in the chunk
+    position   [2, M], positions of the compressed tokens of this rank's chunks
+    place      [N], indices of the compressed tokens of the sequence in a gathered tensor [ranks * 2 * M]
     """
 
     borders: tuple[Tensor | None, Tensor | None]
@@ -64,12 +64,12 @@ class SlotPlan:
 
 
 def num_chunk_slots(length: int, spec: NSASpec) -> int:
-    """Room for the compressed tokens that end in one chunk of `length` tokens, wherever documents begin."""
+    """Upper bound of the compressed tokens that end in one chunk of `length` tokens, for any document borders."""
     return length // spec.cmp_stride + 1
 
 
 def slot_plan(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, context: Exchange) -> SlotPlan:
-    """For tensors like x [B, S, ...] of this rank, and the document borders of the whole sequence."""
+    """The plan for tensors like x [B, S, ...] of this rank and the document borders of the whole sequence."""
     length = x.shape[1] // 2
     make = partial(_slot_plan, length, spec, cu_seqlens, context, x.device)
     if cu_seqlens is None:
@@ -84,14 +84,14 @@ def _slot_plan(
     slots = num_chunk_slots(length, spec)
     tokens = 2 * size * length
     position = token_layout(tokens, cu_seqlens, device).position
-    # Compressed tokens that end before each chunk: chunk c has those from ended[c] on.
+    # Number of compressed tokens that end before each chunk: chunk c has those from ended[c] on.
     ended = first_compressed(tokens, spec, cu_seqlens, device) + visible_compressed(position, spec)
     ended = pad(ended[length - 1 :: length], (1, 0))
     number = torch.arange(num_slots(tokens, spec, packed=cu_seqlens is not None), device=device)
     chunk = torch.searchsorted(ended[1:].contiguous(), number, right=True).clamp(max=2 * size - 1)
     chunks = torch.arange(2 * size, device=device)
     chunk_place = torch.minimum(2 * chunks, 4 * size - 1 - 2 * chunks)  # as in `gathered.Plan`
-    within = (number - ended[chunk]).clamp(max=slots - 1)  # slots that no document uses may go anywhere
+    within = (number - ended[chunk]).clamp(max=slots - 1)  # unused slots may go anywhere
     slot_position = slot_layout(tokens, spec, cu_seqlens, device).position
     starts = context.starts(length)
     own = ended[[start // length for start in starts]][:, None] + torch.arange(slots, device=device)
@@ -110,8 +110,8 @@ def _halo(first: int, stop: int, spec: NSASpec, cu_seqlens: Tensor | None) -> tu
     if cu_seqlens is None:
         return None, visible_compressed(first - 1, spec) * spec.cmp_stride - halo_first
     border = cu_seqlens.to(torch.int64)
-    # The document that reaches over `first`: its blocks continue in their own rhythm, so here it starts with the first
-    # block that ends in this chunk. The tokens before, fewer than a block, are a document of their own.
+    # A document that starts before `first` keeps its block grid: here it starts with its first block that ends in this
+    # chunk. The tokens before, fewer than a block, are treated as another document.
     current = torch.searchsorted(border, torch.full((1,), first, device=border.device), right=True) - 1
     blocks = -((border - halo_first) // spec.cmp_stride)
     aligned = border + blocks.clamp(min=0) * spec.cmp_stride
@@ -122,7 +122,7 @@ def _halo(first: int, stop: int, spec: NSASpec, cu_seqlens: Tensor | None) -> tu
 
 @dataclass(frozen=True)
 class CompressedCall(GatheredCall):
-    """Compressed attention, which also selects blocks where `selects`, by the backend `select_backend`."""
+    """Compressed attention. If `selects`, the backend `select_backend` also selects blocks."""
 
     spec: NSASpec
     slots: SlotPlan
@@ -161,7 +161,7 @@ class CompressedCall(GatheredCall):
         return cached_selection(q, k, lse, self.spec, **options)
 
     def scatter(self, grad: Tensor, local: int) -> Tensor:
-        # Slots that no document uses may have the place of another.
+        # Unused slots may share a place with others.
         spread = grad.new_zeros(self.context.size * local, *grad.shape[1:])
         return spread.index_add_(0, self.place, grad)
 
@@ -176,7 +176,7 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
     )
     o_cmp: Tensor | None = None
     o_sel: Tensor | None = None
-    # First: exchanges of one group run one after the other, and the keys of the selected branch take long.
+    # First: exchanges of a group run in order, and that of the keys of the selected branch takes long.
     near = with_halos(k_win, v_win, spec.window - 1, context) if forced in (None, "win") else []
     if forced != "win":
         slots = slot_plan(x_BSC, spec, cu_seqlens, context)
@@ -186,7 +186,7 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
             k_slots = rotate(k_slots, rotary_tables(slots.position.flatten(), *layer.rotary))
         cmp = CompressedCall(context, here, by["cmp"], spec, slots, forced != "cmp", by["select"])
         gathered_slots = Gathered(k_slots, v_slots, cmp)
-        # Travels while compressed attention is computed.
+        # Gathered while compressed attention is computed.
         heads = (
             Gathered(k_sel, v_sel, SelectedCall(context, here, by["sel"], spec.sel_block)) if forced != "cmp" else None
         )
@@ -205,7 +205,7 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
 
 
 def _compress(phi: nn.Module, halves: Sequence[Tensor], plan: SlotPlan) -> Tensor:
-    """Every chunk with its halo -> the compressed tokens that end in it, [B, 2 * M, G, D]."""
+    """Chunks with their halos -> the compressed tokens that end in each chunk, [B, 2 * M, G, D]."""
     slots = plan.position.shape[1]
     compressed = []
     for x, skipped, borders in zip(halves, plan.skipped, plan.borders, strict=True):

@@ -1,4 +1,4 @@
-"""Causal attention over the last tokens: layers of a pattern that need a memory of fixed size.
+"""Causal attention over the last tokens, whose cache has a fixed size.
 
 Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, K/V head sizes.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WindowAttention(DenseAttention):
-    """`DenseAttention` in which a query reads the last `window` tokens, its own included."""
+    """`DenseAttention` in which a query reads the last `window` tokens, including its own."""
 
     def __init__(self, *sizes: int, window: int, **settings: Any):
         super().__init__(*sizes, **settings)
