@@ -8,9 +8,9 @@ forward mode (`torch.func.jvp`, `jacfwd`, `hessian`, `forward_ad`) raise Derivat
 spec         NSASpec, the sizes of blocks, selection and window; of MSA's operators, MSASpec
 cu_seqlens   None, or the borders of documents packed into one sequence, for B = 1: int32 [documents + 1] on the device
              of the others, from 0 to S, never decreasing. No document reads another. On a GPU, pass `.clone()` of a
-             buffer that a collective or code outside torch fills: such a write is not noticed there
-q_offset     tokens before the first query: the S queries are the last of a sequence of q_offset + S tokens, whose keys,
-             values and borders are given whole
+             buffer that a collective or code outside torch fills: such a write is not detected there
+q_offset     tokens before the first query: the S queries are the last tokens of a sequence of q_offset + S tokens;
+             keys, values and borders are those of the whole sequence
 backend      None runs the fastest backend that can; "reference" or "triton" runs that one or raises BackendError
 
 Names are loaded on first use, so that `nsa.ops.spec` can be imported without torch.

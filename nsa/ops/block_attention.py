@@ -1,5 +1,5 @@
-"""Attention over selected blocks of tokens, for every kind of selection. `nsa.ops` says what shapes, `cu_seqlens`,
-`q_offset` and `backend` mean."""
+"""Attention over selected blocks of tokens, for every kind of selection. See `nsa.ops` for shapes, `cu_seqlens`,
+`q_offset` and `backend`."""
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ def selected_attention(
     """Attention over the tokens of the selected blocks at positions up to the query's own: [B,S,H,Dv].
 
     q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv]; indices int32 [B,S,G,num_selected] as `select_blocks` returns them: no
-    block twice in a row, -1 for none. A block has `spec.sel_block` tokens.
+    block twice in a row, padded with -1. A block has `spec.sel_block` tokens.
     """
     check_sequence("q", q, cu_seqlens)
     check_pair("k", k, "v", v, q, sequence_length(q, q_offset))
@@ -59,7 +59,7 @@ def _attend_backward(
     return kernels.backward(do, q, k, v, indices, o, lse, block, cu_seqlens, q_offset=q_offset)
 
 
-# Output and log-sum-exp; the gradients of q, k and v.
+# Forward returns the output and its log-sum-exp, backward the gradients of q, k and v.
 selected_node = define("selected_attention", _attend, attention_shapes)
 selected_backward_node = differentiate(
     selected_node,

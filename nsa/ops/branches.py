@@ -1,5 +1,5 @@
-"""The compressed and the window branch of Native Sparse Attention, and the selection of blocks. `nsa.ops` says what
-shapes, `spec`, `cu_seqlens`, `q_offset` and `backend` mean."""
+"""The compressed and the window branch of Native Sparse Attention, and the selection of blocks. See `nsa.ops` for
+shapes, `spec`, `cu_seqlens`, `q_offset` and `backend`."""
 
 from collections.abc import Sequence
 
@@ -50,8 +50,8 @@ def select_blocks(
     """The blocks each query reads: int32 [B,S,G,num_selected], ascending, padded with -1. No gradient.
 
     q [B,S,H,Dk] and k_cmp [B,N,G,Dk] as given to `compressed_attention`, and the log-sum-exp lse [B,S,H] it returned.
-    Blocks count from the start of the document. The heads of a group choose together. The first `num_init` blocks and
-    the newest `num_local` are always among them.
+    Blocks are numbered from the start of the document. All heads of a group share a selection, which always includes
+    the first `num_init` blocks and the newest `num_local`.
     """
     check_sequence("q", q, cu_seqlens)
     check_keys("k_cmp", k_cmp, q, num_cmp_keys(q, spec, cu_seqlens, q_offset))
@@ -68,7 +68,7 @@ def cached_selection(
     q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, q_offset: int = 0,
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """`select_blocks` of arguments that were checked: computed, or in a recomputation those of the forward pass."""
+    """`select_blocks` without checks; a recomputation returns the blocks of the forward pass."""
 
     def compute() -> Tensor:
         indices: Tensor = select_node(
@@ -89,7 +89,7 @@ def window_attention(
     q_offset: int = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention over the last `window` tokens, the query's own included: [B,S,H,Dv].
+    """Attention over the last `window` tokens, including the query's own: [B,S,H,Dv].
 
     q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv].
     """
@@ -101,7 +101,7 @@ def window_attention(
 
 
 def num_cmp_keys(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> int:
-    """Compressed tokens of the sequence whose last tokens are the queries q."""
+    """The number of compressed tokens of the sequence whose last tokens are the queries q."""
     return num_slots(sequence_length(q, q_offset), spec, packed=cu_seqlens is not None)
 
 
@@ -154,7 +154,7 @@ def _backward_arguments(
     return (q, k, v, *output, *settings)
 
 
-# Attention: output and log-sum-exp; the gradients of q, k and v. Selection has no gradient.
+# Attention returns output and log-sum-exp, its backward the gradients of q, k and v. Selection has no gradient.
 compressed_node = define("compressed_attention", _attend_compressed, attention_shapes)
 compressed_backward_node = differentiate(compressed_node, _attend_compressed_backward, _backward_arguments)
 window_node = define("window_attention", _attend_window, attention_shapes)

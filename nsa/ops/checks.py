@@ -1,6 +1,6 @@
-"""Checks of the arguments of operators: shapes, types and devices, once for every backend.
+"""Argument checks of operators: shapes, dtypes and devices, the same for every backend.
 
-They read no values and cost no synchronization. A wrong argument raises ArgumentError with its name.
+They read no values and do not synchronize. An invalid argument raises ArgumentError with its name.
 """
 
 import torch
@@ -12,14 +12,14 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_sequence(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """x [B, S, heads, D], whole or packed from documents."""
+    """Checks x [B, S, heads, D] and the borders of packed documents."""
     check_float(name, x)
     check_head_size(name, x)
     check_borders(cu_seqlens, x)
 
 
 def check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
-    """The shape and type of `cu_seqlens` for a sequence tensor x [B, S, ...]."""
+    """Checks shape and dtype of `cu_seqlens` for a sequence tensor x [B, S, ...]."""
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor):
@@ -35,15 +35,15 @@ def check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
 
 
 def sequence_length(q: Tensor, q_offset: int) -> int:
-    """Tokens of the sequence whose last ones are the queries q [B, S, H, D]."""
+    """The length of the sequence whose last tokens are the queries q [B, S, H, D]."""
     if q_offset < 0:
         raise ArgumentError("q_offset", f"must be at least 0 tokens before the first query, got {q_offset}")
     return q_offset + q.shape[1]
 
 
 def check_pair(name_k: str, k: Tensor, name_v: str, v: Tensor, q: Tensor, length: int | None) -> None:
-    """k and v against q: same type, device, batch and `length`, unless that is None as in a cache; H a multiple of G;
-    head sizes allowed."""
+    """Checks k and v against q: dtype, device, batch, `length` (unless None, as in a cache), H a multiple of G, head
+    sizes."""
     check_keys(name_k, k, q, length)
     check_float(name_v, v)
     check_like(name_v, v, q, "q")

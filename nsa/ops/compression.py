@@ -1,5 +1,5 @@
-"""Compression of blocks of tokens: their mean, or a learned contraction. `nsa.ops` says what shapes, `spec`,
-`cu_seqlens` and `backend` mean."""
+"""Compression of blocks of tokens: their mean, or a learned contraction. See `nsa.ops` for shapes, `spec`,
+`cu_seqlens` and `backend`."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None,
     """The mean of every compressed block: x [B,S,G,D] -> [B,N,G,D].
 
     N is the number of whole blocks, (S - cmp_block) // cmp_stride + 1 and at least 0. Packed, N = S // cmp_stride for
-    any borders: the blocks of the documents come first, one document after the other; what is left over is 0.
+    any borders: the blocks of the documents come first, one document after the other; unused slots are 0.
     """
     check_sequence("x", x, cu_seqlens)
     refuse_tangents("mean_blocks", x)
@@ -28,7 +28,7 @@ def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None,
 def compress_contract(
     x: Tensor, weight: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
-    """Every compressed block contracted: x [B,S,G,D], weight [cmp_block,D,E] -> [B,N,G,E], N as for `compress_mean`.
+    """Contracts every block: x [B,S,G,D], weight [cmp_block,D,E] -> [B,N,G,E], N as for `compress_mean`.
 
     Compressed token n is the sum over tokens i of its block of x[n * cmp_stride + i] @ weight[i].
     """

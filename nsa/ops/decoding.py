@@ -2,12 +2,11 @@
 or a window layer.
 
 A cache is either pages, which hold all tokens of a sequence in the order of its page table, or a ring, which holds the
-newest. Both are pools that many sequences share. Keys and values of every position up to a query's own must be in
-the cache already, the query's own included. A step gives for every position what the operators on whole sequences give
-there. No gradient.
+newest tokens. Many sequences share a pool of pages or rings. The cache must already hold the keys and values of every
+position up to and including a query's own. The results equal those of the operators on whole sequences. No gradient.
 
-Nothing here reads a value from the device, sizes follow from shapes alone, and workspaces come from torch's allocator:
-a call captured in a CUDA graph serves every length up to what the page table holds.
+The functions read no value from the device, sizes depend only on shapes, and workspaces come from torch's allocator: a
+call captured in a CUDA graph works for every length that the page table can hold.
 
 Legend: B batch, n new tokens of each sequence, H query heads, G key/value heads, Dk and Dv head sizes.
 """
@@ -28,10 +27,10 @@ from nsa.ops.spec import NSASpec
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Token s of sequence b lies in page table[b, s // page] at place s % page.
+    """Token s of sequence b is in page table[b, s // page] at index s % page.
 
-    k [P, page, G, Dk], v [P, page, G, Dv]; table int32 [B, pages]. Pages that lie behind a sequence's last token are
-    not read: the table may hold anything there.
+    k [P, page, G, Dk], v [P, page, G, Dv]; table int32 [B, pages]. Table entries after the page of a sequence's last
+    token are not used and may hold any value.
     """
 
     k: Tensor
@@ -41,7 +40,7 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class RingKV:
-    """Token s of sequence b lies in ring slots[b] at place s % ring.
+    """Token s of sequence b is in ring slots[b] at index s % ring.
 
     k [slots, ring, G, Dk], v [slots, ring, G, Dv]; slots int32 [B].
     """
@@ -65,8 +64,8 @@ def nsa_decode(
     """The three branches for new tokens, mixed by gates: [B,n,H,Dv].
 
     q [B,n,H,Dk] and gates [B,n,H,3] as for `nsa_attention`; positions int32 [B,n], the position of every query in its
-    sequence, -1 for padding, whose output is 0. The pages of `cmp` hold compressed tokens, page // cmp_stride of them
-    where those of `sel` hold page tokens; page is a multiple of sel_block. A ring must hold window + n - 1 tokens.
+    sequence, -1 for padding, whose output is 0. A page of `sel` holds `page` tokens, a multiple of sel_block; a page of
+    `cmp` holds page // cmp_stride compressed tokens. A ring must hold window + n - 1 tokens.
     """
     _check_queries(q, positions)
     check_gates(gates, q)
@@ -78,8 +77,8 @@ def nsa_decode(
     if cmp.k.shape[1] * spec.cmp_stride != page:
         raise ArgumentError(
             "cmp.k",
-            f"must hold {page // spec.cmp_stride} compressed tokens a page, one for each cmp_stride={spec.cmp_stride} "
-            f"of sel's {page} tokens; got {cmp.k.shape[1]}",
+            f"must hold {page // spec.cmp_stride} compressed tokens per page, one for each "
+            f"cmp_stride={spec.cmp_stride} of sel's {page} tokens; got {cmp.k.shape[1]}",
         )
     for name, kv in (("cmp", cmp), ("win", win)):
         if kv.v.shape[2:] != sel.v.shape[2:]:
@@ -121,7 +120,7 @@ def _check_queries(q: Tensor, positions: Tensor) -> None:
 
 
 def _check_cache(name: str, kv: PagedKV | RingKV, q: Tensor, window: int | None) -> None:
-    """k and v against q, and the tensor that finds a sequence's tokens."""
+    """Checks k and v against q, and the page table or the ring numbers."""
     check_pair(f"{name}.k", kv.k, f"{name}.v", kv.v, q, None)
     if isinstance(kv, PagedKV):
         pages = kv.table.shape[1] if kv.table.dim() == 2 else 1
@@ -144,7 +143,7 @@ def _decode(
     sel_table: Tensor, k_win: Tensor, v_win: Tensor, win_places: Tensor, positions: Tensor, spec: Sequence[int],
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`win_places` is a page table [B, pages] or the rings [B]. Gives the blocks that the queries read, too."""
+    """`win_places` is a page table [B, pages] or the rings [B]. Also returns the blocks that the queries read."""
     sizes = spec_of(spec)
     if positions.numel() == 0:
         return _decode_shapes(q, k_cmp, v_cmp, sizes.num_selected)
@@ -176,8 +175,8 @@ def _attend_pages(
 
 
 def _check_places(name: str, k: Tensor, places: Tensor, last: list[int], stride: int = 1) -> None:
-    """Every page or ring that a query needs exists. `last` is the last position of each sequence, `stride` the tokens
-    of a key."""
+    """Checks that every page or ring that a query needs exists. `last` is the last position of each sequence, `stride`
+    the number of tokens per key."""
     used = places.tolist()
     if places.dim() == 2:
         page = k.shape[1] * stride

@@ -1,7 +1,7 @@
-"""Which backend computes an operator: the fastest that can run it, and why others cannot.
+"""Chooses the backend of an operator: the fastest that can run it.
 
-`backend=None` takes the fastest that can run. Each time a faster one had to be skipped, that is counted under
-(operator, reason) and reported once. A backend requested by name either runs or raises with the reason.
+Each time `backend=None` has to skip a faster backend, this is counted under (operator, reason) and reported once. A
+backend requested by name either runs or raises with the reason.
 """
 
 import threading
@@ -21,7 +21,7 @@ from nsa.ops.reference import compress, compressed, decode, feed_forward, mix, m
 BACKENDS = ("triton", "reference")
 # phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
 OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
-# One name for all operators, or a name by operator; operators that are not named choose for themselves.
+# One name for all operators, or a name by operator; other operators use the fastest backend.
 Backend = str | Mapping[str, str] | None
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
 # a few new tokens over a cache: all of the above but phi, in one. index and index_loss are of MSA. mlp is what
@@ -50,13 +50,13 @@ class FallbackWarning(UserWarning):
 
 
 def counters() -> dict[tuple[str, str], int]:
-    """How often a fast kernel was wanted and not used, by (operator, reason), since the process started."""
+    """How often a fast kernel was requested and not used, by (operator, reason), since the process started."""
     with _lock:
         return dict(_fallbacks)
 
 
 def backend_of(operator: str, backend: Backend) -> str | None:
-    """The backend wanted for one of OPERATORS."""
+    """The backend requested for one of OPERATORS."""
     if backend is None or isinstance(backend, str):
         return backend
     unknown = sorted(set(backend) - set(OPERATORS))
@@ -66,8 +66,8 @@ def backend_of(operator: str, backend: Backend) -> str | None:
 
 
 def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, *, count: bool, **sizes: int) -> Any:
-    """What computes an operator for queries like q and values like v: REFERENCE[operator] or its kernels. `sizes` are
-    those that the kernels' `refusal` asks for. `count`: falling back is counted."""
+    """The module that computes an operator for queries like q and values like v: REFERENCE[operator] or its kernels.
+    `sizes` are arguments of the kernels' `refusal`. `count`: count a fallback."""
     if backend is not None and backend not in BACKENDS:
         raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "reference":
@@ -83,7 +83,7 @@ def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, *, count: b
 
 
 def backend_name(operator: str, backend: str | None, q: Tensor, v: Tensor) -> str:
-    """Which of BACKENDS computes an operator for such tensors."""
+    """The one of BACKENDS that computes an operator for such tensors."""
     chosen = choose(operator, backend, q, v, count=False)
     return "reference" if chosen is REFERENCE[operator] else "triton"
 
@@ -100,13 +100,13 @@ def _count_fallback(operator: str, reason: str, *, on_gpu: bool) -> None:
     with _lock:
         first = (operator, reason) not in _fallbacks
         _fallbacks[operator, reason] += 1
-    if first and on_gpu:  # on a CPU the reference is what one expects
+    if first and on_gpu:  # on a CPU the reference is expected
         warnings.warn(f"nsa: operator {operator!r} runs on the slow reference: {reason}", FallbackWarning, stacklevel=2)
 
 
 @cache
 def triton_missing() -> str | None:
-    """Why no kernel can run in this process; None when Triton can be imported."""
+    """Why no kernel can run in this process; None if Triton can be imported."""
     try:
         import_module("triton")
     except ImportError as error:
@@ -128,5 +128,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _interpreting() -> bool:
-    """Whether this process interprets its kernels: decided when they are imported."""
+    """Whether this process interprets its kernels, as set when they are imported."""
     return type(kernels_for("mix")._mix_kernel).__name__ == "InterpretedFunction"

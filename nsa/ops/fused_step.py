@@ -1,6 +1,6 @@
-"""What surrounds attention in a step of a few new tokens, as `nsa.ops.triton.step_kernels` takes it.
+"""The arguments of `nsa.ops.triton.step_kernels`: a decoding step of a few new tokens except its attention.
 
-There is no reference of it: where the kernels cannot run, the modules of `nsa.nn` do.
+There is no reference implementation: if the kernels cannot run, the modules of `nsa.nn` are called.
 
 Legend: P pages, H heads, D head size.
 """
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from nsa.ops.dispatch import choose
 
-MOST_TOKENS = 32  # of all rows together
+MOST_TOKENS = 32  # over all rows
 
 
 class Source(NamedTuple):
-    """Where heads lie in the columns of a product, and the weight of their norm."""
+    """The columns of a product that hold some heads, and the weight of their norm."""
 
     column: int
     heads: int
@@ -27,7 +27,7 @@ Heads = TypeVar("Heads")
 
 
 class Write(NamedTuple, Generic[Heads]):
-    """Heads that a cache keeps, a `Source` or a tensor: in pages [P, page, H, D], or in a ring [slots, ring, H, D]."""
+    """A write of heads (a `Source` or a tensor) to a cache: pages [P, page, H, D], or rings [slots, ring, H, D]."""
 
     source: Heads
     pool: Tensor
@@ -36,7 +36,7 @@ class Write(NamedTuple, Generic[Heads]):
 
 
 class Gate(NamedTuple):
-    """The last layer of the gates: its input lies in a product from `column` on."""
+    """The last layer of the gates: its input is in a product from `column` on."""
 
     column: int
     weight: Tensor

@@ -1,12 +1,12 @@
-"""Every block and mask formula, once.
+"""The only definition of every block and mask formula.
 
-The reference, the host code of the kernels, the layers and the tests take their geometry from here. Kernels compute the
-same formulas in registers, and tests compare them with the reference: `keys_seen` and `seen_by` in
+The reference, the host code of the kernels, the layers and the tests use these functions. Kernels compute the same
+formulas in registers, and tests compare them with the reference: `keys_seen` and `seen_by` in
 `triton/flash_kernels.py`, `block_start` in `triton/selected_lists.py`, and the block of a query where it is needed.
 
-Positions count from 0 inside a document; without `cu_seqlens` the whole sequence is one document. Nothing here reads a
-value of a device tensor back to the host. What follows from a `cu_seqlens` is computed once and cached as long as that
-tensor lives: every operator of every layer asks for it.
+Positions count from 0 inside a document; without `cu_seqlens` the whole sequence is one document. No function reads a
+value of a device tensor back to the host. Layouts of a `cu_seqlens` are computed once and cached while that tensor is
+alive, since every operator of every layer needs them.
 
 Legend: S tokens, N compressed tokens (slots, when packed).
 """
@@ -27,19 +27,19 @@ from nsa.ops.spec import NSASpec, SelectionSpec
 IntLike = TypeVar("IntLike", int, Tensor)
 Cached = TypeVar("Cached")
 
-_cache: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version or values, what was computed from it, by key)
-_capture_cache: Any = None  # the same, of the CUDA graph that is being captured
+_cache: Any = WeakTensorKeyDictionary()  # cu_seqlens -> (its version or values, results computed from it, by key)
+_capture_cache: Any = None  # the same, for the CUDA graph that is being captured
 _cache_lock = threading.Lock()
 
 
 def num_compressed(length: IntLike, spec: NSASpec) -> IntLike:
-    """Compressed tokens of one document of `length` tokens."""
+    """The number of compressed tokens of one document of `length` tokens."""
     count = (length - spec.cmp_block) // spec.cmp_stride + 1
     return count.clamp(min=0) if isinstance(count, Tensor) else max(0, count)
 
 
 def num_slots(tokens: int, spec: NSASpec, *, packed: bool) -> int:
-    """Length of the compressed tensors. Packed, it depends on S alone, so that no size depends on values."""
+    """Length of the compressed tensors. Packed, it depends only on S, so that no size depends on values."""
     return tokens // spec.cmp_stride if packed else num_compressed(tokens, spec)
 
 
@@ -49,7 +49,7 @@ def visible_compressed(position: IntLike, spec: NSASpec) -> IntLike:
 
 
 def num_blocks(length: int, block: int) -> int:
-    """Blocks of `block` tokens, the last possibly cut short, of one document of `length` tokens."""
+    """The number of blocks of `block` tokens, the last possibly shorter, of one document of `length` tokens."""
     return -(-length // block)
 
 
@@ -59,12 +59,13 @@ def block_of(position: IntLike, block: int) -> IntLike:
 
 
 def is_forced(number: Tensor, own: Tensor, spec: SelectionSpec) -> Tensor:
-    """Whether a query in block `own` reads block `number`, one that it sees, whatever the scores."""
+    """Whether a query in block `own` reads the visible block `number` regardless of the scores."""
     return (number < spec.num_init) | (number > own - spec.num_local)
 
 
 def num_read(position: IntLike, spec: SelectionSpec) -> IntLike:
-    """Tokens that a query at `position` reads in its selected blocks: its own block up to itself, and whole ones."""
+    """The number of tokens that a query at `position` reads in its selected blocks: its own block up to itself, and
+    other blocks whole."""
     older = block_of(position, spec.sel_block)
     most = spec.num_selected - 1
     older = older.clamp(max=most) if isinstance(older, Tensor) else min(older, most)
@@ -72,17 +73,17 @@ def num_read(position: IntLike, spec: SelectionSpec) -> IntLike:
 
 
 def window_start(token: IntLike, window: int) -> IntLike:
-    """The first token that the query `token` reads in a window, if its document starts no later."""
+    """The first token that the query `token` reads in a window, unless its document starts later."""
     return token - window + 1
 
 
 def compressed_per_block(spec: NSASpec) -> int:
-    """Compressed tokens that start in one selection block."""
+    """The number of compressed tokens that start in one selection block."""
     return spec.sel_block // spec.cmp_stride
 
 
 def compressed_overlap(spec: NSASpec) -> int:
-    """Compressed tokens that summarise a token, away from the ends of its document."""
+    """The number of compressed tokens that summarise a token, away from the ends of its document."""
     return spec.cmp_block // spec.cmp_stride
 
 
@@ -98,9 +99,9 @@ def overlap_weights(spec: NSASpec) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The position of every token of a sequence in its document. Both `[S]` int64.
+    """The position of every token of a sequence in its document. Both tensors are `[S]` int64.
 
-    position   place inside the document
+    position   position inside the document
     doc_start  index of the document's first token
     """
 
@@ -137,11 +138,11 @@ def _packed_compressed(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What every compressed token summarises. All `[N]`.
+    """The tokens that every compressed token summarises. All tensors are `[N]`.
 
     first_token  index of its first token in the sequence (0 for an unused slot)
-    position     where its key is turned: `i * cmp_stride` inside its document
-    used         False for what is left over at the end of a packed tensor
+    position     rotary position of its key: `i * cmp_stride` inside its document
+    used         False for unused slots at the end of a packed tensor
     """
 
     first_token: Tensor
@@ -169,12 +170,12 @@ def _packed_slots(tokens: int, spec: NSASpec, cu_seqlens: Tensor) -> SlotLayout:
 
 
 def cached_with(cu_seqlens: Tensor | None, key: Hashable, compute: Callable[[], Cached]) -> Cached:
-    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed; without documents not cached. Callers
-    must not modify it. On the CPU the values decide, which collectives and code outside torch change without a new
-    version of the tensor.
+    """`compute()`, cached under `key` until `cu_seqlens` is written to or freed; not cached without documents. Callers
+    must not modify the result. On the CPU the cache compares values, since collectives and code outside torch write to
+    a tensor without changing its version.
 
-    A CUDA graph computes it again in every replay, from the borders that it finds then: nothing that was computed
-    outside a capture is used in it or the other way round. Inside, it is cached where `layouts_of_capture` is active.
+    A CUDA graph recomputes the result in every replay, from the current borders: no result computed outside a capture
+    is used inside it, or the other way round. Inside, results are cached while `layouts_of_capture` is active.
     """
     if cu_seqlens is None:
         return compute()
@@ -182,7 +183,7 @@ def cached_with(cu_seqlens: Tensor | None, key: Hashable, compute: Callable[[], 
     cache = _capture_cache if capturing else _cache
     if cu_seqlens.is_inference() or cache is None:
         return compute()
-    is_readable = type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"  # a fake tensor is not
+    is_readable = type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu"  # not a fake tensor
     version = cu_seqlens.tolist() if is_readable else cu_seqlens._version
     with _cache_lock:
         found = cache.get(cu_seqlens)
@@ -196,8 +197,8 @@ def cached_with(cu_seqlens: Tensor | None, key: Hashable, compute: Callable[[], 
 
 @contextmanager
 def layouts_of_capture() -> Iterator[None]:
-    """Around the whole capture of one CUDA graph, on one thread and those of its backward: what follows from borders is
-    computed once in the graph instead of by every operator of every layer."""
+    """Use it around the whole capture of one CUDA graph, on one thread and those of its backward: layouts are computed
+    once in the graph instead of in every operator of every layer."""
     global _capture_cache
     _capture_cache = WeakTensorKeyDictionary()
     try:
@@ -211,9 +212,9 @@ def _is_capturing(cu_seqlens: Tensor) -> bool:
 
 
 def _safe_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Valid document borders whatever the values: they start at 0, end at S and never decrease.
+    """Document borders that start at 0, end at S and never decrease.
 
-    Valid borders pass unchanged. Values on a device are not read back, so invalid ones are clamped.
+    Valid borders are unchanged. Values on a device are not read back, so invalid ones are clamped.
     """
     inner = cu_seqlens[1:-1].to(torch.int64).clamp(0, tokens).cummax(0).values
     return pad(pad(inner, (1, 0), value=0), (0, 1), value=tokens)
@@ -224,6 +225,6 @@ def _compressed_bounds(bounds: Tensor, spec: NSASpec) -> Tensor:
 
 
 def _segment_of(index: Tensor, bounds: Tensor) -> Tensor:
-    """The segment of `bounds` that holds each index; empty segments hold none."""
+    """The segment of `bounds` that contains each index; empty segments contain none."""
     segment = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
     return segment.clamp(max=bounds.shape[0] - 2)

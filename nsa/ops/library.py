@@ -1,11 +1,11 @@
-"""How an operator becomes a torch node: opaque to autograd, torch.compile, checkpointing and meta tensors.
+"""Registers operators with torch: nodes that are opaque to autograd, torch.compile, checkpointing and meta tensors.
 
 A node is a plain function; its annotated parameters are the schema of `torch.ops.nsa`. When it runs, it checks values
-(document borders, block indices) and chooses a backend. The file of an operator defines its nodes beside its public
-function, which has checked everything else (`nsa.ops.checks`).
+(document borders, block indices) and chooses a backend. The file of an operator defines its nodes next to its public
+function, which checks all other properties of the arguments (`nsa.ops.checks`).
 
-Values are always checked on the CPU. On a GPU that would synchronize, so there it happens inside `checked_values()`
-only; elsewhere the formulas mask bad values.
+Values are always checked on the CPU. On a GPU the check would synchronize, so it runs only inside `checked_values()`;
+otherwise the formulas mask invalid values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,8 @@ from nsa.errors import ArgumentError, DerivativeError
 from nsa.ops.layout import num_blocks
 from nsa.ops.spec import NSASpec
 
-# torch.library.custom_op registers the same in one call, and costs every call of the operator 0.1 to 0.3 ms on the
-# host, as long as the kernels of a short sequence run.
+# torch.library.custom_op does the same in one call, but costs every call of the operator 0.1 to 0.3 ms on the host, as
+# long as the kernels of a short sequence take.
 _LIBRARY = torch.library.Library("nsa", "DEF")
 
 _check_every_device: ContextVar[bool] = ContextVar("check_every_device", default=False)
@@ -33,7 +33,7 @@ _check_every_device: ContextVar[bool] = ContextVar("check_every_device", default
 
 @contextmanager
 def checked_values() -> Iterator[None]:
-    """Inside, values are checked on every device. For finding a fault: every operator synchronizes."""
+    """Inside, values are checked on every device. For debugging: every operator synchronizes."""
     token = _check_every_device.set(True)
     try:
         yield
@@ -47,7 +47,7 @@ def values_are_checked(x: Tensor) -> bool:
 
 
 def check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
-    """Borders start at 0, end at S and never decrease."""
+    """Checks that borders start at 0, end at S and never decrease."""
     if cu_seqlens is None or not values_are_checked(cu_seqlens):
         return
     borders = cu_seqlens.tolist()
@@ -59,7 +59,7 @@ def check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
 
 
 def check_index_values(indices: Tensor, tokens: int, block: int) -> None:
-    """Every index is -1 or a block of the sequence."""
+    """Checks that every index is -1 or a block of the sequence."""
     if indices.numel() == 0 or not values_are_checked(indices):
         return
     blocks = num_blocks(tokens, block)
@@ -69,7 +69,7 @@ def check_index_values(indices: Tensor, tokens: int, block: int) -> None:
 
 
 def spec_of(sizes: Sequence[int]) -> NSASpec:
-    """The spec whose sizes `NSASpec.as_ints` passed to a node."""
+    """The spec of these sizes, which `NSASpec.as_ints` passed to a node."""
     return _spec(*sizes)
 
 
@@ -79,12 +79,12 @@ def _spec(*sizes: int) -> NSASpec:
 
 
 def define(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """Registers `run` as operator `nsa::name` for CPU and CUDA tensors, and `shapes`, which takes the same arguments,
-    to run in its place while torch traces. Torch passes all arguments by position."""
+    """Registers `run` as operator `nsa::name` for CPU and CUDA tensors, and `shapes` with the same arguments as its
+    fake implementation for tracing. Torch passes all arguments by position."""
     _LIBRARY.define(torch.library.infer_schema(run, mutates_args=(), op_name=name), tags=(torch.Tag.pt2_compliant_tag,))
 
     def run_in_own_types(*args: Any) -> Any:
-        with torch._C._DisableAutocast():  # which would round the float32 products of the reference to 16 bits
+        with torch._C._DisableAutocast():  # autocast would round the float32 products of the reference to 16 bits
             return run(*args)
 
     for key in ("CPU", "CUDA"):
@@ -103,8 +103,8 @@ def differentiate(
     """Registers `run` as the operator that computes the gradients of `forward`: `nsa::{forward}_backward`.
 
     run         takes the gradient of the first output, then `arguments`; returns the gradients of the first inputs
-    arguments   the function `(output, *inputs) -> arguments` of a forward pass; the inputs unless given
-    shapes      what tracing runs in place of `run`; unless given, gradients have the shapes of the first arguments
+    arguments   the function `(output, *inputs) -> arguments`; by default the inputs
+    shapes      the fake implementation of `run`; by default gradients have the shapes of the first arguments
     """
     backward = define(
         f"{forward._schema.name.removeprefix('nsa::')}_backward",
@@ -138,7 +138,7 @@ def differentiate(
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """Runs a backward operator for a graph that is kept (`create_graph=True`); differentiating it is an error."""
+    """Runs a backward operator under `create_graph=True`; differentiating it again is an error."""
 
     @staticmethod
     def forward(ctx: Any, backward: Any, *args: Any) -> Any:
@@ -154,12 +154,12 @@ _once: Callable[..., Any] = _FirstDerivative.apply
 
 
 def refuse_tangents(operator: str, *tensors: Tensor) -> None:
-    """Raises where forward-mode differentiation reaches an operator: its node would lose the tangents unnoticed."""
+    """Raises if forward-mode differentiation reaches an operator: its node would silently drop the tangents."""
     if forward_ad._current_level < 0:
         return
     top = _functorch.peek_interpreter_stack()
     for x in tensors:
-        # The tangents of an outer jvp are not visible in what vmap or grad wraps.
+        # The tangents of an outer jvp are not visible in tensors wrapped by vmap or grad.
         is_hidden = top and top.key() != _functorch.TransformType.Jvp and _functorch.is_functorch_wrapped_tensor(x)
         if is_hidden or forward_ad.unpack_dual(x).tangent is not None:
             raise DerivativeError(f"nsa::{operator}", is_forward_mode=True)

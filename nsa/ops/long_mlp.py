@@ -1,7 +1,7 @@
 """A norm and a SwiGLU MLP over chunks of tokens: `out(silu(gate(n)) * up(n))` of `n = rms_norm(x)`.
 
-Of a token, only the input and the result outlive a chunk; backward computes the rest again, chunk by chunk. So memory
-is that of one chunk, whatever the length. Gradients of weights are summed over the chunks in float32.
+Only the input and the result are kept after a chunk; backward recomputes the intermediates, chunk by chunk. So memory
+is that of one chunk for any length. Gradients of weights are summed over the chunks in float32.
 
 Legend: T tokens, C channels, M hidden width.
 """
@@ -19,8 +19,8 @@ CHUNK = 1 << 14  # tokens
 
 
 def forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> Tensor:
-    """x [..., C], norm [C], gate and up [M, C], out [C, M] -> [..., C] in the type of `out`, in which products are
-    computed."""
+    """x [..., C], norm [C], gate and up [M, C], out [C, M] -> [..., C] in the dtype of `out`, which is also that of the
+    products."""
     x_TC, joined = x.reshape(-1, x.shape[-1]), torch.cat([gate, up])
     y_TC = x_TC.new_empty(x_TC.shape, dtype=out.dtype)
     passes = _passes(x, out, count=True)
@@ -33,7 +33,7 @@ def forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps:
 def backward(
     dy: Tensor, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, norm, gate, up and out, each in its type."""
+    """Gradients of x, norm, gate, up and out, each in its dtype."""
     x_TC, dy_TC, joined = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1]), torch.cat([gate, up])
     dx = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     weights = (norm, joined, out)
@@ -49,7 +49,7 @@ def backward(
 def _backward_rows(
     passes: Any, dx: Tensor, sums: list[Tensor], dy: Tensor, x: Tensor, weights: tuple[Tensor, ...], eps: float
 ) -> None:
-    """Writes dx and adds to the sums of norm, gate and up, and out."""
+    """Writes dx and adds to the gradients of norm, gate and up, and out."""
     norm, joined, out = weights
     dnorm, djoined, dout = sums
     read = passes.normalize(x, norm, eps, out.dtype)
@@ -62,23 +62,23 @@ def _backward_rows(
 
 
 def forward_workspace(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
-    """Bytes that `forward` holds on top of arguments and results: gate and up joined, and of one chunk their products,
-    what is activated and the products of the chunk before, and the normed input."""
+    """Bytes that `forward` uses in addition to arguments and results: gate and up concatenated, and for one chunk the
+    products, the activation, the products of the previous chunk, and the normed input."""
     tokens, channels, width = min(CHUNK, x.numel() // x.shape[-1]), x.shape[-1], gate.shape[0]
     return out.element_size() * (2 * gate.numel() + tokens * (channels + 4 * width))
 
 
 def backward_workspace(dy: Tensor, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float) -> int:
-    """Bytes at most that `backward` holds on top of arguments and results: sums in float32 instead of gradients in the
-    type of the weights, and of one chunk eight tensors as wide as the hidden layer beside the normed input. These are
-    the reference's; the kernels hold six."""
+    """Upper bound of the bytes that `backward` uses in addition to arguments and results: float32 sums instead of
+    gradients in the dtype of the weights, and for one chunk the normed input and eight tensors as wide as the hidden
+    layer (in the reference; the kernels need six)."""
     tokens, channels, width = min(CHUNK, x.numel() // x.shape[-1]), x.shape[-1], gate.shape[0]
     weights = gate.numel() * (3 * 4 - out.element_size())
     return weights + tokens * (out.element_size() * (channels + 8 * width) + 4 * channels)
 
 
 def _passes(x: Tensor, out: Tensor, *, count: bool) -> Any:
-    """What computes all but the products."""
+    """The backend of everything except the products."""
     return dispatch.choose("mlp", None, x, out, count=count)
 
 

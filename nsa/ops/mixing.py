@@ -1,8 +1,8 @@
-"""The whole of Native Sparse Attention: its three branches, mixed by gates.
+"""Native Sparse Attention as a whole: three branches, mixed by gates.
 
-The gradients of short sequences are those of all branches in one operator. In a CUDA graph the selected branch runs on
-a stream of its own, since its lists leave the card partly idle; elsewhere the host would pay for it. Of long sequences
-autograd computes branch after branch, and frees what each read.
+For short sequences one operator computes the gradients of all branches. In a CUDA graph it runs the selected branch on
+a second stream, since building its lists leaves the GPU partly idle; elsewhere this would cost host time. For long
+sequences autograd computes branch after branch, and frees the inputs of each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from nsa.ops.library import define, differentiate, refuse_tangents, spec_of
 from nsa.ops.observe import notify
 from nsa.ops.spec import NSASpec
 
-LONGEST = 1 << 26  # elements of q up to which a sequence is short; with more, every kernel fills the card
+LONGEST = 1 << 26  # elements of q up to which a sequence is short; with more, every kernel fills the GPU
 
 
 def is_short(q: Tensor) -> bool:
@@ -54,8 +54,8 @@ def nsa_attention(
     """The three branches mixed by gates [B,S,H,3] in the order (cmp, sel, win): [B,S,H,Dv].
 
     q [B,S,H,Dk]; k_cmp [B,N,G,Dk] and v_cmp [B,N,G,Dv], compressed, N as for `compress_mean`; the keys [B,S,G,Dk] and
-    values [B,S,G,Dv] of selection and window. Rotary positions are applied by the caller, before. `backend` may be a
-    mapping from operators (`nsa.ops.dispatch.OPERATORS`) to names.
+    values [B,S,G,Dv] of selection and window. The caller applies rotary positions before. `backend` may be a mapping
+    from operators (`nsa.ops.dispatch.OPERATORS`) to names.
     """
     check_sequence("q", q, cu_seqlens)
     check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, num_cmp_keys(q, spec, cu_seqlens, 0))
@@ -66,7 +66,7 @@ def nsa_attention(
     cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
     sizes = spec.as_ints()
     together = is_short(q)
-    with torch.no_grad() if together else nullcontext():  # the mix then computes all gradients
+    with torch.no_grad() if together else nullcontext():  # mix_attention_node computes all gradients
         o_cmp, lse_cmp = compressed_node(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
         indices = cached_selection(q, k_cmp, lse_cmp, spec, cu_seqlens=cu_seqlens, backend=select)
         o_sel, lse_sel = selected_node(q, k_sel, v_sel, indices, spec.sel_block, cu_seqlens, 0, sel)
@@ -97,7 +97,7 @@ def _mix_attention(
     o_cmp: Tensor, lse_cmp: Tensor, o_sel: Tensor, lse_sel: Tensor, o_win: Tensor, lse_win: Tensor, indices: Tensor,
     spec: Sequence[int], cu_seqlens: Tensor | None, cmp: str | None, sel: str | None, win: str | None, mix: str | None,
 ) -> Tensor:  # fmt: skip
-    """The mix of branches that were computed without gradients. The last four are backends."""
+    """Mixes branches that were computed without gradients. The last four arguments are backends."""
     return _mix(o_cmp, o_sel, o_win, gates, mix)
 
 
@@ -107,10 +107,10 @@ def all_gradients(
     indices: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, cmp: str | None, sel: str | None, win: str | None,
     mix: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, keys and values by branch, and gates. The last four are backends."""
+    """The gradients of q, keys and values by branch, and gates. The last four arguments are backends."""
     sizes = spec_of(spec)
     do_cmp, do_sel, do_win, dgates = mix_backward_node(do, o_cmp, o_sel, o_win, gates, mix)
-    if cu_seqlens is not None:  # both streams find what follows from the borders, and neither computes it
+    if cu_seqlens is not None:  # cached before the streams fork, so that neither computes it
         token_layout(q.shape[1], cu_seqlens, q.device)
     with _second_stream(q) as stream:
         with stream:
@@ -131,16 +131,16 @@ def all_gradients(
 def all_gradients_workspace(
     do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp: float, sel: float, win: float
 ) -> float:
-    """Bytes that `all_gradients` holds in a CUDA graph on top of arguments and results. The last three are the
-    workspaces of the branches."""
-    # While win runs, and while cmp does.
+    """Bytes that `all_gradients` uses in a CUDA graph in addition to arguments and results. The last three arguments
+    are the workspaces of the branches."""
+    # The larger of the peaks during win and during cmp.
     return sel + 3 * do.nbytes + q.nbytes + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
 
 
 @contextmanager
 def _second_stream(q: Tensor) -> Iterator[AbstractContextManager[Any]]:
-    """A stream beside the current one, for what is launched inside it, in the capture of a CUDA graph; the current one
-    waits for it at the end. A graph has its memory for itself, and every use of the second stream is ordered in it."""
+    """Yields a context that launches on a second stream during the capture of a CUDA graph; the current stream waits
+    for it at the end. Memory is safe: a graph has its own pool, and orders every use of the second stream."""
     if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
         yield nullcontext()
         return

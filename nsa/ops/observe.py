@@ -1,9 +1,8 @@
 """Lets a caller observe gates and selected blocks of a forward pass, on their device.
 
-The operators themselves call the observer, also inside compiled graphs. Observation applies to the code inside
-`observing` on its own thread, so a recomputation on one of autograd's threads is not observed a second time. An
-observer must neither change what it gets nor wait for the device. One that raises is removed and its failure counted;
-the operator continues.
+The operators themselves call the observer, also inside compiled graphs. `observing` applies to its own thread, so a
+recomputation on one of autograd's threads is not observed again. An observer must neither modify its arguments nor
+synchronize the device. An observer that raises is removed and its failure counted; the operator continues.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 @contextmanager
 def observing(observer: Observer | None) -> Iterator[None]:
-    """Calls `observer` for every operator that runs inside. None observes nothing."""
+    """Calls `observer`, unless it is None, for every operator that runs inside."""
     token = _observer.set(observer)
     try:
         yield

@@ -1,5 +1,5 @@
-"""Positions of tokens in their documents, and the rotary tables of angles, as nodes: compiled code computes them once
-for all heads that read them."""
+"""Positions of tokens in their documents, and cos and sin of rotary angles, as nodes: compiled code then computes them
+once for all heads."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def token_positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device
     return in_document
 
 
-# What the layout keeps must not be written to, and a compiler may do that to what a node returns.
+# Copies: compiled code may write to the result of a node, and the cached layout must not be modified.
 
 
 def _of_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:

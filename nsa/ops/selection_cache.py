@@ -1,8 +1,8 @@
-"""Selected blocks kept from a forward pass for its recomputation, so that both read the same blocks.
+"""Keeps the selected blocks of a forward pass for its recomputation, so that both read the same blocks.
 
-Gradient checkpointing makes one SelectionCache per forward pass. It runs the pass under `record()` and every
+Gradient checkpointing creates one SelectionCache per forward pass. It runs the pass under `record()` and every
 recomputation under `replay()`: the n-th selection of a recomputation is the n-th of the forward pass, and is not
-computed again. Both apply to their own thread, since autograd recomputes on threads of its own.
+recomputed. Both contexts apply to their own thread, since autograd recomputes on its own threads.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 class SelectionCache:
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
-        self._next: int | None = None  # place of the next replayed selection; None while recording
+        self._next: int | None = None  # index of the next replayed selection; None while recording
 
     def record(self) -> AbstractContextManager[None]:
         return _Activation(self, None)
@@ -52,5 +52,5 @@ class _Activation(AbstractContextManager[None]):
         active.reset(self._token)
 
 
-# The cache of the pass that this thread runs.
+# The active cache of each thread.
 active: ContextVar[SelectionCache | None] = ContextVar("selection_cache", default=None)

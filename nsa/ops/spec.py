@@ -10,11 +10,11 @@ from typing import Protocol
 
 from nsa.errors import SpecError
 
-LARGEST = 2**48  # of any size: sums and products with positions stay within 64 bits
+LARGEST = 2**48  # maximum of any size: sums and products with positions stay within 64 bits
 
 
 class SelectionSpec(Protocol):
-    """What a spec says about the selection of blocks, for operators that any kind of sparse attention may call."""
+    """The sizes of a selection of blocks, for operators that any kind of sparse attention may call."""
 
     @property
     def sel_block(self) -> int:
@@ -23,7 +23,7 @@ class SelectionSpec(Protocol):
 
     @property
     def num_selected(self) -> int:
-        """Blocks each query reads, forced ones included."""
+        """Blocks each query reads, including forced ones."""
         ...
 
     @property
@@ -58,10 +58,10 @@ class NSASpec:
     cmp_block     tokens summarised by one compressed token
     cmp_stride    distance between the starts of neighbouring compressed blocks
     sel_block     tokens in one selection block
-    num_selected  blocks each query reads, forced ones included
+    num_selected  blocks each query reads, including forced ones
     num_init      first blocks, always read
     num_local     newest blocks up to the query's own, always read
-    window        tokens of the sliding window, the query's own included
+    window        tokens of the sliding window, including the query's own
     """
 
     cmp_block: int = 32
@@ -89,7 +89,7 @@ class NSASpec:
 
     def as_ints(self) -> tuple[int, ...]:
         """The sizes in field order: the form in which a spec crosses a torch operator's schema."""
-        # Each by name: a compiled layer could not trace a dictionary of fields in PyTorch 2.11.
+        # By name: torch.compile of PyTorch 2.11 cannot trace a dictionary of fields.
         blocks = (self.cmp_block, self.cmp_stride, self.sel_block)
         return (*blocks, self.num_selected, self.num_init, self.num_local, self.window)
 

@@ -96,7 +96,7 @@ def test_a_dump_that_is_not_whole_says_so(missing, message, tmp_path):
 @pytest.mark.parametrize("report", [[], {"world_size": "two"}, {"world_size": 0}])
 def test_a_report_of_another_form_says_so(report, tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(report))
-    with pytest.raises(CheckpointError, match="no whole dump of a step"):
+    with pytest.raises(CheckpointError, match="not a complete dump of a step"):
         reproduce(tmp_path)
 
 

@@ -1,1 +1,1 @@
-"""The definition of every operator in plain PyTorch: any device, any float type, memory linear in S."""
+"""The definition of every operator in plain PyTorch, for any device and float dtype, with memory linear in S."""

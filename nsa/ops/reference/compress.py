@@ -1,6 +1,6 @@
-"""Blocks of tokens summarised: their mean, or their contraction with a learned weight (the mlp's first layer).
+"""Compression of blocks of tokens: their mean, or their contraction with a learned weight (the first layer of the MLP).
 
-Slots that a packed sequence leaves over at the end are 0.
+Unused slots at the end of a packed sequence are 0.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from nsa.ops.spec import NSASpec
 
 
 def _block_tokens(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The token of every place of every block [N, cmp_block], and whether the slot is used [N]."""
+    """The token indices of every block [N, cmp_block], and whether the slot is used [N]."""
     slot = slot_layout(tokens, spec, cu_seqlens, device)
     token = slot.first_token[:, None] + torch.arange(spec.cmp_block, device=device)
     return token.clamp(max=tokens - 1), slot.used
@@ -28,7 +28,7 @@ def _gather(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _scatter(dblocks: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
-    """[B,N,cmp_block,G,D] -> its sum by token [B,S,G,D]: the transpose of `_gather`."""
+    """[B,N,cmp_block,G,D] -> the sum per token [B,S,G,D]: the transpose of `_gather`."""
     token, used = _block_tokens(tokens, spec, cu_seqlens, dblocks.device)
     dx = dblocks.new_zeros(dblocks.shape[0], tokens, *dblocks.shape[3:])
     if cu_seqlens is not None:
@@ -37,12 +37,12 @@ def _scatter(dblocks: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | N
 
 
 def _blocks_bytes(x: Tensor, spec: NSASpec) -> int:
-    """Estimate of the bytes of every block of x [B,S,G,D], as it is and in float32."""
+    """Estimated bytes of all blocks of x [B,S,G,D], in its dtype and in float32."""
     return x.numel() * compressed_overlap(spec) * (x.element_size() + 4)
 
 
 def mean_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
-    """Bytes held on top of arguments and results."""
+    """Bytes in addition to arguments and results."""
     return _blocks_bytes(x, spec)
 
 
@@ -55,7 +55,7 @@ def contract_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
 
 
 def contract_backward_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
-    return 2 * _blocks_bytes(x, spec)  # the gradients of the blocks as well
+    return 2 * _blocks_bytes(x, spec)  # with the gradients of the blocks
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:

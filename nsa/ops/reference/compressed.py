@@ -22,13 +22,13 @@ from nsa.ops.spec import NSASpec
 
 
 def chunks(q: Tensor, num_keys: int, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> Iterator[Chunk]:
-    """Which compressed tokens each chunk of queries sees. Shared with block selection."""
+    """The compressed tokens that each chunk of queries sees. Block selection uses the same chunks."""
     tokens = q_offset + q.shape[1]
     position = token_layout(tokens, cu_seqlens, q.device).position
     first = first_compressed(tokens, spec, cu_seqlens, q.device)
     for rows in row_slices(q, num_keys):
         at = shifted(rows, q_offset)
-        # Upper bound: visible tokens of the chunk's last query; packed, every document starts no later than here.
+        # Upper bound: compressed tokens visible to the chunk's last query; packed, all slots of the tokens up to it.
         stop = visible_compressed(at.stop - 1, spec) if cu_seqlens is None else num_slots(at.stop, spec, packed=True)
         last = first[at] + visible_compressed(position[at], spec)
         keys = slice(min(earliest(first, at.start), stop), stop)

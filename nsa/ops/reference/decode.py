@@ -1,9 +1,9 @@
-"""Attention of a few new tokens over a cache: what `nsa.ops.decoding` computes, from the parts of the other operators.
+"""Reference of `nsa.ops.decoding`: attention of a few new tokens over a cache, from the parts of the other operators.
 
-Pages may hold anything, NaN included, where no token was written yet: what a query does not see is read as 0.
+Unwritten parts of pages may hold any value, including NaN: tokens that a query does not see are read as 0.
 
 Legend: B batch, n new tokens, H query heads, G key/value heads, h = H/G, D and E head sizes of keys and values,
-T cached tokens that are looked at.
+T cached tokens that are read.
 """
 
 import torch
@@ -34,7 +34,7 @@ def nsa(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B,n,H,D], gates [B,n,H,3], positions [B,n]; pages and rings as `paged` takes them.
 
-    Gives o [B,n,H,E] and the blocks each query read: int32 [B,n,G,num_selected], as `select_blocks` gives them.
+    Returns o [B,n,H,E] and the blocks that each query read, int32 [B,n,G,num_selected] as from `select_blocks`.
     """
     position = positions.to(torch.int64)
     reach = _reach(positions, k_sel.shape[1] * sel_table.shape[1])
@@ -49,7 +49,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, wi
     """Attention over the last `window` tokens (None: all) up to the query's own position.
 
     `places` is a page table [B, pages] of k [P,page,G,D] and v [P,page,G,E], or the rings [B] of k [slots,ring,G,D] and
-    v, in which the token at position s has place s % ring.
+    v, in which the token at position s has index s % ring.
     """
     t = positions.to(torch.int64).unsqueeze(-1)  # [B, n, 1]
     if places.dim() == 2:
@@ -57,7 +57,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, wi
         age = t - torch.arange(k.shape[1], device=q.device)
     else:
         k, v = k.index_select(0, places), v.index_select(0, places)
-        age = (t - torch.arange(k.shape[1], device=q.device)) % k.shape[1]  # of the newest up to t at each place
+        age = (t - torch.arange(k.shape[1], device=q.device)) % k.shape[1]  # of the newest token up to t in each place
     unseen = (age < 0) | (age > (t if window is None else t.clamp(max=window - 1)))
     k, v, unseen = k.transpose(1, 2), v.transpose(1, 2), unseen.unsqueeze(1)
     parts = [_attend(q[:, rows], k, v, unseen[:, :, rows])[0] for rows in row_slices(q, k.shape[2])]
@@ -65,21 +65,21 @@ def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, wi
 
 
 def _reach(positions: Tensor, capacity: int) -> int:
-    """Tokens of the longest sequence where reading them costs nothing (on the CPU), else all that there is room for."""
+    """The length of the longest sequence on the CPU; elsewhere the capacity, to avoid a synchronization."""
     return max(1, int(positions.max()) + 1) if positions.device.type == "cpu" else capacity
 
 
 def _pages(k: Tensor, v: Tensor, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """[P, page, G, D] -> the first `tokens` tokens of every sequence, as whole pages [B, T, G, D]."""
     pages = table[:, : -(-tokens // k.shape[1])].clamp(0, k.shape[0] - 1)
-    # What indexing by `pages` would give: that is shared out to threads even where it takes no time.
+    # Equals indexing by `pages`, which starts threads even for tiny tensors.
     k, v = (x.index_select(0, pages.flatten()).view(pages.shape[0], -1, *x.shape[2:]) for x in (k, v))
     return k, v
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B,n,H,D], k [B,G,T,D], v [B,G,T,E], unseen [B, 1 or G, n, T] -> o [B,n,H,E], and [B,G,h,n,T] and [B,G,h,n]
-    scores with their log-sum-exp."""
+    """q [B,n,H,D], k [B,G,T,D], v [B,G,T,E], unseen [B, 1 or G, n, T] -> o [B,n,H,E], scores [B,G,h,n,T] and their
+    log-sum-exp [B,G,h,n]."""
     groups, acc = k.shape[1], accumulation_dtype(q.dtype)
     k, v = k.to(acc), v.to(acc)
     scores = chunk_scores(fold_heads(q, groups), k + nan_or_zero(v), unseen.unsqueeze(2), q.shape[2] // groups)
@@ -90,7 +90,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Te
 def _compressed(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, position: Tensor, reach: int, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
-    """Attention over visible compressed tokens, and the blocks that it selects of `reach` tokens."""
+    """Attention over visible compressed tokens, and the blocks that it selects among `reach` tokens."""
     k, v = _pages(k, v, table, visible_compressed(reach - 1, spec))
     visible = visible_compressed(position, spec).unsqueeze(-1)
     unseen = (torch.arange(k.shape[1], device=q.device) >= visible).unsqueeze(1)  # [B, 1, n, T]
@@ -104,7 +104,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, table: Tensor, indices: Tensor, p
     """Attention over the tokens of the selected blocks at positions up to the query's own."""
     (batch, new, heads, _), (pool, page, groups, _) = q.shape, k.shape
     token = (indices.to(torch.int64) * block).unsqueeze(-1) + torch.arange(block, device=q.device)
-    token = token.flatten(3)  # [B, n, G, T], negative where there is no block
+    token = token.flatten(3)  # [B, n, G, T], negative for padding
     unseen = (token < 0) | (token > position[:, :, None, None])
     token = token.clamp(min=0)
     pages = table.gather(1, (token // page).flatten(1)).view(token.shape).clamp(0, pool - 1)
@@ -112,7 +112,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, table: Tensor, indices: Tensor, p
     o = q.new_empty(batch, new, heads, v.shape[3])
     step = max(1, GATHERED // max(1, batch * groups * token.shape[3] * (k.shape[3] + v.shape[3])))
     for rows in (slice(first, first + step) for first in range(0, new, step)):
-        # Every query has keys of its own: it becomes a sequence of one token.
+        # Queries read different keys: each becomes a sequence of one token.
         own = place[:, rows].flatten(0, 1)
         own_k, own_v = (x.flatten(0, 2).index_select(0, own.flatten()).view(*own.shape, -1) for x in (k, v))
         part, own_unseen = q[:, rows], unseen[:, rows].flatten(0, 1).unsqueeze(2)

@@ -1,6 +1,6 @@
-"""What surrounds the matrix products of a norm and a SwiGLU MLP, forward and backward.
+"""A norm and a SwiGLU MLP except their matrix products, forward and backward.
 
-Legend: T tokens, C channels, M hidden width. `hidden` holds the products of gate and up side by side.
+Legend: T tokens, C channels, M hidden width. `hidden` is the concatenation of the products of gate and up.
 """
 
 import torch
@@ -9,13 +9,13 @@ from torch.nn.functional import silu
 
 
 def normalize(x_TC: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Rows divided by their root mean square and scaled, computed at least in float32."""
+    """RMSNorm, computed at least in float32."""
     normed, _ = _normed(x_TC, eps)
     return (normed * norm.to(normed.dtype)).to(dtype)
 
 
 def normalize_backward(dread_TC: Tensor, x_TC: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its type, and of norm, at least in float32."""
+    """Gradients of x, in its dtype, and of norm, at least in float32."""
     normed, inverse = _normed(x_TC, eps)
     dread_TC = dread_TC.to(normed.dtype)
     dnormed = dread_TC * norm.to(normed.dtype)
@@ -30,7 +30,7 @@ def activate(hidden_TM: Tensor) -> Tensor:
 
 
 def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor) -> tuple[Tensor, Tensor]:
-    """`activate(hidden)` again, and the gradient of hidden."""
+    """`activate(hidden)`, recomputed, and the gradient of hidden."""
     gate, up = hidden_TM.chunk(2, dim=-1)
     activated = silu(gate)
     dhidden = torch.cat([torch.ops.aten.silu_backward(dmixed_TM * up, gate), dmixed_TM * activated], dim=-1)

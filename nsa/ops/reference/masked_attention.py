@@ -1,12 +1,12 @@
 """Masked attention over chunks of queries, forward and backward.
 
-Each kind of attention is a rule for which keys a chunk of queries reads: `chunks` in `compressed.py`, `selected.py` and
+Each kind of attention defines the keys that a chunk of queries reads: `chunks` in `compressed.py`, `selected.py` and
 `windowed.py`. Probabilities exist for one chunk at a time and are recomputed in backward, so memory is linear in S. A
 row that reads nothing gives 0 and a log-sum-exp of -inf.
 
 A NaN or an infinity reaches the queries that read it, and in backward the keys that these queries read: no earlier
 token and no other document. A weight of 0 does not keep it out of a product, since 0 times NaN is NaN. Products
-therefore take their second factor with 0 in its place (`finite`), and the weights of what is read become NaN.
+therefore replace it by 0 in their second factor (`finite`), and the weights of tokens that are read become NaN.
 
 Legend: B batch, R query rows of a chunk, K keys of a chunk, G key/value heads, h query heads per group,
 H = G*h, D head size (keys), E head size (values).
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Scores held at once, over batch and heads. Small enough to stay in a CPU's cache, large enough for a GPU.
+# Scores of one chunk, over batch and heads. Small enough to stay in a CPU's cache, large enough for a GPU.
 SCORES_PER_CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
-FEWEST_ROWS = 16  # of a chunk, however many scores they have
+FEWEST_ROWS = 16  # per chunk, even if it exceeds the number of scores
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Queries `rows` read those of `keys` where `mask` (broadcastable to [B, G, h, R, K]) is true."""
+    """Queries `rows` read the keys among `keys` where `mask` (broadcastable to [B, G, h, R, K]) is true."""
 
     rows: slice
     keys: slice
@@ -33,7 +33,7 @@ class Chunk:
 
 
 def row_slices(q: Tensor, num_keys: int, most: int | None = None) -> Iterator[slice]:
-    """Cuts the queries so that one chunk against `num_keys` keys stays within the budget, `most` rows at most."""
+    """Splits the queries so that one chunk against `num_keys` keys stays within the budget, at most `most` rows."""
     batch, tokens, heads, _ = q.shape
     budget = SCORES_PER_CHUNK.get(q.device.type, SCORES_PER_CHUNK["cuda"])
     size = max(FEWEST_ROWS, budget // max(1, batch * heads * num_keys))
@@ -43,7 +43,7 @@ def row_slices(q: Tensor, num_keys: int, most: int | None = None) -> Iterator[sl
 
 
 def earliest(starts: Tensor, row: int) -> int:
-    """`starts[row]` where that costs nothing (on the CPU), else 0: a lower bound for the keys a chunk needs."""
+    """A lower bound for the keys that a chunk needs: `starts[row]` on the CPU, else 0 to avoid a synchronization."""
     return int(starts[row]) if starts.device.type == "cpu" else 0
 
 
@@ -52,7 +52,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def fold_heads(x: Tensor, groups: int) -> Tensor:
-    """[B, R, H, D] -> [B, G, h*R, D] in the accumulation type, a group's heads stacked as rows."""
+    """[B, R, H, D] -> [B, G, h*R, D] in the accumulation dtype, with the heads of a group stacked as rows."""
     batch, rows, heads, dim = x.shape
     x = x.to(accumulation_dtype(x.dtype)).view(batch, rows, groups, heads // groups, dim)
     return x.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads // groups * rows, dim)
@@ -67,7 +67,7 @@ def unfold_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def keys_first(x: Tensor, keys: slice) -> Tensor:
-    """[B, S, G, D] -> [B, G, K, D] in the accumulation type."""
+    """[B, S, G, D] -> [B, G, K, D] in the accumulation dtype."""
     return x[:, keys].transpose(1, 2).to(accumulation_dtype(x.dtype))
 
 
@@ -77,7 +77,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def nan_or_zero(x: Tensor) -> Tensor:
-    """[..., D] -> [..., 1], NaN for vectors that hold a NaN or an infinity, else 0."""
+    """[..., D] -> [..., 1]: NaN for vectors with a NaN or an infinity, else 0."""
     return (x * 0.0).sum(-1, keepdim=True)
 
 
@@ -90,18 +90,18 @@ def chunk_scores(q_rows: Tensor, k_keys: Tensor, unseen: Tensor, per_group: int)
 
 
 def exp_minus(scores: Tensor, row: Tensor) -> Tensor:
-    """exp(scores - row), in place. A row's value is its maximum or its log-sum-exp; -inf means it reads nothing."""
+    """exp(scores - row), in place. `row` is the maximum or the log-sum-exp of each row; -inf if it reads nothing."""
     return scores.sub_(row.clamp(min=torch.finfo(row.dtype).min).unsqueeze(-1)).exp_()
 
 
 def weigh(scores: Tensor, v_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [B,G,h,R,K], overwritten, and values [B,G,K,E] -> their mean by softmax [B,G,h*R,E] and the log-sum-exp
+    """Scores [B,G,h,R,K], overwritten, and values [B,G,K,E] -> softmax(scores) @ values [B,G,h*R,E] and the log-sum-exp
     [B,G,h,R]; 0 and -inf in rows that read nothing. The scores of values that are not finite must be NaN."""
     if scores.shape[-1] == 0:
         return scores.flatten(2, 3) @ v_keys, scores.logsumexp(-1)
     top = scores.amax(dim=-1)
     p = exp_minus(scores, top)
-    total = p.sum(dim=-1)  # at least 1, which is the maximum's
+    total = p.sum(dim=-1)  # at least 1, the term of the maximum
     mixed = p.flatten(2, 3) @ finite(v_keys)
     mixed /= total.clamp(min=1.0).flatten(2).unsqueeze(-1)
     return mixed, top + total.log()
@@ -138,7 +138,7 @@ def attend_backward(
         k_keys, v_keys = keys_first(k, chunk.keys), keys_first(v, chunk.keys)
         row_lse = lse[:, chunk.rows].unflatten(2, (groups, per_group)).permute(0, 2, 3, 1)
         delta = (do_rows * fold_heads(o[:, chunk.rows], groups)).sum(-1, keepdim=True)
-        # Where do or o is not finite, what the row reads scores NaN, and the log-sum-exp may be any number.
+        # If do or o is not finite, the scores of all keys that the row reads are NaN, whatever its log-sum-exp.
         scores = chunk_scores(q_rows + nan_or_zero(delta), k_keys, ~chunk.mask, per_group)
         p = exp_minus(scores, finite(row_lse)).flatten(2, 3)  # [B, G, h*R, K]
         q_rows, k_keys, v_keys, do_rows, delta = map(finite, (q_rows, k_keys, v_keys, do_rows, delta))
@@ -150,20 +150,20 @@ def attend_backward(
 
 
 def shifted(rows: slice, offset: int) -> slice:
-    """Where queries `rows` stand in the sequence: `offset` tokens come before the first query."""
+    """The positions of queries `rows` in the sequence: `offset` tokens come before the first query."""
     return slice(rows.start + offset, rows.stop + offset)
 
 
 def scores_held(q: Tensor, rows: int, num_keys: int) -> int:
-    """Upper bound of the scores of a chunk on a GPU, where it has at most `rows` rows against `num_keys` keys."""
+    """Upper bound of the scores of a chunk on a GPU, with at most `rows` rows against `num_keys` keys."""
     by_row = q.shape[0] * q.shape[2] * num_keys
     return min(max(SCORES_PER_CHUNK["cuda"], FEWEST_ROWS * by_row), rows * by_row)
 
 
 def forward_bytes(scores: int) -> int:
-    """Held on top of arguments and results for that many scores: the scores, and their mask and exponentials."""
+    """Bytes in addition to arguments and results for this many scores: the scores, their mask and exponentials."""
     return 2 * 4 * scores
 
 
 def backward_bytes(scores: int) -> int:
-    return 3 * 4 * scores  # their gradients as well
+    return 3 * 4 * scores  # with the gradients of the scores

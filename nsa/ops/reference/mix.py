@@ -1,4 +1,4 @@
-"""The gated mix of the three branches: sum_c gates[..., c] * o_c, summed in the accumulation type, rounded once."""
+"""The gated mix of the three branches: sum_c gates[..., c] * o_c, summed in the accumulation dtype, rounded once."""
 
 from torch import Tensor
 

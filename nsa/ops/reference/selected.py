@@ -24,7 +24,7 @@ def chunks(
         key = torch.arange(keys.start, keys.stop, device=q.device)
         row = torch.arange(at.start, at.stop, device=q.device)[:, None]
         readable = (key >= layout.doc_start[at][:, None]) & (key <= row)
-        # One extra column takes the padding (-1) and every index out of range, and is never looked up.
+        # One extra column takes padding (-1) and indices out of range, and is never read.
         chosen = indices[:, rows].to(torch.int64)
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= blocks), blocks)
         table = torch.zeros(*chosen.shape[:3], blocks + 1, dtype=torch.bool, device=q.device)

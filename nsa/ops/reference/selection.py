@@ -1,4 +1,4 @@
-"""Which blocks each query reads: compressed probabilities summed into block scores, then the best of them.
+"""Selection of the blocks that each query reads: compressed probabilities are summed into block scores, then top-k.
 
 Legend: B batch, G groups, h heads per group, R query rows of a chunk, K compressed tokens, J selection blocks.
 """
@@ -43,11 +43,11 @@ def forward(
     return indices
 
 
-forward_workspace = compressed.forward_workspace  # the scores of compressed attention once more
+forward_workspace = compressed.forward_workspace  # the same scores as in compressed attention
 
 
 def _count_from_document(p: Tensor, shift: Tensor, position: Tensor, spec: NSASpec) -> Tensor:
-    """Moves each row so that its document's first compressed token comes first, and drops all that is not seen."""
+    """Shifts each row so that its document's first compressed token comes first, and drops tokens it does not see."""
     place = torch.arange(p.shape[-1], device=p.device)
     source = (place + shift[:, None]).clamp(0, p.shape[-1] - 1)
     seen = place < visible_compressed(position, spec)[:, None]

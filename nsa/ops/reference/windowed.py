@@ -1,4 +1,4 @@
-"""Attention over the last `window` tokens of the query's document, its own included. Legend and masking as in
+"""Attention over the last `window` tokens of the query's document, including its own. Legend and masking as in
 `masked_attention.py`."""
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from nsa.ops.reference.masked_attention import (
 
 
 def _most_rows(window: int) -> int:
-    """A chunk reads rows + window keys: as many rows as the window keeps half of them in use."""
+    """A chunk reads rows + window keys: with `window` rows, each row uses half of them."""
     return max(64, window)
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels for sm_80 and sm_90, one file beside each of the reference's, with the same functions."""
+"""Triton kernels for sm_80 and sm_90: one file for each file of the reference, with the same functions."""

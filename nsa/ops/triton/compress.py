@@ -1,10 +1,9 @@
-"""Blocks of tokens summarised: their mean, or their contraction with a learned weight, and the gradients.
+"""Compression of blocks of tokens: their mean, or their contraction with a learned weight, and the gradients.
 
-Promises the results of the reference, sums in float32, one rounding, no atomics. No overlapping copy of the tokens is
-ever made: the contraction and its gradients are matrix products whose kernels read a block's rows in place, so that
-packed documents cost one table and nothing else. Unused slots at the end of a packed sequence are 0, and so is the
-gradient of tokens that no block holds. A launch of the mean has slots (in backward, tokens) as rows and channels
-(heads x D) as columns.
+The results are those of the reference, with sums in float32, one rounding, no atomics. The overlapping blocks are never
+copied: the contraction and its gradients are matrix products whose kernels read the rows of a block in place, so that
+packed documents cost only one table. Unused slots at the end of a packed sequence are 0, and so is the gradient of
+tokens in no block. A launch of the mean has slots (in backward, tokens) as rows and channels (heads x D) as columns.
 
 Legend: B batch, S tokens, N compressed tokens (slots), G key/value heads, D head size, E width of the weight;
 a chunk is `cmp_stride` tokens, so that every block is a whole number of neighbouring chunks.
@@ -29,7 +28,7 @@ LAUNCHES = LaunchTable({
     ("product", "sm80"): {256: Launch(64, 64)},
     ("product", "fp32"): {256: Launch(64, 64, 4, 2, depth=16)},
 })  # fmt: skip
-# The weight's gradient has few tiles and a long sum, which is split into parts until this many programs run.
+# The gradient of the weight has few tiles and a long sum, which is split into parts for this many programs.
 WEIGHT_PROGRAMS = 512
 
 refusal = launch_table.refusal
@@ -121,7 +120,7 @@ def _contract_dx(
     batch, tokens, groups, dim = x.shape
     slots, width = dy.shape[1], dy.shape[3]
     packed = cu_seqlens is not None
-    # Blocks cover whole chunks, so the rest of a document gets nothing. Chunks are blocks of one stride.
+    # Blocks cover whole chunks, so the rest of a document has no gradient. Chunks are blocks of one stride.
     chunk_spec = replace(spec, cmp_block=spec.cmp_stride)
     chunks = num_slots(tokens, chunk_spec, packed=packed)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -144,7 +143,7 @@ def _contract_dx(
 def _contract_dweight(
     dy: Tensor, x: Tensor, weight: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, params: Launch
 ) -> Tensor:
-    """For every place in a block, the product [D, slots] x [slots, E]; its parts are added in one order."""
+    """For every place in a block, the product [D, slots] x [slots, E]; its parts are added in a fixed order."""
     batch, tokens, groups, dim = x.shape
     slots, width = dy.shape[1], dy.shape[3]
     table = _slot_table(tokens, spec, cu_seqlens, x)
@@ -175,7 +174,7 @@ def _tile(size: int, most: int) -> int:
 
 
 def _slot_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor]:
-    """First token and use of every slot. Without documents the kernels compute them and never read these."""
+    """The first token of every slot, and whether it is used. Without documents the kernels do not read them."""
     if cu_seqlens is None:
         return unread, unread
     layout = slot_layout(tokens, spec, cu_seqlens, unread.device)
@@ -183,7 +182,7 @@ def _slot_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: T
 
 
 def _token_table(tokens: int, spec: NSASpec, cu_seqlens: Tensor | None, unread: Tensor) -> tuple[Tensor, Tensor]:
-    """First token and first slot of every token's document; unread without documents."""
+    """The first token and the first slot of every token's document; not read without documents."""
     if cu_seqlens is None:
         return unread, unread
     doc_start = token_layout(tokens, cu_seqlens, unread.device).doc_start
@@ -202,8 +201,8 @@ def _slot_first(first, used, slot, live, CMP_STRIDE: tl.constexpr, PACKED: tl.co
 
 @triton.jit
 def _slot_of(first, used, token_start, base, number, slots, live, CMP_STRIDE: tl.constexpr, PACKED: tl.constexpr):
-    """The slot of a document's compressed token `number`, and whether the document has it. `base` is the
-    document's first slot; the slot is the document's own when it starts where number says."""
+    """The slot of a document's compressed token `number`, and whether the document has that token. `base` is the
+    document's first slot; the slot belongs to the document if its first token is that of `number`."""
     slot = base + number
     live = live & (number >= 0) & (slot >= 0) & (slot < slots)
     if PACKED:
@@ -228,7 +227,7 @@ def _mean_kernel(
     wanted = channel < channels
     total = tl.zeros([ROWS, CHANNELS], dtype=tl.float32)
     for t in range(0, CMP_BLOCK, UNROLL):
-        for u in tl.static_range(UNROLL):  # several loads under way at a time
+        for u in tl.static_range(UNROLL):  # several loads in flight
             mask = (live & (at + (t + u) < tokens))[:, None] & wanted[None, :]
             total += tl.load(row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
             row += stride_xs
@@ -252,7 +251,7 @@ def _mean_backward_kernel(
     if PACKED:
         start = tl.load(doc_start + token, mask=exists, other=0)
         base = tl.load(cmp_start + token, mask=exists, other=0)
-    newest = (token - start) // CMP_STRIDE  # the last compressed token that may hold this one
+    newest = (token - start) // CMP_STRIDE  # the last compressed token that may include this token
     column = (channel // D).to(tl.int64) * stride_yg + channel % D
     wanted = channel < channels
     total = tl.zeros([ROWS, CHANNELS], dtype=tl.float32)

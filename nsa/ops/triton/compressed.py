@@ -2,8 +2,8 @@
 
 The `cmp_stride` tokens from i * cmp_stride + cmp_block - 1 on, a run, see the same compressed tokens, 0 .. i. With the
 r-th token of every run as position i of row r, this is causal attention over as many positions as there are whole runs,
-for `cmp_stride` rows that share keys and values. For one sequence all of this is views. Tokens before the first run see
-nothing; those behind the last whole one are left to the kernels of `flash.py`.
+for `cmp_stride` rows that share keys and values. For one sequence these are views. Tokens before the first run see
+nothing; the kernels of `flash.py` compute those after the last whole run.
 
 Legend: S tokens, N compressed tokens, M whole runs, R tokens of a run, H query heads, G key/value heads, D head size.
 """
@@ -26,7 +26,7 @@ FEWEST_TOKENS = {
     ("forward", 128): 1 << 16,
     ("backward", 128): 1 << 15,
 }
-MOST_ELEMENTS = 1 << 31  # of the queries; behind them cuDNN's dQ and dK are wrong (by 2 % at 1.1 times as many)
+MOST_ELEMENTS = 1 << 31  # of the queries; with more, cuDNN's dQ and dK are wrong (by 2 % at 1.1 times as many)
 
 
 class Compressed(IntervalAttention):
@@ -71,7 +71,7 @@ class Compressed(IntervalAttention):
         )
         dq = q.new_empty(q.shape)
         dq[:, :first], dq[:, first:end] = 0.0, _tokens(dq_rows)
-        grads = [x.sum(0, dtype=torch.float32).transpose(0, 1)[None] for x in dkv_rows]  # of M compressed tokens
+        grads = [x.sum(0, dtype=torch.float32).transpose(0, 1)[None] for x in dkv_rows]  # for M compressed tokens
         if end < q.shape[1]:
             rest = q[:, end:]
             dq[:, end:], *of_rest = self.attend_backward(
@@ -86,8 +86,8 @@ class Compressed(IntervalAttention):
     def forward_workspace(
         self, q: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0, **_: Any
     ) -> int | None:
-        """Of cuDNN on an H200, on top of arguments and results: the output and the log-sum-exp by rows. None where it
-        does not run."""
+        """Bytes that cuDNN needs on an H200 in addition to arguments and results: output and log-sum-exp by rows. None
+        if it does not run."""
         if cu_seqlens is not None or q_offset or not cudnn_is_faster("forward", q, v, spec, H200):
             return None
         return q.shape[1] * q.shape[2] * (v.shape[3] * v.element_size() + 4)
@@ -96,7 +96,8 @@ class Compressed(IntervalAttention):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int = 0,
         **_: Any,
     ) -> int | None:  # fmt: skip
-        """Likewise: dQ by rows and, inside cuDNN, in float32; dO again; dK and dV of every row; two numbers a query."""
+        """Likewise: dQ by rows and, inside cuDNN, in float32; a copy of dO; dK and dV of every row; two numbers per
+        query."""
         if cu_seqlens is not None or q_offset or not cudnn_is_faster("backward", q, v, spec, H200):
             return None
         rows: int = q.numel() + do.numel() + spec.cmp_stride * (k.numel() + v.numel())
@@ -107,7 +108,7 @@ compressed = Compressed("cmp")
 
 
 def key_range(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
-    """For queries like q with `q_offset` tokens before them."""
+    """The keys seen by queries like q with `q_offset` tokens before them."""
     if cu_seqlens is None and not q_offset:
         return KeyRange(spec.cmp_block, spec.cmp_stride, 0)
     tokens = q_offset + q.shape[1]
@@ -123,13 +124,13 @@ def key_range(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int
 
 @cache
 def _has_cudnn() -> bool:
-    """Whether this PyTorch was built with it."""
+    """Whether this PyTorch was built with cuDNN."""
     return bool(torch.backends.cudnn.is_available())
 
 
 def cudnn_is_faster(kernel: str, q: Tensor, v: Tensor, spec: NSASpec, card: Card) -> bool:
-    """Whether cuDNN computes the pass "forward" or "backward" of queries like q and values like v on such a card, and
-    sooner. It does not where results must be the same every time: it adds dQ in any order."""
+    """Whether cuDNN can compute the pass "forward" or "backward" of queries like q and values like v on such a GPU, and
+    faster. False if results must be deterministic: cuDNN adds dQ in any order."""
     sizes = {q.shape[3], v.shape[3]}
     return (
         card.kind == "sm90"
@@ -158,7 +159,7 @@ def causal_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
 
 
 def _runs(q: Tensor, spec: NSASpec) -> tuple[int, int]:
-    """The first token of the first run, and the token behind the last whole one."""
+    """The first token of the first run, and the token after the last whole run."""
     first = spec.cmp_block - 1
     return first, first + (q.shape[1] - first) // spec.cmp_stride * spec.cmp_stride
 
@@ -171,7 +172,7 @@ def _rows(x: Tensor, spec: NSASpec) -> Tensor:
 
 
 def _tokens(rows: Tensor) -> Tensor:
-    """The reverse, for the tokens of all runs: [1,M*R,H,D]."""
+    """The inverse of `_rows`, for the tokens of all runs: [1,M*R,H,D]."""
     return rows.permute(2, 0, 1, 3).flatten(0, 1)[None]
 
 

@@ -1,10 +1,10 @@
-"""Attention of new tokens over a cache, in few launches whose grids depend on shapes alone (`decode_kernels.py`,
+"""Attention of new tokens over a cache, in few launches whose grids depend only on shapes (`decode_kernels.py`,
 `decode_choice.py`, `decode_merging.py`).
 
-`nsa` makes three: compressed attention split over the keys; the choice of blocks, selected and window attention in
-parts; and the mix of all parts. With one sequence, the second adds up the compressed values. `paged` makes
-two. In a launch, `columns` are the keys that a program reads at a time, `rows` the programs wanted for every
-multiprocessor: sequences are split into as many parts. `depth` are the shares of blocks that a thread reads at a time
+`nsa` has three launches: compressed attention split over the keys; the choice of blocks with selected and window
+attention in parts; and the mix of all parts. With one sequence, the second adds up the compressed values. `paged` has
+two. In a launch, `columns` are the keys that a program reads at a time and `rows` the desired programs per
+multiprocessor: sequences are split accordingly. `depth` is the number of shares of blocks that a thread reads at a time
 for the choice.
 
 Legend: B batch, n new tokens, G key/value heads, H query heads, h = H/G.
@@ -37,18 +37,18 @@ from nsa.ops.triton.launch_table import (
 from nsa.ops.triton.selection import score_planes
 
 MAX_HEADS_PER_GROUP = 128
-MAX_TOKENS_PER_BLOCK = 128  # compressed ones
+MAX_TOKENS_PER_BLOCK = 128  # compressed tokens
 MAX_SPLITS = 128
-MERGE_WARPS = 8  # at most, one for every 1024 numbers of a row's parts
-LEAST_PIECE = 32  # of a row that a program merges
-LEAST_REGISTERS = 168  # that a thread may have: three programs of four warps fit a multiprocessor with them
-QUERY_ROWS = 64  # queries x heads that share what is read, where there are several queries
+MERGE_WARPS = 8  # maximum; one warp for every 1024 numbers of a row's parts
+LEAST_PIECE = 32  # minimum width of the piece of a row that a program merges
+LEAST_REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
+QUERY_ROWS = 64  # queries x heads that share loads, if there are several queries
 SCORE_BYTES = 256 << 20  # shares of blocks for one piece of the queries
 MOST_KEPT = 8192  # block scores that a program keeps in registers
-MOST_TILES = 32  # of a sequence, where a program reads one: more are more to merge
-FEW_SHARES = 16384  # keys x heads of a group, for which four warps choose blocks faster than eight
-VALUES = 4  # tiles of compressed values for a program of the second kernel
-MOST_TILE_BYTES = 256  # of keys and values that a thread holds, where a program reads one tile
+MOST_TILES = 32  # per sequence, if a program reads one tile: more would be slow to merge
+FEW_SHARES = 16384  # keys x heads of a group up to which four warps choose blocks faster than eight
+VALUES = 4  # tiles of compressed values per program of the second kernel
+MOST_TILE_BYTES = 256  # of keys and values per thread, if a program reads one tile
 UNLIMITED = 2**31 - 1
 
 LAUNCHES = LaunchTable({
@@ -64,9 +64,9 @@ LAUNCHES = LaunchTable({
 
 @dataclass(frozen=True)
 class Launches:
-    """What a call launches. `cmp` is also the launch of `paged`. `overlap`: kernels start before the one before them
-    has ended. `values`: with one query of 16 bits and one tile a program, the first kernel reads keys alone, and
-    programs of the second the values of as many tiles each; 0: the first reads both."""
+    """The launches of a call. `cmp` is also the launch of `paged`. `overlap`: kernels start before the previous one has
+    ended. `values`: with one query of 16 bits and one tile per program, the first kernel reads only keys, and each
+    program of the second reads the values of this many tiles; 0: the first reads both."""
 
     cmp: Launch
     blocks: Launch
@@ -74,16 +74,16 @@ class Launches:
     values: int = 0
 
     def overlapping(self) -> dict[str, bool]:
-        """Options of every launch but the first."""
+        """Options of every launch except the first."""
         return {"OVERLAP": True, "launch_pdl": True} if self.overlap else {"OVERLAP": False}
 
 
 def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) -> Launches:
     """The launches for queries like q over at most `keys` compressed tokens, or tokens of `paged`.
 
-    With few sequences what counts is latency. As long as one tile of keys for every multiprocessor is enough, a program
-    takes one, as small as that and MOST_TILES allow; and programs of `blocks_kernel` have more threads where there are
-    many shares to read."""
+    With few sequences latency dominates. While one tile of keys per multiprocessor suffices, a program takes one tile,
+    as small as that and MOST_TILES allow; and programs of `blocks_kernel` have more threads if there are many shares to
+    read."""
     card = card or card_of(q)
     cmp, blocks = (LAUNCHES.find(kernel, q, v, card) for kernel in ("cmp", "blocks"))
     if q.shape[1] == 1 and q.dtype != torch.float32:
@@ -114,7 +114,7 @@ def nsa(
     sel_table: Tensor, k_win: Tensor, v_win: Tensor, win_places: Tensor, positions: Tensor, spec: NSASpec,
     params: Launches | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `nsa.ops.reference.decode.nsa`."""
+    """The same as `nsa.ops.reference.decode.nsa`."""
     batch, new, heads, _ = q.shape
     groups = v_sel.shape[2]
     params = params or default_params(q, v_sel, k_cmp.shape[1] * cmp_table.shape[1])
@@ -158,7 +158,7 @@ def _nsa_piece(
     o = q.new_empty(batch, new, heads, dv)
     indices = q.new_empty(batch, new, groups, spec.num_selected, dtype=torch.int32)
     scale, window = dk**-0.5, min(spec.window, capacity)
-    # In the kernels not `window`, which would make another kernel for every width of the page table.
+    # The kernels do not get `window`, which would compile another kernel for every width of the page table.
     reach = min(spec.window, UNLIMITED)
     parts_sel, parts_win = branch_parts(lines, spec, window, params.blocks, card_of(q))
     parts = parts_sel + parts_win
@@ -168,7 +168,7 @@ def _nsa_piece(
     single_blocks = single_blocks and in_registers(q, dv, block["HP"], block["BN"], params.blocks)
     values = params.values if single and new == 1 and plan["R"] == plan["BC"] else 0
     parts_cmp = cdiv(tiles, values) if values else 0
-    if lines * (parts_cmp + parts) > card_of(q).multiprocessors:  # they would wait for each other
+    if lines * (parts_cmp + parts) > card_of(q).multiprocessors:  # programs would wait for each other
         values, parts_cmp = 0, 0
     o_cmp, stats_cmp = q.new_empty(rows, parts_cmp or splits, dv, **f32), q.new_empty(2, rows, splits, **f32)
     stats_values = q.new_empty(2, rows, parts_cmp, **f32) if values else stats_cmp
@@ -215,7 +215,7 @@ def paged(
     q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, window: int | None,
     params: Launches | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `nsa.ops.reference.decode.paged`."""
+    """The same as `nsa.ops.reference.decode.paged`."""
     batch, new, heads, dk = q.shape
     groups, dv = v.shape[2:]
     q, k, v, places, positions = (*map(unit_last, (q, k, v, places)), positions.contiguous())
@@ -231,7 +231,7 @@ def paged(
     stats = q.new_empty(2, rows, splits, dtype=torch.float32)
     sizes = head_sizes(dk, dv, q.dtype == torch.float32)
     merge = merge_plan(rows, splits, 0, dv, card_of(q))
-    # The windows of several queries may touch one tile more than that of one.
+    # The windows of several queries may touch one more tile than that of one query.
     single = splits == tiles and (window is None or new == 1)
     single = single and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"], params.cmp)
     seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
@@ -251,7 +251,7 @@ def paged(
     return o
 
 
-# What follows from shapes alone is computed once for each; callers only read it.
+# The following functions depend only on shapes and are cached; callers must not modify their results.
 
 
 @lru_cache(maxsize=256)
@@ -277,12 +277,12 @@ def blocks_plan(per_group: int, spec: NSASpec, params: Launch) -> dict[str, int]
 
 @lru_cache(maxsize=256)
 def branch_parts(lanes: int, spec: NSASpec, window: int, params: Launch, card: Card) -> tuple[int, int]:
-    """Parts of the selected blocks and of the window: alike in tiles, as many as fill the card."""
+    """The numbers of parts of the selected blocks and of the window: equal in tiles, enough to fill the GPU."""
     block = blocks_plan(1, spec, params)
     tiles_sel, tiles_win = spec.num_selected * block["PER_BLOCK"], cdiv(window, block["BN"])
     wanted = max(2, params.rows * card.multiprocessors // lanes)
     if tiles_sel + tiles_win < wanted and max(tiles_sel, tiles_win + 1) <= MAX_SPLITS // 2:
-        return tiles_sel, tiles_win + 1  # one tile each, wherever in a tile the window starts
+        return tiles_sel, tiles_win + 1  # one tile each; the window may start inside a tile
     parts_win = max(1, min(tiles_win, round(wanted * tiles_win / (tiles_sel + tiles_win)), MAX_SPLITS // 2))
     return max(1, min(tiles_sel, wanted - parts_win, MAX_SPLITS // 2)), parts_win
 
@@ -302,7 +302,7 @@ def choice_plan(spec: NSASpec, tiles: int, per_tile: int, splits: int, heads: in
 
 @lru_cache(maxsize=256)
 def merge_plan(rows: int, splits: int, others: int, dv: int, card: Card) -> dict[str, int]:
-    """How the kernels that merge read a row's `splits`, and `others` beside them: with few rows, in pieces of `dv`."""
+    """How the merging kernels read a row's `splits` and `others`: with few rows, in pieces of `dv`."""
     parts, most, piece = power_of_2(splits), power_of_2(others), padded(dv)
     while piece > LEAST_PIECE and rows * cdiv(dv, piece) <= card.multiprocessors:
         piece //= 2
@@ -319,7 +319,7 @@ def head_sizes(dk: int, dv: int, exact: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def options(params: Launch, rows: int, most: int = 255) -> dict[str, int]:
-    """With few rows, no more registers than let `params.rows` programs share a multiprocessor, nor than `most`."""
+    """Launch options; with few rows they limit registers so that `params.rows` programs share a multiprocessor."""
     registers = 65536 // (32 * params.num_warps * params.rows) // 8 * 8
     registers = min(max(registers, LEAST_REGISTERS if rows <= 16 else 255), most)
     registers = params.maxnreg or registers
@@ -327,19 +327,19 @@ def options(params: Launch, rows: int, most: int = 255) -> dict[str, int]:
 
 
 def in_registers(q: Tensor, dv: int, rows: int, columns: int, params: Launch) -> bool:
-    """Whether a tile of `columns` keys and values takes few registers. Products of 64 rows would wait for them."""
+    """Whether a tile of `columns` keys and values takes few registers. Products of 64 rows would wait for the loads."""
     row_bytes = q.element_size() * (padded(q.shape[3]) + padded(dv))
     few = columns * row_bytes <= MOST_TILE_BYTES * 32 * params.num_warps
     return few and rows < 64 and q.dtype != torch.float32
 
 
 def num_parts(lanes: int, params: Launch, card: Card, tiles: int) -> int:
-    """Splits of a sequence of at most `tiles` tiles."""
+    """The number of splits of a sequence of at most `tiles` tiles."""
     return max(1, min(params.rows * card.multiprocessors // lanes, tiles, MAX_SPLITS))
 
 
 def same_rows(k: Tensor, v: Tensor) -> bool:
-    """Whether rows of k and v lie alike, so that one set of offsets serves both."""
+    """Whether k and v have the same strides, so that one set of offsets serves both."""
     return k.stride()[:2] == v.stride()[:2]
 
 

@@ -1,11 +1,11 @@
-"""What a decode step reads, and its choice of blocks from the shares that `decode_kernels.py` stores.
+"""The tiles that a decode step reads, and its choice of blocks from the shares that `decode_kernels.py` stores.
 
-Parts of compressed attention do not know each other's maximum, yet equal blocks must score equal to the last bit, or
-ties would not go to the lower index. So the maxima are whole numbers, in base 2: probabilities relative to different
-maxima differ by powers of two, exactly. Compressed token c of block j gives to block j and, where it sticks out, to
-block j+1. What a tile's blocks get from the tile is stored for every head, what its last block gives to the next tile
-apart. Every program that reads selected blocks chooses them itself, all of them the same ones, and waits for no other
-program's choice.
+Parts of compressed attention do not know each other's maximum, yet equal blocks must have bitwise equal scores, or ties
+would not go to the lower index. So the maxima are integers, in base 2: probabilities relative to different maxima
+differ exactly by powers of two. Compressed token c of block j contributes to block j and, if it extends beyond it, to
+block j+1. The shares of a tile's blocks are stored for every head, the contribution of its last block to the next tile
+separately. Every program that reads selected blocks chooses them itself, with the same result, and waits for no other
+program.
 
 Legend: B batch, n new tokens, G key/value heads, HEADS query heads per group, HP padded; BJ blocks of R keys a tile.
 """
@@ -17,19 +17,19 @@ from nsa.ops.triton.flash_kernels import keys_seen
 from nsa.ops.triton.selected_lists import popcount
 from nsa.ops.triton.selection_kernels import pick_keys, pick_tiled
 
-MOST_FREE = tl.constexpr(16)  # places for which few blocks are left to compare
-NOTHING = tl.constexpr(-1.0e30)  # the score of a key that is not seen: finite, so that differences are numbers
+MOST_FREE = tl.constexpr(16)  # places up to which few blocks are left to compare
+NOTHING = tl.constexpr(-1.0e30)  # the score of an invisible key: finite, so that differences are not NaN
 
 
 @triton.jit
 def power_of_2(e):
-    """2**e for whole numbers e up to 127, exactly; 0 below -126."""
+    """2**e for integers e up to 127, exactly; 0 below -126."""
     return ((tl.maximum(e, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def tiles_seen(lowest, highest, TILE: tl.constexpr):
-    """The first of the tiles that hold the keys lowest .. highest - 1, and how many there are."""
+    """The first of the tiles that hold the keys lowest .. highest - 1, and their number."""
     first = lowest // TILE
     return first, tl.maximum(tl.cdiv(highest, TILE) - first, 0)
 
@@ -39,7 +39,7 @@ def splits_used(
     positions, b, i, n, splits, capacity, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     QT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many splits of `interval_kernel` hold keys of query i's lane."""
+    """The number of splits of `interval_kernel` that hold keys of query i's lane."""
     query = i // QT * QT + tl.arange(0, QT)
     t = tl.minimum(tl.load(positions + b * n + query, mask=query < n, other=-1), capacity - 1)
     lo, hi = keys_seen(t, None, None, SPAN, STRIDE, WINDOW)
@@ -54,8 +54,8 @@ def _load_tiles(
     first, seen, shares, edges, peaks,
     HEADS: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, BJ: tl.constexpr, PLANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """What tiles `first` and on, of which `seen` keys count, give to their blocks [TILES, BJ, HP], and the tiles before
-    each of them to its first block [TILES, HP], both with the maxima they are relative to."""
+    """The shares [TILES, BJ, HP] of the blocks in tiles `first` and on, of which `seen` keys count, and the share
+    [TILES, HP] of each tile's first block from the tile before, both with the maxima they are relative to."""
     head, j = tl.arange(0, HP), tl.arange(0, BJ)
     tile = first + tl.arange(0, TILES)
     known = (tile * (BJ * R) < seen)[:, None] & (head < HEADS)[None, :]
@@ -73,26 +73,26 @@ def _load_tiles(
 
 @triton.jit
 def _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES: tl.constexpr):
-    """Scores of the blocks of what was loaded. The heads' log-sum-exp is whole - log2(weight)."""
+    """Scores of the blocks in loaded tiles. The log-sum-exp of the heads is whole - log2(weight)."""
     TILES: tl.constexpr = share.shape[0]
     BJ: tl.constexpr = share.shape[1]
     power, weight = power_of_2(peak - whole[None, :])[:, None, :], weight[None, None, :]
     own, factor = share, power * weight
     if PLANES == 2:
-        # Powers of two times a number are exact, so it does not matter for a block in which order it is scaled. Other
-        # blocks than the first are one product each, the same one: a sum that rounds otherwise would break ties.
+        # Scaling by powers of two is exact, so its order does not matter. The score of every block but the first is one
+        # product, the same for all: a sum that rounds differently would break ties.
         is_first = (tl.arange(0, BJ) == 0)[None, :, None]
         own = tl.where(is_first, share * power + (edge * power_of_2(edge_peak - whole[None, :]))[:, None, :], share)
         factor = tl.where(is_first, weight, factor)
     score = tl.reshape(tl.sum(own * factor, 2), [TILES * BJ])
-    # Far below rounding, where shares may have been too small to be kept: all alike.
+    # Far below rounding, shares may have underflowed: all such scores are made equal.
     return tl.where(score > 1e-30, score, 0.0)
 
 
 @triton.jit
 def held(x, INTERPRETED: tl.constexpr):
-    """x [of 16 or 32 bits], computed once and not used before here. Otherwise it would be computed again for every
-    arrangement over the threads in which it is used, or be rearranged where it is loaded while later loads wait."""
+    """x (of 16 or 32 bits), computed once and not used before here. Otherwise the compiler would compute it again for
+    every layout in which it is used, or convert its layout right after the load while later loads wait."""
     if not INTERPRETED:
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
@@ -102,7 +102,7 @@ def held(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def pinned(x, INTERPRETED: tl.constexpr):
-    """x, computed once: the compiler does not compute again what comes out of a `while`."""
+    """x, computed once: the compiler does not recompute the result of a `while`."""
     turn = 0
     while turn < 1:
         x = held(x, INTERPRETED)
@@ -112,14 +112,14 @@ def pinned(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _larger(order, than):
-    """How many of few numbers `order` are larger than each `than`."""
+    """The number of elements of the short `order` that are larger than each `than`."""
     return tl.sum((order[None, :] > than[:, None]).to(tl.int32), 1)
 
 
 @triton.jit
 def _nth_set(masks, ones, behind, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """Places of the first 32 bits that are set in `masks` [LINES] of WIDTH bits. `ones` are set in each line, `behind`
-    up to its end."""
+    """Places of the first 32 set bits in `masks` [LINES] of WIDTH bits. `ones` is the number of set bits of each line,
+    `behind` their cumulative sum."""
     i, line, bit = tl.arange(0, 32), tl.arange(0, LINES), tl.arange(0, WIDTH)
     before = behind - ones
     here = (before[None, :] <= i[:, None]) & (behind[None, :] > i[:, None])  # [32, LINES]
@@ -136,12 +136,12 @@ def pick_blocks(
     keys, out, slot, table, first, stop, write,
     SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The FREE best of blocks first .. stop by their keys; keys of the others are -1. `write`: to out, in ascending
-    order. Returns one of them and its page, another one for every `slot` of FREE.
+    """The FREE best of blocks first .. stop by their keys; keys of other blocks are -1. `write` stores them to out, in
+    ascending order. Returns one of them and its page, a different one for every `slot` of FREE.
 
-    Block j is in line j % LINES. Each line has a best one, and what does not reach the FREE-th of these is not among
-    the FREE best. Seldom more than 32 are left, which are all compared with each other. Neighbours, which are often
-    alike, are in different lines. A line lies in one warp, so that few steps need a barrier."""
+    Block j is in line j % LINES. A block below the FREE-th largest of the maxima of the lines is not among the FREE
+    best. Seldom more than 32 are left, which are all compared with each other. Neighbours, which are often similar, are
+    in different lines. A line is in one warp, so that few steps need a barrier."""
     LINES: tl.constexpr = 32 if BLOCK <= 1024 else BLOCK // 32
     WIDTH: tl.constexpr = BLOCK // LINES
     i = tl.arange(0, 32)
@@ -164,7 +164,7 @@ def pick_blocks(
         left = at % WIDTH * LINES + at // WIDTH
         pages = tl.load(table + left * SEL_BLOCK // PAGE)  # arrive while the blocks are compared
         few = pinned(tl.gather(tl.reshape(lines, [BLOCK]), at, 0), INTERPRETED)
-        order = tl.where(i < count, few, -1).to(tl.int64) * BLOCK - left  # ties go to the first
+        order = tl.where(i < count, few, -1).to(tl.int64) * BLOCK - left  # ties go to the lower index
         rank = pinned(_larger(order, order), INTERPRETED)
         found = tl.sum(tl.where(rank == slot, left, 0), 0)
         page = tl.sum(tl.where(rank == slot, pages, 0), 0)
@@ -189,9 +189,9 @@ def choose_blocks(
     SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ONE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of the query at t and one group, to out [NUM_SELECTED]. `row` is that of the group's first head.
-    Scores stay in registers, or TILED go to scores [width], workspace. ONE, not TILED: returns one of the
-    blocks and its page, by `table`, without reading them back, another one for every `slot`; the first writes out."""
+    """Writes the blocks of the query at t and one group to out [NUM_SELECTED]. `row` is that of the group's first head.
+    Scores stay in registers, or if TILED in the workspace scores [width]. ONE without TILED: returns one of the blocks
+    and its page from `table` without reading them back, a different one for every `slot`; the first slot writes out."""
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     CJ: tl.constexpr = TILES * BJ
     own = t // SEL_BLOCK
@@ -202,7 +202,7 @@ def choose_blocks(
     if (t < 0) | (own < NUM_SELECTED):
         tl.store(out + place, tl.where((place <= own) & (t >= 0), place, -1), mask=place < NUM_SELECTED)
     else:
-        # More blocks than places, so the forced ones are apart: the first, then the free, then the newest.
+        # More blocks than places, so forced blocks do not overlap: the first, then the free, then the newest.
         forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
         newest = own - (NUM_SELECTED - 1 - place)
         tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
@@ -210,8 +210,8 @@ def choose_blocks(
         if (FREE > 0) & ((not ONE) | (slot == 0) | is_free):
             _, seen = keys_seen(t, None, None, CMP_BLOCK, CMP_STRIDE, 0)
             share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
-            # All of the first loads are on their way before anything waits for one. Without a barrier the assembler
-            # would move these behind what waits for the next.
+            # Issues all first loads before waiting for any. Without a barrier the assembler would move them after the
+            # wait for the next one.
             tl.debug_barrier()
             head, split = tl.arange(0, HP), tl.arange(0, SPLITS)
             there = (head < HEADS)[:, None] & (split < used)[None, :]
@@ -254,6 +254,6 @@ def choose_blocks(
                         SEL_BLOCK, PAGE, BLOCK, FREE, INTERPRETED,
                     )  # fmt: skip
                     found, page = tl.where(is_free, free, found), tl.where(is_free, free_page, page)
-                else:  # many programs hide each other's latency, and the blocks are read back anyway
+                else:  # many programs hide latency, and the blocks are read back anyway
                     pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, True)
     return found, page

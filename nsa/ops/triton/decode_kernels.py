@@ -1,12 +1,12 @@
 """The kernels of `decode.py`: attention of few queries over a cache, bound by the bytes of keys and values.
 
-A program streams the keys of one part of a sequence for the rows of one group, a few queries x their heads, and leaves
-a partial result: output, maximum and sum. Part p of P takes the tiles p, p+P, ... of what the query sees, so that the
-grid depends on shapes alone, and the first page is looked up before the position is known; programs without keys leave
-at once. Keys that nobody sees are not read.
+A program streams the keys of one part of a sequence for the rows of one group, a few queries x their heads, and writes
+a partial result: output, maximum and sum. Part p of P takes the tiles p, p+P, ... of the visible keys, so that the grid
+depends only on shapes, and the first page can be looked up before the position is known; programs without keys return
+early. Keys that no query sees are not read.
 
-OVERLAP (Hopper and later): a kernel lets the next one start while it still runs, and waits for the one before it where
-it needs its results; what others left before the first kernel is read without waiting.
+OVERLAP (Hopper and later): a kernel lets the next one start while it still runs, and waits for the previous one before
+it reads its results; data from before the first kernel are read without waiting.
 
 Legend: B batch, n new tokens, G key/value heads, h query heads per group (HEADS, HP padded), H = G*h. A lane is a tile
 of QT queries of one sequence and group. ROWS = QT x HP, row r: query r // HP, head r % HP.
@@ -24,14 +24,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _weigh(peak, total, s, EXACT: tl.constexpr):
-    """One step of the online softmax in base 2 over scores s [ROWS, BN]: the new maximum and sum, the factor of what
-    came before, and p. EXACT: maxima are whole numbers and p is a power of two times a number that depends on s alone.
+    """One step of the online softmax in base 2 over scores s [ROWS, BN]: the new maximum and sum, the factor of earlier
+    terms, and p. EXACT: maxima are integers, and p is a power of two times a number that depends only on s.
     """
     top = tl.max(s, 1)
     if EXACT:
         top = tl.ceil(top)
     peak_new = tl.maximum(peak, top)
-    # A row that has seen nothing yet: any reference will do, all its terms are 0.
+    # For a row without any key so far, any maximum works: all its terms are 0.
     reference = tl.where(peak_new > NOTHING / 2, peak_new, 0.0)
     if EXACT:
         whole = tl.floor(s)
@@ -45,7 +45,7 @@ def _weigh(peak, total, s, EXACT: tl.constexpr):
 
 @triton.jit
 def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """`_weigh`, and the values v [BN, DV] added to the output so far."""
+    """`_weigh`, then adds the weighted values v [BN, DV] to the output."""
     peak, total, alpha, p = _weigh(peak, total, s, EXACT)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, peak, total, p
@@ -53,15 +53,15 @@ def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _finished(acc):
-    """acc once its product has ended, by an instruction that is none. On Hopper products of 64 rows run beside what
-    follows; if that converts layouts, the assembler would wait for every part of a product."""
+    """Waits for the product in acc, by an empty instruction. On Hopper, products of 64 rows run asynchronously; if a
+    layout conversion follows, the assembler would wait for every part of a product."""
     return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _look_up(table, entry, INTERPRETED: tl.constexpr):
-    """table[entry], by an instruction that the compiler does not pipeline: a load whose address is loaded in the loop
-    would leave one stage for the keys."""
+    """table[entry], by an instruction that the compiler does not pipeline: pipelining a load whose address is loaded in
+    the loop would leave one stage for the keys."""
     if INTERPRETED:
         value = tl.load(table + entry)
     else:
@@ -74,7 +74,7 @@ def _look_up(table, entry, INTERPRETED: tl.constexpr):
 @triton.jit
 def _page_of(table, tile, c, entries, INTERPRETED: tl.constexpr,
              PAGE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
-    """The pages of a tile's keys, one where a tile lies in one page."""
+    """The pages of a tile's keys; a scalar if the tile is in one page."""
     if (R == BC) and (PAGE % (BJ * BC) == 0):
         key = tile * (BJ * BC)
     else:
@@ -91,13 +91,13 @@ def _attend_interval(
     CHUNKS: tl.constexpr, PLANES: tl.constexpr, HP: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr,
     KEYS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Every `step`-th tile of first .. stop of a sequence's keys, of which rows see lo .. hi and somebody
+    """Attends to every `step`-th tile of first .. stop of a sequence's keys, of which rows see lo .. hi and any row
     lowest .. highest.
 
     A tile has BJ blocks of R keys, each padded to BC. `places` points to the page table, whose entry for the first tile
-    is `page`; or to the ring's number, `page`. PLANES > 0 stores the shares of blocks, shares [row's] + [J, HP], what a
-    tile gives to the next, edges [row's] + [tiles, HP], and the maximum both are relative to, peaks as edges. SINGLE:
-    there is one tile, and no loop. KEYS: values are not read, and the probabilities stored, probs [row's] +
+    is `page`; or to the number of the ring, `page`. PLANES > 0 stores the shares of blocks, shares [row's] + [J, HP],
+    the contribution of a tile to the next, edges [row's] + [tiles, HP], and the maximum of both, peaks like edges.
+    SINGLE: one tile without a loop. KEYS: reads no values, and stores the probabilities, probs [row's] +
     [tiles, HP, BN].
     """
     BN: tl.constexpr = BJ * BC
@@ -120,7 +120,7 @@ def _attend_interval(
         if not KEYS:
             v = load_tile(v_ptr + v_row[:, None] + dv[None, :], exists, dv, DV, BLOCK_DV, True)
         if SINGLE:
-            tl.debug_barrier()  # both are on their way before anything waits for one
+            tl.debug_barrier()  # issues both loads before waiting for either
             k = held(k, INTERPRETED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SINGLE and not KEYS:
@@ -177,9 +177,9 @@ def interval_kernel(
     CHUNKS: tl.constexpr, PLANES: tl.constexpr, SAME: tl.constexpr, SINGLE: tl.constexpr, KEYS: tl.constexpr,
     INTERPRETED: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. The first of its call,
-    it lets others start when everything before it is done. ALONE: n is 1, which saves divisions before the first
-    load."""
+    """One split of the keys of one lane. Grid (B * query tiles * G, splits). positions [B, n]. It is the first kernel
+    of a call and lets others start when everything before it is done. ALONE: n is 1, which saves divisions before the
+    first load."""
     if OVERLAP:
         gdc_launch_dependents()
     ROWS: tl.constexpr = QT * HP
@@ -193,7 +193,7 @@ def interval_kernel(
     i = query + r // HP
     head = r % HP
     live = (i < n) & (head < HEADS)
-    # Loads that do not need each other's results come first.
+    # Independent loads come first.
     at = tl.load(positions + b * n + i, mask=i < n, other=-1)
     q_row = b64 * q_sb + i.to(tl.int64) * q_sn + (g64 * HEADS + head) * q_sh
     dk = tl.arange(0, BLOCK_DK)
@@ -205,8 +205,8 @@ def interval_kernel(
         page = tl.load(places)
     elif WINDOW == 0:
         page = _page_of(places, first, c, entries, True, PAGE, R, BC, BJ)
-    if ROWS == 16 and PRECISION != "ieee":  # others have no registers for it
-        tl.debug_barrier()  # else the assembler would move loads behind what waits for others
+    if ROWS == 16 and PRECISION != "ieee":  # other variants have no registers for it
+        tl.debug_barrier()  # else the assembler would move loads after waits for others
     t = tl.minimum(at, capacity - 1)
     lo, hi = keys_seen(t, None, None, SPAN, STRIDE, WINDOW)
     highest = tl.max(hi, 0)
@@ -246,8 +246,8 @@ def _attend_values(
     HP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The values of VALUES tiles of compressed tokens for one query and group, whose probabilities [tiles, HP, BN],
-    maxima and sums `interval_kernel` left. A sequence has one query, in 16 bits."""
+    """Adds up the values of VALUES tiles of compressed tokens for one query and group, with the probabilities
+    [tiles, HP, BN], maxima and sums of `interval_kernel`. Only for one query per sequence, in 16 bits."""
     b64, g64, lane64 = (lane // G).to(tl.int64), (lane % G).to(tl.int64), lane.to(tl.int64)
     head, c, d = tl.arange(0, HP), tl.arange(0, BN), tl.arange(0, BLOCK_DV)
     live = head < HEADS
@@ -275,7 +275,7 @@ def _attend_values(
         total = tl.zeros([HP], tl.float32)
         for number in tl.static_range(VALUES):
             tile = part * VALUES + number
-            there = (live & (tile * BN < seen))[:, None]  # of two axes: rows alone would be loaded several times
+            there = (live & (tile * BN < seen))[:, None]  # two axes: a mask of rows alone would be loaded several times
             at = ((lane64 * tiles + tile) * HP + head)[:, None]
             p = tl.load(probs + at * BN + c[None, :], mask=there, other=0.0, cache_modifier=".cg")
             top = tl.load(peaks + at, mask=there, other=NOTHING, cache_modifier=".cg")
@@ -295,9 +295,9 @@ def _next_tile(
     PAGE: tl.constexpr, SEL_BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr,
     PAGE_WIN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The first token and the page of a tile of `blocks_kernel`, the last one where `tile` lies behind it."""
+    """The first token and the page of a tile of `blocks_kernel`; those of the last tile if `tile` is after it."""
     tile = tl.maximum(tl.minimum(tile, last), 0)
-    # Without branches, which a pipelined loop must not have: the lookup of the other branch is harmless.
+    # Without control flow, which a pipelined loop must not have: the lookup for the other branch is harmless.
     place = tl.arange(0, chosen.shape[0])
     block = tl.maximum(tl.sum(tl.where(place == tile // PER_BLOCK, chosen, 0), 0), 0)  # padding has chosen -1
     start = tl.where(selected, block * SEL_BLOCK + tile % PER_BLOCK * BN, start_win + tile * BN)
@@ -331,10 +331,10 @@ def blocks_kernel(
     SAME: tl.constexpr, SINGLE: tl.constexpr, VALUES: tl.constexpr, PAGE_CMP: tl.constexpr,
     INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of the values of compressed tokens (VALUES > 0), of the window, or of the selected blocks, of one query
-    and group. Grid (B * n * G, parts), in this order. A block is read in PER_BLOCK tiles of BN keys; ONE: of the
-    selected blocks, a program has one tile; SINGLE: of the window too, and there is no loop. One loop serves both
-    branches, as two would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks
+    """One part of the values of compressed tokens (VALUES > 0), of the window, or of the selected blocks, for one query
+    and group. Grid (B * n * G, parts), in this order. A block is read in PER_BLOCK tiles of BN keys. ONE: a program has
+    one tile of the selected blocks; SINGLE: also of the window, and no loop. One loop serves both branches, since two
+    loops would not share their buffers. shares [B,n,G,tiles,BJ,HP_CMP], edges and peaks
     [B,n,G,tiles,HP_CMP], indices [B,n,G,NUM_SELECTED]."""
     lane, part = tl.program_id(0), tl.program_id(1)
     if VALUES > 0:
@@ -374,7 +374,7 @@ def blocks_kernel(
     ring = tl.load(places)
     table = sel_places if RING > 0 else tl.where(selected, sel_places, places)
     chosen = tl.zeros([NUM_PADDED], tl.int32)
-    start, page = _next_tile(  # the window's
+    start, page = _next_tile(  # of the window
         chosen, first, last, start_win, table, selected, ring,
         PAGE, SEL_BLOCK, PER_BLOCK, BN, RING == 0, PAGE_WIN, INTERPRETED,
     )  # fmt: skip
@@ -382,7 +382,7 @@ def blocks_kernel(
         used = splits_used(positions, b, i, n, splits, capacity, CMP_BLOCK, CMP_STRIDE, 0, QT, BJ * R)
         if OVERLAP:
             gdc_wait()
-            if VALUES == 0:  # not before: what it starts reads the compressed tokens' parts without waiting
+            if VALUES == 0:  # not earlier: the next kernel reads the parts of the compressed tokens without waiting
                 gdc_launch_dependents()
         block, page = choose_blocks(
             out, t, used, row, splits, num_rows, stats_cmp, shares + lane64 * tiles * (BJ * HP_CMP),
@@ -391,7 +391,7 @@ def blocks_kernel(
             CMP_BLOCK, CMP_STRIDE, SEL_BLOCK, PAGE, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL,
             HEADS, HP_CMP, R, BJ, PLANES, SPLITS, TILES, BLOCK, TILED, ONE, INTERPRETED,
         )  # fmt: skip
-        if OVERLAP and VALUES > 0:  # not before: now the window's programs have left, and there is room
+        if OVERLAP and VALUES > 0:  # not earlier: the programs of the window have ended by now, which leaves room
             gdc_launch_dependents()
         if ONE:
             start = block * SEL_BLOCK + first % PER_BLOCK * BN
@@ -423,7 +423,7 @@ def blocks_kernel(
                 place = tl.where(selected, near % PAGE, near % RING)
             else:
                 place = tl.where(selected, near % PAGE, near % PAGE_WIN)
-                if PAGE_WIN % BN != 0:  # the tile may lie in several pages; a block never does
+                if PAGE_WIN % BN != 0:  # the tile may span several pages; a block never does
                     page = _look_up(table, tl.where(selected, start // PAGE, near // PAGE_WIN), INTERPRETED)
             this = tl.minimum(tl.maximum(page, 0), pool - 1).to(tl.int64)
             k_row = this * k_sp + place * k_st

@@ -1,9 +1,9 @@
-"""The kernels of `decode.py` that put parts together. See `decode_kernels.py`.
+"""The kernels of `decode.py` that merge parts. See `decode_kernels.py`.
 
-With few rows what counts is the time from the end of the kernel before to the end of this one: what does not depend on
-that kernel is read before waiting for it, and all parts are read at once: all but one load before a barrier, as the
-assembler would move them behind what waits for that one. `mix_parts_kernel` starts when `interval_kernel` has ended
-(`blocks_kernel` sees to that), and merges its parts while the blocks are chosen; unless `blocks_kernel` makes them.
+With few rows, latency after the previous kernel dominates: data that do not depend on that kernel are loaded before
+waiting for it, and all parts are loaded at once. All loads but one precede a barrier, since the assembler would move
+them after the wait for that one. `mix_parts_kernel` starts when `interval_kernel` has ended (`blocks_kernel` ensures
+that), and merges its parts while the blocks are chosen, unless `blocks_kernel` computes them.
 """
 
 import triton
@@ -15,9 +15,9 @@ from nsa.ops.triton.decode_choice import NOTHING, pinned, splits_used, tiles_see
 
 @triton.jit
 def _load_parts(o_parts, stats, row, num_rows, parts, there, d, DV: tl.constexpr, PARTS: tl.constexpr):
-    """Outputs [PARTS, d], sums and maxima [PARTS] of those parts of a row that are `there`."""
+    """Outputs [PARTS, d], sums and maxima [PARTS] of the parts of a row that exist (`there`)."""
     at = row * parts + tl.arange(0, PARTS)
-    # Not from the first cache, which may have been filled before another kernel wrote them.
+    # Bypass the L1 cache, which may have been filled before another kernel wrote them.
     o_part = tl.load(
         o_parts + at[:, None] * DV + d[None, :], mask=there[:, None] & (d < DV)[None, :], other=0.0,
         cache_modifier=".cg",
@@ -29,7 +29,7 @@ def _load_parts(o_parts, stats, row, num_rows, parts, there, d, DV: tl.constexpr
 
 @triton.jit
 def _weights(tops, sums, there):
-    """What a row's parts count for, of those that are `there`; 0 where they saw nothing."""
+    """The weights of a row's parts that exist (`there`); 0 for parts that saw no key."""
     tops = tl.where(there, tops, NOTHING)
     weight = tl.where(there, tl.exp2(tops - tl.max(tops, 0)), 0.0)
     total = tl.sum(weight * sums, 0)
@@ -42,7 +42,7 @@ def merge_kernel(
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, QT: tl.constexpr, TILE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The splits of `interval_kernel` put together. Grid (B * n * H, pieces of DV): one row each of o [B, n, H, DV]."""
+    """Merges the splits of `interval_kernel`. Grid (B * n * H, pieces of DV): one row each of o [B, n, H, DV]."""
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     used = splits_used(
@@ -67,8 +67,8 @@ def mix_parts_kernel(
     BN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     AFTER: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The parts of all three branches put together and mixed. Grid (B * n * H, pieces of DV): one row each of o
-    [B, n, H, DV]. AFTER: those of the compressed tokens are from `blocks_kernel` too."""
+    """Merges the parts of all three branches and mixes them. Grid (B * n * H, pieces of DV): one row each of o
+    [B, n, H, DV]. AFTER: `blocks_kernel` also wrote the parts of the compressed tokens."""
     row = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     b, i, head = row // H // n, row // H % n, row % H
@@ -78,7 +78,7 @@ def mix_parts_kernel(
     gate_cmp, gate_sel, gate_win = tl.load(gate), tl.load(gate + gates_sc), tl.load(gate + 2 * gates_sc)
     used = splits_used(positions, b, i, n, splits, capacity, SPAN, STRIDE, 0, QT, TILE)
     there_cmp = tl.arange(0, SPLITS) < used
-    part = tl.arange(0, PARTS)  # the window's, then those of the selected blocks
+    part = tl.arange(0, PARTS)  # of the window, then of the selected blocks
     _, tiles = tiles_seen(tl.maximum(t + 1 - WINDOW, 0), t + 1, BN)
     in_win = part < tl.minimum(tiles, parts_win)
     tiles = tl.where(t >= 0, tl.minimum(t // SEL_BLOCK + 1, NUM_SELECTED) * PER_BLOCK, 0)
@@ -91,7 +91,7 @@ def mix_parts_kernel(
     o_part_cmp, sums_cmp, tops_cmp = _load_parts(o_cmp, stats_cmp, row64, num_rows, splits, there_cmp, d, DV, SPLITS)
     if AFTER:
         o_part, sums, tops = _load_parts(o_blocks, stats_blocks, row64, num_rows, parts, there, d, DV, PARTS)
-    tops_cmp = pinned(tops_cmp, INTERPRETED)  # else it would be loaded again for another arrangement over the threads
+    tops_cmp = pinned(tops_cmp, INTERPRETED)  # else it would be loaded again in another layout
     mixed = tl.sum(o_part_cmp * _weights(tops_cmp, sums_cmp, there_cmp)[:, None], 0) * gate_cmp.to(tl.float32)
     if not AFTER:
         if OVERLAP:

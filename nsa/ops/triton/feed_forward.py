@@ -1,9 +1,9 @@
-"""What surrounds the matrix products of a norm and a SwiGLU MLP, one pass over memory each.
+"""A norm and a SwiGLU MLP except their matrix products, one pass over memory each.
 
-All kernels are bound by memory: every element is read once and written once, and computed in float32.
+All kernels are memory-bound: every element is read once and written once, and computed in float32.
 
-Legend: T tokens, C channels, M hidden width. `hidden` holds the products of gate and up side by side. The rows of a
-launch are elements: a program takes as many tokens, or as wide a piece of one, as they make.
+Legend: T tokens, C channels, M hidden width. `hidden` is the concatenation of the products of gate and up. The rows of
+a launch are elements: a program takes as many tokens, or as wide a piece of one token, as have that many elements.
 """
 
 import torch
@@ -18,14 +18,14 @@ WIDEST = 1 << 14  # channels, which a program holds in registers
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why these kernels cannot serve an input like q and weights like v, or None."""
+    """Why these kernels cannot run on an input like q and weights like v, or None."""
     if q.dtype not in DTYPES or v.dtype not in DTYPES:
         return f"the Triton kernels compute float16, bfloat16 and float32, not {q.dtype} and {v.dtype}"
     return None if q.shape[-1] <= WIDEST else f"{q.shape[-1]} channels are more than {WIDEST}"
 
 
 def normalize(x_TC: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Rows divided by their root mean square and scaled."""
+    """RMSNorm of every row."""
     tokens, channels = x_TC.shape
     read = torch.empty(x_TC.shape, dtype=dtype, device=x_TC.device)
     width, rows, warps = _tile(channels)
@@ -38,7 +38,7 @@ def normalize(x_TC: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Ten
 
 
 def normalize_backward(dread_TC: Tensor, x_TC: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its type, and of norm, in float32: its parts are added in order."""
+    """Gradients of x, in its dtype, and of norm, in float32, whose parts are added in a fixed order."""
     tokens, channels = x_TC.shape
     width, rows, warps = _tile(channels)
     programs = min(cdiv(tokens, rows), 8 * card_of(x_TC).multiprocessors)
@@ -65,7 +65,7 @@ def activate(hidden_TM: Tensor) -> Tensor:
 
 
 def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor) -> tuple[Tensor, Tensor]:
-    """`activate(hidden)` again, and the gradient of hidden."""
+    """`activate(hidden)`, recomputed, and the gradient of hidden."""
     tokens, width = dmixed_TM.shape
     mixed, dhidden = torch.empty_like(dmixed_TM), torch.empty_like(hidden_TM)
     block = min(ACTIVATE.rows, power_of_2(width))
@@ -84,7 +84,7 @@ def _tile(channels: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _normed(x, t, mask, eps, stride_t, stride_c, C: tl.constexpr, CP: tl.constexpr):
-    """Rows t of x over their root mean square, [ROWS, CP], and its inverse [ROWS, 1], in float32."""
+    """Rows t of x divided by their root mean square, [ROWS, CP], and its inverse [ROWS, 1], in float32."""
     c = tl.arange(0, CP)
     at = t.to(tl.int64)[:, None] * stride_t + c[None, :] * stride_c
     row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
 """Attention in which every query sees one interval of keys, forward and backward.
 
-Query t sees keys lo(t) .. hi(t)-1 and both ends never decrease as t grows, so key n is seen by one interval of queries
-too. Compressed and window attention (`compressed.py`, `windowed.py`) differ only in these ends (`KeyRange`). This file
-plans a call on the host; the kernels are in `flash_kernels.py`. The rows of a launch are those of a query tile (queries
-x heads of a group), its columns keys.
+Query t sees keys lo(t) .. hi(t)-1 and neither end decreases as t grows, so an interval of queries sees key n.
+Compressed and window attention (`compressed.py`, `windowed.py`) differ only in these ends (`KeyRange`). This file plans
+a call on the host; the kernels are in `flash_kernels.py`. The rows of a launch are those of a query tile (queries x
+heads of a group), its columns are keys.
 
 Legend: B batch, S tokens, N keys, G key/value heads, H query heads, DK/DV head sizes.
 """
@@ -21,16 +21,16 @@ from nsa.ops.triton import launch_table
 from nsa.ops.triton.flash_kernels import ALWAYS, EDGES, dkv_kernel, dq_kernel, forward_kernel, sum_parts_kernel
 from nsa.ops.triton.launch_table import Card, Launch, LaunchTable, card_of, cdiv, launch_on, launcher, padded, unit_last
 
-FAR = 2**30  # further than any token; sums of two such distances still fit 32 bits
-LONGEST_SUM = 2**17  # rows of queries that one accumulator of dK or dV may run over
-PART_BYTES = 512 << 20  # of dK and dV in parts
-SUM_BLOCK = 1024  # elements of a program that adds parts
-CACHED_BYTES = 256 << 20  # of q and dO: with more, programs of compressed attention that read the same rows run at once
+FAR = 2**30  # beyond any token; sums of two such distances fit 32 bits
+LONGEST_SUM = 2**17  # query rows that one accumulator of dK or dV may sum
+PART_BYTES = 512 << 20  # of partial dK and dV
+SUM_BLOCK = 1024  # elements per program that adds parts
+CACHED_BYTES = 256 << 20  # of q and dO; with more, programs of compressed attention for the same rows run together
 
 _MASKS = {"always": ALWAYS.value, "branch": EDGES.value}
 
-# The tests look for two traps of a branch around the mask: products that the assembler then serializes on sm_90 (heads
-# over 128), and spills on sm_80. float32 multiplies without tensor cores ("ieee"): small tiles, whatever the card.
+# Tests check for two problems of a branch around the mask: products that the assembler serializes on sm_90 (heads over
+# 128), and spills on sm_80. float32 multiplies without tensor cores ("ieee"), hence small tiles on every GPU.
 LAUNCHES = LaunchTable({
     ("cmp_forward", "sm90"): {
         64: Launch(128, 64, 8, 3, "branch", tma=True), 128: Launch(64, 64, 4, 3, "branch", tma=True),
@@ -69,11 +69,11 @@ LAUNCHES = LaunchTable({
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Which keys each query sees. Without documents and offset hi(t) counts the n with n*stride + span - 1 <= t and
-    lo(t) is max(0, t - window + 1), or 0 where window is 0. Else both ends are tables.
+    """The keys that each query sees. Without documents and offset hi(t) is the number of n with
+    n*stride + span - 1 <= t, and lo(t) is max(0, t - window + 1), or 0 if window is 0. Otherwise both ends are tables.
 
-    lo, hi          [S] int32, first key seen and first key no longer seen, by query
-    first, behind   [N] int32, first query that sees and first that no longer sees, by key
+    lo, hi          [S] int32, by query: the first key that it sees, and one past the last
+    first, behind   [N] int32, by key: the first query that sees it, and one past the last
     """
 
     span: int
@@ -84,7 +84,7 @@ class KeyRange:
     _by_key: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def queries_of(self, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
-        """The inverse tables, `first` and `behind` by key. Both lie in 0..S whatever the tables hold."""
+        """The inverse tables, `first` and `behind` by key. Both are in 0..S for any content of the tables."""
         if self.lo is None or self.hi is None:
             return None, None
         if num_keys not in self._by_key:
@@ -97,7 +97,7 @@ class KeyRange:
 
 @dataclass(frozen=True)
 class IntervalAttention:
-    """What both kinds of attention share. `tuned` replaces launches of the table."""
+    """Base of both kinds of attention. `tuned` overrides launches of the table."""
 
     name: str
     tuned: Mapping[str, Launch] = field(default_factory=dict)
@@ -171,17 +171,17 @@ class IntervalAttention:
 
 
 def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescriptor | None]:
-    """k and v as the tensor memory accelerator reads them, [B, N, heads]: behind the end of a sequence a tile holds 0,
-    as a weight of 0 does not keep out a number that is not finite. None where nothing is asked for or memory does not
-    allow it."""
+    """Descriptors of k and v [B, N, heads] for the tensor memory accelerator, which fills a tile with 0 after the end
+    of a sequence: a weight of 0 would not mask a value that is not finite. None if the launch does not use it or the
+    strides do not allow it."""
     tokens, columns = k.shape[0] * k.shape[1], {x: (x.shape[2] - 1) * x.stride(2) + x.shape[3] for x in (k, v)}
     fits = params.tma and tokens > 0 and all(
         x.data_ptr() % 16 == 0
         and x.stride(1) * x.element_size() % 16 == 0
         and x.stride(2) * x.element_size() % 16 == 0
         and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-        and columns[x] <= x.stride(1)  # the heads of a token lie together
-        and (x.shape[2] == 1 or padded(x.shape[3]) == x.shape[3])  # a tile holds nothing of the next head
+        and columns[x] <= x.stride(1)  # the heads of a token are contiguous
+        and (x.shape[2] == 1 or padded(x.shape[3]) == x.shape[3])  # a tile does not overlap the next head
         for x in (k, v)
     )  # fmt: skip
     return {
@@ -196,7 +196,7 @@ def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescripto
 def _rows_of(
     q: Tensor, do: Tensor, groups: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | tuple[None, None]]:
-    """q and do in the order of rows, [B * G, S * h, D] each, and those of them that have to be written first."""
+    """q and do in row order, [B * G, S * h, D] each, and those of them that the dQ kernel must write first."""
     if groups == 1 and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, do)):
         q_rows, do_rows = (x.view(-1).view(x.shape[0], -1, x.shape[3]) for x in (q, do))
         return (q_rows, do_rows), (None, None)
@@ -206,8 +206,8 @@ def _rows_of(
 
 
 def _row_tiles(rows: tuple[Tensor, Tensor] | None, key_range: KeyRange, params: Launch) -> dict[str, Any]:
-    """The arguments of dK and dV that say how q and dO are read: in the order of rows by the tensor memory accelerator,
-    or by threads where that is not asked for."""
+    """The arguments of dK and dV that define how q and dO are loaded: in row order by the tensor memory accelerator, or
+    by threads."""
     if rows is None:
         return {"q_tma": None, "do_tma": None, "BY_SPLIT": False}
     q_tma, do_tma = (TensorDescriptor.from_tensor(x, [1, params.rows, padded(x.shape[2])]) for x in rows)
@@ -216,10 +216,10 @@ def _row_tiles(rows: tuple[Tensor, Tensor] | None, key_range: KeyRange, params: 
 
 
 def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: Card) -> int:
-    """Parts per key tile. Enough programs to fill the card three times over, or eight where early keys have
-    most of the work, yet sixteen query tiles in each; at most 32, as every part is written in float32. More where
-    a sum would run over too many rows: at 2**20 rows a part (128k tokens, 16 heads a group) gradients differed by
-    0.3 % from those of shorter parts; tensor cores do not round every partial sum to nearest."""
+    """Parts per key tile: enough programs to fill the GPU three times, or eight times if early keys have most of the
+    work, but at least sixteen query tiles each; at most 32, since every part is written in float32. More parts if a sum
+    had too many rows: with 2**20 rows per part (128k tokens, 16 heads per group) gradients differed by 0.3 % from those
+    of shorter parts, because tensor cores do not round every partial sum to nearest."""
     programs = max(1, q.shape[0] * k.shape[2] * cdiv(k.shape[1], params.columns))
     queries = min(q.shape[1], key_range.window + params.columns) if key_range.window else q.shape[1]
     rows = queries * (q.shape[2] // k.shape[2])
@@ -228,8 +228,8 @@ def num_splits(q: Tensor, k: Tensor, key_range: KeyRange, params: Launch, card: 
 
 
 def keys_at_once(k: Tensor, v: Tensor, splits: int, params: Launch) -> int:
-    """How many keys get their gradients in one launch: whole tiles whose parts fit PART_BYTES, or all without parts.
-    The number of parts grows with the queries, so that the parts of all keys would grow with the square of S."""
+    """The number of keys whose gradients one launch computes: whole tiles whose parts fit PART_BYTES, or all without
+    parts. The number of parts grows with the queries, so the parts of all keys would grow with the square of S."""
     if splits == 1:
         return max(1, k.shape[1])
     tiles = PART_BYTES // max(1, params.columns * _part_bytes(k, v, splits))
@@ -237,7 +237,7 @@ def keys_at_once(k: Tensor, v: Tensor, splits: int, params: Launch) -> int:
 
 
 def _part_bytes(k: Tensor, v: Tensor, splits: int) -> int:
-    """Of dK and dV of one key in float32, all parts."""
+    """Bytes of all parts of dK and dV for one key, in float32."""
     return 4 * splits * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
 
 
@@ -249,7 +249,7 @@ def _query_programs(q: Tensor, k: Tensor, params: Launch) -> tuple[int, int]:
     return lanes, cdiv(q.shape[1], params.rows // heads)
 
 
-# The strides of batch, token or key, and head, as the kernels call them.
+# The kernels' names of the strides of batch, token or key, and head.
 _STRIDES = {
     name: tuple(f"{name}_s{axis}" for axis in ("bng" if name in "kv" else "bsh")) for name in ("q", "k", "v", "o", "do")
 }
@@ -258,12 +258,12 @@ _STRIDES = {
 def _strides(**tensors: Tensor) -> dict[str, int]:
     strides: dict[str, int] = {}
     for name, x in tensors.items():
-        strides.update(zip(_STRIDES[name], x.stride(), strict=False))  # not of the last dimension, which is dense
+        strides.update(zip(_STRIDES[name], x.stride(), strict=False))  # except that of the last dimension, which is 1
     return strides
 
 
 def _shape_args(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, params: Launch) -> dict[str, object]:
-    """The arguments that all three kernels take."""
+    """The arguments that all three kernels share."""
     ends = (key_range.span, key_range.stride, key_range.window)
     return _shape_constants(q.shape[1:], k.shape[1:3], v.shape[3], q.dtype == torch.float32, ends, params)
 
@@ -272,7 +272,7 @@ def _shape_args(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, params: La
 def _shape_constants(
     query: tuple[int, ...], keys: tuple[int, ...], dv: int, exact: bool, ends: tuple[int, int, int], params: Launch
 ) -> dict[str, object]:
-    """Computed once for every shape; callers only read them."""
+    """Cached by shape; callers must not modify the result."""
     (tokens, all_heads, dk), (num_keys, groups) = query, keys
     span, stride, window = (min(distance, FAR) for distance in ends)
     return {

@@ -15,13 +15,13 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-# When a loop masks: in every tile, in those tiles that not all rows see whole.
+# When a loop masks: in every tile, or only in tiles that some row does not see completely.
 ALWAYS, EDGES = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
 def keys_seen(t, lo_ptr, hi_ptr, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """lo(t), hi(t) of one query or of a vector of queries; without tables, no key for padding, t = -1."""
+    """lo(t), hi(t) of one query or of a vector of queries; without tables, padding (t = -1) sees no key."""
     if lo_ptr is not None:
         lo = tl.load(lo_ptr + t)
         hi = tl.load(hi_ptr + t)
@@ -36,7 +36,7 @@ def keys_seen(t, lo_ptr, hi_ptr, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDO
 
 @triton.jit
 def seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first query that sees key n, and the first behind that no longer does."""
+    """The first query that sees key n, and one past the last."""
     if first_ptr is not None:
         first = tl.load(first_ptr + n)
         behind = tl.load(behind_ptr + n)
@@ -53,7 +53,7 @@ def seen_by(n, first_ptr, behind_ptr, S, SPAN: tl.constexpr, STRIDE: tl.constexp
 def _tile_rows(
     tile, head_tile, S, PER_GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Query, head inside the group and liveness of each row. Idle rows repeat a live one: safe to read."""
+    """Query, head inside the group and liveness of each row. Idle rows repeat a live one, so that loads are safe."""
     r = tl.arange(0, BLOCK_M)
     t = tile * QUERIES + r // HEADS
     head = head_tile * HEADS + r % HEADS
@@ -64,7 +64,7 @@ def _tile_rows(
 
 @triton.jit
 def load_tile(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MASKED: tl.constexpr):
-    """A [rows, BLOCK_D] tile, 0 outside; masks exist only where something can be outside."""
+    """Loads a [rows, BLOCK_D] tile, 0 outside; masks only if a part can be outside."""
     if ROWS_MASKED and D != BLOCK_D:
         x = tl.load(ptrs, mask=row_mask[:, None] & (d < D)[None, :], other=0.0)
     elif ROWS_MASKED:
@@ -78,7 +78,7 @@ def load_tile(ptrs, row_mask, d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_MA
 
 @triton.jit
 def store_rows(ptr, row, x, row_mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A [rows, BLOCK_D] tile into rows of D numbers."""
+    """Stores a [rows, BLOCK_D] tile into rows of D numbers."""
     d = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (d < D)[None, :]
     tl.store(ptr + row[:, None] * D + d[None, :], x.to(ptr.dtype.element_ty), mask=mask)
@@ -90,7 +90,7 @@ def _attend(
     full_lo, full_hi, scale, MASK: tl.constexpr, BLOCK_N: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [BLOCK_M, BLOCK_DK] over keys start..stop; total and acc sum up 2^(s - peak)."""
+    """Online softmax of q [BLOCK_M, BLOCK_DK] over keys start..stop; total and acc are sums of 2^(s - peak)."""
     n = tl.arange(0, BLOCK_N)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     k_offsets = n.to(tl.int64)[:, None] * k_sn + dk[None, :]
@@ -111,7 +111,7 @@ def _attend(
             if (n0 < full_lo) | (n0 + BLOCK_N > full_hi):
                 s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -INF)
         peak_new = tl.maximum(peak, tl.max(s, 1) * scale)
-        # A row that has seen nothing yet: any finite reference will do, all its terms are 0.
+        # For a row without any key so far, any finite maximum works: all its terms are 0.
         reference = tl.where(peak_new == -INF, 0.0, peak_new)
         p = tl.exp2(s * scale - reference[:, None])
         alpha = tl.exp2(peak - reference)
@@ -130,13 +130,13 @@ def forward_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one group. The tensor memory accelerator loads keys and values from k_tma and v_tma,
-    [B, N, heads], where these are given."""
+    """One query tile of one group. If k_tma and v_tma [B, N, heads] are given, the tensor memory accelerator loads keys
+    and values from them."""
     HEADS: tl.constexpr = PER_GROUP if PER_GROUP < BLOCK_M else BLOCK_M
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     pid = tl.program_id(0)
-    tile = tiles - 1 - pid // lanes  # late queries see most: start them first
+    tile = tiles - 1 - pid // lanes  # late queries see the most keys: start them first
     lane = pid % lanes
     b, g = (lane // HEAD_TILES // G).to(tl.int64), lane // HEAD_TILES % G
     t, head, live = _tile_rows(tile, lane % HEAD_TILES, S, PER_GROUP, HEADS, QUERIES, BLOCK_M)
@@ -214,9 +214,9 @@ def dq_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile of one group. Leaves each row's sum of dO*O and its log-sum-exp in base 2 for dK
-    and dV, as [B, G, S, h], and q and dO in the same order where asked; a row that sees nothing gets +inf for its
-    log-sum-exp, which makes all its probabilities 0."""
+    """dQ of one query tile of one group. Also writes each row's sum of dO*O and its log-sum-exp in base 2 for dK and
+    dV, as [B, G, S, h], and q and dO in the same order if requested. The log-sum-exp of a row that sees nothing is
+    +inf, which makes all its probabilities 0."""
     HEADS: tl.constexpr = PER_GROUP if PER_GROUP < BLOCK_M else BLOCK_M
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
@@ -265,10 +265,10 @@ def dq_kernel(
 
 @triton.jit
 def _row_pointers(ptr, r0, s_token, s_head, PER_GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Where rows r0 .. r0 + BLOCK_M - 1 of a group begin: row r is query r // PER_GROUP, head r % PER_GROUP."""
+    """Pointers to rows r0 .. r0 + BLOCK_M - 1 of a group: row r is query r // PER_GROUP, head r % PER_GROUP."""
     i = tl.arange(0, BLOCK_M)
     zero = tl.zeros([], tl.int64)
-    if BLOCK_M % PER_GROUP == 0:  # every tile begins with a query: nothing is divided in the loop over r0
+    if BLOCK_M % PER_GROUP == 0:  # every tile starts with a new query: no division in the loop over r0
         offsets = (i // PER_GROUP).to(tl.int64) * s_token + (i % PER_GROUP).to(tl.int64) * s_head
         rows = ptr + (zero + r0 // PER_GROUP) * s_token + offsets
     else:
@@ -285,7 +285,7 @@ def _push(
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dV += P^T @ dO and dK += dS^T @ Q over rows start..stop of a lane, with keys as rows: no result is transposed.
-    Rows from `stop` on carry a log-sum-exp of +inf, so their probabilities are 0 without any mask."""
+    Rows from `stop` on have a log-sum-exp of +inf, so their probabilities are 0 without a mask."""
     i = tl.arange(0, BLOCK_M)
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     zero = tl.zeros([], tl.int64)
@@ -301,8 +301,8 @@ def _push(
             do = load_tile(do_rows[:, None] + dv[None, :], r < stop, dv, DV, BLOCK_DV, True)
         lse = tl.load(lse2_ptr + (zero + r0) + i, mask=r < stop, other=INF)
         delta = tl.load(delta_ptr + (zero + r0) + i, mask=r < stop, other=0.0)
-        # By the TMA, products start from -lse and -delta, which then take no registers beside the result: more programs
-        # fit a multiprocessor. They hide that Triton loads ahead only what the factors of a product depend on.
+        # With the TMA, accumulators start from -lse and -delta, which then need no other registers: more programs fit a
+        # multiprocessor. These hide that Triton prefetches only the operands of a product.
         if q_tma is not None:
             s = tl.broadcast_to((lse / -scale)[None, :], [BLOCK_N, BLOCK_M])
             s = tl.dot(k, tl.trans(q), s, input_precision=PRECISION)
@@ -335,20 +335,20 @@ def dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile of one group from one part of the rows that see it. The parts, `splits` of them, of
-    keys `first_key` and the `part_keys` - 1 after it, are written one after the other: [splits, B, part_keys, G, D].
+    """dK and dV of one key tile of one group from one part of the rows that see it. The `splits` parts of the
+    `part_keys` keys from `first_key` on are written to [splits, B, part_keys, G, D].
 
-    The tensor memory accelerator loads tiles of rows from q_tma and do_tma, [B * G, S * h, D], where these are given:
-    with 0 behind the end, and without addresses in registers, which leaves room for another program on each
-    multiprocessor. BY_SPLIT: all key tiles of one part of the rows run side by side, so that the rows, many more than
-    fit the cache, are read into it once. Otherwise every key tile has parts of equal length."""
+    If q_tma and do_tma [B * G, S * h, D] are given, the tensor memory accelerator loads tiles of rows from them: with 0
+    after the end, and without addresses in registers, which leaves room for another program on each multiprocessor.
+    BY_SPLIT: all key tiles of one part of the rows run at the same time, so that the rows, which exceed the cache, are
+    read into it once. Otherwise every key tile has parts of equal length."""
     pid = tl.program_id(0)
     lane = pid % lanes
     key_tiles = (part_keys + BLOCK_N - 1) // BLOCK_N
     if BY_SPLIT:
         split, key_tile = splits - 1 - pid // lanes // key_tiles, pid // lanes % key_tiles
     else:
-        split, key_tile = pid // lanes % splits, pid // lanes // splits  # early keys are seen by most: start them first
+        split, key_tile = pid // lanes % splits, pid // lanes // splits  # most queries see early keys: start them first
     n_start = first_key + key_tile * BLOCK_N
     b, g = (lane // G).to(tl.int64), lane % G
     n_last = tl.minimum(n_start + BLOCK_N, N) - 1
@@ -372,7 +372,7 @@ def dkv_kernel(
     v = load_tile(v_rows[:, None] + dv[None, :], real, dv, DV, BLOCK_DV, False)
     q_ptr += b * q_sb + (g * PER_GROUP).to(tl.int64) * q_sh
     do_ptr += b * do_sb + (g * PER_GROUP).to(tl.int64) * do_sh
-    before = lane * S * PER_GROUP  # 32 bits will do: 2^31 rows of q, o and dQ fit no card
+    before = lane * S * PER_GROUP  # 32 bits suffice: no GPU holds 2^31 rows of q, o and dQ
     lse2_ptr += before
     delta_ptr += before
     dk_acc = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
@@ -390,8 +390,7 @@ def dkv_kernel(
 
 @triton.jit(do_not_specialize=["splits", "first"])
 def sum_parts_kernel(parts_ptr, out_ptr, numel, splits, width, out_width, first, BLOCK: tl.constexpr):
-    """The sum of the parts [splits, B, width], always in the same order, into out [B, out_width] from column `first`
-    on."""
+    """Adds the parts [splits, B, width] in a fixed order into out [B, out_width] from column `first` on."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     zero = tl.zeros([], tl.int64)

@@ -1,6 +1,6 @@
-"""What the Triton modules share on the host: cards, launch parameters, refusals.
+"""Host code that the Triton modules share: GPU classes, launch parameters, refusals.
 
-Launch parameters are fixed: each kernel file has one table, by kernel, class of card and class of head size. Nothing is
+Launch parameters are fixed: each kernel file has one table, by kernel, class of GPU and class of head size. Nothing is
 tuned at run time.
 """
 
@@ -20,18 +20,16 @@ MAX_BATCH = 65_535  # programs of a grid's second and third dimension
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is cut into programs and scheduled. Each kernel file says what its rows and columns are.
+    """How one kernel is divided into programs and scheduled. Each kernel file defines its rows and columns.
 
     rows, columns  the tile that a program computes at a time
     num_warps      warps of a program
     num_stages     depth of the software pipeline over tiles
-    depth          terms of a sum that one step of a product adds, where that is a choice
-    mask           "always": every tile is masked; "branch": only tiles that need it, which are found at run time. Of
-                   flash.py.
-    tma            tiles are loaded by the tensor memory accelerator (sm_90 and later), where memory is laid out for it.
-                   Of flash.py.
-    maxnreg        registers of a thread, where fewer than the compiler would take let another program run beside. Of
-                   dK and dV in flash.py, of block scores, and of selected attention by tiles.
+    depth          terms of a sum that one step of a product adds, if that is a choice
+    mask           "always": every tile is masked; "branch": only tiles that need it, found at run time. In flash.py
+    tma            the tensor memory accelerator (sm_90 and later) loads tiles, if strides allow it. In flash.py
+    maxnreg        maximum registers of a thread, so that another program fits the multiprocessor. In dK and dV of
+                   flash.py, block scores, and selected attention by tiles
     """
 
     rows: int
@@ -45,13 +43,13 @@ class Launch:
 
 
 class Card(NamedTuple):
-    """What the launches depend on: the class of a card, and how many programs it runs side by side, at least."""
+    """The properties of a GPU that launches depend on: its class and its number of multiprocessors."""
 
     kind: str
     multiprocessors: int
 
 
-H200 = Card("sm90", 132)  # that of meta tensors, to estimate memory: cards with fewer multiprocessors need less
+H200 = Card("sm90", 132)  # used for meta tensors, to estimate memory: GPUs with fewer multiprocessors need less
 INTERPRETER = Card("sm80", 1)
 
 HEAD_CLASSES = (64, 128, 192, 256)
@@ -59,8 +57,8 @@ _SMALL_CARDS = (86, 87, 89, 120, 121)
 
 
 def card_class(capability: int) -> str:
-    """The class of a card by its compute capability (90 for 9.0). A program may use 227 KiB of shared memory on a card
-    of class "sm90" (H100, B200), 163 on "sm80" (A100), 99 on "sm86" (RTX 3090, 4090, 5090, L40S)."""
+    """The class of a GPU by its compute capability (90 for 9.0). A program may use 227 KiB of shared memory on a GPU of
+    class "sm90" (H100, B200), 163 on "sm80" (A100), 99 on "sm86" (RTX 3090, 4090, 5090, L40S)."""
     if capability in _SMALL_CARDS:
         return "sm86"
     return "sm90" if capability >= 90 else "sm80"
@@ -77,9 +75,9 @@ def _card(index: int) -> Card:
 
 
 class LaunchTable:
-    """The launches of one kernel file, by kernel and class ("fp32" for float32 on any card, else the card's), then by
-    class of head size. One that is not given is that of the next larger head size, or else that of "sm80". For a small
-    card, "sm86", it is that of "sm80" with one pipeline stage less."""
+    """The launches of one kernel file, by kernel and class ("fp32" for float32 on any GPU, else the class of the GPU),
+    then by class of head size. A missing launch is that of the next larger head size, or else that of "sm80"; for a
+    small GPU, "sm86", that of "sm80" with one pipeline stage less."""
 
     def __init__(self, given: dict[tuple[str, str], dict[int, Launch]]):
         self._launches: dict[tuple[str, str, int], Launch] = {}
@@ -93,42 +91,42 @@ class LaunchTable:
             self._launches[kernel, "sm86", head] = given.get((kernel, "sm86"), {}).get(head, small)
 
     def find(self, kernel: str, q: Tensor, v: Tensor, card: Card | None = None) -> Launch:
-        """The launch for queries like q and values like v, on a card other than theirs if one is given."""
+        """The launch for queries like q and values like v, on their GPU or on `card`."""
         kind = "fp32" if q.dtype == torch.float32 else (card or card_of(q)).kind
         return self._launches[kernel, kind, head_class(q.shape[3], v.shape[3])]
 
 
 def head_class(dk: int, dv: int) -> int:
-    """Both head sizes up to 64; up to 128; keys over 128 beside values up to 128 (192); up to 256."""
+    """64 or 128 if both head sizes are at most that; 192 if only the keys exceed 128; else 256."""
     size = max(dk, dv)
     return 64 if size <= 64 else 128 if size <= 128 else 192 if dv <= 128 else 256
 
 
-# Triton's own two of these are for kernels: on the host each call costs as much as an allocation.
+# Triton's own versions are for kernels: on the host each call costs as much as an allocation.
 
 
 def cdiv(size: int, part: int) -> int:
-    """How many parts hold `size`."""
+    """Ceiling division."""
     return -(-size // part)
 
 
 def power_of_2(size: int) -> int:
-    """The smallest power of two that holds `size`."""
+    """The smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def padded(size: int) -> int:
-    """The power of two that holds a head size; products need at least 16."""
+    """A head size padded to a power of two; products need at least 16."""
     return max(16, power_of_2(size))
 
 
 def unit_last(x: Tensor) -> Tensor:
-    """x with its last dimension dense; the other strides stay as they are."""
+    """x with a last stride of 1; copied only if needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None when they can. Every spec runs."""
+    """Why no kernel here can run tensors like q [B,S,H,Dk] and v [B,N,G,Dv]; None if they can. Every spec runs."""
     if q.dtype not in DTYPES:
         name = str(q.dtype).removeprefix("torch.")
         return f"the Triton kernels compute float16, bfloat16 and float32, not {name}"
@@ -144,15 +142,15 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def launch_on(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device: makes it the tensor's."""
+    """Makes the tensor's device the current one, on which kernels are launched."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(x.device)
 
 
 def launcher(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Any:
-    """What launches a kernel on tensors like x. On meta tensors it does nothing: host code then runs for what it
-    allocates alone."""
+    """A function that launches a kernel on tensors like x. On meta tensors it does nothing, so that host code only
+    allocates."""
     return _do_nothing if x.is_meta else kernel[grid]
 
 

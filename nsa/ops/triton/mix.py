@@ -1,10 +1,10 @@
 """The gated mix of the three branches and its gradients, one pass over memory each.
 
-Promises `sum_c gates[..., c] * o_c`, summed in float32 and rounded once, for branch outputs of one type and
-gates of any float type. Both kernels are bound by memory: every element is read once and written once.
+Computes `sum_c gates[..., c] * o_c`, summed in float32 and rounded once, for branch outputs of one dtype and gates of
+any float dtype. Both kernels are memory-bound: every element is read once and written once.
 
 Legend: B batch, S tokens, H heads, D head size (values); a row is one (token, head). The rows of a launch count
-elements: a program mixes as many rows as they make.
+elements: a program mixes as many rows as have that many elements.
 """
 
 import torch
@@ -41,7 +41,7 @@ def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: 
 def backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of o_cmp, o_sel, o_win and gates, each in its type, for the gradient `do` of `forward`."""
+    """Gradients of o_cmp, o_sel, o_win and gates, each in its dtype, for the gradient `do` of `forward`."""
     batch, tokens, heads, dim = o_cmp.shape
     branches = (o_cmp, o_sel, o_win)
     do_cmp, do_sel, do_win = (torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in branches)
@@ -68,7 +68,7 @@ def _tile(dim: int, params: Launch) -> tuple[int, int]:
 
 @triton.jit
 def _offset(b, s, h, stride_b, stride_s, stride_h):
-    """Where rows (b, s, h) start, in 64 bits."""
+    """Offsets of rows (b, s, h), in 64 bits."""
     return b * stride_b + s.to(tl.int64) * stride_s + h.to(tl.int64) * stride_h
 
 

@@ -1,10 +1,9 @@
 """Attention over the blocks each query selected: query-major forward kernel and the host functions.
 
-Same functions and results as the reference. A program takes a tile of neighbouring queries times
-the heads of one group and walks the union of the blocks they chose, masked per query by bits. A small tile
-(one query when a group has 16 heads) wastes no work; a large one shares keys and values and fills the tensor
-cores; see `TilePlan` for the choice, and `selected_parts` for what neither does well. Softmax in base 2,
-accumulation in float32.
+Same functions and results as the reference. A program processes a tile of neighbouring queries times the heads of one
+group and iterates over the union of the blocks they chose, masked per query by bits. A small tile (one query if a group
+has 16 heads) wastes no work; a large tile shares keys and values and fills the tensor cores; see `TilePlan` for the
+choice, and `selected_parts` for cases that neither handles well. Softmax in base 2, accumulation in float32.
 
 Legend: B batch, S tokens, H query heads, G key/value heads, h = H/G, Dk/Dv head sizes, P = B*G.
 """
@@ -33,8 +32,8 @@ from nsa.ops.triton.selected_tiles import (
 )
 
 MAX_TOKENS = 1 << 30
-PARTS_MAX_PER_GROUP = 7  # heads of a group up to which rows that do not share blocks are done block by block; 0: never
-PARTS_RATIO = {64: 3.0, 128: 5.0}  # TilePlan.ratio of that, by class of head size; no other has it
+PARTS_MAX_PER_GROUP = 7  # heads per group up to which rows without shared blocks are processed block by block; 0: never
+PARTS_RATIO = {64: 3.0, 128: 5.0}  # TilePlan.ratio of "parts" by class of head size; other classes do not use it
 
 LAUNCHES = LaunchTable({
     ("small", "sm80"): {64: Launch(16, 64, 1, 3), 128: Launch(16, 32, 1, 3), 256: Launch(16, 32, 2, 2)},
@@ -42,7 +41,7 @@ LAUNCHES = LaunchTable({
     ("large", "sm90"): {64: Launch(64, 64, 4, 3, maxnreg=168)},
     ("large", "sm80"): {128: Launch(64, 64, 4, 3), 256: Launch(64, 64, 8, 2)},
     ("large", "fp32"): {64: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)},
-    # Of selected_parts: the gathered rows of a step; a block is read at once.
+    # For selected_parts: the gathered rows of a step; a block is loaded whole.
     ("parts", "sm80"): {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
     ("parts", "fp32"): {256: Launch(16, 64, 4, 1)},
 })  # fmt: skip
@@ -51,7 +50,7 @@ backward = selected_backward.backward
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why these kernels cannot run on such tensors; None when they can."""
+    """Why these kernels cannot run on such tensors; None if they can."""
     if v.shape[1] >= MAX_TOKENS:
         return f"the selected-attention kernels take fewer than {MAX_TOKENS} tokens"
     return launch_table.refusal(q, v)
@@ -93,7 +92,7 @@ def forward(
 
 
 def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int) -> int:
-    """Stretches of queries whose parts `forward` holds in turn: where there is one more, its workspace is smaller."""
+    """The number of stretches of queries that `forward` processes in turn: one more makes its workspace smaller."""
     is_by_parts = default_params(q, k, v, block, indices.shape[3]).method == "parts"
     return cdiv(q.shape[1], selected_parts.queries_at_once(q, v, indices)) if is_by_parts else 1
 
@@ -124,15 +123,15 @@ def _attend_kernel(
     k_base = k_ptr + batch * stride_kb + group * stride_kg
     v_base = v_ptr + batch * stride_vb + group * stride_vg
 
-    # The queries are the last tokens of the sequence. What lies after the tile's last query, perhaps the next document,
-    # is not loaded: a weight of 0 would not keep out a NaN.
+    # The queries are the last tokens of the sequence. Tokens after the tile's last query, perhaps of the next document,
+    # are not loaded: a weight of 0 would not mask a NaN.
     keys = q_offset + tl.minimum(tokens, tile * QUERIES + QUERIES)
     here = pair * tiles + tile
     entries = entries_ptr + here * capacity
     top = tl.full([ROWS], -float("inf"), tl.float32)  # running maximum, in base-2 units
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    # One loop after the other, not a branch: the loops then share their buffers.
+    # Consecutive loops instead of a branch, so that they share their buffers.
     for mode in tl.static_range(3):
         begin, end = loop_bounds(mode, counts_ptr + here * 3)
         acc, top, total = _attend_entries(

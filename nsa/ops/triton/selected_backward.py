@@ -1,7 +1,7 @@
 """Gradients of selected attention.
 
 dK and dV are computed block by block: a program holds one block of keys and values and gathers, tile by tile,
-the rows (queries x heads) that chose it. A long list is cut into work items whose partial sums are added in a
+the rows (queries x heads) that chose it. A long list is divided into work items whose partial sums are added in a
 fixed order, so dK and dV are deterministic. dQ comes either from the same programs through float32 atomics
 ("fused": five products instead of seven, best for few heads per group, order of sums not fixed) or from a
 query-major kernel ("separate": deterministic).
@@ -23,10 +23,10 @@ from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_place, numbe
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
 from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, extent, keys_at_once, load_block
 
-ITEMS_WANTED = 1536  # work items that keep every card busy to the end
-FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond: the atomics cost more, the registers run out
+ITEMS_WANTED = 1536  # work items that keep every GPU busy to the end
+FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond, atomics cost more and registers run out
 
-# "block" with dQ separate, "block_fused" with it: the gathered rows of a step x keys. "query_": of a separate dQ.
+# "block" (dQ separate) and "block_fused": the gathered rows of a step x keys. "query_...": of a separate dQ.
 LAUNCHES = LaunchTable({
     ("block_fused", "sm90"): {64: Launch(128, 64, 4, 2), 128: Launch(32, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
     ("block_fused", "sm80"): {64: Launch(32, 64, 4, 3), 128: Launch(32, 64, 8, 2), 256: Launch(32, 32, 8, 2)},
@@ -47,8 +47,8 @@ LAUNCHES = LaunchTable({
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """dq "fused" or "separate"; `block` is the block-major launch (rows = gathered rows a step), its lists cut
-    into items of `chunk` queries; `query` the query-major launches of a separate dQ."""
+    """dq is "fused" or "separate"; `block` is the block-major launch (rows = gathered rows per step), whose lists are
+    divided into items of `chunk` queries; `query` are the query-major launches of a separate dQ."""
 
     dq: str
     block: Launch
@@ -66,8 +66,8 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: in
         and not torch.are_deterministic_algorithms_enabled()
     )
     gathered = LAUNCHES.find("block_fused" if fused else "block", q, v)
-    # A block is chosen by num_selected * block queries on average: lists up to twice that stay whole, and
-    # their results are written once. Short sequences need shorter items to occupy the card.
+    # On average num_selected * block queries choose a block: lists up to twice that length are not divided, and their
+    # results are written once. Short sequences need shorter items to occupy the GPU.
     items = batch * groups * tokens * num_selected // ITEMS_WANTED
     chunk = min(max(256, power_of_2(items)), max(256, 2 * num_selected * block))
     query = choose_tiles(q, k, v, block, num_selected, LAUNCHES, "query_")
@@ -83,7 +83,7 @@ def backward(
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
-    # The gathers count on the heads of a token lying back to back.
+    # The gathers assume that the heads of a token are contiguous.
     q, do = (x if x.stride(2) == x.shape[3] else x.contiguous() for x in (q, do))
     lse = lse.contiguous()
     with launch_on(q):
@@ -108,7 +108,7 @@ def backward(
 
 
 def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x * scale in another type."""
+    """x * scale in another dtype."""
     scaled = torch.empty(x.shape, dtype=dtype, device=x.device)
     launcher(_scale_kernel, (cdiv(x.numel(), 4096),), x)(x, scaled, scale, x.numel(), SIZE=4096, num_warps=8)
     return scaled
@@ -212,8 +212,8 @@ def _block_grads_kernel(
     do_base = do_ptr + batch * stride_db + (group * PER_GROUP) * DV
     row_base = batch * (tokens - q_offset) * HEADS + group * PER_GROUP  # of the queries, the last of the tokens
     lse_base, delta_base, dq_base = lse_ptr + row_base, delta_ptr + row_base, dq_ptr + row_base * DK
-    # Lists ascend, so queries inside the block, at most SEL of them, come first: only they need the causal mask. Their
-    # steps and a last one with too few rows make the masked loop; in the other all rows exist.
+    # Lists ascend, so the queries inside the block, at most SEL, come first: only they need the causal mask. Their
+    # steps and an incomplete last step form the masked loop; in the other loop all rows exist.
     num_queries = last - first
     num_rows = num_queries * PER_GROUP
     split = tl.cdiv(tl.maximum(tl.minimum(last, SEL) - first, 0) * PER_GROUP, ROWS)
@@ -249,10 +249,10 @@ def _block_grads_rows(
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Steps [begin, end) of ROWS rows each; with MASKED, `full` comes after `split` - 1. Scores are transposed,
-    [keys, rows], so that they feed the two accumulators as first operands without a detour."""
+    [keys, rows], so that they are first operands of both accumulating products."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    # Queries are fetched a step ahead, since the gathers wait for them. Rows that do not exist repeat those of the last
-    # query, with probability 0: no gather and no atomic needs a mask.
+    # Queries are prefetched a step ahead, since the gathers depend on them. Rows that do not exist repeat those of the
+    # last query, with probability 0: no gather and no atomic needs a mask.
     ahead = begin
     if MASKED:
         ahead = tl.where(begin < split, begin, full)
@@ -264,7 +264,7 @@ def _block_grads_rows(
             step, ahead = tl.where(i < split, i, full), tl.where(i + 1 < split, i + 1, full)
         t_next = tl.load(queries + tl.minimum(_places(ahead, PER_GROUP, ROWS)[0], num_queries - 1))
         at, head = _places(step, PER_GROUP, ROWS)
-        # Offsets inside one sequence: 32 bits where they suffice.
+        # Offsets inside one sequence, in 32 bits if they suffice.
         t_wide = t.to(tl.int64) if WIDE else t
         q_offs = t_wide * STRIDE_Q + head * DK
         do_offs = t_wide * STRIDE_DO + head * DV
@@ -273,7 +273,7 @@ def _block_grads_rows(
         do = load_tile(do_base + do_offs[:, None] + dv[None, :], at >= 0, dv, DV, BLOCK_DV, False)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, ROWS]
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        # Row constants are read where they are used: in the layout of a score tile they fill many registers.
+        # Row constants are loaded where they are used: in the layout of a score tile they take many registers.
         lse = tl.load(lse_base + row)
         p = tl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
         if MASKED:
@@ -292,9 +292,9 @@ def _block_grads_rows(
 
 @triton.jit
 def _places(step, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of the rows of a step, the place of the query in its list and the head."""
+    """For the rows of a step, the place of the query in its list and the head."""
     row = tl.arange(0, ROWS)
-    if ROWS % PER_GROUP == 0:  # nothing to divide in a loop
+    if ROWS % PER_GROUP == 0:  # no division in the loop
         return step * (ROWS // PER_GROUP) + row // PER_GROUP, row % PER_GROUP
     else:
         row += step * ROWS
@@ -303,8 +303,8 @@ def _places(step, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_dq(dq_base, k, ds, row, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
-    """Adds to dQ, still without the scale. Transposed, too: at least 64 rows of the result, as Hopper's instruction
-    needs."""
+    """Adds to dQ, without the scale. Also transposed, so that the result has at least the 64 rows that Hopper's
+    instruction needs."""
     dk = tl.arange(0, BLOCK_DK)
     dq = tl.trans(tl.dot(tl.trans(k), ds.to(k.dtype), input_precision="ieee"))
     dq_ptrs = dq_base + row[:, None] * DK + dk[None, :]
@@ -320,7 +320,7 @@ def _sum_parts_kernel(
     first_pair, first_block, chunk, tokens, groups, blocks, KEYS: tl.constexpr, SEL: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds, in order, the partial results of the blocks whose lists were cut."""
+    """Adds, in order, the partial results of the blocks whose lists were divided."""
     PIECES: tl.constexpr = (SEL + KEYS - 1) // KEYS
     cell = tl.program_id(0) // PIECES
     slot_first = tl.load(slot_first_ptr + cell)

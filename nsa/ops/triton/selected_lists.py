@@ -1,11 +1,11 @@
-"""Which blocks there are, and for every block the queries that chose it, built on the device.
+"""Numbers the blocks and builds, for every block, the list of queries that chose it, on the device.
 
-Promises: no host synchronisation, every size known from shapes alone, the same lists every time, and nothing
-outside the tensors is touched whatever the indices hold. An index that is negative, outside the document or
-starts after its query is dropped, a repeated one counts once: what leaves here needs no further checks.
+Guarantees: no host synchronization, sizes that depend only on shapes, deterministic lists, and no access outside the
+tensors for any indices. An index that is negative, outside the document or after its query is dropped, and a repeated
+one counts once, so that the lists need no further checks.
 
-A block is named by the token it starts at (unique also across packed documents) and, where a table is needed,
-by its number: blocks are numbered through the sequence, document after document.
+A block is identified by its first token (unique also across packed documents) or, in tables, by its number: blocks are
+numbered through the sequence, document after document.
 
 Legend: B batch, S tokens, G key/value heads, n indices per query, pair = one (b, g), J blocks.
 """
@@ -21,22 +21,22 @@ from torch import Tensor
 from nsa.ops.layout import cached_with, num_blocks, token_layout
 from nsa.ops.triton.launch_table import cdiv, launcher, power_of_2
 
-MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it pairs (b, g), or parts of one, are done in turns
+MAX_TABLE_BYTES = 256 << 20  # workspace of the inversion; beyond it, pairs (b, g) or parts of them take turns
 _SIZES = ["first_pair", "first_block", "tokens", "q_offset", "groups", "spans", "blocks", "first", "tiles"]
-SPAN = 128  # queries whose bits for one block lie side by side: 4 words of 32
+SPAN = 128  # queries whose bits for one block are adjacent: 4 words of 32
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How blocks are numbered. Unpacked, block j starts at token j * size and the tables are placeholders.
+    """The numbering of blocks. Unpacked, block j starts at token j * size and the tables are placeholders.
 
     size       tokens of a block
-    count      blocks, or when packed an upper bound of their number that depends on shapes alone
-    packed     whether the tables hold anything
+    count      number of blocks, or when packed an upper bound that depends only on shapes
+    packed     whether the tables are used
     doc_start  [S] int32, first token of every token's document
     number     [S] int32, number of the block that starts at a token
     starts     [count + 1] int32, first token of a block; S from the first unused number on
-    q_offset   tokens before the first query: indices are those of the queries alone, blocks those of the sequence
+    q_offset   tokens before the first query: indices exist only for the queries, blocks for the whole sequence
     """
 
     size: int
@@ -65,7 +65,7 @@ def _number_packed(tokens: int, block: int, cu_seqlens: Tensor) -> Blocks:
     opens = layout.position % block == 0
     number = opens.cumsum(0) - 1
     starts = torch.full((count + 2,), tokens, dtype=torch.int32, device=device)
-    # Tokens inside a block write to the last place, which is then dropped.
+    # Tokens inside a block write to the last entry, which is then dropped.
     place = torch.where(opens, number, count + 1)
     starts.scatter_(0, place, torch.arange(tokens, dtype=torch.int32, device=device))
     return Blocks(block, count, True, layout.doc_start.to(torch.int32), number.to(torch.int32), starts[: count + 1])
@@ -73,13 +73,13 @@ def _number_packed(tokens: int, block: int, cu_seqlens: Tensor) -> Blocks:
 
 @dataclass(frozen=True)
 class BlockLists:
-    """The queries of `count` blocks, J in the shapes below, from number `first_block` on, for each of `pairs` pairs
-    (b, g) from pair `first_pair` on.
+    """The queries of `count` blocks (J in the shapes below) from number `first_block` on, for each of `pairs` pairs
+    (b, g) from `first_pair` on.
 
     queries     [pairs * S * n] int32, the lists back to back
     offsets     [pairs * J] int64, where a block's list starts
-    counts      [pairs * J] int32, how long it is
-    item_first  [pairs * J] int32, first work item of a block; a block without queries has one, too
+    counts      [pairs * J] int32, its length
+    item_first  [pairs * J] int32, first work item of a block; a block without queries also has one
     slot_first  [pairs * J] int32, first partial result of a block with several items, -1 with one
     item_block  [max_items] int32, the block (pair * J + number) of an item
     totals      [2] int32, items and slots in use
@@ -108,7 +108,7 @@ def table_bytes(tokens: int, blocks: int) -> int:
 
 
 class Turn(NamedTuple):
-    """What `block_lists` inverts at a time: the blocks `first_block` .. + `blocks` of some pairs."""
+    """The blocks that `block_lists` processes at a time: `first_block` .. + `blocks` of some pairs."""
 
     first_pair: int
     pairs: int
@@ -117,7 +117,7 @@ class Turn(NamedTuple):
 
 
 def plan_turns(tokens: int, blocks: int, pairs: int) -> list[Turn]:
-    """All blocks of as many pairs as the workspace allows; where it does not hold one pair, parts of its blocks."""
+    """All blocks of as many pairs as fit the workspace; if not even one pair fits, parts of its blocks."""
     at_once = max(1, MAX_TABLE_BYTES // max(1, table_bytes(tokens, blocks)))
     size = min(blocks, max(1, MAX_TABLE_BYTES // max(1, table_bytes(tokens, 1))))
     return [
@@ -128,8 +128,8 @@ def plan_turns(tokens: int, blocks: int, pairs: int) -> list[Turn]:
 
 
 class Skipped(NamedTuple):
-    """Queries that are left out: of tile i of `queries` queries where `take` [P, tiles] is not 0. The first query of
-    the indices is number `first` of all that the tiles count."""
+    """Queries to skip: those of tiles of `queries` queries for which `take` [P, tiles] is not 0. The first query of the
+    indices has number `first` in the tiles."""
 
     take: Tensor
     queries: int
@@ -235,7 +235,7 @@ def block_place(cell, first_pair, first_block, blocks, tokens, starts_ptr, SEL: 
 
 @triton.jit
 def count_steps(num_queries, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Steps of ROWS rows, queries of a list x heads, that `rows_of_step` makes."""
+    """The number of steps of `rows_of_step`, each of ROWS rows (queries of a list x heads)."""
     WHOLE: tl.constexpr = ROWS // PER_GROUP
     if WHOLE * PER_GROUP * 16 >= ROWS * 15:
         return tl.cdiv(num_queries, WHOLE)
@@ -245,8 +245,8 @@ def count_steps(num_queries, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def rows_of_step(step, num_queries, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of ROWS rows: the place of the query in its list, the head, and whether the row exists; one that does not repeats
-    another. Where whole queries leave few rows idle, a step is a number of these: then nothing is divided in a loop."""
+    """For each of ROWS rows: the place of the query in its list, the head, and whether the row exists; a row that does
+    not exist repeats another. If whole queries leave few rows idle, a step has only these, which avoids divisions."""
     WHOLE: tl.constexpr = ROWS // PER_GROUP
     row = tl.arange(0, ROWS)
     if WHOLE * PER_GROUP * 16 >= ROWS * 15:
@@ -266,8 +266,8 @@ def _chosen_numbers(
     CHOSEN: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a program: the pair counted from first_pair, queries [TOKENS, 1], and block numbers [TOKENS, PADDED] counted
-    from first_block, negative where there is none."""
+    """For a program: the pair relative to first_pair, queries [TOKENS, 1], and block numbers [TOKENS, PADDED] relative
+    to first_block, negative for padding."""
     per_pair = tl.cdiv(tokens, TOKENS)
     local = tl.program_id(0) // per_pair
     pair = first_pair + local
@@ -308,7 +308,7 @@ def _mark_kernel(
 
 @triton.jit
 def popcount(bits):
-    """How many bits of 32 are set; the compiler knows this form, and makes one instruction of it."""
+    """The number of set bits of 32; the compiler recognizes this form as one instruction."""
     bits = bits.to(tl.uint32, bitcast=True)
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
@@ -320,7 +320,7 @@ def _count_kernel(
     bits_ptr, before_ptr, counts_ptr,  # [pairs, spans, J, WORDS]; [pairs, spans, J]; [pairs, J]
     spans, blocks, BLOCKS: tl.constexpr, SPANS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """For every block: how many queries of earlier spans chose it, for each span, and how many in all."""
+    """For every block: the number of queries of earlier spans that chose it, for each span, and the total."""
     per_pair = tl.cdiv(blocks, BLOCKS)
     pair = (tl.program_id(0) // per_pair).to(tl.int64)
     block = (tl.program_id(0) % per_pair) * BLOCKS + tl.arange(0, BLOCKS)
@@ -382,8 +382,8 @@ def _scatter_kernel(
     PADDED: tl.constexpr, TOKENS: tl.constexpr, SEL: tl.constexpr, SPAN: tl.constexpr, PACKED: tl.constexpr,
     TILE: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Every query to its place: the queries before it are those of earlier spans and the lower bits of its own.
-    A repeated index goes to the same place, with the same value."""
+    """Writes every query to its place, after the queries of earlier spans and of the lower bits of its own span. A
+    repeated index writes the same value to the same place."""
     local, t, number = _chosen_numbers(
         idx_ptr, stride_b, stride_s, stride_g, stride_n, doc_start_ptr, number_ptr, take_ptr, first_pair, first_block,
         tokens, q_offset, groups, blocks, first, tiles, CHOSEN, PADDED, TOKENS, SEL, PACKED, TILE,

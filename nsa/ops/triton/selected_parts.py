@@ -1,10 +1,10 @@
-"""Attention over selected blocks, block by block: for groups of few heads whose queries agree little.
+"""Attention over selected blocks, block by block: for groups of few heads whose queries select different blocks.
 
-A tile of neighbouring queries reads every block that one of them chose, and with few heads in a group most of its rows
-are masked: the keys then pass through the cache once for every few rows. Here a program holds one block and gathers the
-rows that chose it, as in the gradients. What a row gets from one block, normalised, is a part; a second kernel puts
-the parts of a row together, in the order of its indices, so results are the same every time. Parts take as much memory
-as the queries, n times: a stretch of queries is done at a time.
+A tile of neighbouring queries reads every block that one of them chose, and with few heads per group most of its rows
+are masked: the keys are then loaded again for every few rows. Here a program holds one block and gathers the rows that
+chose it, as in the gradients. The normalised output of a row for one block is a part; a second kernel merges the parts
+of a row in the order of its indices, so results are deterministic. Parts take n times the memory of the queries:
+therefore one stretch of queries is processed at a time.
 
 Legend: B batch, S tokens, G key/value heads, h query heads per group, n indices per query, P = B*G.
 """
@@ -32,15 +32,15 @@ from nsa.ops.triton.selected_lists import (
 )
 from nsa.ops.triton.selected_tiles import extent, load_block
 
-MAX_BLOCK = 128  # tokens of a block, whose scores lie in registers
-# Parts take as many bytes as the tensors of the call, within these limits; more queries than that are done in turns.
+MAX_BLOCK = 128  # tokens of a block, whose scores are in registers
+# Parts take as many bytes as the tensors of the call, within these limits; further queries are processed in turns.
 MIN_PARTS_BYTES, MAX_PARTS_BYTES = 512 << 20, 1 << 30
 CHUNK = 256  # queries of a work item
 MERGED_ROWS = 32
 
 
 def queries_at_once(q: Tensor, v: Tensor, indices: Tensor) -> int:
-    """How many queries of every sequence are done at a time: stretches of equal length, of whole spans."""
+    """The number of queries of every sequence per stretch: stretches of equal length, of whole spans."""
     batch, tokens, groups, chosen = indices.shape
     a_query = batch * chosen * q.shape[2] * (v.shape[3] * q.element_size() + 4)
     own = batch * tokens * (q.shape[2] + groups) * (q.shape[3] + v.shape[3]) * q.element_size()  # q, k, v and o
@@ -125,7 +125,7 @@ def _attend_block_kernel(
     q_base = q_ptr + batch * stride_qb + (group * PER_GROUP) * STRIDE_QH
     parts = parts_ptr + offset * (PER_GROUP * DV)
     lse_parts = lse_parts_ptr + offset * PER_GROUP
-    # Lists ascend, so queries inside the block, at most SEL of them, come first: only they need the causal mask.
+    # Lists ascend, so the queries inside the block, at most SEL, come first: only they need the causal mask.
     split = count_steps(tl.maximum(tl.minimum(last, SEL) - first, 0), PER_GROUP, ROWS)
     steps = count_steps(last - first, PER_GROUP, ROWS)
     _attend_rows(
@@ -146,8 +146,8 @@ def _attend_rows(
 ):  # fmt: skip
     """Steps [begin, end) of ROWS rows each."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    # Rows that do not exist repeat another and are not stored. Queries are fetched a step ahead, since the gathers wait
-    # for them.
+    # Rows that do not exist repeat another and are not stored. Queries are prefetched a step ahead, since the gathers
+    # depend on them.
     at = rows_of_step(begin, num_queries, PER_GROUP, ROWS)[0]
     t_next = tl.load(queries + at)
     for step in range(begin, end):
@@ -183,7 +183,7 @@ def _merge_kernel(
     first, queries, tokens, groups, tiles, CHOSEN: tl.constexpr, PADDED: tl.constexpr, PER_GROUP: tl.constexpr,
     TILE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Puts the parts of ROWS rows (queries x heads of a pair) together."""
+    """Merges the parts of ROWS rows (queries x heads of a pair)."""
     per_pair = tl.cdiv(queries * PER_GROUP, ROWS)
     pair = (tl.program_id(0) // per_pair).to(tl.int64)
     row = (tl.program_id(0) % per_pair) * ROWS + tl.arange(0, ROWS)

@@ -1,6 +1,6 @@
-"""The query-major gradient of the queries: the forward's tiles and lists once more, deterministic.
+"""The query-major gradient of the queries, with the tiles and lists of the forward pass; deterministic.
 
-Also leaves delta = rowsum(do * o), which it needs first and the block-major kernel needs next.
+Also writes delta = rowsum(do * o), which it needs first and the block-major kernel needs next.
 """
 
 import triton
@@ -22,7 +22,7 @@ def query_grads_kernel(
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, WANTED: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """dQ over the same tiles and lists as the forward kernel, and delta and lse in base 2 on the way."""
+    """dQ over the same tiles and lists as the forward kernel; also writes delta and lse in base 2."""
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
     if WANTED >= 0:
         if tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED:

@@ -1,9 +1,9 @@
-"""Tiles of neighbouring queries, the union of the blocks each reads, and what the attention kernels share.
+"""Tiles of neighbouring queries, the union of the blocks they read, and code that the attention kernels share.
 
-Promises the same of its lists as `selected_lists`. For the `queries` queries of a tile there is one entry
-(mask << 32 | start) per block that any of them chose; bit s of the mask tells whether query s did. Entries that
-all queries of the tile read whole come first, so that the attention loop over them needs no mask. Next come those over
-before the first query, which a row reads whole or not at all, and last those that reach beyond it.
+The lists have the same guarantees as in `selected_lists`. For the `queries` queries of a tile there is one entry
+(mask << 32 | start) per block that any of them chose; bit s of the mask is set if query s chose it. Entries that all
+queries of the tile read whole come first, so that the attention loop over them needs no mask. Next come blocks that end
+before the first query, which a row reads whole or not at all, and last the other blocks.
 
 Legend: B batch, S tokens, G key/value heads, h query heads per group, n indices per query, P = B*G pairs (b, g).
 """
@@ -22,18 +22,18 @@ from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, head_class, l
 from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
-MAX_CANDIDATES = 2048  # indices of one tile, all compared with one another
-MAX_BITS = 32  # blocks of a sequence up to which a query's choice is a word of bits
+MAX_CANDIDATES = 2048  # indices of one tile, all compared with each other
+MAX_BITS = 32  # blocks of a sequence up to which the selection of a query is a word of bits
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How queries are cut into tiles. A launch has queries x heads as rows and keys as columns.
+    """How queries are divided into tiles. A launch has queries x heads as rows and keys as columns.
 
-    method  "query": small tiles, least wasted work; "tile": large ones, least traffic and full tensor cores;
-            "adaptive": each large tile of queries is done whichever way its own lists make cheaper;
-            "parts": likewise, but what is not done in large tiles is left to `selected_parts`
-    ratio   cost of an entry in a large tile, counted in entries of a small one, for "parts" in blocks of a query
+    method  "query": small tiles, least wasted work; "tile": large tiles, least traffic and full tensor cores;
+            "adaptive": for each large tile of queries, the cheaper of both according to its lists;
+            "parts": like "adaptive", with `selected_parts` in place of small tiles
+    ratio   cost of an entry in a large tile relative to an entry of a small tile; for "parts", to a block of a query
     """
 
     method: str
@@ -44,9 +44,9 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class TileLists:
-    """entries [P, tiles, capacity] int64; counts [P, tiles, 3] int32: entries read whole by all, these and the other
-    entries over before the first query, all entries;
-    take [P, large tiles] int32: 1 for a large tile that is used, 0 where small ones or `selected_parts` are."""
+    """entries [P, tiles, capacity] int64; counts [P, tiles, 3] int32: entries that all queries read whole, entries that
+    end before the first query (including the former), all entries;
+    take [P, large tiles] int32: 1 if the large tile is used, 0 if small ones or `selected_parts` are."""
 
     queries: int
     tiles: int
@@ -66,8 +66,8 @@ class TileShape(NamedTuple):
 
 @dataclass(frozen=True)
 class TilePass:
-    """One launch over all tiles. Where the lists have `take`, a tile runs if the entry of its large tile (of `sub`
-    tiles) equals `wanted`."""
+    """One launch over all tiles. If the lists have `take`, a tile runs if the entry of its large tile (of `sub` tiles)
+    equals `wanted`."""
 
     params: Launch
     shape: TileShape
@@ -97,12 +97,12 @@ class TilePass:
 
 
 def keys_at_once(params: Launch, block: int) -> int:
-    """A launch's keys, at most a block."""
+    """The keys of a launch, at most a block."""
     return min(params.columns, max(16, power_of_2(block)))
 
 
 def extent(x: Tensor) -> int:
-    """How far apart elements of one sequence can lie."""
+    """The maximum distance in memory between elements of one sequence."""
     return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
 
 
@@ -113,7 +113,7 @@ def choose_tiles(
     per_group = q.shape[2] // k.shape[2]
     small, large = (table.find(prefix + name, q, v) for name in ("small", "large"))
     ratio = 2.6 if head_class(q.shape[3], v.shape[3]) == 64 and q.dtype != torch.float32 else 2.0
-    # A group of many heads fills a tile with one query; four warps carry 64 rows.
+    # A group of many heads fills a tile with one query; four warps process 64 rows.
     rows = min(large.rows, max(small.rows, power_of_2(per_group)))
     if rows == large.rows:
         small = large
@@ -122,12 +122,12 @@ def choose_tiles(
     if per_group >= 16:
         ratio = min(ratio, 1.5)  # small tiles have no idle rows then
     visible = num_blocks(k.shape[1], block)
-    # When a query reads most of what it may see, so do its neighbours: nearly dense, whatever was selected.
+    # If a query reads most blocks that it can see, so do its neighbours: attention is nearly dense.
     return TilePlan("tile" if visible <= 2 * num_selected else "adaptive", small, large, ratio)
 
 
 def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
-    """The rows of a launch, reduced to what the mask bits can tell apart."""
+    """The rows of a launch, limited to the number of mask bits."""
     rows = params.rows
     while rows > MAX_TILE_QUERIES * per_group:
         rows //= 2
@@ -136,7 +136,7 @@ def _tile_shape(per_group: int, chosen: int, params: Launch) -> TileShape:
 
 
 def plan_tiles(indices: Tensor, blocks: Blocks, per_group: int, plan: TilePlan) -> list[TilePass]:
-    """The launches that together cover every query once; of "parts", one over the large tiles that are used."""
+    """The launches that together cover every query once; for "parts", one over the large tiles that are used."""
     small, large = (_tile_shape(per_group, indices.shape[3], params) for params in (plan.small, plan.large))
     if plan.method in ("tile", "parts"):
         ratio, wanted = (0.0, 0) if plan.method == "tile" else (plan.ratio, 1)
@@ -166,7 +166,7 @@ def tile_lists(
     entries = torch.empty(pairs, tiles, capacity, dtype=torch.int64, device=indices.device)
     counts = torch.empty(pairs, tiles, 3, dtype=torch.int32, device=indices.device)
     take = None if ratio == 0.0 else torch.empty(pairs, tiles, dtype=torch.int32, device=indices.device)
-    # Where blocks are few, bits of them instead of the candidates.
+    # With few blocks, use bits of blocks instead of candidates.
     bits = not blocks.packed and blocks.count <= MAX_BITS and chosen <= 32
     width = power_of_2(blocks.count if bits else queries * chosen)
     at_once = max(1, (256 if bits else 512) // width)
@@ -207,7 +207,7 @@ def _tile_lists_kernel(
         )  # fmt: skip
     present = tl.minimum(QUERIES, tokens - tile * QUERIES)
     everyone = ((tl.full([TILES], 1, tl.int64) << tl.maximum(present, 0).to(tl.int64)) - 1).to(tl.int32)
-    # A block chosen by all and over before the tile's first query is read whole by all.
+    # A block that all queries chose and that ends before the tile's first query is read whole by all.
     over = entry & (start + (SEL - 1) <= (q_offset + tile * QUERIES)[:, None])
     whole = over & (mask == everyone[:, None])
     partial = over & (whole == 0)
@@ -249,15 +249,15 @@ def _candidates(
 ):  # fmt: skip
     """[TILES, WIDTH]: a block's start, the bits of the queries that chose it, and whether it makes an entry.
 
-    Every candidate (query of the tile, place) is compared with all of its tile: who else chose it, and is it the first
-    to name its block. Quadratic in a few hundred candidates, which beats sorting them."""
+    Every candidate (query of the tile, place) is compared with all of its tile: which other queries chose its block,
+    and whether it is the first. Quadratic in a few hundred candidates, which is faster than sorting."""
     place = tl.arange(0, WIDTH)
     t = tile[:, None] * QUERIES + (place // CHOSEN)[None, :]  # [TILES, WIDTH]
     there = (place < QUERIES * CHOSEN)[None, :] & (t < tokens) & (tile < tiles)[:, None]
     index = tl.load(base + t.to(tl.int64) * stride_s + (place % CHOSEN)[None, :] * stride_n, mask=there, other=-1)
     start = block_start(index, q_offset + t, there, doc_start_ptr, SEL, PACKED)
 
-    # Candidates from the last to the first, so that what remains in `first` is the first equal one.
+    # From the last candidate to the first, so that `first` ends as the first equal one.
     first = tl.zeros([TILES, WIDTH], dtype=tl.int32)
     mask = tl.zeros([TILES, WIDTH], dtype=tl.int32)
     for back in range(QUERIES):
@@ -289,7 +289,7 @@ def _numbers(
     base, stride_s, stride_n, tile, tokens, q_offset, tiles, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr,
 ):  # fmt: skip
-    """The same of every block of a sequence that has at most 32, in order."""
+    """`_candidates` for sequences of at most 32 blocks: one candidate per block, in order."""
     number = tl.arange(0, WIDTH)[None, :]
     mask = tl.zeros([TILES, WIDTH], dtype=tl.int32)
     for slot in range(QUERIES):
@@ -322,7 +322,7 @@ def loop_bounds(mode: tl.constexpr, counts):
 @triton.jit
 def mask_scores(s, entry, slot, key, t, MASK: tl.constexpr):
     """Scores [ROWS, KEYS] of an entry, -inf where the row's query did not choose it or, with KEY_MASK, precedes the
-    key. By choice, not by the exponent: another query's block may hold what is not finite."""
+    key. Uses `where` instead of adding -inf: the block of another query may hold values that are not finite."""
     if MASK != NO_MASK:
         chosen = (((entry >> 32).to(tl.int32) >> slot) & 1) != 0
         if MASK == KEY_MASK:
@@ -337,8 +337,8 @@ def load_block(
     k_base, v_base, stride_ks, stride_vs, start, end, shift, SEL: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """KEYS tokens of the block [start, end) from place `shift` on: their places in the block, the tokens, whether they
-    belong to it, keys and values."""
+    """KEYS tokens of the block [start, end) from offset `shift` on: their offsets in the block, token indices, whether
+    they belong to the block, keys and values."""
     col = shift + tl.arange(0, KEYS)
     key = start + col
     key_ok = (col < SEL) & (key < end)
@@ -355,9 +355,9 @@ def decode_tile(
     tokens, tiles, PER_GROUP: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
     HEAD_TILES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(pair int64, tile, and per row: slot, query, head of the group, whether it exists) of this program.
-    Neighbouring programs read neighbouring queries of one pair, whose keys then stay in L2; late ones first,
-    since they have most to read."""
+    """(pair int64, tile, and per row: slot, query, head of the group, whether it exists) of this program. Neighbouring
+    programs process neighbouring queries of one pair, whose keys then stay in L2; late queries first, since they read
+    the most."""
     program = tl.program_id(0)
     head_tile = program % HEAD_TILES
     pair = (program // HEAD_TILES) // tiles

@@ -1,9 +1,9 @@
-"""Which blocks each query reads: block scores, then an exact top-k, in two kernels (`selection_kernels.py`).
+"""Selection of the blocks that each query reads: block scores, then an exact top-k (`selection_kernels.py`).
 
-Promises the results of the reference: ascending indices padded with -1, forced blocks always in, equal scores to the
-lower index. Block scores exist for a chunk of queries at a time (`score_bytes`). A launch of the scores has compressed
-tokens as rows and, as columns, the most heads x queries that a program keeps in shared memory; one of the top-k has, as
-columns, the blocks that its warps keep in registers.
+The results are those of the reference: ascending indices padded with -1, forced blocks always included, ties to the
+lower index. Block scores exist for a chunk of queries at a time (`score_bytes`). In a launch of the scores, rows are
+compressed tokens and columns are the most heads x queries that a program keeps in shared memory; in a launch of the
+top-k, columns are the blocks that its warps keep in registers.
 
 Legend: B batch, S tokens, G groups, h heads per group, N compressed tokens, J selection blocks.
 """
@@ -23,10 +23,10 @@ from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
 MAX_HEADS_PER_GROUP = 128
-SCORE_BYTES = 256 << 20  # of one chunk of queries
-SCORE_BYTES_PER_TOKEN = 1 << 10  # of the sequence, where that is more
-SCORE_PROGRAMS = 32 * H200.multiprocessors  # about as many a launch: few would leave multiprocessors idle at its end
-SCORE_TILES = 16  # tiles of a program at least, against which loading the queries is little
+SCORE_BYTES = 256 << 20  # per chunk of queries
+SCORE_BYTES_PER_TOKEN = 1 << 10  # of the sequence, if that is more
+SCORE_PROGRAMS = 32 * H200.multiprocessors  # per launch, about: fewer would leave multiprocessors idle at its end
+SCORE_TILES = 16  # minimum tiles of a program, so that loading the queries is a small part
 
 # Of sm90 found by timing, of the others by counting registers and shared memory.
 AnySpec = NSASpec | MSASpec  # for what every kind of selection has
@@ -64,7 +64,7 @@ def forward(
         return indices
     q, k = unit_last(q), unit_last(k)
 
-    wide = k.shape[1] * k.stride(1) >= 1 << 31  # else 32-bit offsets inside a head: a tenth of the loop
+    wide = k.shape[1] * k.stride(1) >= 1 << 31  # else 32-bit offsets inside a head, which save a tenth of the loop
     constants = score_constants(spec, heads // groups, dim, wide, score)
     packed = cu_seqlens is not None or q_offset > 0
     doc_start = cmp_start = indices
@@ -108,13 +108,13 @@ def document_starts(q: Tensor, cu_seqlens: Tensor | None, q_offset: int) -> Tens
     return doc_start[q_offset:] - q_offset if q_offset else doc_start
 
 
-# What follows from shapes alone is computed once for each; callers only read it.
+# The following functions depend only on shapes and are cached; callers must not modify their results.
 
 
 @lru_cache(maxsize=256)
 def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params: Launch) -> dict[str, Any]:
     """The compile-time constants of the score kernel."""
-    rows = min(16 * params.num_warps, 1 << (params.columns.bit_length() - 1))  # of one product, heads x queries
+    rows = min(16 * params.num_warps, 1 << (params.columns.bit_length() - 1))  # of one product (heads x queries)
     most = max(1, params.columns // per_group)
     queries = min(rows, 1 << (most.bit_length() - 1))
     heads = rows // queries
@@ -132,7 +132,7 @@ def score_constants(spec: NSASpec, per_group: int, dim: int, wide: bool, params:
         "PLANES": score_planes(spec),
         "CMP_BLOCK": spec.cmp_block, "CMP_STRIDE": spec.cmp_stride, "SEL_BLOCK": spec.sel_block,
         "NUM_SELECTED": spec.num_selected, "NUM_INIT": spec.num_init, "NUM_LOCAL": spec.num_local,
-        # A block with a score ends NUM_LOCAL blocks before the query's: often all its compressed tokens are visible.
+        # A scored block ends NUM_LOCAL blocks before the query's own: often all its compressed tokens are visible.
         "MASKED": spec.cmp_block - spec.cmp_stride > (spec.num_local - 1) * spec.sel_block + 1,
         "WIDE": wide,
     }  # fmt: skip
@@ -161,18 +161,18 @@ def block_width(stop: int, spec: AnySpec) -> int:
 
 
 def score_planes(spec: NSASpec) -> int:
-    """Planes of a row's scores: one of own blocks, and where compressed blocks overlap one of the next blocks."""
+    """Planes of a row's scores: one for own blocks, and if compressed blocks overlap, one for the next blocks."""
     return 1 if compressed_overlap(spec) == 1 else 2
 
 
 def score_bytes(tokens: int) -> int:
-    """Bytes that the scores of a chunk may have. Rows grow with the length, and so does this."""
+    """Maximum bytes of the scores of a chunk. Grows with the length, as rows do."""
     return max(SCORE_BYTES, SCORE_BYTES_PER_TOKEN * tokens)
 
 
 def split_blocks(programs: int, width: int, tile: int) -> tuple[int, int]:
-    """Into how many parts the blocks of a row are split, each a program of its own, where there would be `programs`,
-    and the blocks of a part: whole tiles. Rows of a million tokens are long, and a chunk has few of them."""
+    """The number of parts, one program each, into which the blocks of a row are split if there would otherwise be
+    `programs`, and the blocks per part: whole tiles. With a million tokens rows are long, and a chunk has few."""
     splits = max(1, min(cdiv(SCORE_PROGRAMS, programs), width // (SCORE_TILES * tile)))
     span = cdiv(cdiv(width, splits), tile) * tile
     return cdiv(width, span), span
@@ -182,9 +182,9 @@ def split_blocks(programs: int, width: int, tile: int) -> tuple[int, int]:
 def plan_chunks(
     batch: int, tokens: int, planes: int, query_tile: int, spec: AnySpec, packed: bool, limit: int, q_offset: int = 0
 ) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """The first query that needs scores, and the work cut into (batch from, to, query from, to) so that the scores of
-    each chunk fit `limit` bytes, as far as single tiles of queries allow. `planes` of a query: those of all groups."""
-    # Without documents the first queries see too few blocks to need scores; packed, any query may be such a one.
+    """The first query that needs scores, and chunks (batch from, to, query from, to) whose scores fit `limit` bytes, as
+    far as single tiles of queries allow. `planes` counts those of all groups of a query."""
+    # Without documents the first queries see too few blocks to need scores; packed, any query may.
     scored_from = 0 if packed else spec.num_selected * spec.sel_block
     if spec.num_selected == spec.num_init + spec.num_local:
         scored_from = tokens  # all blocks are forced
@@ -216,7 +216,7 @@ def plan_chunks(
 def score_elements(
     chunks: list[tuple[int, int, int, int]], planes: int, scored_from: int, spec: AnySpec, q_offset: int = 0
 ) -> int:
-    """Scores of the largest chunk, [B, S, G, planes, width] of that chunk; 0 where none are needed."""
+    """The number of scores of the largest chunk, [B, S, G, planes, width]; 0 if none are needed."""
     return max(
         (b1 - b0) * max(0, stop - max(first, scored_from)) * planes * block_width(q_offset + stop, spec)
         for b0, b1, first, stop in chunks

@@ -1,13 +1,13 @@
 """The kernels of `selection.py`: block scores on tensor cores, then an exact top-k.
 
 Scores. A second pass over q.k with the log-sum-exp known. A tile is a few products, one after another, with (head,
-query) as rows and compressed tokens as columns; adding them up adds heads inside a thread, and no head is padded where
-a product's share of heads divides their number. Visibility depends on the query alone: it is applied after that sum, h
-times cheaper, and not at all where the local blocks, which need no score, hold all that is not visible.
-Compressed token c of block j gives to block j and, where it sticks out, to block j+1 (cmp_block never exceeds
-sel_block): the two shares are stored as two planes, own[j] and next[j], and score j is own[j] + next[j-1]. No
-token is computed twice, nothing is carried between tiles, and every block's terms are added in one order, so
-that equal inputs give equal scores to the last bit, and a row's blocks can be split between programs.
+query) as rows and compressed tokens as columns; their sum adds heads inside a thread, and no head is padded if the
+heads per product divide the number of heads. Visibility depends only on the query: it is applied after that sum, h
+times cheaper, and not at all if all invisible tokens are in the local blocks, which need no score.
+Compressed token c of block j contributes to block j and, if it extends beyond it, to block j+1 (cmp_block never exceeds
+sel_block): the two shares are stored as two planes, own[j] and next[j], and score j is own[j] + next[j-1]. No token is
+computed twice, nothing is carried between tiles, and the terms of every block are added in a fixed order, so that equal
+inputs give bitwise equal scores, and the blocks of a row can be split between programs.
 
 Top-k. Scores become integers of the same order: of scores that are not negative, their bits. One program per row keeps
 them in registers, finds the k-th largest by bisection on the bits, and compacts what reaches it by a prefix sum: the
@@ -30,8 +30,8 @@ def _score_tiles(
     CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
     NUM_LOCAL: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of those queries that are `wanted`, all of one document whose slots start at `base`, for `span` blocks
-    from `begin` on."""
+    """The scores of the `wanted` queries, all of one document whose slots start at `base`, for `span` blocks from
+    `begin` on."""
     BN: tl.constexpr = BJ * BC
     visible = tl.where(position + 1 >= CMP_BLOCK, (position + 1 - CMP_BLOCK) // CMP_STRIDE + 1, 0)  # [QT]
     newest = tl.max(tl.where(wanted, position, 0), axis=0) // SEL_BLOCK
@@ -46,7 +46,7 @@ def _score_tiles(
         for part in tl.static_range(PARTS):
             place = part * BC + row % BC  # within the block; R of a power of two are real
             token = (j0 + row // BC) * R + place  # within the document, [BN]
-            # Clamped rather than masked: what lies behind the end is not visible, and a mask costs more.
+            # Clamped rather than masked: tokens after the end are not visible, and a mask costs more.
             slot = tl.minimum(base + token, slots - 1)
             k_row = k_base + (slot.to(tl.int64) if WIDE else slot) * stride_kn
             k0 = tl.load(k_row[:, None] + d0[None, :])
@@ -78,7 +78,7 @@ def _score_tiles(
         block = j0 + tl.arange(0, BJ)
         place = out + out_row[:, None] + block[None, :]
         if PLANES == 2:
-            # next[j] lies where own[j+1] does, one plane on, so that the reader needs no shift.
+            # next[j] has the index of own[j+1] in the next plane, so that the reader needs no shift.
             plane = tl.arange(0, 2)[None, None, :]
             ok = wanted[:, None, None] & (block[None, :, None] + plane < width)
             tl.store(place[:, :, None] + plane * (width + 1), tl.join(own, nxt), mask=ok)
@@ -105,10 +105,10 @@ def score_kernel(
     g = pid % groups
     b = pid // groups % batch
     split = pid // (groups * batch) % splits
-    # The last queries see most: they start first, so that no long program starts at the end.
+    # The last queries see the most: they start first, so that no long program starts at the end.
     tile = tl.cdiv(row_stop - row_first, QT) - 1 - pid // (groups * batch * splits)
     s_first = row_first + tile * QT
-    # Forced blocks need no score, but the first unforced one takes a share from the block before it.
+    # Forced blocks need no score, but the first block after them gets a share from the block before it.
     begin = (NUM_INIT - 1 if NUM_INIT > 0 else 0) + split * span
 
     rows = s_first + tl.arange(0, QT)
@@ -141,7 +141,7 @@ def score_kernel(
             mask = real[:, None] & (d1 < D)[None, :]
             q1s += (tl.load(q_row[:, None] + d1[None, :], mask=mask, other=0.0),)  # type: ignore[assignment]
         row_lse = tl.load(lse + b64 * stride_lb + s64 * stride_ls + h64 * stride_lh, mask=real, other=0.0)
-        # exp2(x - inf) = 0 takes the padding out of the sum over heads.
+        # exp2(x - inf) = 0 removes the padding from the sum over heads.
         shift = tl.where(row_lse == -float("inf"), 0.0, row_lse * -1.4426950408889634)
         shifts += (tl.where(real, shift, -float("inf")),)  # type: ignore[assignment]
 
@@ -150,11 +150,11 @@ def score_kernel(
     if PACKED:
         bases = tl.load(cmp_start + rows, mask=exists, other=0).to(tl.int32)
         enough = exists & (position // SEL_BLOCK >= NUM_SELECTED)
-        # A tile may touch several documents; each has slots of its own, so they take turns.
+        # A tile may touch several documents, which have different slots: they are processed in turn.
         at = s_first
         end = tl.minimum(s_first + QT, row_stop)
         while at < end:
-            start = tl.sum(tl.where(rows == at, starts, 0), axis=0)  # below 0 where it lies before the queries
+            start = tl.sum(tl.where(rows == at, starts, 0), axis=0)  # negative if it is before the queries
             base = tl.max(tl.where(rows == at, bases, 0), axis=0)
             same = exists & (starts == start)
             wanted = enough & same
@@ -180,7 +180,7 @@ def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.c
     """Blocks start .. start+BLOCK of a row as integer keys, LEAST outside [first, stop). Scores are not negative, and
     the keys their bits, where LEAST is -1; else it is -2**31, below every key."""
     block = start + tl.arange(0, BLOCK)
-    # Whole vectors are read, inside the row since its length is a multiple of 16; the rest is dropped below.
+    # Whole vectors are loaded, within the row since its length is a multiple of 16; the rest is dropped below.
     readable = block < tl.cdiv(stop, 16) * 16
     score = tl.load(row + block, mask=readable, other=0.0)
     if PLANES == 2:
@@ -207,7 +207,7 @@ def pick_row(
 
 @triton.jit
 def ranks(keys):
-    """How many of few keys come before each: those that are larger, or as large and before it."""
+    """The rank of each of few keys: the number of larger keys, and of equal keys before it."""
     i = tl.arange(0, keys.shape[0])
     least = keys[:, None] + (i[None, :] >= i[:, None]).to(tl.int32)
     return tl.sum((keys[None, :] >= least).to(tl.int32), 1)
@@ -222,8 +222,8 @@ def pick_keys(
     bound first. Returns the places of the blocks in `out` [BLOCK // 32, 32], or -1."""
     # Always: `count` keys, FREE or more, reach `low`; fewer than FREE reach `high`.
     if BOUND and FREE <= 32:
-        # The FREE-th of the best ones of 32 lines: few more keys than FREE reach it. Neighbours, which are often alike,
-        # are in different lines.
+        # The FREE-th largest of the maxima of 32 lines: few more keys than FREE reach it. Neighbours, which are often
+        # similar, are in different lines.
         best = tl.max(tl.reshape(keys, [BLOCK // 32, 32]), axis=0)
         high = tl.max(best, axis=0) + 1
         low = tl.maximum(tl.sum(tl.where(ranks(best) == FREE - 1, best, 0), axis=0), LEAST + 1)
@@ -239,12 +239,12 @@ def pick_keys(
         low = tl.where(enough, middle, low)
         count = tl.where(enough, reach, count)
         high = tl.where(enough, high, middle)
-    # Too many only when several keys equal `low`: of those the blocks before `cut` are taken.
+    # Too many only if several keys equal `low`: of these the blocks before `cut` are taken.
     cut = stop
     if count > FREE:
         ties = FREE - tl.sum((keys > low).to(tl.int32), axis=0)  # 1 or more
         early = first
-        while cut - early > 1:  # fewer than `ties` lie before `early`, enough before `cut`
+        while cut - early > 1:  # fewer than `ties` are before `early`, enough before `cut`
             middle = early + ((cut - early) >> 1)
             enough = tl.sum(((keys == low) & (block < middle)).to(tl.int32), axis=0) >= ties
             cut = tl.where(enough, middle, cut)
@@ -315,7 +315,7 @@ def pick_kernel(
     if own < NUM_SELECTED:
         tl.store(out + place, tl.where(place <= own, place, -1), mask=place < NUM_SELECTED)
     else:
-        # More blocks than places, so the forced ones are apart: the first, then the free, then the newest.
+        # More blocks than places, so forced blocks do not overlap: the first, then the free, then the newest.
         forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
         newest = own - (NUM_SELECTED - 1 - place)
         tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))

@@ -1,11 +1,11 @@
-"""What surrounds attention in a step of a few new tokens, in few launches: a step takes the time of its launches.
+"""A decoding step of a few new tokens except its attention, in few launches, which dominate the time of such a step.
 
-`product` is every linear layer that reads one input, with the norm before it and what follows it. `place` rotates the
-queries, writes new keys and values into a cache, and computes the gates. Both compute what the modules of `nsa.nn`
-compute, with one rounding where those round after every operation.
+`product` computes all linear layers that read one input, with the norm before and the activation or residual after
+them. `place` rotates the queries, writes new keys and values into a cache, and computes the gates. Both compute the
+same as the modules of `nsa.nn`, with one rounding where those round after every operation.
 
-A product of one row reads weights into registers before it waits for the kernel before it, which may still run; all
-that another kernel has written is read afterwards, and never from the first cache, which may be older.
+A product of one row loads weights into registers before it waits for the previous kernel, which may still run. Results
+of other kernels are loaded after the wait, and never from the L1 cache, which may be stale.
 
 Legend: T tokens, C channels, N columns of a product, H heads, D head size, J hidden width of the gate.
 """
@@ -23,13 +23,13 @@ from nsa.ops.triton.launch_table import DTYPES, Card, Launch, card_of, cdiv, lau
 
 WIDEST = 1 << 14  # channels: a program holds a row of weights in registers
 TILE = 1 << 13  # weights that a program of four warps holds
-HEADS = 4  # that a program places
-# Of products of several tokens: columns of a program, and channels at a time (depth).
+HEADS = 4  # per program of `place`
+# For products of several tokens: columns of a program, and channels at a time (depth).
 FEW, MORE, EXACT = Launch(16, 16, 4, 3, depth=256), Launch(32, 16, 4, 3, depth=256), Launch(16, 16, 4, 1, depth=32)
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why these kernels cannot serve an input like q [..., C] and a weight like v [N, C'], or None."""
+    """Why these kernels cannot run on an input like q [..., C] and a weight like v [N, C'], or None."""
     if q.dtype not in DTYPES or v.dtype != q.dtype:
         return f"the Triton kernels compute float16, bfloat16 and float32, not {q.dtype} with {v.dtype}"
     if not q.is_cuda and q.dtype == torch.bfloat16:
@@ -41,11 +41,10 @@ def product(
     x_TC: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, norm: Tensor | None = None,
     eps: float = 0.0, residual: Tensor | None = None, activation: str = "",
 ) -> Tensor:  # fmt: skip
-    """x, divided by its root mean square and scaled where there is a `norm`, times every weight [N, C]: side by side.
-    All tensors are contiguous.
+    """x, after RMSNorm if there is a `norm`, times every weight [N, C], concatenated. All tensors are contiguous.
 
-    residual     [T, N], is added, where there is no activation
-    activation   "silu": of the columns of the last weight; "swiglu": silu(x @ weights[0].T) * (x @ weights[1].T)
+    residual     [T, N], is added; only without activation
+    activation   "silu": for the columns of the last weight; "swiglu": silu(x @ weights[0].T) * (x @ weights[1].T)
     """
     tokens, channels = x_TC.shape
     is_swiglu = activation == "swiglu"
@@ -69,7 +68,7 @@ def place(
     read_TN: Tensor, query: Source, writes: Sequence[Write[Source]], gate: Gate | None, eps: float, positions: Tensor,
     table: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The queries [B, n, H, D] of a product and the gates [B, n, H, 3]; keys and values go to their pools.
+    """Returns the rotated queries [B, n, H, D] of a product and the gates [B, n, H, 3]; stores keys and values.
 
     positions [B, n], -1 for padding, which is not written; the page `table` [B, pages], the ring of every row `slots`
     [B], and rotary tables [B, n, D/2]. A ring must hold n tokens.
@@ -79,7 +78,7 @@ def place(
     gates = None if gate is None else read_TN.new_empty(batch, new, query.heads, 3)
     all_writes = (Write(query, q, False, True), *writes)
     sources = [write.source for write in all_writes]
-    # The length of a ring, minus that of a page, and 0 for what is not a cache.
+    # The length of a ring, minus the length of a page, or 0 for a tensor that is not a cache.
     places = (0, *(write.pool.shape[1] * (1 if write.is_ring else -1) for write in writes))
     with launch_on(q):
         launcher(place_kernel, (batch * new, len(sources) + (gate is not None), cdiv(query.heads, HEADS)), q)(
@@ -98,7 +97,7 @@ def place(
 
 
 def _product_launch(x: Tensor, tokens: int, columns: int, card: Card) -> Launch:
-    """One row: as many columns as fit into registers and leave a program for every multiprocessor."""
+    """For one row: as many columns as fit into registers while every multiprocessor has a program."""
     if tokens > 1:
         return EXACT if x.dtype == torch.float32 else FEW if tokens <= FEW.rows else MORE
     width = power_of_2(x.shape[1])
@@ -109,13 +108,13 @@ def _product_launch(x: Tensor, tokens: int, columns: int, card: Card) -> Launch:
 
 
 def _overlap(card: Card) -> dict[str, bool]:
-    """A kernel starts before the one before it has ended, where cards can."""
+    """Launch options that let a kernel start before the previous one has ended, on GPUs that can."""
     return {"OVERLAP": True, "launch_pdl": True} if card.kind == "sm90" else {"OVERLAP": False}
 
 
 @triton.jit
 def _wait(OVERLAP: tl.constexpr):
-    """Until the kernel before this one has ended; the next one may start meanwhile."""
+    """Waits until the previous kernel has ended; the next one may start meanwhile."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -123,7 +122,7 @@ def _wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def _normed(x, inverse, scale):
-    """x over its root mean square and scaled, rounded as the norm's output is."""
+    """RMSNorm of x, rounded like the output of the norm."""
     return (x.to(tl.float32) * inverse * scale.to(tl.float32)).to(x.dtype)
 
 
@@ -138,10 +137,10 @@ def product_kernel(
     SIZES: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of columns, tiles of tokens). A tile lies in one weight; with one row, BLOCK_C holds all channels."""
+    """Grid (tiles of columns, tiles of tokens). A tile is part of one weight; with one row, BLOCK_C is all channels."""
     tile, t = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     w, first, start, size = weights[0], 0, 0, SIZES[0]
-    tiles, width = 0, 0  # of the weights before
+    tiles, width = 0, 0  # of the preceding weights
     for i in tl.static_range(1, len(biases)):
         tiles += (SIZES[i - 1] + COLUMNS - 1) // COLUMNS
         width += SIZES[i - 1]
@@ -174,7 +173,7 @@ def product_kernel(
     is_there = (t < tokens)[:, None] & (n < size)[None, :]
     if residual is not None:
         added += tl.load(residual + at, mask=is_there, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.debug_barrier()  # else the assembler moves this load behind what waits for the next
+        tl.debug_barrier()  # else the assembler moves this load after the wait for the next one
     if ROWS == 1:
         row = tl.load(x + c, mask=c < C, other=0.0, cache_modifier=".cg")
         if norm is not None:
@@ -220,7 +219,7 @@ def _put(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, PLACES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Heads h of a row, of which `read` is the first, normed and rotated as asked for, to their place in a pool."""
+    """Writes heads h of a row, the first at `read`, to a pool, with norm and rotation if requested."""
     HALF: tl.constexpr = DIM // 2
     BLOCK: tl.constexpr = triton.next_power_of_2(HALF)
     _wait(OVERLAP)
@@ -261,7 +260,7 @@ def _gates(
     hidden, weight, bias, gates, h,
     H: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, SOFTMAX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The gates of heads h of a row, whose hidden layer and gates start at `hidden` and `gates`."""
+    """Computes the gates of heads h of a row, whose hidden layer and gates start at `hidden` and `gates`."""
     j = tl.arange(0, BLOCK_J)
     at = weight + 3 * h[:, None] * J + j[None, :]
     there, mask = h < H, (h < H)[:, None] & (j < J)[None, :]
@@ -294,7 +293,7 @@ def place_kernel(
     PLACES: tl.constexpr, GATE_COLUMN: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, SOFTMAX: tl.constexpr,
     HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, what is placed and then the gates, pieces of HEADS heads)."""
+    """Grid (tokens, queries and writes and then the gates, pieces of HEADS heads)."""
     row, number = tl.program_id(0), tl.program_id(1)
     h = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     read += row.to(tl.int64) * width

@@ -24,7 +24,7 @@ windowed = Windowed("win")
 
 
 def key_range(q: Tensor, window: int, cu_seqlens: Tensor | None, q_offset: int) -> KeyRange:
-    """For queries like q with `q_offset` tokens before them."""
+    """The keys seen by queries like q with `q_offset` tokens before them."""
     if cu_seqlens is None and not q_offset:
         return KeyRange(1, 1, window)
     tokens = q_offset + q.shape[1]
