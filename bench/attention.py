@@ -1,10 +1,9 @@
 """Times whole NSA attention against dense attention on a CUDA GPU: `make bench`, or `python -m bench.attention`.
 
-Every shape is checked against the float64 reference first; a kernel that is wrong gets no time. Prints a table and
-writes JSON with the machine, the versions and the commit. Three kinds of input (`--inputs`): random; correlated, in
-which queries agree in runs of 32; and trained, recorded from a layer of the run folder `--run` (see `bench.trained`).
-For each it says how much neighbouring queries agree. `--peers` times the public implementations in the same run
-(`bench.peers`).
+Every shape is checked against the float64 reference first; a wrong kernel is not timed. Prints a table and writes JSON
+with the machine, the versions and the commit. Three kinds of input (`--inputs`): random; correlated, in which queries
+agree in runs of 32; and trained, recorded from a layer of the run folder `--run` (see `bench.trained`). The table shows
+how much neighbouring queries agree. `--peers` times the public implementations in the same run (`bench.peers`).
 """
 
 import argparse
@@ -46,9 +45,9 @@ def attention(x: Inputs, backend: str | None = None) -> Tensor:
 def check(shape: Shape, make: Maker) -> dict[str, float]:
     """Relative errors of each branch and gradient against the float64 reference on equal blocks.
 
-    Gradients are compared with those that float64 computes from the same o, which the forward pass kept in bf16. Where
-    the keys of a trained layer have much in common, this rounding alone puts dq 1 % off, with any FlashAttention, and
-    would hide what the backward pass adds."""
+    Gradients are compared with those that float64 computes from the same o, which the forward pass kept in bf16. If the
+    keys of a trained layer are similar, this rounding alone changes dq by 1 %, with any FlashAttention, and would hide
+    errors of the backward pass."""
     small = Shape(min(shape.batch, 1), min(shape.tokens, CHECK_TOKENS), shape.heads, shape.groups, shape.dim)
     x = make(small, 1)
     dtype = x.q.dtype
@@ -102,8 +101,8 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
 
 
 def wrong(errors: dict[str, float], dtype: torch.dtype) -> list[str]:
-    """Names whose error is over the limit (or NaN). Of selection it is the share of rows that differ: a few may,
-    where two scores agree to 1e-5; the kernels' tests look at those scores."""
+    """Names whose error is over the limit or NaN. The error of selection is the share of rows that differ: a few may,
+    if two scores agree to 1e-5; the tests of the kernels compare these scores."""
     limits = {"select": 1e-3}
     return [name for name, error in errors.items() if not error <= limits.get(name, LIMIT[dtype])]
 
@@ -162,7 +161,7 @@ def time_ours(x: Inputs, rep: int) -> dict[str, Any]:
 
 
 def time_parts(x: Inputs, rep: int) -> dict[str, float]:
-    """Milliseconds of every kernel by itself."""
+    """Milliseconds of every kernel separately."""
     m = {operator: kernels_for(operator) for operator in OPERATORS}
     q, raw, gates, tokens = x.q.detach(), x.k_cmp.detach(), x.gates.detach(), x.q.shape[1]
     parts = {"phi.fwd": 2 * median_ms(lambda: m["phi"].mean(raw, SPEC, None), rep)}
@@ -209,7 +208,7 @@ def time_dense(shape: Shape, backend: SDPBackend, rep: int) -> dict[str, float] 
 
 
 def neighbours_agree(x: Inputs) -> float:
-    """See `agreement`; of the first sequence."""
+    """`agreement` of the first sequence."""
     with torch.no_grad():
         q, (k, v) = x.q[:1], (t[:1] for t in x.compressed())
         _, lse = compressed_attention(q, k, v, SPEC)
@@ -241,7 +240,7 @@ def measure(shape: Shape, makers: dict[str, Maker], options: argparse.Namespace)
 
 
 def makers_of(shape: Shape, kinds: list[str], recording: Recording | None) -> dict[str, Maker]:
-    """How the wanted kinds of input are made; says which of them a run cannot serve."""
+    """The functions that make the requested kinds of input; prints which kinds the run cannot provide."""
     makers: dict[str, Maker] = {
         "random": lambda shape, seed: make_inputs(shape, correlated=False, seed=seed),
         "correlated": lambda shape, seed: make_inputs(shape, correlated=True, seed=seed),
@@ -290,7 +289,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 
 def parts_table(results: list[dict[str, Any]]) -> Table:
-    out = Table(title="Kernels by themselves, ms")
+    out = Table(title="Single kernels, ms")
     names: list[str] = []
     for r in results:
         names = next((list(r[kind]["parts_ms"]) for kind in KINDS if "parts_ms" in r.get(kind, {})), names)
@@ -332,7 +331,7 @@ def main() -> int:
     parser.add_argument("--skip-dense", action="store_true")
     parser.add_argument("--no-parts", action="store_true")
     parser.add_argument("--peers", action="store_true", help="also time the public implementations; see bench.peers")
-    parser.add_argument("--checkout", action="append", default=[], help="NAME=PATH, where a peer lies")
+    parser.add_argument("--checkout", action="append", default=[], help="NAME=PATH, the checkout of a peer")
     add_dirty_option(parser)
     options = parser.parse_args()
     options.checkouts = {name: Path(path) for name, _, path in (given.partition("=") for given in options.checkout)}

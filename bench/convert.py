@@ -1,15 +1,15 @@
-"""A dense model turned into NSA with the recipe of configs/convert.yaml, with and without its first stage.
+"""Converts a dense model to NSA with the recipe of configs/convert.yaml, with and without its first stage.
 
     python -m bench.learning prepare WORK            # text, vocabulary and shards
     python -m bench.convert run WORK --rows dense    # the dense model, the run `dense` of bench.learning
-    python -m bench.convert run WORK --jobs 2        # converts it; what is not in the results yet
+    python -m bench.convert run WORK --jobs 2        # converts it, for rows that are not in the results yet
     python -m bench.convert show                     # the results as a table
     python -m bench.convert page                     # and in docs/huggingface.md, with a figure
 
 A conversion takes at most a tenth of the dense model's tokens, both stages together. `dense-continued` trains the dense
-model on the same tokens with the settings of the second stage, so that what conversion costs is not mixed up with what
-more training gives. Commands are the user's own (`nsa export`, `nsa import`, `nsa train`), each in its own process; a
-run that was stopped goes on.
+model on the same tokens with the settings of the second stage, which separates the cost of conversion from the gain of
+more training. Commands are those of a user (`nsa export`, `nsa import`, `nsa train`), each in its own process; a run
+that was stopped is resumed.
 """
 
 import argparse
@@ -30,12 +30,12 @@ RESULTS = Path("bench/results/convert-h200.jsonl")
 FIGURE, PAGE = Path("docs/img/convert.svg"), Path("docs/huggingface.md")
 MARKS = "<!-- made by python -m bench.convert page -->\n", "<!-- end -->\n"
 SHARE = 0.1  # of the dense model's tokens
-FIRST_STAGE = 0.2  # of these
+FIRST_STAGE = 0.2  # share of the first stage in these
 # The settings of configs/convert.yaml are those of the first stage; these are the second's.
 SECOND = "train.freeze=[] train.lr=3e-4 train.weight_decay=0.1"
 # Which model a row starts from, and whether it has the first stage.
 ROWS = {"two-stages": ("nsa", True), "second-stage-alone": ("nsa", False), "dense-continued": ("dense", False)}
-EVALUATIONS = 8  # of a conversion
+EVALUATIONS = 8  # per conversion
 DATA = (
     "data.source=prepared data.validation_fraction=0.02 data.workers=4 runtime.compile=true "
     "telemetry.tensorboard=false runtime.cuda_graphs=false checkpoint.every=50"
@@ -43,7 +43,7 @@ DATA = (
 
 
 def dense_run(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains the dense model, or goes on with it, unless it has finished."""
+    """Trains the dense model, or resumes it, unless it has finished."""
     folder = dense_folder(work, options)
     began = time.time()
     code = 0
@@ -62,11 +62,11 @@ def is_finished(folder: Path) -> bool:
 
 
 def import_both(work: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """The dense model as `nsa import` leaves it, with its attention and converted: teacher and student."""
+    """The dense model imported by `nsa import`, unchanged and converted: teacher and student."""
     dense = dense_folder(work, options)
     if not is_finished(dense):
         sys.exit(f"{dense}: has not finished; run it first: python -m bench.convert run {work} --rows dense")
-    # Other overrides make other models: each set has a folder of its own.
+    # Different overrides give different models: each set has its own folder.
     marks = hashlib.sha256(" ".join(options.override).encode()).hexdigest()[:8]
     made = work / "convert" / (f"{dense.name}-{marks}" if options.override else dense.name)
     log = work / f"{dense.name}-convert.log"
@@ -114,7 +114,7 @@ def stages_of(row: str, models: dict[str, Path], options: argparse.Namespace) ->
 
 
 def batch_of(options: argparse.Namespace) -> int:
-    """Half the dense model's: of few tokens, more steps."""
+    """Half the dense model's batch, for more steps from few tokens."""
     return max(1, options.batch_size // 2)
 
 
@@ -183,7 +183,7 @@ def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
 def run(work: Path, options: argparse.Namespace) -> None:
     rows = options.rows.split(",")
     if unknown := [row for row in rows if row not in (*ROWS, "dense")]:
-        sys.exit(f"--rows: {unknown[0]!r} is no row; there are dense, {', '.join(ROWS)}")
+        sys.exit(f"--rows: {unknown[0]!r} is not a row; the rows are dense, {', '.join(ROWS)}")
     results = Results(options.results, options.allow_dirty)
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [row for row in rows if key_of(result_of(row, options, 0, 0.0, [])) not in done]
@@ -234,7 +234,7 @@ def show(results: Path) -> None:
 
 
 def section(results: Path, figure: Path, page: Path) -> str:
-    """What the page says of the results."""
+    """The section of the page about the results."""
     rows = finished_rows(results)
     if not rows:
         return "Not measured on a GPU yet.\n"
@@ -254,7 +254,7 @@ def section(results: Path, figure: Path, page: Path) -> str:
 
 
 def write_page(results: Path, figure: Path, page: Path) -> None:
-    """Replaces what stands between the two marks, and draws the figure where there is something to draw."""
+    """Replaces the text between the two marks, and draws the figure if there are results."""
     before, found, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     _, ends, after = rest.partition(MARKS[1])
     if not found or not ends:

@@ -3,8 +3,8 @@
 Four things are timed through the code a run uses: batches from prepared shards, `nsa data prepare` as a command of its
 own, batches streamed from parquet files of FineWeb-Edu's kind on disk and over HTTP, and the time to a first batch.
 Texts are cut from the standard library's .py files, with lengths like those of web pages. Short measurements are the
-best of several, because other programs only ever make them worse. Exit code 1 when a target is missed, except with
---quick, whose corpora are so small that a program's start counts most.
+best of several, because other programs only make them worse. Exit code 1 if a target is missed, except with --quick,
+whose corpora are so small that the start of a program dominates.
 """
 
 import argparse
@@ -68,7 +68,7 @@ QUICK = Sizes(10_000_000, 25, 1, 64, 12, 60, 10)
 
 @dataclass
 class Result:
-    """One figure with what it had to reach; `lower` where less is better."""
+    """One measurement and its target; `lower`: less is better."""
 
     name: str
     measured: float
@@ -97,7 +97,7 @@ def web_lengths(count: int, median: int, seed: int) -> np.ndarray[Any, np.dtype[
 
 
 def make_texts(library: str, seed: int, *, count: int = 0, mb: float = 0) -> list[str]:
-    """So many texts, or so many MB of them."""
+    """`count` texts, or `mb` MB of texts."""
     chosen = random.Random(seed)
     texts, size = [], 0
     for length in web_lengths(count or int(mb * 1e6 / MEDIAN_CHARS), MEDIAN_CHARS, seed).tolist():
@@ -153,7 +153,7 @@ def train_bpe(library: str, file: Path) -> None:
 
 
 def gpt2_like(file: Path) -> tuple[str, Tokenizer]:
-    """GPT-2's tokenizer where its files are in the cache, else the trained vocabulary in the same program."""
+    """GPT-2's tokenizer if its files are in the cache, else the trained vocabulary in the same library."""
     with environment(HF_HUB_OFFLINE="1"):
         try:
             return "gpt2", load_tokenizer("gpt2")
@@ -171,7 +171,7 @@ def gpt2_like(file: Path) -> tuple[str, Tokenizer]:
 
 
 def alone(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, float]:
-    """Tokens and seconds of the tokenizer by itself, in as many threads as a stream has."""
+    """Tokens and seconds of the tokenizer alone, with the number of threads of a stream."""
     batches = [texts[i : i + 64] for i in range(0, len(texts), 64)]
     with ThreadPoolExecutor(THREADS) as pool:
         began = time.perf_counter()
@@ -218,7 +218,7 @@ def best_of(tries: int, measure: Callable[[], Result]) -> Result:
 
 
 def write_tokens(folder: Path, tokenizer: Any, tokens: int) -> None:
-    """Shards of random tokens: what they say does not matter to who copies them."""
+    """Shards of random tokens: loading does not depend on their values."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     entries: list[Any] = []
@@ -245,7 +245,7 @@ def bench_load(work: Path, sizes: Sizes) -> Iterator[Result]:
 
 
 def check(name: str, shards: Sequence[ShardTokens]) -> Result:
-    """What a run does with every shard before its first batch, in one thread."""
+    """Times the check of every shard that a run makes before its first batch, in one thread."""
     began = time.perf_counter()
     for shard in shards:
         shard.check()
@@ -290,7 +290,7 @@ def bench_prepare(work: Path, sizes: Sizes, library: str) -> Iterator[Result]:
 
 
 def run_prepare(name: str, path: Path, folder: Path) -> Result:
-    """MB of text per second of the whole command, its start included."""
+    """MB of text per second of the whole command, including its start."""
     command = [sys.executable, "-m", "nsa", "data", "prepare", str(folder), "--fresh", "--workers", str(THREADS)]
     command += ["data.source=text", f"data.paths=[{path}]", "data.tokenizer=bytes"]
     began = time.perf_counter()
@@ -331,7 +331,7 @@ def stream(name: str, tokenizer: Tokenizer, texts: Sequence[str], paths: list[st
     time_batches(warm_up, lambda _: ahead.next())
     speed = time_batches(epoch, lambda _: ahead.next())
     data.close()
-    time.sleep(0.5)  # what was read ahead and is not needed comes to its end
+    time.sleep(0.5)  # reads ahead that are not needed finish
     after = alone(tokenizer, texts[::4])
     own = (before[0] + after[0]) / (before[1] + after[1])
     details = {"tokenizer_alone": own, "of_tokenizer": speed / own, "data": data.summary}

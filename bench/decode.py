@@ -1,12 +1,12 @@
 """Times the attention of one decode step against dense attention over a cache as long: `python -m bench.decode`.
 
 Every head layout is checked first against whole sequences in float64, and every timed step against the float64
-reference on some of its sequences; a kernel that is wrong gets no time. Times are those of a CUDA graph's replay, in
-which calls take turns on caches that together exceed the GPU's. Prints a table and writes JSON. Needs torch and triton.
+reference on some of its sequences; a wrong kernel is not timed. Times are those of a CUDA graph's replay, in which
+calls alternate between caches that together exceed the L2 cache. Prints a table, writes JSON. Needs torch and triton.
 
---quick  8k and 64k, batch 1 and 32, 64/4/128 alone
+--quick  8k and 64k, batch 1 and 32, only 64/4/128
 --tune   checks and times a step with other launches of each kernel, then with the best of each together; prints the
-         fastest beside what is checked in. Ends after --seconds with what it has
+         fastest and the checked-in launches. Ends after --seconds with the results so far
 """
 
 import argparse
@@ -37,7 +37,7 @@ from nsa.ops.triton import decode
 from nsa.ops.triton.launch_table import Launch
 
 BANDWIDTH = 4.8e12  # bytes/s of an H200
-CACHE = 120 << 20  # bytes of which a GPU's cache cannot keep much
+CACHE = 120 << 20  # bytes, more than the L2 cache of a GPU holds
 LIMIT = 5e-3
 PAGE = 64
 RING = SPEC.window + 64
@@ -122,7 +122,7 @@ class Step:
 
 
 def copies(bytes_read: float) -> int:
-    """Caches that calls take turns on."""
+    """The number of caches that calls alternate between."""
     return max(1, min(16, -(-CACHE // int(bytes_read))))
 
 
@@ -235,14 +235,14 @@ def time_dense(shape: Shape, repeats: int) -> dict[str, float]:
 
 
 class Recorded:
-    """Stands in for a kernel: launches it and remembers how."""
+    """Replaces a kernel: launches it and records the launch."""
 
     def __init__(self, kernel: Any, name: str, launched: dict[str, Callable[[], Any]]):
         self.kernel, self.name, self.launched = kernel, name, launched
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> None:
-            # By itself it must wait for itself, not start while its last launch still runs.
+            # Repeated alone, it must not start while its previous launch still runs.
             options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"OVERLAP": False}
             self.launched[self.name] = partial(self.kernel[grid], *args, **options)
             self.launched[self.name]()
@@ -252,7 +252,7 @@ class Recorded:
 
 @contextmanager
 def recorded() -> Iterator[dict[str, Callable[[], Any]]]:
-    """Inside, the launches of a step are remembered with their tensors, and can be repeated one by one."""
+    """Inside, the launches of a step are recorded with their tensors, and can be repeated one by one."""
     launched: dict[str, Callable[[], Any]] = {}
     kernels = {name: Recorded(getattr(decode, name), name, launched) for name in KERNELS}
     with mock.patch.multiple(decode, **kernels):
@@ -260,7 +260,7 @@ def recorded() -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def launches_of(steps: list[Step], params: decode.Launches | None = None) -> dict[str, list[Callable[[], Any]]]:
-    """Every kernel of a step by itself, on the caches of each of `steps`."""
+    """Every kernel of a step separately, on the caches of each of `steps`."""
     kernels: dict[str, list[Callable[[], Any]]] = {name: [] for name in KERNELS}
     for step in steps:
         with recorded() as launched:
@@ -357,7 +357,7 @@ class Tuned:
         return sorted((row for row in self.found if row[1] == kernel), key=lambda row: row[0])[:number]
 
     def time_together(self) -> None:
-        """The two best launches of each kernel with each other, with or without overlap, as was faster."""
+        """Times combinations of the two best launches of each kernel, with or without overlap, whichever was faster."""
         found = self.best("overlap", 1) + self.best("checked in", 1)
         if not found:  # no time was left
             return
@@ -426,7 +426,7 @@ def main() -> int:
     if options.tune:
         shapes = [s for s in TUNE_SHAPES if not options.shapes or s.name in options.shapes.split(",")]
         if not shapes:
-            sys.exit(f"--shapes: there are {', '.join(s.name for s in TUNE_SHAPES)}")
+            sys.exit(f"--shapes: the shapes are {', '.join(s.name for s in TUNE_SHAPES)}")
         tune(shapes, options.repeats, options.worker, options.workers, options.seconds)
         return 0
     file = Results(options.out, options.allow_dirty)

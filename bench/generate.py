@@ -1,10 +1,10 @@
 """Tokens/s of whole models that generate with a cache, on a CUDA GPU: `make bench`, or `python -m bench.generate`.
 
-The weights are random, and so is what the cache holds, as if a context of that length had been read. Tokens/s are those
-of `nsa generate`: the choice of the tokens is part of a step, and the next step is started before the host has read
-them. The time of a step is that of the GPU, over steps without the host between them. The logits after a prompt and
-steps are first compared with those of the whole sequence; a model that is wrong gets no time. Beside the time stand the
-bytes that a step must read and how long the memory of the GPU needs for them.
+The weights and the content of the cache are random, as if a context of that length had been read. Tokens/s are those of
+`nsa generate`: sampling is part of a step, and the next step starts before the host has read the tokens. The time of a
+step is that of the GPU, over steps without the host between them. The logits after a prompt and steps are first
+compared with those of the whole sequence; a wrong model is not timed. The table also shows the bytes that a step must
+read and how long the memory of the GPU needs for them.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def build(config: Config) -> Decoder:
 
 @torch.no_grad()
 def error(model: Decoder, prompt: int = 960, steps: int = 40) -> float:
-    """Relative error of the logits of `steps` steps after a prompt, against the whole sequence. So short that all
-    blocks are read: which of them a model with random weights would choose is up to rounding."""
+    """Relative error of the logits of `steps` steps after a prompt, against the whole sequence. Short enough that all
+    blocks are read: the choice of a model with random weights would depend on rounding."""
     tokens = torch.randint(0, VOCABULARY, (2, prompt + steps), device="cuda")
     want = model(tokens)[:, prompt:].float()
     cache = KVCache(model, sequences=2, max_length=prompt + steps)
@@ -58,7 +58,7 @@ def error(model: Decoder, prompt: int = 960, steps: int = 40) -> float:
 
 
 def bytes_of_step(config: Config, model: Decoder, context: int, batch: int) -> dict[str, int]:
-    """What a step reads at least: every weight once, and of every sequence what the branches of its layers look at."""
+    """The bytes that a step must read: every weight once, and the cached tokens that the layers read."""
     weights = model.num_parameters() - (0 if config.model.tied_head else model.embedding.weight.numel())
     spec, sizes = config.nsa.spec(), config.model
     window = min(context, spec.window)
@@ -73,7 +73,7 @@ def bytes_of_step(config: Config, model: Decoder, context: int, batch: int) -> d
 
 
 def count_kernels(call: Callable[[], Any]) -> tuple[int, float]:
-    """How many kernels and copies ran on the GPU, and the milliseconds in them."""
+    """The number of kernels and copies on the GPU, and their milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
@@ -82,8 +82,8 @@ def count_kernels(call: Callable[[], Any]) -> tuple[int, float]:
 
 
 def device_ms(graphs: DecodeGraphs, repeats: int = 20) -> float:
-    """Milliseconds of a step that completes no compressed block, one after the other. The cache's host does not know of
-    them, so this comes last: they write where the page table has no page."""
+    """Milliseconds of a step that completes no compressed block, over consecutive replays. The host state of the cache
+    does not include them, so this comes last: they write where the page table has no page."""
     graph, _ = graphs._graphs[False]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -1,19 +1,19 @@
-"""What attention learns from the same tokens: dense against NSA and its variants, one run a row.
+"""Compares what dense attention, NSA and its variants learn from the same tokens, with one run per row.
 
     python -m bench.learning prepare WORK                    # text, vocabulary and shards, from this machine's packages
-    python -m bench.learning run WORK --rows dense,nsa       # trains what is not in the results yet
+    python -m bench.learning run WORK --rows dense,nsa       # trains rows that are not in the results yet
     python -m bench.learning recall WORK                     # a pattern and a window alone on text and recall documents
     python -m bench.learning show                            # the results as a table
     python -m bench.learning plot                            # and as a figure
 
 Text is the source code and documentation of the installed Python packages. A document is a folder: its files of 4 KB
-and more, each once in the whole corpus, behind a line with their path, so that a long context pays. Runs are the
-trainer's own (`nsa train`), each in its own process and folder; a run that was stopped goes on, a row that is in the
-results is not trained again. Rows differ in the overrides of ROWS and in nothing else. `--tokenizer bytes` prepares and
-trains on bytes instead of BPE tokens.
+and more, each once in the whole corpus, after a line with their path, so that a long context helps. Runs use `nsa
+train`, each in its own process and folder; a run that was stopped is resumed, a row that is in the results is not
+trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` prepares and trains on bytes instead of
+BPE tokens.
 
-`recall` trains a smaller model on one quarter text and three quarters documents that ask for what they said before
-(`data.source=recall`), and measures with `nsa eval` what it recalls, by depth and length.
+`recall` trains a smaller model on one quarter text and three quarters documents that ask for earlier values
+(`data.source=recall`), and measures recall by depth and length with `nsa eval`.
 """
 
 import argparse
@@ -216,7 +216,7 @@ def run_logged(arguments: list[str], log: Path) -> int:
 
 
 def seconds_of(folder: Path) -> float:
-    """How long a run took, over all its starts: each from its boot to its last event."""
+    """The duration of a run over all its starts, each from its boot to its last event."""
     clocks: list[list[float]] = []
     for event in read_events(folder) if HEARTBEAT.path(folder, 0).exists() else ():
         if event["event"] == "boot" or not clocks:
@@ -246,7 +246,7 @@ def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
 def run(work: Path, options: argparse.Namespace) -> None:
     unknown = [row for row in options.rows.split(",") if row not in ROWS]
     if unknown:
-        sys.exit(f"--rows: {unknown[0]!r} is no row; there are {', '.join(ROWS)}")
+        sys.exit(f"--rows: {unknown[0]!r} is not a row; the rows are {', '.join(ROWS)}")
     results = Results(options.results, options.allow_dirty)
     tokens = steps_of(options) * options.seq_len * options.batch_size
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}

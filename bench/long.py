@@ -1,13 +1,13 @@
 """Training the 125M model on very long sequences on one GPU: `python -m bench.long` on a CUDA GPU.
 
-Checks come first, and nothing is timed where one fails: the loss and the gradients of up to 65,536 tokens in chunks
+Checks come first, and nothing is timed if one fails: the loss and the gradients of up to 65,536 tokens in chunks
 against those computed at once, and attention at every length against a float64 computation of some of its rows. Then
-tokens/s and peak memory of the trainer's own step by length, with nothing, all but attention, and everything
-recomputed, beside the memory that `nsa memory` predicts; what does not fit is not run. Then the step of one rank of a
-job that shares each sequence among `--ranks` ranks: its collectives do nothing, and the bytes it would send are
-reported. Prints tables, writes JSON after every result.
+tokens/s and peak memory of the trainer's step by length, with no recomputation, recomputation of all but attention, and
+full recomputation, next to the prediction of `nsa memory`; lengths that do not fit are not run. Then the step of one
+rank of `--ranks` context-parallel ranks: its collectives do nothing, and the bytes it would send are reported. Prints
+tables, writes JSON after every result.
 
---quick  the first length alone, one step
+--quick  only the first length, one step
 """
 
 import argparse
@@ -155,7 +155,7 @@ def check_chunks(seq_len: int, options: argparse.Namespace) -> dict[str, float]:
 def check_attention(
     shape: Shape, device: str, rows: int = ROWS, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, float]:
-    """Errors of attention and of the queries' gradient at some rows, and the share of their blocks that differ."""
+    """Errors of attention and of the gradient of queries at some rows, and the share of their blocks that differ."""
     x = make_inputs(shape, correlated=True, dtype=dtype, device=device)
     t = torch.linspace(SPEC.num_selected * SPEC.sel_block, shape.tokens - 1, rows, device=device).long()
     k_cmp, v_cmp = (part.detach() for part in x.compressed())
@@ -183,8 +183,8 @@ def check_attention(
 def row_by_hand(
     x: Inputs, k_cmp: Tensor, v_cmp: Tensor, t: int, indices: Tensor
 ) -> tuple[list[tuple[Tensor, Tensor]], float]:
-    """(output [H, D], query) of each branch for query t in float64, reading the blocks `indices` [1, G, n]; the share
-    of these that are not those of the reference."""
+    """(output [H, D], query) of each branch for query t in float64, reading the blocks `indices` [1, G, n], and the
+    share of these blocks that differ from the reference."""
     groups, seen = indices.shape[1], visible_compressed(t, SPEC)
     tokens = (
         indices[0].long()[..., None] * SPEC.sel_block + torch.arange(SPEC.sel_block, device=indices.device)
@@ -225,7 +225,7 @@ def silent_ranks(size: int) -> Iterator[dist.ProcessGroup]:
 
 
 def rank_share(seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A step of one of the ranks that share a sequence, and the bytes it would send."""
+    """A step of one context-parallel rank, and the bytes it would send."""
     ranks, config = options.ranks, eager(config_of(seq_len, options))
     context: Any = import_module("nsa.parallel.context")
     formula: Any = import_module("bench.traffic")
@@ -257,7 +257,7 @@ def rank_share(seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def wrong(errors: dict[str, float]) -> list[str]:
-    """What is over its limit, or not a number."""
+    """Names whose error is over the limit or NaN."""
     return [name for name, error in errors.items() if not error <= LIMITS[name.split()[0]]]
 
 

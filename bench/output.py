@@ -1,6 +1,6 @@
 """Files of results: each names the machine and the commit of the code that was measured.
 
-Results of code that is in no commit cannot be repeated: `Results` refuses them before anything is measured.
+Results of uncommitted code cannot be reproduced: `Results` refuses them before anything is measured.
 """
 
 import argparse

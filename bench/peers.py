@@ -1,9 +1,9 @@
 """Public implementations of NSA beside ours: `python -m bench.attention --peers --checkout flash_nsa=PATH ...`.
 
-Each runs on the same queries, keys, values and gates, in a process of its own: one that crashes takes nothing with it.
-One whose output or gradients differ from the float64 reference of the same sizes is refused. They know one pair of keys
-and values for the three branches, ours reads three. Their windows come from `flash_attn`, which few machines have, and
-mostly read one token too many: here all of them use PyTorch's FlashAttention-2 with the right length.
+Each runs on the same queries, keys, values and gates, in its own process, so that a crash does not affect the others.
+An implementation whose output or gradients differ from the float64 reference of the same sizes is refused. They have
+one pair of keys and values for the three branches, ours has three. Their windows come from `flash_attn`, which few
+machines have, and mostly read one token too many: here all use PyTorch's FlashAttention-2 with the right length.
 
 fla                       flash-linear-attention, `pip install flash-linear-attention`; compresses whole blocks of 64
 flash_nsa                 SFNSA, github.com/mdy666/Scalable-Flash-Native-Sparse-Attention
@@ -111,7 +111,7 @@ def _flash_nsa(shape: Shape) -> Attention:
 def _by_topk(
     shape: Shape, compress: Callable[..., Any], compressed: Callable[..., Any], selected: Callable[..., Any]
 ) -> Attention:
-    """What native_sparse_attention and fsa have in common."""
+    """The part that native_sparse_attention and fsa share."""
     borders, slots = _borders(shape), (shape.tokens - SPEC.cmp_block) // SPEC.cmp_stride + 1
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _fsa(shape: Shape) -> Attention:
     from fsa.ops import FSA_topk_sparse_attention
     from nsa_ref.ops import avgpool_compress, compressed_attention, topk_sparse_attention
 
-    # As its own layer chooses.
+    # The choice of its own layer.
     selected = FSA_topk_sparse_attention if shape.heads // shape.groups <= 8 else topk_sparse_attention
     return _by_topk(shape, avgpool_compress, compressed_attention, selected)
 
@@ -162,8 +162,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, spec: NSASpec, bac
 
 
 def disagreement(run: Attention, spec: NSASpec, leaves: list[Tensor]) -> str | None:
-    """How `run` differs from the float64 reference on [q, k, v, gates], output or gradient of q, k, v; None where it
-    agrees. Rows are compared one by one: where two scores nearly tie, a row may read another block and be far off."""
+    """How the output or gradients of `run` differ from the float64 reference on [q, k, v, gates]; None if they agree.
+    Rows are compared one by one: if two scores nearly tie, a row may read another block and be far off."""
     reads_all = leaves[0].shape[1] <= spec.num_selected * spec.sel_block
     far_off_limit = FAR_OFF_LIMIT if reads_all else OTHER_BLOCK_LIMIT
     key_limit = MEDIAN_LIMIT if reads_all else OTHER_KEY_LIMIT
@@ -184,7 +184,7 @@ def disagreement(run: Attention, spec: NSASpec, leaves: list[Tensor]) -> str | N
 
 
 def measure(name: str, shape: Shape, kinds: list[str], rep: int) -> dict[str, Any]:
-    """Of one peer in this process: its times by kind of input, or why there are none."""
+    """The times of one peer in this process by kind of input, or the reason why there are none."""
     from bench.attention import time_eager, time_graph
 
     peer = PEERS[name]

@@ -48,8 +48,8 @@ BEST_PUBLIC = {
 
 @dataclass
 class Inputs:
-    """Leaves of one attention call: queries, three raw pairs, gates. With `slot_turns`, the rotary tables of a trained
-    model, its compressed keys are turned after compression, which the other kinds of input leave out."""
+    """Leaves of one attention call: queries, three raw key/value pairs, gates. With `slot_turns`, the rotary tables of
+    a trained model, compressed keys are rotated after compression; other kinds of input omit this."""
 
     q: Tensor
     k_cmp: Tensor
@@ -93,10 +93,9 @@ def make_inputs(
 
 
 def agreement(indices: Tensor, spec: NSASpec) -> float:
-    """How much neighbouring queries agree: of the blocks that a query selected, the mean share that the query before
-    it selected too. indices [B, S, G, n] as `select_blocks` returns them, of one document. Forced blocks (the first
-    and the newest) are not counted, and neither are queries that see no more blocks than they select. NaN where there
-    are no others."""
+    """How much neighbouring queries agree: the mean share of a query's selected blocks that the previous query also
+    selected. indices [B, S, G, n] as `select_blocks` returns them, of one document. Forced blocks (the first and the
+    newest) do not count, nor do queries that see no more blocks than they select. NaN if nothing is left."""
     newest = torch.arange(indices.shape[1], device=indices.device)[:, None, None] // spec.sel_block  # [S, 1, 1]
     free = (indices >= spec.num_init) & (indices <= newest - spec.num_local)
     chosen = torch.where(free, indices, -1)

@@ -1,9 +1,8 @@
-"""What telemetry costs a step: `python -m bench.telemetry` on a CUDA GPU.
+"""Measures the cost of telemetry per step: `python -m bench.telemetry` on a CUDA GPU.
 
-Real runs of the trainer train side by side, one at a time: each does a block of steps when it is its turn, with
-everything that a run records or with nothing of it, and the two take turns inside every run. So both kinds meet the
-same compiled code, the same memory and the same state of the machine. "On" is events, CSV files, TensorBoard,
-statistics of attention, watchdog and console as configured; "off" leaves out every call to them.
+Several runs of the trainer take turns: each runs a block of steps with telemetry on or off, alternating inside every
+run. So both modes use the same compiled code, the same memory and the same state of the machine. "On" is events, CSV
+files, TensorBoard, statistics of attention, watchdog and console as configured; "off" skips every call to them.
 """
 
 import argparse
@@ -37,9 +36,9 @@ ANSWER = "block: "
 
 
 class SwitchedMonitor(Monitor):
-    """Does nothing while it is off. After every block of steps it tells how long it took and waits for its next turn.
+    """Does nothing while it is off. After every block of steps it reports the duration and waits for its next turn.
 
-    A block begins in the middle between two samples, so that everything about its one sample falls into it.
+    A block starts in the middle between two samples, so that it contains all work for one sample.
     """
 
     on = True
@@ -59,11 +58,11 @@ class SwitchedMonitor(Monitor):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = 0.0 if self.began is None else time.perf_counter() - self.began
-        self.flush()  # what is still to be written falls into no other block
+        self.flush()  # pending writes must not fall into another block
         print(ANSWER + json.dumps({"step": step, "seconds": seconds, "inside_s": self.inside_s}), flush=True)
         turn = sys.stdin.readline()
         if not turn:
-            raise SystemExit("whoever measures is gone")
+            raise SystemExit("the measuring process has ended")
         self.on = turn.strip() == "on"
         self.inside_s = 0.0
         self.began = time.perf_counter()
@@ -94,7 +93,7 @@ class Worker:
         )
 
     def ready(self) -> dict[str, float]:
-        """What the run says at the end of its block."""
+        """The report of the run at the end of its block."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(ANSWER):
@@ -115,8 +114,8 @@ class Worker:
 
 
 def measure(workers: list[Worker], pairs: int, steps: int) -> list[dict[str, Any]]:
-    """`pairs` pairs of blocks of every worker: on and off one after the other, in changing order."""
-    for worker in workers:  # compiles, and brings the first blocks out of the way
+    """`pairs` pairs of blocks of every worker, on and off in alternating order."""
+    for worker in workers:  # compiles and warms up
         worker.ready()
     for worker in workers:
         worker.run("on")
@@ -138,8 +137,8 @@ def measure(workers: list[Worker], pairs: int, steps: int) -> list[dict[str, Any
 
 
 def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The cost in percent of a step, with the standard error of its mean; and how much of it is time inside the call
-    that ends a step. The rest is smaller calls, and what threads and the GPU do beside them."""
+    """The cost in percent of a step, with the standard error of its mean, and the part spent inside the call that ends
+    a step. The rest is smaller calls, threads and the GPU."""
     costs = [100 * (pair["on_step_s"] / pair["off_step_s"] - 1) for pair in pairs]
     error = statistics.stdev(costs) / math.sqrt(len(costs)) if len(costs) > 1 else math.inf
     return {

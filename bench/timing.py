@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: times of a GPU."""
+"""GPU timing for the benchmarks of kernels."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -13,8 +13,8 @@ def median_ms(function: Callable[[], Any], rep: int) -> float:
 
 
 def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Milliseconds of one of `calls`, all of them replayed in turn from one CUDA graph; the median of `repeats`. Where
-    they read different tensors, larger together than the GPU's cache, none of them finds its own there."""
+    """Milliseconds of one of `calls`, all of them replayed in turn from one CUDA graph; the median of `repeats`. If
+    they read different tensors that together exceed the L2 cache, no call finds its own tensors there."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What the ranks that share a sequence send for one layer: the formula of docs/long-context.md."""
+"""The bytes that context-parallel ranks send for one layer: the formula of docs/long-context.md."""
 
 from dataclasses import dataclass
 
@@ -30,12 +30,12 @@ def bytes_per_layer(
     itemsize: int = 2,
     gradient_itemsize: int = 4,
 ) -> Traffic:
-    """What rank `rank` of a group of `size` sends for a layer of `kind` "nsa", "dense" or "window" over `batch`
-    sequences of `tokens` tokens, whose keys and values have `itemsize` bytes a number and travel back as float32.
+    """Bytes that rank `rank` of a group of `size` sends for a layer of `kind` "nsa", "dense" or "window" over `batch`
+    sequences of `tokens` tokens, whose keys and values have `itemsize` bytes per number and gradients float32.
 
     Forward: its raw keys and values (nsa, dense) and its compressed ones (nsa) to all other ranks, and the halos of the
-    window (nsa, window) and of compression (nsa) to those that hold the next chunks. Backward: what was gathered again,
-    and the gradients of everything in float32.
+    window (nsa, window) and of compression (nsa) to the ranks with the next chunks. Backward: the gathered tensors
+    again, and the gradients of everything in float32.
     """
     length = padded_length(tokens, size) // (2 * size)
     gathered = 2 * length * (kind != "window") + 2 * num_chunk_slots(length, spec) * (kind == "nsa")

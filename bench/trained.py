@@ -1,11 +1,11 @@
-"""Inputs of attention as a trained model makes them, for `python -m bench.attention --inputs trained --run RUN`.
+"""Attention inputs of a trained model, for `python -m bench.attention --inputs trained --run RUN`.
 
     python -m bench.trained RUN --heads 12/2/64 --tokens 32768     # trains such a model for two minutes on a GPU
 
 Queries, keys, values and gates are those of one layer, in bf16, on text of this machine's Python packages that the
-command keeps out of training. A run serves the shapes that have its heads and at most the length it was trained at:
-another layout of heads has learned nothing, and neither has a position that training never saw. Any run folder with
-mean compression and the paper's block sizes will do; its own data are not needed.
+command keeps out of training. A run provides inputs for shapes with its heads and at most the length it was trained at:
+other heads and later positions are untrained. Any run folder with mean compression and the paper's block sizes works;
+its data are not needed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MODEL = (
 
 
 class Recording:
-    """A trained model that makes the inputs of its layer number `layer`, the middle one unless given."""
+    """A trained model that provides the inputs of its layer number `layer`, by default the middle one."""
 
     def __init__(self, run: Path, layer: int | None = None):
         trained = load_run(run)
@@ -53,7 +53,7 @@ class Recording:
         self.layer = layers[self.number]
 
     def refusal(self, shape: Shape) -> str | None:
-        """Why this run cannot serve a shape; None when it can."""
+        """Why this run cannot provide a shape; None if it can."""
         layer = self.layer
         if layer.spec != SPEC or layer.force_branch or not isinstance(layer.phi_k, MeanCompressor):
             return f"{self.run} has other block sizes, one branch, or another phi than the mean"
@@ -66,7 +66,7 @@ class Recording:
 
     @torch.no_grad()
     def inputs(self, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-        """What the layer hands to attention for `batch` pieces of text of `tokens` tokens each."""
+        """The attention inputs of the layer for `batch` pieces of text of `tokens` tokens each."""
         device = next(self.model.parameters()).device
         stream = (token for text in texts(kept=True) for token in self.tokenizer.encode(text).tolist())
         tokens = torch.tensor(list(islice(stream, shape.batch * shape.tokens)))
@@ -106,7 +106,7 @@ class Agreements:
 
 
 def layer_inputs(layer: NSAAttention, x: Tensor, dtype: torch.dtype) -> Inputs:
-    """The inputs of attention inside `layer` for its input x. Compressed keys are turned after compression."""
+    """The inputs of attention inside `layer` for its input x. Compressed keys are rotated after compression."""
     turns, slot_turns = (
         rotary_tables(position, *layer.rotary) for position in positions(x.shape[1], layer.spec, None, x.device)
     )
@@ -124,7 +124,7 @@ def texts(*, kept: bool) -> Iterator[str]:
 
 
 def train(run: Path, heads: str, tokens: int, minutes: float, max_mb: int, overrides: list[str]) -> None:
-    """Trains into `run` for that long; the trainer saves when it is asked to stop."""
+    """Trains into `run` for `minutes`, then stops the trainer, which saves."""
     corpus = run.parent / f"{run.name}-text.jsonl"
     corpus.parent.mkdir(parents=True, exist_ok=True)
     size = 0

@@ -1,10 +1,10 @@
 """Re-tunes the kernels' checked-in launch parameters on this machine's GPU: `python -m bench.tune --what cmp,win,sel`.
 
-Candidates are compiled by many processes at once, then checked and timed one after the other by this one: on a short
-sequence against the reference in float64, on the timed one against the checked-in launch. One that does not run (too
-much shared memory) or is wrong gets no time. Prints the fastest of each kernel beside what is checked in; nothing is
-changed. Ends after --seconds with what it has, the kernels in the order of --what. Of compressed attention of one
-sequence, "cudnn" is cuDNN instead of a launch.
+Many processes compile the candidates, then this one checks and times them one after the other: on a short sequence
+against the reference in float64, on the timed one against the checked-in launch. A candidate that does not run (too
+much shared memory) or is wrong is not timed. Prints the fastest of each kernel and the checked-in launch; changes
+nothing. Ends after --seconds with the results so far, in the order of --what. For compressed attention of one sequence,
+"cudnn" is cuDNN instead of a launch.
 """
 
 import argparse
@@ -64,8 +64,8 @@ LARGE = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 
 
 
 class Case:
-    """One kernel call whose launch parameters are swept, and what the reference gives, in float64, where results can
-    be compared. No two candidates make the same launches."""
+    """One kernel call whose launch parameters are swept, and the float64 result of the reference, if results can be
+    compared. No two candidates have the same launches."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ def query_candidates(default: TilePlan) -> Iterator[TilePlan]:
 
 
 def cases(what: list[str], dims: list[str], tokens: int | None = None) -> Iterator[Case]:
-    """The cases of every kernel in turn; of one sequence of `tokens` tokens each, where given."""
+    """The cases of every kernel in turn; each with one sequence of `tokens` tokens, if given."""
     builders: dict[str, list[Callable[[Shape], Iterator[Case]]]] = {
         "cmp": [partial(flash_cases, "cmp")],
         "win": [partial(flash_cases, "win")],
@@ -277,7 +277,7 @@ def main() -> None:
             process.wait(max(0.0, end - options.seconds / 2 - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()  # what it held of the GPU is free again
+            process.wait()  # frees its GPU memory
         else:
             if process.returncode:
                 print(f"a worker that compiles ended with {process.returncode}; its share is compiled when it is timed")

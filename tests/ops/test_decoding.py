@@ -207,7 +207,7 @@ def arguments(**changes):
         ({"sel": lambda s: PagedKV(s.k, s.v[..., :8], s.table)}, "sel.v: head size"),
         ({"sel": lambda s: PagedKV(s.k[:, :60], s.v[:, :60], s.table)}, "sel.k: a page must hold whole blocks of 16"),
         ({"sel": lambda s: PagedKV(s.k, s.v, s.table + 999)}, "sel: refers to"),
-        ({"cmp": lambda c: PagedKV(c.k[:, :4], c.v[:, :4], c.table)}, "cmp.k: must hold 16 compressed tokens a page"),
+        ({"cmp": lambda c: PagedKV(c.k[:, :4], c.v[:, :4], c.table)}, "cmp.k: must hold 16 compressed tokens per page"),
         ({"cmp": lambda c: PagedKV(c.k[:, :, :1], c.v[:, :, :1], c.table)}, "cmp.v: must have sel.v's heads"),
         ({"win": lambda w: RingKV(w.k[:, :19], w.v[:, :19], w.slots)}, "win.k: a ring of 19 tokens is too short"),
         ({"win": lambda w: RingKV(w.k, w.v, w.slots + 9)}, "win: refers to"),
