@@ -93,7 +93,7 @@ def row(name, loss, **more):
     return convert.result_of(name, options, 0, 0.0, curve) | more
 
 
-def test_the_page_shows_what_was_measured(tmp_path, capsys):
+def test_the_page_shows_the_measured_results(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     results, page, figure = tmp_path / "r.jsonl", tmp_path / "docs" / "page.md", tmp_path / "docs" / "img" / "c.svg"
     page.parent.mkdir()

@@ -35,7 +35,7 @@ def _attention_in_float32(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_attention_in_float32")
-def test_it_checks_measures_and_writes_what_it_found(tmp_path, capsys):
+def test_it_checks_measures_and_writes_results(tmp_path, capsys):
     assert run(tmp_path / "long.json", "--ranks", "0", "--checkpointing", "none,block") == 0
     found = json.loads((tmp_path / "long.json").read_text())
     assert set(found["checks"]) == {"chunks 1536", "attention 1x1k 2/1/16"}
@@ -49,7 +49,7 @@ def test_it_checks_measures_and_writes_what_it_found(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("_attention_in_float32")
-def test_what_is_wrong_gets_no_time(tmp_path, monkeypatch, capsys):
+def test_wrong_results_are_not_timed(tmp_path, monkeypatch, capsys):
     original = long.selected_attention
     monkeypatch.setattr(long, "selected_attention", lambda *args: original(*args) * 1.02)
     assert run(tmp_path / "long.json", "--ranks", "0") == 1
@@ -80,7 +80,7 @@ def test_the_checks_of_a_million_tokens_hold_no_whole_pass_of_that_length(monkey
     assert list(found) == ["chunks 65536", "attention 1x1024k 12/2/64"]
 
 
-def test_what_cannot_fit_is_not_tried(tmp_path, monkeypatch):
+def test_lengths_that_cannot_fit_are_not_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(long, "run_checks", lambda *_: {})
     monkeypatch.setattr(long, "memory_gib", lambda _: 0.0)
     monkeypatch.setattr(long, "_measure", lambda *_: pytest.fail("tried"))

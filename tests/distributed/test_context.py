@@ -90,7 +90,7 @@ def assert_same_run(many, one):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_layers_over_ranks_give_the_whole_and_send_what_the_formula_says(ranks):
+def test_layers_over_ranks_equal_one_rank_and_send_the_bytes_of_the_formula(ranks):
     layers = () if ranks == 4 else ("mlp", "shared", "dense")
     for ended in wait_all(start_ranks(ranks, *layers, module="tests.distributed.context_worker"), timeout_s=600):
         assert ended.code == 0, ended.output
@@ -112,7 +112,7 @@ def test_recomputation_changes_no_bit(quick):
     assert column(quick / "rows-block", "grad_norm") == column(quick / "rows", "grad_norm")
 
 
-def test_statistics_are_those_of_whole_sequences(quick):
+def test_statistics_cover_whole_sequences(quick):
     for name in ("gate_stats", "k_stats"):
         one, many = (table(quick / run / f"{name}.csv") for run in ("one-rows", "rows"))
         assert one

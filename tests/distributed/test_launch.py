@@ -19,7 +19,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         pick_device("cuda", 4)
 
 
-def test_a_rank_finds_its_place():
+def test_the_launch_is_read_from_the_environment():
     assert read_launch({}) == Launch()
     launched = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert read_launch(launched) == Launch(5, 1, 8, 2)

@@ -186,7 +186,7 @@ def test_accumulation_gives_the_same_run(runs, kind):
     "name",
     ["ddp-alone", "fsdp-alone", "ddp-safe", "ddp-static", "fsdp-grad-op", long("ddp-unused"), long("ddp-buckets")],
 )
-def test_an_option_changes_how_and_not_what(runs, name):
+def test_an_option_does_not_change_the_results(runs, name):
     assert_same(runs / name, runs / "short", loss=1e-6, norm=1e-5)
 
 

@@ -45,7 +45,7 @@ def merged(run_folder, pattern, size):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
-def test_two_ranks_see_what_one_process_sees(tmp_path, strategy):
+def test_two_ranks_have_the_results_of_one_process(tmp_path, strategy):
     gates, selection = run(tmp_path / "single", "single", 1)
     assert {layer for _, layer in gates} == {"blocks.0.attention", "blocks.1.attention", "all"}
     assert gates["3", "all"]["rows"] == 2 * 4 * 64 * 4

@@ -66,7 +66,7 @@ def test_a_killed_run_resumes_to_the_same_bits(mirror, runs, tmp_path):
     assert numbers_of(tmp_path / "killed") == numbers_of(runs[2])
 
 
-def test_a_hub_that_stumbles_changes_no_loss(mirror, runs, tmp_path, monkeypatch):
+def test_failures_of_the_hub_change_no_loss(mirror, runs, tmp_path, monkeypatch):
     """Through HTTP, with redirects and ranges; 503, 429, a cut connection and expired links on the way."""
     with HubServer(mirror) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)

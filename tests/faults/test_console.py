@@ -39,7 +39,7 @@ def test_output_that_cannot_be_written_is_counted_and_the_run_reaches_its_end(tm
     assert_equal_to_the_bit(tmp_path / "run", unbroken("single"), 1)
 
 
-def test_a_mistake_keeps_its_exit_code_where_nobody_reads_what_it_was(tmp_path):
+def test_an_error_keeps_its_exit_code_if_nobody_reads_the_output(tmp_path):
     runs, output = make_runs(tmp_path, "single"), closed_pipe()
     processes = start_ranks(1, "train", runs.config, "train.batch_size=-1", console=output)
     os.close(output)

@@ -75,14 +75,14 @@ def test_kills_among_two_ranks_change_no_bit(tmp_path, unbroken, strategy, kills
     assert_equal_to_the_bit(tmp_path / "killed", whole, 2)
 
 
-def test_a_rank_lost_in_the_last_save_is_no_failed_save(tmp_path):
+def test_a_rank_lost_in_the_last_save_is_not_a_failed_save(tmp_path):
     runs = make_runs(tmp_path, "ddp", steps=3)
     ended = runs.train("run", "save.own:kill:hit=2:rank=1")
     assert [e.code for e in ended] == [8, -9], ended[0].output
     runs.finish("run")
 
 
-def test_a_prolonged_run_that_is_killed_while_it_starts_is_not_taken_for_done(tmp_path):
+def test_a_prolonged_run_that_is_killed_while_it_starts_is_not_finished(tmp_path):
     runs = make_runs(tmp_path, "single", steps=4)
     runs.finish("run")
     arguments = ["train", runs.config, "train.steps=6", f"train.out_dir={tmp_path / 'run'}", "--accept-changes"]

@@ -76,7 +76,7 @@ def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_signals_that_keep_coming_change_neither_the_exit_code_nor_what_is_recorded(tmp_path, number, code):
+def test_repeated_signals_change_neither_the_exit_code_nor_the_records(tmp_path, number, code):
     runs = make_runs(tmp_path, "single")
     processes = start(runs, "run")
     wait_for_rows(tmp_path / "run", 3)

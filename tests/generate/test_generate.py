@@ -132,7 +132,7 @@ def test_texts_in_texts_out(run):
         ([[1]], {"stop": "text"}, "stop"),
     ],
 )
-def test_what_cannot_be_generated_is_refused_at_the_call(model, prompts, options, argument):
+def test_invalid_arguments_of_generation_are_refused_at_the_call(model, prompts, options, argument):
     with pytest.raises(ArgumentError) as refused:
         nsa.generate_tokens(model, prompts, **options)
     assert refused.value.argument == argument
@@ -144,7 +144,7 @@ def test_a_source_that_is_neither_a_run_nor_a_model_is_refused(source):
         nsa.generate_tokens(source, [[1]])
 
 
-def test_numbers_of_other_libraries_are_numbers(model):
+def test_numbers_of_other_libraries_are_accepted(model):
     own = {"max_tokens": 3, "temperature": 1.5, "top_k": 9, "top_p": 0.5, "seed": 7}
     other = {name: np.array(value)[()] for name, value in own.items()} | {"temperature": torch.tensor(1.5)}
     want = list(nsa.generate_tokens(model, [[1, 2]], **own))
@@ -265,7 +265,7 @@ def test_text_that_outgrows_the_memory_ends_with_an_error_that_says_so(model, mo
     assert len(pieces) == 5
 
 
-def test_a_step_is_started_before_the_tokens_of_the_last_are_read_and_none_after_the_end(model, replaying):
+def test_the_next_step_starts_before_tokens_are_read_and_none_after_the_end(model, replaying):
     events = replaying()
     generated = nsa.generate_tokens(model, [[1, 2]], max_tokens=3, temperature=0.0)
     assert events == []

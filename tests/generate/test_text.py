@@ -31,7 +31,7 @@ def test_together_they_are_the_text_whatever_the_bytes(given_bytes):
     assert "".join(pieces(data)) == DECODE(list(data))
 
 
-def test_bytes_that_are_no_character_come_with_the_next_one():
+def test_invalid_bytes_are_returned_with_the_next_character():
     assert pieces(b"\x80\x80a") == ["", "", "\ufffd\ufffda", ""]
 
 
@@ -72,11 +72,11 @@ def test_text_ends_before_the_first_stop_text(stop, wanted):
     assert "".join(pieces(b"ab\nc\n\nd", stop)) == wanted
 
 
-def test_the_start_of_a_stop_text_is_held_back_until_it_is_none():
+def test_a_possible_start_of_a_stop_text_is_held_back():
     assert pieces(b"ab\nc", ["\n\n"]) == ["a", "b", "", "\nc", ""]
 
 
-def test_a_stop_text_in_what_is_held_to_the_end_keeps_what_came_before_it():
+def test_a_stop_text_found_at_the_end_keeps_the_text_before_it():
     assert pieces(b"ab\x80", ["\ufffd"]) == ["a", "b", "", ""]
     stream = TextStream(DECODE, ["x\ufffd"])
     assert [stream.push(byte) for byte in b"ax\x80"] == ["a", "", ""]

@@ -102,7 +102,7 @@ def test_model_flops_utilisation_where_it_is_known(tmp_path):
     assert [found(**changes) for changes in unknown] == [pytest.approx(float("nan"), nan_ok=True)] * len(unknown)
 
 
-def test_runs_of_one_name_are_told_apart_and_too_many_refused(tmp_path):
+def test_runs_of_one_name_are_distinguished_and_too_many_are_refused(tmp_path):
     folders = [tmp_path / part / "run" for part in "ab"]
     for folder in folders:
         shutil.copytree(RECORDED, folder)

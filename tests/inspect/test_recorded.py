@@ -66,7 +66,7 @@ def test_its_tables_are_continued_when_it_resumes(recorded, table):
     assert not list(recorded.glob("*.old.csv"))
 
 
-def test_its_events_are_those_of_the_contract():
+def test_its_events_match_the_contract():
     events = [run_folder.parse_event(line) for line in (RECORDED / "heartbeat_rank0.jsonl").read_text().splitlines()]
     later = ("clock", "boot_id", "start_ticks")  # it was recorded without them
     for event in events:

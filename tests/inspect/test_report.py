@@ -361,14 +361,14 @@ def test_the_command_writes_into_the_run_or_to_the_file_it_is_given(finished, tm
         assert target.read_text().startswith("<!doctype html>")
 
 
-def test_a_place_that_cannot_be_written_and_a_folder_that_is_no_run_are_errors(finished, tmp_path):
+def test_an_unwritable_path_and_a_folder_without_a_run_are_errors(finished, tmp_path):
     with pytest.raises(LaunchError, match="--out"):
         write_page(render(read_run(finished)), tmp_path / "nowhere" / "r.html")
     with pytest.raises(CheckpointError, match="not the folder of a run"):
         read_run(tmp_path)
 
 
-def test_a_name_that_is_no_utf_8_is_shown_escaped(tmp_path):
+def test_a_name_with_invalid_utf_8_is_shown_escaped(tmp_path):
     run = long_run(tmp_path / os.fsdecode(b"caf\xe9"), 20, layers=1, every=10)
     (run / "env.json").write_text(json.dumps({"command": ["nsa", "train", "caf\udce9.yaml"]}))
     write_page(render(read_run(run)), tmp_path / "r.html")

@@ -74,7 +74,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-def test_the_numbers_in_the_view_are_those_of_the_files(finished):
+def test_the_numbers_in_the_view_match_the_files(finished):
     view, rows = read_run(finished), rows_of(finished / "training.csv")
     assert [view.step, view.steps, len(view.training)] == [30, 30, 30]
     assert view.training.column("loss").tolist() == [float(row["loss"]) for row in rows]
@@ -167,7 +167,7 @@ def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
         assert read_run(tmp_path / "run", now).status.kind == kind, config
 
 
-def test_a_fresh_start_hides_what_an_earlier_run_left(tmp_path):
+def test_a_fresh_start_hides_the_events_of_an_earlier_run(tmp_path):
     folder = tmp_path / "run"
     now = live_run(folder, 40)
     before = BEGAN - 10_000
@@ -200,7 +200,7 @@ def test_a_fresh_start_hides_what_an_earlier_run_left(tmp_path):
     assert [h.kind for h in again.timeline] == ["start", "data stall", "start"]
 
 
-def test_a_restart_that_found_no_checkpoint_keeps_what_happened(tmp_path):
+def test_a_restart_without_a_checkpoint_keeps_earlier_events(tmp_path):
     now = live_run(tmp_path / "run", 40)
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
         file.write(event("hang", 41, at=now, phase="step", silent_s=60.0))
@@ -257,7 +257,7 @@ def test_a_reason_that_is_longer_than_the_terminal_leaves_the_numbers_and_says_w
     assert lines[-1].startswith("tokens/s")
 
 
-def test_the_first_frame_shows_dashes_for_what_is_not_known(tmp_path):
+def test_the_first_frame_shows_dashes_for_unknown_values(tmp_path):
     (tmp_path / "heartbeat_rank0.jsonl").write_text(event("boot", 0, pid=1, host="node"))
     text = text_of(read_run(tmp_path, BEGAN + 1))
     assert "nan" not in text
@@ -309,7 +309,7 @@ def test_tables_of_other_ranks_count_only_where_the_run_writes_them(tmp_path):
         assert read_run(tmp_path / "run", now).gate_samples.last_step == newest
 
 
-def test_fallbacks_are_those_since_the_newest_start(tmp_path):
+def test_fallbacks_are_counted_since_the_newest_start(tmp_path):
     now = live_run(tmp_path / "run")
     (tmp_path / "run" / "fallback_counters.csv").write_text("step,branch,reason,count\n30,sel,no triton,12\n")
     assert read_run(tmp_path / "run", now).fallbacks == {("sel", "no triton"): 12}
@@ -367,7 +367,7 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
     assert view.mem_gib == 64.0
 
 
-def test_what_all_ranks_report_is_one_line_and_a_silent_rank_is_named(tmp_path):
+def test_equal_reports_of_all_ranks_are_one_line_and_a_silent_rank_is_named(tmp_path):
     now = live_run(tmp_path / "run", 1000)
     for rank in (0, 1):
         with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("a") as file:
@@ -461,7 +461,7 @@ def test_a_sample_of_no_rows_weighs_nothing(tmp_path):
     assert after.mean_entropy == pytest.approx(before.mean_entropy)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="give the out_dir of a run"):
             read_run(folder)

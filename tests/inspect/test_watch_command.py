@@ -35,7 +35,7 @@ def command(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_the_command_prints_one_frame_where_there_is_no_terminal(folder):
+def test_the_command_prints_one_frame_without_a_terminal(folder):
     for arguments in ((folder,), (folder, "--once")):
         result = command(*arguments)
         assert result.exit_code == 0

@@ -122,7 +122,7 @@ def test_rows_of_different_lengths_equal_each_alone():
 
 
 @pytest.mark.parametrize("variant", ["pattern", "shared", "mlp"])
-def test_tokens_that_were_taken_back_leave_no_trace(variant):
+def test_cropped_tokens_do_not_affect_later_tokens(variant):
     """As when drafted tokens are verified, and some of them rejected."""
     model, slack = small(*VARIANTS[variant]), 9
     tokens, drafts = torch.randint(0, VOCABULARY, (2, 1, 100))
@@ -254,7 +254,7 @@ def test_a_cache_that_no_machine_could_hold_is_refused(sizes, message, monkeypat
         KVCache(small(), **({"sequences": 1, "max_length": 64} | sizes))
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing():
+def test_a_refused_append_leaves_the_cache_unchanged():
     model, other = small(), small(seed=1)
     tokens = torch.randint(0, VOCABULARY, (2, 160))
     cache = KVCache(model, sequences=2, max_length=150, tokens=150, slack=4)
@@ -339,7 +339,7 @@ def test_a_step_belongs_to_its_input_and_its_layers():
         layer(x, cache=KVCache(layer, sequences=2, max_length=9, dtype=torch.float32))
 
 
-def test_sequences_are_asked_for_and_their_limit_is_named():
+def test_sequences_must_be_added_and_their_limit_is_named():
     cache = KVCache(small(), sequences=2, max_length=64)
     with pytest.raises(ArgumentError, match="sequences: there are none; call `add` once for every row"):
         cache.append(3)
@@ -348,7 +348,7 @@ def test_sequences_are_asked_for_and_their_limit_is_named():
 
 
 @pytest.mark.parametrize("variant", ["pattern", "shared mlp"])
-def test_a_copy_of_a_cache_goes_on_by_itself(variant):
+def test_a_copy_of_a_cache_is_independent(variant):
     model = small(*VARIANTS[variant])
     tokens = torch.randint(0, VOCABULARY, (2, 100))
     cache = KVCache(model, sequences=2, max_length=100)
@@ -364,7 +364,7 @@ def test_a_copy_of_a_cache_goes_on_by_itself(variant):
     assert both[1].model is both[0], "copied together with its model, it is that of the copy"
 
 
-def test_a_failed_crop_is_possible_from_the_start_again():
+def test_after_a_refused_crop_the_sequence_can_be_cropped_to_zero():
     model = small()
     tokens = torch.randint(0, VOCABULARY, (1, 100))
     cache = KVCache(model, sequences=1, max_length=100, slack=4)

@@ -48,7 +48,7 @@ def test_float64_is_named_under_autocast_too(layer):
 
 
 @pytest.mark.parametrize("borders", [[0, 4, 9], (0, 9)])
-def test_borders_that_are_no_tensor_are_named(layer, borders):
+def test_borders_that_are_not_a_tensor_are_refused_by_name(layer, borders):
     with pytest.raises(ArgumentError, match=r"cu_seqlens: must be an int32 tensor .*, got (list|tuple)"):
         layer(X, cu_seqlens=borders)
 

@@ -80,7 +80,7 @@ def test_a_pattern_is_repeated_over_the_layers():
     assert next(attention_layers(model))[0] == "blocks.0.attention"
 
 
-def test_the_arithmetic_of_a_pattern_is_that_of_its_layers():
+def test_flops_of_a_pattern_are_the_sum_of_its_layers():
     def attention(*overrides):
         model, _ = small("train.seq_len=4096", *overrides)
         found = flops_per_token(model, 4096)
@@ -96,7 +96,7 @@ def test_the_arithmetic_of_a_pattern_is_that_of_its_layers():
     ("value", "wanted"),
     [("[]", "model.layer_pattern"), ("[nsa,sparse]", "model.layer_pattern"), ("nsa", "model.layer_pattern")],
 )
-def test_a_pattern_that_means_nothing_is_refused(value, wanted):
+def test_an_invalid_pattern_is_refused(value, wanted):
     with pytest.raises(ConfigError, match=wanted):
         small(f"model.layer_pattern={value}")
 

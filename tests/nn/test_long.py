@@ -181,7 +181,7 @@ def test_a_short_pass_is_left_as_it_was(monkeypatch):
     run("none")
 
 
-def test_layers_that_do_more_than_multiply_are_called(in_chunks):
+def test_modified_layers_are_called(in_chunks):
     """Adapters, hooks and modules of the user's own see every token, in one call."""
     in_chunks()
     model = build_model(Architecture(model=MODEL, nsa=NSA), VOCABULARY, seed=0)

@@ -87,7 +87,7 @@ def test_a_layer_whose_forward_was_patched_is_called():
     assert torch.equal(project(x, list(chosen))[2], original(x) + 1.0)
 
 
-def test_a_layer_whose_weight_is_more_than_a_tensor_is_called():
+def test_a_layer_with_a_tensor_subclass_as_weight_is_called():
     """As quantization does it: a weight that knows how it is multiplied, and nothing else."""
 
     class Quantized(torch.Tensor):

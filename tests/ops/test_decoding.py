@@ -152,7 +152,7 @@ def test_dense_layers_read_all_tokens():
     assert_equal_at(positions, got, causal(x.q, x.k_sel, x.v_sel))
 
 
-def test_nothing_but_padding():
+def test_a_batch_of_only_padding_gives_zeros():
     x = make_inputs(20, spec=WIDE, batch=2)
     positions = torch.full((2, 3), -1, dtype=torch.int32)
     cache = make_cache(x, positions, WIDE, ring=30)

@@ -73,7 +73,7 @@ def test_nothing_is_cached_for_inference_tensors():
         assert token_layout(12, cu_seqlens, "cpu").position.tolist() != before
 
 
-def test_a_captured_graph_computes_once_and_shares_nothing_with_what_is_outside(monkeypatch):
+def test_a_captured_graph_computes_layouts_once_and_shares_none_with_eager_code(monkeypatch):
     cu_seqlens = borders(0, 5, 12)
     outside = token_layout(12, cu_seqlens, "cpu")
     monkeypatch.setattr(layout, "_is_capturing", lambda tensor: True)

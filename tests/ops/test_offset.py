@@ -15,7 +15,7 @@ def test_queries_in_pieces_give_the_whole(packed, cuts):
     assert_pieces_make_the_whole(75, packed, cuts, "reference", torch.float64, 1e-12)
 
 
-def test_keys_must_be_those_of_the_whole_sequence():
+def test_keys_must_cover_the_whole_sequence():
     x = make_inputs(20)
     with pytest.raises(ArgumentError, match="12"):
         window_attention(x.q[:, 12:], x.k_win, x.v_win, SMALL, q_offset=4)

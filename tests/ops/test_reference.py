@@ -106,7 +106,7 @@ def test_gradients_of_every_operator_pass_gradcheck(per_group, cu_seqlens):
 
 @pytest.mark.parametrize("longest", [0, 1 << 26], ids=["long", "short"])
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 33]], ids=["one document", "packed"])
-def test_gradients_of_the_whole_are_those_of_its_operators(cu_seqlens, longest, monkeypatch):
+def test_fused_gradients_equal_those_of_the_single_operators(cu_seqlens, longest, monkeypatch):
     monkeypatch.setattr(mixing, "LONGEST", longest)
     x = make_inputs(33, heads=4, groups=2, cu_seqlens=cu_seqlens, requires_grad=True)
     whole = nsa_attention(*x.tensors(), SMALL, cu_seqlens=x.cu_seqlens)

@@ -43,7 +43,7 @@ def test_the_defaults_are_the_papers():
     assert NSASpec().as_ints() == (32, 16, 64, 16, 1, 2, 512)
 
 
-def test_the_papers_stencil():
+def test_overlap_weights_match_the_paper():
     assert overlap_weights(NSASpec()) == (-1, [1, 2, 2, 2, 1])
 
 

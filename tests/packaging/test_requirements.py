@@ -53,7 +53,7 @@ def test_the_base_needs_torch_and_triton_alone():
     assert "nsa[train]" in PROJECT["optional-dependencies"]["hf"]
 
 
-def test_the_known_packages_are_those_of_the_extra():
+def test_the_known_packages_match_the_extra():
     names = packages_distributions()
     known = {names[package][0].lower().replace("_", "-") for package in TRAIN_PACKAGES}
     assert known == distributions(PROJECT["optional-dependencies"]["train"])

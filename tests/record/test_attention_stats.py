@@ -152,7 +152,7 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     assert asdict(sample.gates[ALL_LAYERS]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_layers_and_ranks_merge_to_what_all_rows_together_give():
+def test_merged_layers_and_ranks_equal_the_statistics_of_all_rows():
     generator = torch.Generator().manual_seed(1)
     gates = torch.rand(2, 8, 4, 3, generator=generator)
     indices = torch.sort(torch.randint(0, 8, (2, 32, 1, 4), generator=generator, dtype=torch.int32)).values
@@ -170,7 +170,7 @@ def test_layers_and_ranks_merge_to_what_all_rows_together_give():
             assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-6), name
 
 
-def test_a_layer_is_watched_only_while_somebody_watches_and_computes_the_same():
+def test_a_layer_is_observed_only_inside_observing_and_computes_the_same():
     torch.manual_seed(0)
     layer = NSAAttention(32, 4, 2, 16, spec=SPEC)
     x = torch.randn(1, 64, 32)
@@ -204,7 +204,7 @@ def test_an_observer_that_fails_is_removed_and_the_layer_continues():
     assert observer.failures == 1
 
 
-def test_a_rank_without_numbers_leaves_out_those_of_the_ranks_that_share_its_sequences():
+def test_a_rank_without_statistics_drops_those_of_its_context_group():
     def gather(mine):
         return torch.stack([mine, torch.full_like(mine, torch.nan)])
 

@@ -78,7 +78,7 @@ def test_a_decoder_trained_under_autocast_holds_float32_alone(tmp_path):
     assert any(line.split() == ["step", "counters", "float32", "scalar", "norm.weight/step"] for line in listed)
 
 
-def test_what_has_an_unexpected_type_stands_first(tmp_path):
+def test_tensors_of_unexpected_dtype_come_first(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).bfloat16())
     model[1].running_mean = model[1].running_mean.half()
     lines = report(tmp_path, model, torch.optim.AdamW(model.parameters()))

@@ -31,12 +31,12 @@ def test_the_commit_is_recorded_whole(checkout):
     assert environment.describe_environment({}, 1, "single")["commit"] == git(checkout, "rev-parse", "HEAD")
 
 
-def test_changed_files_do_not_pass_for_the_commit(checkout):
+def test_modified_files_make_the_commit_dirty(checkout):
     (checkout / "nsa" / "telemetry" / "environment.py").write_text("second\n")
     assert environment.describe_environment({}, 1, "single")["commit"] == git(checkout, "rev-parse", "HEAD") + "-dirty"
 
 
-def test_results_and_pages_are_no_code(checkout):
+def test_results_and_pages_do_not_make_a_commit_dirty(checkout):
     """Benchmarks write them, one command after the other, without a commit in between."""
     for name in ("bench/results/a.json", "docs/a.md"):
         (checkout / name).parent.mkdir(parents=True)
@@ -51,6 +51,6 @@ def test_results_and_pages_are_no_code(checkout):
     assert environment.commit() == git(checkout, "rev-parse", "HEAD") + "-dirty"
 
 
-def test_outside_a_repository_there_is_none(tmp_path, monkeypatch):
+def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "c.py"))
     assert environment.describe_environment({}, 1, "single")["commit"] is None

@@ -87,7 +87,7 @@ def test_a_file_that_hangs_is_waited_for_until_the_timeout(hanging):
     assert (stream.failures.count, stream.failures.last) == (1, "wandb does not answer")
 
 
-def test_what_waits_for_a_sink_that_hangs_is_bounded_and_the_rest_is_counted(hanging, monkeypatch):
+def test_the_queue_of_a_sink_that_hangs_is_bounded_and_dropped_events_are_counted(hanging, monkeypatch):
     monkeypatch.setattr(events, "MAX_QUEUED", 10)
     stream = EventStream(0, [hanging])
     stream.emit("step", 0)
@@ -131,7 +131,7 @@ def test_a_last_event_is_written_after_the_stream_was_closed():
     assert kept.steps == [1, 2]
 
 
-def test_no_thread_is_left_behind_by_a_stream_that_is_closed():
+def test_closing_a_stream_ends_its_threads():
     before = threading.active_count()
     stream = EventStream(0, [Kept()])
     stream.add(Kept())
@@ -156,7 +156,7 @@ def test_a_tracker_never_gets_an_earlier_step_which_it_would_drop(tmp_path, monk
 
 
 @pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name")])
-def test_a_tracker_finds_its_run_again_by_what_the_folder_keeps(tmp_path, monkeypatch, name, key):
+def test_a_tracker_resumes_its_run_by_the_id_in_the_folder(tmp_path, monkeypatch, name, key):
     starts = []
     package = types.ModuleType(name)
     package.init, package.log = lambda **options: starts.append(options), lambda *_, **__: None

@@ -89,7 +89,7 @@ def test_gradients_that_are_pieces_of_one_bucket_count_each():
     assert [tensor["bytes"] for tensor in list_tensors(pieces, CPU)] == [240, 160]
 
 
-def test_an_expanded_tensor_is_no_larger_than_what_it_shows():
+def test_an_expanded_tensor_counts_the_bytes_of_its_storage():
     assert list_tensors([("buffers/mask", torch.zeros(1).expand(1000))], CPU)[0]["bytes"] == 4
 
 
@@ -127,7 +127,7 @@ def test_ranks_above_zero_write_under_their_own_names(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_the_peak_remembers_what_was_given_back():
+def test_the_peak_includes_freed_memory():
     before = memory_usage(CPU)["resident_bytes"]
     # Pages of its own: what malloc hands out may be memory that earlier tests freed and that is still resident.
     with mmap.mmap(-1, 64 * 2**20) as block:
@@ -137,13 +137,13 @@ def test_the_peak_remembers_what_was_given_back():
     assert memory_usage(CPU)["peak_bytes"] > before + 60 * 2**20
 
 
-def test_without_proc_the_peak_is_what_is_resident_now(tmp_path, monkeypatch):
+def test_without_proc_the_peak_is_the_resident_size(tmp_path, monkeypatch):
     monkeypatch.setattr("nsa.record.memory_dump.Path", lambda _: tmp_path / "absent")
     usage = memory_usage(CPU)
     assert usage["peak_bytes"] == usage["resident_bytes"] > 0
 
 
-def test_nowhere_to_write_ends_a_dump_and_no_report(tmp_path):
+def test_an_unwritable_folder_fails_a_dump_but_not_a_report(tmp_path):
     model = nn.Linear(2, 2)
     tensors = named(model, torch.optim.SGD(model.parameters()))
     (tmp_path / "file").touch()
@@ -152,7 +152,7 @@ def test_nowhere_to_write_ends_a_dump_and_no_report(tmp_path):
     assert "out of memory on rank 0" in oom_report(tmp_path / "file", 0, CPU, MemoryError(), tensors)
 
 
-def test_a_full_disk_leaves_no_pieces_and_ends_no_report(tmp_path):
+def test_a_full_disk_leaves_no_partial_file_and_does_not_fail_a_report(tmp_path):
     model = nn.Linear(2, 2)
     tensors = named(model, torch.optim.SGD(model.parameters()))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_no_pieces_and_ends_no_report(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensors_that_cannot_be_listed_end_no_report(tmp_path):
+def test_tensors_that_cannot_be_listed_do_not_fail_a_report(tmp_path):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -257,7 +257,7 @@ def test_running_out_of_memory_is_distinguished_from_other_errors():
         assert not is_out_of_memory(error), error
 
 
-def test_the_line_names_the_largest_owners_and_what_to_try(tmp_path):
+def test_the_line_names_the_largest_owners_and_remedies(tmp_path):
     decoder, optimizer = trained_decoder()
     advice = ["train.micro_batch=8", "runtime.gradient_checkpointing=block"]
     line = oom_report(tmp_path, 1, CPU, real_host_error(), named(decoder, optimizer), advice)
@@ -314,7 +314,7 @@ def test_sizes_have_a_unit_that_people_read():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_allocated_bytes_are_those_of_the_tensors(tmp_path):
+def test_on_a_gpu_allocated_bytes_equal_the_tensors(tmp_path):
     device = torch.device("cuda", 0)
     before = memory_usage(device)["allocated_bytes"]
     model = nn.Linear(1024, 1024, bias=False, device=device)
@@ -335,7 +335,7 @@ def test_on_a_gpu_allocated_bytes_are_those_of_the_tensors(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_full_gpu_names_what_filled_it(tmp_path):
+def test_a_full_gpu_names_the_largest_tensors(tmp_path):
     device = torch.device("cuda", 0)
     model = nn.Linear(1024, 1024, bias=False, device=device)
     optimizer = torch.optim.SGD(model.parameters())

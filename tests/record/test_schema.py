@@ -47,7 +47,7 @@ def test_an_event_reads_back_as_it_was_written():
 @pytest.mark.parametrize(
     "line", ["", "{", "[]", "7", "{}", '{"time": "nan", "step": 1, "event": "x"}', "\x00", "[" * 9999]
 )
-def test_a_damaged_line_is_no_event(line):
+def test_a_damaged_line_is_not_an_event(line):
     with pytest.raises(ValueError):
         run_folder.parse_event(line)
     sound = run_folder.format_event(run_folder.make_event("end", 0, 1))
@@ -82,7 +82,7 @@ def test_a_sample_fills_its_tables_layer_by_layer_and_over_all():
     assert "layers" not in json.loads(run_folder.format_event(event))
 
 
-def test_merging_weighs_by_what_each_part_saw():
+def test_merging_weights_parts_by_their_rows():
     gates = GateStats.merge(
         [GateStats(1, 1.0, 0.5, 0.4, 0.0, 0.2, 0.3, 0.5), GateStats(3, 0.6, 0.2, 0.9, 1.0, 0.6, 0.3, 0.1)]
     )

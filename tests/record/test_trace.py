@@ -285,7 +285,7 @@ def test_a_large_trace_becomes_two_files_that_are_read_as_one(tmp_path, monkeypa
     assert "no gradient in steps" in text(tmp_path)
 
 
-def test_a_second_attempt_is_explained_alone(tmp_path):
+def test_only_the_last_attempt_is_explained(tmp_path):
     model = TwoLayers()
     record(tmp_path, model, steps=4, inputs=torch.ones(1, 1))
     path = tmp_path / "trace_rank0.jsonl"
@@ -357,7 +357,7 @@ def test_a_parameter_or_a_loss_that_differs_is_named_with_its_step(copied, kind,
     assert f"values   DIFFERS first {found}\n" in text(folder)
 
 
-def test_a_sharded_model_shows_arrivals_what_is_missing_and_what_cannot_be_compared(two_ranks):
+def test_a_sharded_model_shows_gradients_missing_ones_and_the_lack_of_digests(two_ranks):
     model = build_model(CONFIG, 64, 0)
     for rank in (0, 1):
         assert Counter(names(two_ranks / "fsdp", "grad", rank)) == {n: 2 for n, _ in model.named_parameters()}
@@ -388,7 +388,7 @@ def test_a_hang_shows_the_rank_that_stopped_first_and_the_bucket_that_waits_for_
     assert report.index("rank 1:") < report.index("rank 0:")
 
 
-def test_a_hang_in_the_first_backward_names_what_did_not_come(tmp_path):
+def test_a_hang_in_the_first_backward_names_the_missing_gradients(tmp_path):
     record(tmp_path, decoder())
     cut(tmp_path, 0, lambda e: e.get("name") != "blocks.1.mlp_norm.weight")
     report = flat(tmp_path)

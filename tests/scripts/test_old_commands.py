@@ -212,7 +212,7 @@ def test_the_script_for_one_a100_starts_one_process_of_its_production_file(tmp_p
         ("scripts/run_m7c_1xa100_production.sh --step 5", "--steps"),
     ],
 )
-def test_a_mistake_is_named_with_what_is_meant_and_starts_nothing(tmp_path, command, hint):
+def test_a_wrong_option_is_named_with_a_suggestion_and_starts_nothing(tmp_path, command, hint):
     outcome = run_in_a_shell(command, tmp_path, PYTHON=sys.executable)
     assert outcome.code == 2, outcome.output
     assert hint in outcome.output

@@ -31,7 +31,7 @@ def test_one_process_on_a_node_with_four_gpus_is_refused_with_the_right_command(
     assert not (tmp_path / "run").exists()
 
 
-def test_it_runs_where_that_is_meant():
+def test_intended_launches_run():
     refuse_idle_gpus(1, CUDA, ParallelConfig(allow_single_rank=True), {})
     refuse_idle_gpus(1, torch.device("cpu"), ParallelConfig(), {})
     refuse_idle_gpus(4, CUDA, ParallelConfig(), {})

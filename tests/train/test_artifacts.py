@@ -16,7 +16,7 @@ from nsa.train import train
 from tests.train.test_training import rows_of, tiny
 
 
-def test_env_json_records_what_a_run_was_started_with(tmp_path, monkeypatch):
+def test_env_json_records_configuration_versions_and_hardware(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")
     train(tiny(), tmp_path)
     told = json.loads((tmp_path / "env.json").read_text())
@@ -82,7 +82,7 @@ def test_a_profile_that_cannot_be_written_is_counted_and_does_not_stop_training(
     assert json.loads((tmp_path / "metrics.json").read_text())["telemetry_failures"] == 1
 
 
-def test_rows_of_other_columns_are_kept_aside(tmp_path):
+def test_a_table_with_other_columns_is_renamed(tmp_path):
     (tmp_path / "training.csv").write_text("step,loss\n1,5.0\n")
     TableSink(tmp_path, 0, TRAINING, done_steps=1).close()
     assert (tmp_path / "training.old.csv").read_text() == "step,loss\n1,5.0\n"
@@ -95,7 +95,7 @@ def test_events_that_cannot_be_written_are_counted(tmp_path):
     assert (stream.failures.count, stream.incidents) == (1, 1)
 
 
-def test_run_log_holds_what_was_printed_and_how_it_ended(tmp_path, capsys):
+def test_run_log_has_the_output_and_the_end_of_a_run(tmp_path, capsys):
     train(tiny(), tmp_path)
     printed = capsys.readouterr().out
     kept = (tmp_path / "run.log").read_text()
@@ -189,7 +189,7 @@ def test_fresh_under_a_restarting_torchrun_is_refused(tmp_path, monkeypatch):
     train(tiny(), tmp_path)
 
 
-def test_an_event_behind_one_that_a_full_disk_cut_can_be_read(tmp_path):
+def test_an_event_after_one_truncated_by_a_full_disk_can_be_read(tmp_path):
     stream = EventStream(0, [HeartbeatSink(tmp_path, rank=0)])
     path = tmp_path / "heartbeat_rank0.jsonl"
     stream.incident("save_failed", "first", step=1)

@@ -172,7 +172,7 @@ def test_synthetic_on_fail_trains_and_reports_it_everywhere(tmp_path, monkeypatc
     assert incident["kind"] == "data_fallback"
 
 
-def test_a_bad_file_is_no_reason_for_synthetic_text(texts, tmp_path):
+def test_a_bad_file_does_not_cause_a_fallback_to_synthetic_text(texts, tmp_path):
     (texts / "b.jsonl").write_text("{")
     with pytest.raises(DataError, match=r"b\.jsonl"):
         train(config_of(texts), tmp_path / "run", synthetic_on_fail=True)
@@ -196,7 +196,7 @@ def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_pa
     assert sum(waits) > 0.5, "three seconds, less what the steps before it took"
 
 
-def test_what_is_done_is_saved_where_validation_has_too_few_documents(tmp_path):
+def test_completed_steps_are_saved_if_validation_has_too_few_documents(tmp_path):
     """Those of a stream are collected before the first step that is validated."""
     write_mirror(tmp_path / "mirror", files=1, row_groups=2, rows=40)
     data = {"source": "fineweb_edu", "paths": [str(tmp_path / "mirror")]}
@@ -209,7 +209,7 @@ def test_what_is_done_is_saved_where_validation_has_too_few_documents(tmp_path):
         assert len(losses_of(tmp_path / "run")) == 2
 
 
-def test_what_is_done_is_saved_where_a_file_is_damaged_meanwhile(texts, tmp_path, monkeypatch):
+def test_completed_steps_are_saved_if_a_file_is_damaged_meanwhile(texts, tmp_path, monkeypatch):
     real = Loader.batch
 
     def failing(self, first, *more):

@@ -95,7 +95,7 @@ def test_a_regular_file_is_opened_through_links_to_its_folder_and_may_be_read_on
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_readers_of_a_checkpoint_refuse_what_is_no_file(kind, run, monkeypatch):
+def test_readers_of_a_checkpoint_refuse_irregular_files(kind, run, monkeypatch):
     checkpoint = checkpoint_of(run, 6)
     readers = {"manifest.json": (read_manifest, verify, find_checkpoint), "state.json": (read_state, verify)}
     readers[INDEX_FILE] = (saved_shapes, verify)
@@ -118,7 +118,7 @@ def test_readers_of_a_checkpoint_refuse_what_is_no_file(kind, run, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_readers_of_a_run_refuse_what_is_no_file(kind, run, monkeypatch):
+def test_readers_of_a_run_refuse_irregular_files(kind, run, monkeypatch):
     monkeypatch.chdir(run)
     names = (METRICS_FILE, CONFIG_FILE, "training.csv", "gate_stats.csv", "heartbeat_rank0.jsonl", WEIGHTS_FILE)
     for name in (*names, "trace_rank0.jsonl"):
@@ -220,7 +220,7 @@ def test_a_tokenizer_of_any_size_is_not_read(run):
         nsa.load_run(run)
 
 
-def test_a_lock_is_not_emptied_before_it_is_held(tmp_path):
+def test_a_lock_file_is_not_truncated_before_it_is_locked(tmp_path):
     (tmp_path / ".lock").write_bytes(VICTIM)
     with Claim(tmp_path).hold(), pytest.raises(LaunchError, match="another run"), Claim(tmp_path).hold():
         pass
@@ -237,7 +237,7 @@ def test_a_report_is_not_written_through_a_link(run, tmp_path):
     assert not (run / "report.html").is_symlink()
 
 
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+def test_partial_files_of_a_killed_process_are_removed(tmp_path):
     kept = {"kept.txt", ".hidden", ".notes.1", "model.safetensors", ".metrics.json.orig"}
     random, of_version_0_1 = f".metrics.json.{'0a' * 8}", (".model.safetensors.123", ".metrics.json.77")
     for name in (random, *of_version_0_1, *kept):
@@ -296,14 +296,14 @@ OWN = {
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_a_folder_of_a_run_or_without_anything_to_lose_is_taken(kind, tmp_path):
+def test_a_run_folder_or_one_without_files_at_risk_is_accepted(kind, tmp_path):
     if (names := OWN[kind]) is not None:
         fill_folder(tmp_path / "run", names)
     for fresh in (False, True):
         refuse_foreign(tmp_path / "run", fresh=fresh)
 
 
-def test_fresh_never_deletes_what_others_put_beside_the_checkpoints(run):
+def test_fresh_never_deletes_foreign_files_next_to_checkpoints(run):
     fill_folder(run / "checkpoints", ("mine/precious",))
     with pytest.raises(LaunchError, match=r"train\.out_dir: .*checkpoints holds mine"):
         train(small(), run, fresh=True)
@@ -336,7 +336,7 @@ def linked(folder: Path, other: Path) -> None:
 
 # With a checkpoint after the step, after the next one, and at the end only.
 @pytest.mark.parametrize(("what", "every"), [(deleted, 1), (renamed, 2), (replaced, 0), (linked, 1)])
-def test_a_run_whose_folder_is_taken_away_ends_and_writes_nothing_at_its_path(
+def test_a_run_whose_folder_is_moved_away_ends_and_writes_nothing_at_its_path(
     what, every, original, tmp_path, monkeypatch
 ):
     folder, moved, at_path, step = tmp_path / "run", tmp_path / "moved", [], loop.train_step

@@ -67,9 +67,7 @@ CSV = ("training.csv", "gate_stats.csv", "k_stats.csv", "k_stats_layers.csv", "f
     [("/dev/full", CSV), ("/sys/nothing", ())],  # a CSV file that cannot even be opened ends the run at its start
     ids=["full disk", "read-only folder"],
 )
-def test_where_nothing_can_be_written_the_same_weights_are_trained_and_what_is_lost_is_counted(
-    tmp_path, nowhere, more, no_room
-):
+def test_without_writable_records_the_same_weights_are_trained_and_losses_are_counted(tmp_path, nowhere, more, no_room):
     train(tiny(), tmp_path / "plain")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tb").write_text("a file where a folder should be")
@@ -125,7 +123,7 @@ def test_a_start_that_is_refused_is_not_counted_as_one(tmp_path, monkeypatch):
     assert read_run(tmp_path).attempts == 2
 
 
-def test_every_step_counts_what_could_not_be_written_so_far(tmp_path, no_room):
+def test_every_step_counts_the_records_lost_so_far(tmp_path, no_room):
     no_room("gate_stats.csv")
     train(tiny("telemetry.every=1"), tmp_path)
     counts = [e["telemetry_failures"] for e in events_of(tmp_path) if e["event"] == "step"]
@@ -135,7 +133,7 @@ def test_every_step_counts_what_could_not_be_written_so_far(tmp_path, no_room):
     assert read_run(tmp_path).telemetry_failures[0] >= counts[-1]
 
 
-def test_a_run_that_fails_counts_what_it_could_not_write(tmp_path, no_room):
+def test_a_run_that_fails_counts_lost_records(tmp_path, no_room):
     no_room("heartbeat_rank0.jsonl")
     with pytest.raises(NumericsError):
         train(tiny("train.lr=1e30", "train.grad_clip=0"), tmp_path)

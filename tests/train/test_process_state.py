@@ -168,7 +168,7 @@ def test_only_bf16_on_a_cpu_depends_on_its_instructions(has_bf16):
         ({"architecture": "unknown"}, False),
     ],
 )
-def test_bf16_instructions_are_those_that_torch_finds(capabilities, has, monkeypatch):
+def test_bf16_instructions_are_detected_like_torch_does(capabilities, has, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert cpu_has_bf16() is has
 

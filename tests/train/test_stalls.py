@@ -124,7 +124,7 @@ def test_the_commit_that_is_read_is_recorded(hub, tmp_path, capsys):
     assert metrics_of(tmp_path / "mixed")["data"]["commits"] == [commit], "a mirror has none"
 
 
-def test_what_a_stream_skips_is_counted(tmp_path):
+def test_documents_that_a_stream_skips_are_counted(tmp_path):
     rows = ["", None, *("a text that is long enough for this " * 20 for _ in range(60))]
     (tmp_path / "mirror").mkdir()
     pq.write_table(pa.table({"text": rows}), tmp_path / "mirror" / "a.parquet")

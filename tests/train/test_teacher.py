@@ -73,7 +73,7 @@ def test_a_student_resumes_to_the_bit(dense, tmp_path):
         ("['*', '!gates']", "'!gates' matches no parameter"),
     ],
 )
-def test_patterns_that_make_no_sense_are_refused(tmp_path, patterns, message):
+def test_invalid_patterns_are_refused(tmp_path, patterns, message):
     with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
         train(small(f"train.freeze={patterns}"), tmp_path / "run")
 

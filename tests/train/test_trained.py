@@ -87,7 +87,7 @@ def test_the_tokenizer_of_a_run_is_found_from_the_folder_of_its_checkpoints(run,
     assert nsa.load_run("latest").tokenizer.vocab_size == 280
 
 
-def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(run):
+def test_a_missing_checkpoint_is_named_with_the_existing_ones(run):
     with pytest.raises(CheckpointError, match=r"no checkpoint 'step_1'; it has step_00000006, step_00000004"):
         nsa.load_run(run, checkpoint="step_1")
     with pytest.raises(CheckpointError, match="no checkpoint 'best'; it has none"):
@@ -102,7 +102,7 @@ def test_an_unfinished_run_loads_from_its_newest_sound_checkpoint(tmp_path):
         assert nsa.load_run(tmp_path / "run").weights == checkpoint_of(tmp_path / "run", 3)
 
 
-def test_weights_alone_carry_what_rebuilds_the_model(run, tmp_path):
+def test_a_weights_file_alone_rebuilds_the_model(run, tmp_path):
     file = (run / "model.safetensors").rename(tmp_path / "alone.safetensors")
     with safe_open(file, "pt") as opened:
         carried = json.loads(opened.metadata()["nsa"])
@@ -161,7 +161,7 @@ def test_importing_the_package_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
 
 
-def test_what_a_run_wrote_is_kept_in_its_folder_for_the_report(run, tmp_path):
+def test_generated_text_is_kept_in_the_run_folder_for_the_report(run, tmp_path):
     first = generate(run, "--prompt", "the ", "--beside-untrained")
     generate(checkpoint_of(run, 4), "--seed", "3")
     one, two = map(json.loads, (run / "samples.jsonl").read_text().splitlines())

@@ -320,7 +320,7 @@ def test_public_functions_run_the_kernels():
     torch.testing.assert_close(got, paged_attention(q, kv[1], positions, backend="reference"))
 
 
-def test_what_cannot_run_is_refused_with_a_reason():
+def test_unsupported_inputs_are_refused_with_a_reason():
     q = torch.zeros(1, 1, 4, 16)
     pool = torch.zeros(3, 64, 2, 16)
     assert decode.refusal(q, pool) is None

@@ -48,7 +48,7 @@ def test_the_norm(tokens, channels, dtype):
         assert_near(grad, exact, torch.float32)
 
 
-def test_the_norm_of_rows_that_lie_apart():
+def test_the_norm_of_rows_that_are_not_contiguous():
     x, norm, dread = draw(20, 64)[::2, :32], draw(64, seed=1)[::2], draw(10, 64, seed=2)[:, ::2]
     dense = [t.contiguous() for t in (dread, x, norm)]
     got = [feed_forward.normalize(x, norm, EPS, torch.float32), *feed_forward.normalize_backward(dread, x, norm, EPS)]
@@ -81,7 +81,7 @@ def test_the_whole_in_chunks(monkeypatch, dtype):
         assert (got.double() - want).norm() <= 4 * TOLERANCE[dtype] * want.norm()
 
 
-def test_what_the_kernels_refuse():
+def test_refusal_names_unsupported_inputs():
     assert "float64" in feed_forward.refusal(draw(1, 16).double(), draw(1, 16))
     assert "16385 channels" in feed_forward.refusal(torch.zeros(1, 16385), draw(1, 16))
     assert feed_forward.refusal(draw(1, 16), draw(1, 16).half()) is None

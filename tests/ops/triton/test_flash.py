@@ -210,7 +210,7 @@ def test_large_scores_do_not_overflow(branch):
     assert float((got["o"].double() - wanted["o"]).norm() / wanted["o"].norm()) < 1e-4
 
 
-def test_says_what_it_cannot_run(branch):
+def test_refusal_names_unsupported_inputs(branch):
     q, _, v, _ = inputs(branch, Case())
     assert BRANCHES[branch][0].refusal(q, v) is None
     reason = BRANCHES[branch][0].refusal(q.double(), v.double())
@@ -221,7 +221,7 @@ def test_says_what_it_cannot_run(branch):
 
 
 @pytest.mark.parametrize("borders", [None, (0, 13, 13, 40)])
-def test_gradients_of_keys_in_turns_are_those_at_once(branch, borders, monkeypatch):
+def test_gradients_of_keys_in_turns_equal_those_of_one_launch(branch, borders, monkeypatch):
     """What only very long sequences use: the parts of dK and dV exist for some keys at a time."""
     case = Case(tokens=40, heads=2, groups=1, batch=1 if borders else 2, splits=2, borders=borders)
     tensors = inputs(branch, case)

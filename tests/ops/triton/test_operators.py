@@ -87,7 +87,7 @@ def test_the_compiled_layer_runs_on_the_kernels():
     torch.testing.assert_close(got, expected)
 
 
-def test_the_best_backend_is_taken_and_a_refusal_counted():
+def test_the_best_backend_runs_and_a_refusal_is_counted():
     x = make_inputs(20, spec=SPEC, dtype=torch.float32)
     before = dispatch.counters()
     window_attention(x.q, x.k_win, x.v_win, SPEC)

@@ -193,7 +193,7 @@ def test_adaptive_takes_large_tiles_only_where_their_union_is_cheaper() -> None:
         *((torch.inf, "adaptive"), long(torch.inf, "query"), long(torch.inf, "tile"), long(torch.inf, "parts")),
     ],
 )
-def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: float) -> None:
+def test_keys_that_are_not_finite_reach_only_queries_that_chose_them(method: str, value: float) -> None:
     q, k, v, _ = inputs(1, 72, 6, 1, 32, 16, torch.float32)
     indices = torch.tensor([[0, 2], [0, -1]], dtype=torch.int32, device=DEVICE).repeat(36, 1)[None, :, None]
     plan = TilePlan(method, NARROW, WIDE, 100.0 if method == "parts" else 1.5)
@@ -206,7 +206,7 @@ def test_keys_that_are_not_finite_reach_only_who_chose_them(method: str, value: 
 
 
 @pytest.mark.parametrize("queries", [1, 10, 32])
-def test_lists_of_few_blocks_equal_those_of_candidates(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+def test_lists_from_bits_equal_lists_from_candidates(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     for indices in (rows_of_blocks(2, 72, 2, SMALL), wild_indices(2, 72, 2, SMALL)):
         found = []
         for limit in (32, 0):
@@ -392,7 +392,7 @@ def test_an_empty_batch_gives_empty_results() -> None:
     ]
 
 
-def test_refusal_names_what_the_kernels_cannot_do() -> None:
+def test_refusal_names_unsupported_inputs() -> None:
     q, _, v, _ = inputs(1, 4, 2, 1, 16, 16, torch.float32)
     assert selected.refusal(q, v) is None
     assert "float64" in (selected.refusal(q.double(), v.double()) or "")
@@ -435,7 +435,7 @@ def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 5, 32])
-def test_tile_lists_hold_the_union_with_who_chose_what(queries: int) -> None:
+def test_tile_lists_hold_the_union_and_the_queries_that_chose_each_block(queries: int) -> None:
     tokens = 130
     indices = torch.cat([rows_of_blocks(1, tokens, 1, SPEC), wild_indices(1, tokens, 1, SPEC)], 2).to(DEVICE)
     blocks = selected_lists.number_blocks(tokens, SPEC.sel_block, None, indices.device)

@@ -98,7 +98,7 @@ def test_the_products_of_an_mlp(poisoned, tokens, channels, width, dtype):
     assert_near(kernels.product(x, [up], residual=residual), residual.double() + x.double() @ up.double().T, dtype)
 
 
-def test_what_the_kernels_refuse():
+def test_refusal_names_unsupported_inputs():
     x = draw(1, 16)
     assert "float64" in kernels.refusal(x.double(), x.double())
     assert "float16" in kernels.refusal(x, x.half())
@@ -283,7 +283,7 @@ def test_where_the_kernels_do_not_run(calls):
 
 
 @torch.no_grad()
-def test_rows_that_lie_apart():
+def test_rows_that_are_not_contiguous():
     """As a layer alone is called with the last tokens of a batch."""
     layer = model_of().blocks[0].attention
     x = draw(2, 9, 32)

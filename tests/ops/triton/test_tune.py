@@ -132,7 +132,7 @@ def test_every_candidate_of_decoding_is_launched():
             assert options["TILES"] * options["BJ"] == min(1024, at_once), name
 
 
-def test_a_wrong_candidate_gets_no_time(monkeypatch):
+def test_a_wrong_candidate_is_not_timed(monkeypatch):
     monkeypatch.setattr(tune, "median_ms", lambda function, rep: 1.0)
     run = {"good": 1.0, "default": 1.0, "bad": 1.1}
     case = tune.Case("x", lambda p: (torch.tensor([run[p]]),), ["good", "bad", "missing"], "default")

@@ -34,7 +34,7 @@ def test_an_empty_batch_is_fine():
     assert empty["dk"].shape == (0, 40, 2, 16)
 
 
-def test_the_window_holds_the_query_and_those_right_before_it():
+def test_the_window_contains_the_query_and_the_tokens_before_it():
     case = Case(tokens=48)
     q, k, v, do = inputs(BRANCH, case)
     before = run_kernels(BRANCH, case, (q, k, v, do))["o"]
