@@ -44,8 +44,7 @@ from nsa.ops.triton.selected_tiles import extent
 
 LOG2E = 1.4426950408889634
 CHUNK = 1024  # queries of a work item
-FLAT = False  # one pipelined loop over queries and heads instead of two nested ones
-UNROLLED_HEADS = 0  # heads of a group up to which the loop over them is unrolled
+UNROLLED_HEADS = 8  # heads of a group up to which the loop over them is unrolled, for heads of up to 64 channels
 MERGED_ROWS = 32
 
 # The gathered queries of a step x keys of a block.
@@ -56,6 +55,9 @@ LAUNCHES = LaunchTable({
     ("loss", "sm90"): {64: Launch(64, 128, 4, 3), 128: Launch(64, 128, 4, 2), 256: Launch(64, 64, 4, 2)},
     ("loss", "sm80"): {128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 4, 2)},
     ("loss", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
+    ("unrolled", "sm90"): {64: Launch(64, 128, 8, 2), 256: Launch(64, 64, 4, 2)},
+    ("unrolled", "sm80"): {128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 4, 2)},
+    ("unrolled", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
     ("grads", "sm90"): {128: Launch(64, 128, 8, 2), 256: Launch(64, 64, 8, 2)},
     ("grads", "sm80"): {128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 2)},
     ("grads", "fp32"): {128: Launch(16, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
@@ -160,7 +162,8 @@ def _stretch(
     """The loss of some queries. Writes their gradient and adds that of the index keys, where `grads` are given."""
     q, k, index_q, index_k, lse = tensors
     (batch, tokens, groups, size), (pairs, _, chosen) = index_q.shape, positions.shape
-    params = params or LAUNCHES.find("loss", q, index_q)
+    is_unrolled = q.shape[2] // groups <= UNROLLED_HEADS and q.shape[3] <= 64
+    params = params or LAUNCHES.find("unrolled" if is_unrolled else "loss", q, index_q)
     by_lse, by_grads = (LAUNCHES.find(name, index_q, index_q) for name in ("lse", "grads"))
     entries, keys = lists.queries.shape[0], min(params.columns, block)
     lists_of = (
@@ -202,8 +205,8 @@ def _stretch(
         q.stride(0), *k.stride()[:3], *index_strides, lse.stride(0), *sizes, tokens,
         q.shape[3] ** -0.5 * LOG2E, size**-0.5 * LOG2E,
         STRIDE_QS=q.stride(1), STRIDE_QH=q.stride(2), HEADS=q.shape[2], PER_GROUP=q.shape[2] // groups,
-        ROWS=params.rows, KEYS=keys, DK=q.shape[3], BLOCK_DK=padded(q.shape[3]), GRADS=grads is not None, FLAT=FLAT,
-        UNROLL=q.shape[2] // groups <= UNROLLED_HEADS, **index_shape,
+        ROWS=params.rows, KEYS=keys, DK=q.shape[3], BLOCK_DK=padded(q.shape[3]), GRADS=grads is not None,
+        UNROLL=is_unrolled, **index_shape,
         num_warps=params.num_warps, num_stages=params.num_stages, maxnreg=params.maxnreg,
     )  # fmt: skip
     if grads:

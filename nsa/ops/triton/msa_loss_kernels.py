@@ -93,7 +93,7 @@ def loss_kernel(
     scale, index_scale,  # Dk ** -0.5 * log2(e); E ** -0.5 * log2(e)
     STRIDE_QS: tl.constexpr, STRIDE_QH: tl.constexpr, STRIDE_I: tl.constexpr, HEADS: tl.constexpr,
     PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    WIDE: tl.constexpr, GRADS: tl.constexpr, FLAT: tl.constexpr, UNROLL: tl.constexpr, SEL: tl.constexpr,
+    WIDE: tl.constexpr, GRADS: tl.constexpr, UNROLL: tl.constexpr, SEL: tl.constexpr,
     E: tl.constexpr, BLOCK_E: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: KEYS keys of one block against the queries of a work item, head after head: the mean over heads is
@@ -124,7 +124,7 @@ def loss_kernel(
     index_q_base = index_q_ptr + batch * stride_ib + group * stride_ig
     index_lse = index_lse_ptr + pair * queries
     kl = tl.zeros([ROWS], tl.float32)
-    for step in tl.range(0, tl.cdiv(count, ROWS), flatten=FLAT):
+    for step in range(tl.cdiv(count, ROWS)):
         at = step * ROWS + tl.arange(0, ROWS)
         t = tl.load(listed + tl.minimum(at, count - 1))  # rows that do not exist repeat the last
         t_wide = t.to(tl.int64) if WIDE else t
