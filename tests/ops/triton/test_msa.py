@@ -40,7 +40,7 @@ def poisoned(monkeypatch):
 
 def chosen(tensors, spec, borders=None, offset=0, params=None):
     """The blocks, after a look whether they are those of float64."""
-    index_q, index_k = (x.detach() for x in tensors[3:])
+    index_q, index_k = (x.detach().to(DEVICE) for x in tensors[3:])
     got = msa_selection.choose(index_q, index_k, spec, borders, params, q_offset=offset)
     want = reference.choose(index_q.double(), index_k.double(), spec, borders, offset)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
