@@ -382,7 +382,7 @@ def test_fresh_says_what_it_cannot_remove_and_the_old_run_does_not_come_back(cra
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
-        with pytest.raises(LaunchError, match=r"checkpoints: cannot be removed by .*Operation not permitted; look"):
+        with pytest.raises(LaunchError, match=r"checkpoints: cannot be moved to .*Operation not permitted; look"):
             train(small(), crashed_run, fresh=True)
     assert saved_steps(crashed_run) == []
     train_until(1, crashed_run)
