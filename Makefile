@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN    := runs/quickstart
 
-.PHONY: train test test-gpu test-long test-versions test-lowest test-newest bench docs lint setup setup-dev clean
+.PHONY: train test test-package test-kernels test-gpu test-long test-versions test-lowest test-newest bench docs lint setup setup-dev clean
 
 train: setup
 	$(BIN)/nsa train configs/quickstart.yaml train.out_dir=$(RUN)
@@ -25,8 +25,13 @@ train: setup
 # asserts takes 6 s in each, so compiled files are kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 test: setup-dev
+	$(MAKE) --no-print-directory -j 2 test-package test-kernels
+
+# Side by side: most tests of one half wait for processes while those of the other compute.
+test-package:
 	$(PYTEST) -n 3 --ignore=tests/ops/triton
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/ops/triton
+test-kernels:
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 1 tests/ops/triton
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev
