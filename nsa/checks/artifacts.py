@@ -2,6 +2,7 @@
 row or an event for every step."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from nsa.config import Config
 from nsa.errors import CheckpointError
 from nsa.files import LARGEST_LOG, read_regular
 from nsa.inspect.run_files import SampleTable, read_document
+from nsa.nn.attention import sample_layers
 from nsa.run_folder import RankFiles, Table, memory_files
 
 
@@ -51,7 +53,8 @@ class _Checks:
         self.folder, self.config, self.ranks, self.steps = folder, config, ranks, config.train.steps
 
     def all(self) -> dict[str, Callable[[], str]]:
-        every, layers = self.config.telemetry.every, self.config.model.layer_kinds().count("nsa")
+        every, layers = self.config.telemetry.every, sample_layers(self.config)
+        recorded = Counter(name for kind in self.config.model.layer_kinds() for name in layers[kind].statistics)
         steps, sampled = range(1, self.steps + 1), sorted({1, *range(every, self.steps + 1, every)})
         metrics: dict[str, Any] = {"status": "done", "steps": self.steps, "telemetry_failures": 0}
         checks: dict[str, Callable[[], str]] = {
@@ -69,11 +72,10 @@ class _Checks:
             f"{run_folder.CHECKPOINTS_FOLDER}/": self._checkpoints,
             run_folder.WEIGHTS_FILE: self._weights,
         }
-        branch = self.config.nsa.force_branch if layers else "none"
-        if branch in (None, "sel"):
+        if recorded["selection"]:
             checks[run_folder.SELECTION.file] = partial(self._rows, run_folder.SELECTION, sampled)
-        if branch is None:
-            checks[run_folder.GATES.file] = partial(self._rows, run_folder.GATES, sampled, layers + 1)
+        if recorded["gates"]:
+            checks[run_folder.GATES.file] = partial(self._rows, run_folder.GATES, sampled, recorded["gates"] + 1)
         if self.config.telemetry.tensorboard:
             checks[f"{run_folder.TENSORBOARD_FOLDER}/"] = self._tensorboard
         return checks

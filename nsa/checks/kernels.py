@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import Config
-from nsa.nn.attention import build_attention
+from nsa.nn.attention import sample_layers
 from nsa.nn.attention.layer import OperatorCase
 from nsa.ops.dispatch import Backend, backend_name, backend_of
 from nsa.parallel.numerics import DTYPES, compute_precision
@@ -44,9 +44,7 @@ def check_kernels(config: Config, device: torch.device) -> list[KernelCheck]:
     """All operators of the attention layers with the heads, sizes and dtypes of the configuration."""
     dtype = DTYPES[compute_precision(config.runtime.precision, device)]
     wanted, found = chosen_kernels(config), list[KernelCheck]()
-    for kind in dict.fromkeys(config.model.layer_kinds()):
-        with torch.device("meta"):
-            layer = build_attention(kind, config)
+    for layer in sample_layers(config).values():
         cases = partial(layer.operator_cases, config.train.seq_len, packed=config.data.isolate_documents)
         for case in cases(dtype=dtype, device=device, is_short=False):
             found += _against_reference(case, wanted, LIMITS[dtype])

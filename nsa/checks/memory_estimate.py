@@ -19,7 +19,7 @@ from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
-from nsa.nn.attention import build_attention
+from nsa.nn.attention import sample_layers
 from nsa.nn.cache import LONGEST, KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import build_model
@@ -250,9 +250,7 @@ class Planner:
         tokens = length // self.config.parallel.context  # of a rank: its queries; every rank has all keys and values
         borders = {-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))}
         packed, dtype = self.config.data.isolate_documents, DTYPES[self.precision]
-        with torch.device("meta"):
-            kinds = [build_attention(name, self.config) for name in dict.fromkeys(self.config.model.layer_kinds())]
-        for layer in kinds:
+        for layer in sample_layers(self.config).values():
             borders.update(layer.memory_borders(tokens, length, dtype, packed=packed, most=_MOST_SEQUENCES))
         return sorted(borders)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from nsa import kinds
+from nsa.checks.artifacts import check_artifacts
 from nsa.checks.memory_estimate import Planner
-from nsa.config import parse_config
+from nsa.config import load_config, parse_config
 from nsa.errors import ConfigError
 from nsa.nn import KVCache, attention
 from nsa.nn.flops import flops_per_token
@@ -24,10 +25,8 @@ MODULE = "tests.train.two_blocks"
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(attention, "_REGISTRY", dict(attention._REGISTRY))
-    monkeypatch.setattr(kinds, "KINDS", kinds.KINDS)
-    monkeypatch.setitem(attention._REGISTRY, "two_blocks", TwoBlocks)
-    kinds.KINDS.append("two_blocks")
+    monkeypatch.setattr(attention, "_REGISTRY", {**attention._REGISTRY})
+    attention.register("two_blocks")(TwoBlocks)
     yield
     kinds.KINDS.remove("two_blocks")
 
@@ -85,6 +84,15 @@ def test_statistics_of_the_layer_are_recorded_and_the_report_shows_them(whole):
     (ended,) = run_ranks(1, "report", str(folder))
     assert ended.code == 0, ended.output
     assert "blocks.0.attention" in (folder / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("registered")
+def test_nsa_ready_expects_the_statistics_of_the_layer(whole, tmp_path):
+    assert [a for a in check_artifacts(whole[1], load_config(whole[1] / "config.yaml"), 1) if not a.ok] == []
+    alone = configured(model={"layer_pattern": ["two_blocks"]})
+    expected = {artifact.name for artifact in check_artifacts(tmp_path, alone, 1)}
+    assert "k_stats.csv" in expected
+    assert "gate_stats.csv" not in expected
 
 
 @pytest.mark.usefixtures("registered")

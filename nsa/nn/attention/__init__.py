@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 
 from nsa import kinds
@@ -30,6 +31,7 @@ __all__ = [
     "attention_layers",
     "build_attention",
     "register",
+    "sample_layers",
 ]
 
 Kind = TypeVar("Kind", bound=type[Attention])
@@ -63,6 +65,12 @@ def build_attention(kind: str, config: Architecture, backend: Backend = None) ->
 def attention_kinds(config: Architecture) -> list[type[Attention]]:
     """The distinct kinds of the layers of a model."""
     return [_REGISTRY[name] for name in dict.fromkeys(config.model.layer_kinds())]
+
+
+def sample_layers(config: Architecture) -> dict[str, Attention]:
+    """One layer of each kind of a model, on meta tensors: for questions about its layers without the model."""
+    with torch.device("meta"):
+        return {name: build_attention(name, config) for name in dict.fromkeys(config.model.layer_kinds())}
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, Attention]]:

@@ -61,10 +61,14 @@ def _plan(length: int, cu_seqlens: Tensor | None, context: Exchange, device: tor
         rows.append(torch.arange(first, stop, device=device))
         borders = None if cu_seqlens is None else cu_seqlens.clamp(max=stop)
         halves.append(Half(slice(late * length, (late + 1) * length), first, stop, borders))
-    chunks = torch.arange(2 * context.size, device=device)
-    # In a gathered tensor, chunk r of rank r has index 2r, and its late chunk 2r + 1.
-    place = torch.minimum(2 * chunks, 4 * context.size - 1 - 2 * chunks)
-    return Plan((halves[0], halves[1]), position[torch.cat(rows)], place)
+    return Plan((halves[0], halves[1]), position[torch.cat(rows)], chunk_places(context.size, device))
+
+
+def chunk_places(size: int, device: torch.device) -> Tensor:
+    """Indices of all chunks of a sequence in a tensor gathered from `size` ranks: rank r has chunk r at 2r, and its
+    late chunk at 2r + 1."""
+    chunks = torch.arange(2 * size, device=device)
+    return torch.minimum(2 * chunks, 4 * size - 1 - 2 * chunks)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from nsa.nn.attention.gathered import (
     WindowCall,
     attend_gathered,
     attend_halos,
+    chunk_places,
     plan,
     with_halos,
 )
@@ -89,8 +90,6 @@ def _slot_plan(
     ended = pad(ended[length - 1 :: length], (1, 0))
     number = torch.arange(num_slots(tokens, spec, packed=cu_seqlens is not None), device=device)
     chunk = torch.searchsorted(ended[1:].contiguous(), number, right=True).clamp(max=2 * size - 1)
-    chunks = torch.arange(2 * size, device=device)
-    chunk_place = torch.minimum(2 * chunks, 4 * size - 1 - 2 * chunks)  # as in `gathered.Plan`
     within = (number - ended[chunk]).clamp(max=slots - 1)  # unused slots may go anywhere
     slot_position = slot_layout(tokens, spec, cu_seqlens, device).position
     starts = context.starts(length)
@@ -100,7 +99,7 @@ def _slot_plan(
         (halos[0][0], halos[1][0]),
         (halos[0][1], halos[1][1]),
         pad(slot_position, (0, 1))[own.clamp(max=slot_position.shape[0])],
-        chunk_place[chunk] * slots + within,
+        chunk_places(size, device)[chunk] * slots + within,
     )
 
 

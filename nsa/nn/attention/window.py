@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from nsa.nn.attention.dense import DenseAttention
 from nsa.nn.attention.gathered import WindowCall, attend_halos, plan, with_halos
 from nsa.nn.attention.layer import Exchange
-from nsa.nn.attention.nsa import mean_keys_read
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_attention
@@ -66,7 +65,8 @@ class WindowAttention(DenseAttention):
         return out_BSC
 
     def forward_flops(self, seq_len: int) -> float:
-        return self.flops_per_key * mean_keys_read(NSASpec(window=self.window), seq_len)[2]
+        full = min(self.window, seq_len)  # queries up to this one read all tokens before them
+        return self.flops_per_key * (full * (full + 1) / 2 + (seq_len - full) * full) / seq_len
 
     def saved_operators(self) -> list[Any]:
         return [torch.ops.nsa.window_attention.default]
