@@ -1,3 +1,3 @@
 """The kinds of attention layers that a configuration may name. `nsa.nn.attention.register` adds others."""
 
-KINDS = ["nsa", "dense", "window"]
+KINDS = ["nsa", "msa", "dense", "window"]

@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 EventKind = Literal[
     "boot", "first_batch", "start", "step", "gates", "selection", "fallbacks", "data_stall", "save_wait",
-    "incident", "hang", "preempted", "end",
+    "attention", "incident", "hang", "preempted", "end",
 ]  # fmt: skip
 Event = dict[str, Any]
 EVENT_VERSION = 1
@@ -258,6 +258,7 @@ EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
     "fallbacks": ("counts",),  # lists of operator, reason, count
     "data_stall": ("seconds", "message"),
     "save_wait": ("seconds", "writing"),  # training waits until the checkpoint of step `writing` is saved
+    "attention": ("message",),  # the layers compute something else from this step on
     "incident": ("kind", "message"),
     "hang": ("phase", "silent_s", "limit_s", "file", "ranks"),  # tables of rank, step, event, age_s, pid, host, state
     "preempted": (),

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from nsa.errors import SpecError
 from nsa.kinds import KINDS
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 
 HeadSize = Annotated[int, Field(ge=16, le=256, multiple_of=16)]
 LARGEST = 2**31 - 1  # upper bound of counts
@@ -75,10 +75,10 @@ class ModelConfig(Section):
     mlp_dim: int | None = Field(
         None, ge=1, le=2**22, description="width of the SwiGLU MLP; 8/3 * dim rounded up to a multiple of 64 when unset"
     )
-    attention: LayerKind = Field("nsa", description="kind of attention layers: nsa, dense or window")
+    attention: LayerKind = Field("nsa", description="kind of attention layers: nsa, msa, dense or window")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
         None,
-        description="kinds of attention layers (nsa, dense, window), repeated over the layers, for example "
+        description="kinds of attention layers (nsa, msa, dense, window), repeated over the layers, for example "
         "[dense, nsa, nsa, nsa]; every layer is of the kind `attention` when unset",
     )
     qk_norm: bool = Field(False, description="apply RMSNorm to the queries and keys of every head, before RoPE")
@@ -136,6 +136,29 @@ class NSAConfig(Section):
 
     def spec(self) -> NSASpec:
         return NSASpec(**{size.name: getattr(self, size.name) for size in fields(NSASpec)})
+
+
+class MSAConfig(Section):
+    """MSA: the sizes of MSASpec, and how its index is trained."""
+
+    block: int = Field(128, description="tokens in one block; a power of two from 16 to 256")
+    num_selected: int = Field(16, description="blocks that each query reads, including the forced ones; at most 64")
+    num_local: int = Field(1, description="newest blocks, including the query's own, that every query reads")
+    num_init: int = Field(0, description="blocks at the start of the sequence that every query reads")
+    index_dim: HeadSize | None = Field(None, description="size of an index head; head_dim_k when unset")
+    loss_weight: PositiveFloat = Field(1.0, description="weight of the index loss, which is added to the loss")
+    warmup_steps: NonNegative = Field(0, description="first steps, in which attention is dense and the index learns")
+
+    @model_validator(mode="after")
+    def _check_spec(self) -> Self:
+        try:
+            self.spec()
+        except SpecError as error:
+            raise field_error(error.field, error.rule) from None
+        return self
+
+    def spec(self) -> MSASpec:
+        return MSASpec(**{size.name: getattr(self, size.name) for size in fields(MSASpec)})
 
 
 class SourceConfig(Section):
@@ -301,6 +324,8 @@ class KernelsConfig(Section):
     sel: KernelChoice = Field("auto", description="selected attention")
     win: KernelChoice = Field("auto", description="window attention")
     mix: KernelChoice = Field("auto", description="gated mix")
+    index: KernelChoice = Field("auto", description="choice of blocks in MSA")
+    index_loss: KernelChoice = Field("auto", description="index loss of MSA")
 
     def chosen(self) -> dict[str, str]:
         """Returns the operators whose backend is not auto."""
@@ -410,6 +435,7 @@ class Architecture(Section):
 
     model: ModelConfig = ModelConfig()
     nsa: NSAConfig = NSAConfig()
+    msa: MSAConfig = MSAConfig()
 
 
 class Config(Architecture):
@@ -429,6 +455,12 @@ class Config(Architecture):
             raise field_error(
                 "train.optimizer", "muon needs whole matrices, which fsdp shards; use parallel.strategy=ddp or adamw"
             )
+        if self.msa.warmup_steps > self.train.steps and "msa" in self.model.layer_kinds():
+            problem = f"{self.msa.warmup_steps} is more than the {self.train.steps} of train.steps"
+            raise field_error("msa.warmup_steps", f"{problem}; lower it, or raise train.steps")
+        if self.msa != MSAConfig() and "msa" not in self.model.layer_kinds():
+            given = ", ".join(sorted(self.msa.model_fields_set))
+            raise field_error("msa", f"{given} is set, but no layer is of the kind msa; see model.attention")
         ranks, length = self.parallel.context, self.train.seq_len
         if ranks > 1 and self.parallel.strategy == "single":
             raise field_error(

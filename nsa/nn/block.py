@@ -41,7 +41,7 @@ class DecoderBlock(nn.Module):
     recomputes_parts   recompute attention and MLP separately instead of the whole block
     """
 
-    recompute: Callable[..., Tensor] | None = None
+    recompute: Callable[..., Any] | None = None
     recomputes_parts = False
 
     def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
@@ -57,17 +57,28 @@ class DecoderBlock(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: CacheStep | None = None,
-    ) -> Tensor:
+        counted: Tensor | None = None,
+    ) -> Any:
+        """The output [B, S, C]. With `counted`, for attention that has an index loss, also the sum of this loss and the
+        number of its queries."""
         if self.recompute is None or self.recomputes_parts:
-            return self.compute(x_BSC, cu_seqlens, max_seqlen, cache)
-        return self.recompute(self.compute, x_BSC, cu_seqlens, max_seqlen, cache)
+            return self.compute(x_BSC, cu_seqlens, max_seqlen, cache, counted)
+        return self.recompute(self.compute, x_BSC, cu_seqlens, max_seqlen, cache, counted)
 
     def compute(
-        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: CacheStep | None
-    ) -> Tensor:
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        cache: CacheStep | None,
+        counted: Tensor | None,
+    ) -> Any:
         settings: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         if cache is not None:
             settings["cache"] = cache
+        if counted is not None:
+            settings["counted"] = counted
+        index_loss: list[Tensor] = []
         in_chunks = self.recompute is not None and is_long(x_BSC)
         attended_BSC = self._fused_attention(x_BSC, cache) if cu_seqlens is None else None
         if attended_BSC is None:
@@ -75,16 +86,19 @@ class DecoderBlock(nn.Module):
             if in_chunks:  # else autocast casts it for every projection, and backward keeps all casts
                 normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
             attend = _uncompiled if getattr(self.attention, "context", None) is not None else _call
-            attended_BSC = x_BSC + attend(self._recomputed_part(), self.attention, normed_BSC, **settings)
+            attention_BSC = attend(self._recomputed_part(), self.attention, normed_BSC, **settings)
+            if counted is not None:
+                attention_BSC, *index_loss = attention_BSC
+            attended_BSC = x_BSC + attention_BSC
         y_BSC = self._fused_feed_forward(attended_BSC, cache)
         if y_BSC is None:
             if in_chunks:
                 y_BSC = attended_BSC + self._chunked_mlp(attended_BSC)
             else:
                 y_BSC = attended_BSC + _call(self._recomputed_part(), self.mlp, self.mlp_norm(attended_BSC))
-        return y_BSC
+        return y_BSC if counted is None else (y_BSC, *index_loss)
 
-    def _recomputed_part(self) -> Callable[..., Tensor] | None:
+    def _recomputed_part(self) -> Callable[..., Any] | None:
         """The function that recomputes attention and MLP separately, or None."""
         return self.recompute if self.recomputes_parts else None
 
@@ -107,15 +121,15 @@ class DecoderBlock(nn.Module):
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
         is_ours = layers and type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
         if not is_ours or has_hooks(mlp) or has_hooks(norm):
-            return _call(self._recomputed_part(), mlp, norm(x_BSC))
+            y_BSC: Tensor = _call(self._recomputed_part(), mlp, norm(x_BSC))
+            return y_BSC
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
         refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
         return norm_mlp(x_BSC, norm.weight, *weights, norm.eps)  # type: ignore[no-any-return]
 
 
-def _call(recompute: Callable[..., Tensor] | None, module: nn.Module, x_BSC: Tensor, **settings: Any) -> Tensor:
-    y_BSC: Tensor = module(x_BSC, **settings) if recompute is None else recompute(module, x_BSC, **settings)
-    return y_BSC
+def _call(recompute: Callable[..., Any] | None, module: nn.Module, x_BSC: Tensor, **settings: Any) -> Any:
+    return module(x_BSC, **settings) if recompute is None else recompute(module, x_BSC, **settings)
 
 
 # For a layer that exchanges keys and values with other ranks, where torch.compile would break the graph.

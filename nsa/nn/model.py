@@ -5,12 +5,12 @@ Legend: B batch, S tokens, C channels, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa.nn.attention import build_attention
+from nsa.nn.attention import Attention, build_attention
 from nsa.nn.block import DecoderBlock, SwiGLU
 from nsa.nn.cache import KVCache, begin
 from nsa.nn.cache_step import CacheStep
@@ -77,18 +77,25 @@ class Decoder(nn.Module):
         max_seqlen: int | None = None,
         cache: KVCache | CacheStep | None = None,
         loss: HeadLoss | None = None,
+        counted: Tensor | None = None,
     ) -> Tensor:
         """`cu_seqlens` marks packed documents (B = 1); `max_seqlen` bounds their length, if known. With a `cache` the
         tokens continue the cached ones, without gradients. With a `loss` the result is `loss(hidden, head)`, which need
-        not compute all logits at once."""
+        not compute all logits at once. With `counted` [B, S] bool too, the tokens that have a target, the result is
+        [3]: the loss, the index loss summed over queries, groups and layers, and the number of its queries."""
         if cache is not None:
             step = begin(cache, self, tokens_BS, cu_seqlens)
             with torch.no_grad():
                 cached_BSV: Tensor = self.head(self.hidden(tokens_BS, cache=step))
                 return cached_BSV
-        hidden_BSC = self.hidden(tokens_BS, cu_seqlens, max_seqlen)
+        hidden_BSC, index_losses = self._run(tokens_BS, cu_seqlens, max_seqlen, None, counted)
         result: Tensor = self.head(hidden_BSC) if loss is None else loss(hidden_BSC, self.head)
-        return result
+        if counted is None:
+            return result
+        kl = torch.stack([kl for kl, _ in index_losses]).sum() if index_losses else torch.zeros_like(result)
+        # The same in all layers, which have one geometry.
+        queries = index_losses[0][1] if index_losses else torch.zeros_like(result)
+        return torch.stack([result, kl.to(result.dtype), queries.to(result.dtype)])
 
     def hidden(
         self,
@@ -98,11 +105,32 @@ class Decoder(nn.Module):
         cache: CacheStep | None = None,
     ) -> Tensor:
         """The input of the head, [B, S, C], for callers that need the logits of some tokens only."""
-        x_BSC = self.embedding(tokens_BS)
+        return self._run(tokens_BS, cu_seqlens, max_seqlen, cache, None)[0]
+
+    def _run(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        cache: CacheStep | None,
+        counted: Tensor | None,
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """The input of the head; with `counted`, also the sum and the queries of each layer's index loss."""
+        x_BSC, index_losses = self.embedding(tokens_BS), []
         for block in self.blocks:
-            x_BSC = block(x_BSC, cu_seqlens, max_seqlen) if cache is None else block(x_BSC, cache=cache)
-        y_BSC: Tensor = self.norm(x_BSC)
-        return y_BSC
+            if cache is not None:
+                x_BSC = block(x_BSC, cache=cache)
+            elif counted is None or not has_index_loss(block):
+                x_BSC = block(x_BSC, cu_seqlens, max_seqlen)
+            else:
+                x_BSC, *index_loss = block(x_BSC, cu_seqlens, max_seqlen, counted=counted)
+                index_losses.append(index_loss)
+        return self.norm(x_BSC), index_losses
+
+    def num_index_terms(self) -> int:
+        """Groups of all layers with an index loss: the summands of the loss per query."""
+        blocks: list[Any] = [block for block in self.blocks if has_index_loss(block)]
+        return sum(block.attention.num_kv_heads for block in blocks)
 
     def num_parameters(self, *, trainable_only: bool = False) -> int:
         """The number of parameters; shared ones count once."""
@@ -114,6 +142,10 @@ def build_model(config: Architecture, vocab_size: int, seed: int, backend: Backe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Decoder(config, vocab_size, backend)
+
+
+def has_index_loss(block: Any) -> bool:
+    return isinstance(block.attention, Attention) and block.attention.has_index_loss
 
 
 def _init(weight: Tensor, scale: float = 1.0) -> None:

@@ -1,8 +1,9 @@
-"""Rotary position embedding with half-split pairs: channel c is rotated together with channel c + D/2.
+"""Rotary position embedding of the first R channels of a head, in half-split pairs: channel c is rotated together with
+channel c + R/2.
 
 Tables are computed in float32 in each call: a buffer would be rounded when the module is cast.
 
-Legend: B batch, L positions, H heads, D head size.
+Legend: B batch, L positions, H heads, D head size, R rotated channels.
 """
 
 import math
@@ -37,10 +38,10 @@ class RopeScaling(NamedTuple):
 
 
 def rotary_tables(
-    position: Tensor, head_dim: int, base: float, scaling: RopeScaling | None = None
+    position: Tensor, rotary_dim: int, base: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [L, D/2] in float32 for integer positions [L]; [B, L, D/2] for positions [B, L]."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position.device) / head_dim
+    """cos and sin [L, R/2] in float32 for integer positions [L]; [B, L, R/2] for positions [B, L]."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=position.device) / rotary_dim
     frequency = base**-exponent
     if scaling is not None:
         frequency = scaling.apply(frequency)
@@ -50,9 +51,11 @@ def rotary_tables(
 
 
 def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates every channel pair by its angle. Computes in float32 (float64 for float64), returns the dtype of x."""
+    """Rotates channel pairs by the angles of `tables`, which determine R; the other channels of a head are unchanged.
+    Computes in float32 (float64 for float64), returns the dtype of x."""
     acc = torch.float64 if x_BLHD.dtype == torch.float64 else torch.float32
-    cos, sin = (table.to(acc).unsqueeze(-2) for table in tables)  # [L, 1, D/2]
-    low, high = x_BLHD.to(acc).chunk(2, dim=-1)
-    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    cos, sin = (table.to(acc).unsqueeze(-2) for table in tables)  # [L, 1, R/2]
+    half, unchanged = cos.shape[-1], x_BLHD.shape[-1] - 2 * cos.shape[-1]
+    low, high, *rest = x_BLHD.to(acc).split([half, half] + [unchanged] * (unchanged > 0), dim=-1)
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin, *rest], dim=-1)
     return rotated.to(x_BLHD.dtype)

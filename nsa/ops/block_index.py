@@ -22,6 +22,7 @@ from nsa.ops.checks import (
     check_sequence,
     sequence_length,
 )
+from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.library import check_border_values, define, differentiate, refuse_tangents
 from nsa.ops.observe import notify
 from nsa.ops.positions import token_positions
@@ -67,7 +68,7 @@ def msa_attention(
     max_seqlen: int | None = None,
     q_offset: int = 0,
     is_dense: bool = False,
-    backend: str | None = None,
+    backend: Backend = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention over the blocks of `index_blocks`, o [B,S,H,Dv]; the index loss, summed over groups and counted queries
     that choose; and how many these queries are (int64).
@@ -77,8 +78,10 @@ def msa_attention(
     index_q and index_k alone. A query that sees no more than `num_selected` blocks chooses nothing and has no loss.
     `max_seqlen` bounds the length of a packed document. Where it, or the sequence, is at most `spec.dense_tokens`, no
     query chooses: the operator is dense attention, and the loss a constant 0. `is_dense` warms an index up: attention
-    and loss run over all visible tokens; the queries whose loss counts are the same.
+    and loss run over all visible tokens; the queries whose loss counts are the same. `backend` may be a mapping from
+    operators (index, index_loss, sel, win) to backends.
     """
+    index, index_loss, sel, win = (backend_of(operator, backend) for operator in ("index", "index_loss", "sel", "win"))
     length = sequence_length(q, q_offset)
     check_sequence("q", q, cu_seqlens)
     check_pair("k", k, "v", v, q, length)
@@ -95,22 +98,22 @@ def msa_attention(
         check_device("counted", counted, q)
     refuse_tangents("msa_attention", q, k, v, index_q, index_k)
     if min(length, length if max_seqlen is None else max_seqlen) <= spec.dense_tokens:
-        o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_offset=q_offset, backend=backend)
+        o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_offset=q_offset, backend=win)
         nothing = torch.zeros((), dtype=_loss_dtype(q), device=q.device)
         return o, nothing, nothing.to(torch.int64)
     indices: Tensor | None = None
     if is_dense:
-        o, lse = window_node(q, k, v, length, cu_seqlens, q_offset, backend)
+        o, lse = window_node(q, k, v, length, cu_seqlens, q_offset, win)
     else:
-        indices = index_blocks(index_q, index_k, spec, cu_seqlens=cu_seqlens, q_offset=q_offset, backend=backend)
-        o, lse = selected_node(q, k, v, indices, spec.block, cu_seqlens, q_offset, backend)
+        indices = index_blocks(index_q, index_k, spec, cu_seqlens=cu_seqlens, q_offset=q_offset, backend=index)
+        o, lse = selected_node(q, k, v, indices, spec.block, cu_seqlens, q_offset, sel)
     position = token_positions(length, cu_seqlens, q.device)[q_offset:]
     chooses = (position >= spec.dense_tokens).expand(q.shape[:2])
     counted = chooses if counted is None else chooses & counted
     has_grads = torch.is_grad_enabled() and (index_q.requires_grad or index_k.requires_grad)
     kl: Tensor = index_loss_node(
         index_q, index_k, q.detach(), k.detach(), lse.detach(), indices, counted, spec.block, cu_seqlens, q_offset,
-        has_grads, backend,
+        has_grads, index_loss,
     )[0]  # fmt: skip
     return o, kl, counted.sum()
 

@@ -19,12 +19,13 @@ from nsa.errors import ArgumentError, BackendError
 from nsa.ops.reference import compress, compressed, decode, feed_forward, mix, msa_index, selected, selection, windowed
 
 BACKENDS = ("triton", "reference")
-# phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves.
-OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix")
+# phi compresses, select picks blocks, mix weighs the branches; cmp, sel and win are the branches themselves. index and
+# index_loss choose blocks in MSA and train the choice.
+OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix", "index", "index_loss")
 # One name for all operators, or a name by operator; other operators use the fastest backend.
 Backend = str | Mapping[str, str] | None
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
-# a few new tokens over a cache: all of the above but phi, in one. index and index_loss are of MSA. mlp is what
+# a few new tokens over a cache: all of the above but phi, in one. mlp is what
 # surrounds the products of a long MLP, step what surrounds decode: its reference are the modules of nsa.nn.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),

@@ -25,7 +25,7 @@ from nsa.parallel.world import World
 WARM_UP = 3  # passes before a capture: they load kernels, compile blocks and allocate library workspaces
 GIB = 1 << 30
 
-# Runs forward and backward of a batch, given the divisor and the scale of its loss, and returns the loss.
+# Runs forward and backward of a batch, given the divisor and the scale of its loss, and returns its losses.
 Pass = Callable[[Batch, Tensor, Tensor], Tensor]
 
 
@@ -110,6 +110,11 @@ class StepGraphs:
             parameter.grad = gradient
         return loss
 
+    def drop(self) -> None:
+        """Drops the graphs, for a model that computes something else from now on; the next step captures new ones."""
+        self._graphs.clear()
+        self._gradients = []
+
     def _fits(self, batch: Batch) -> bool:
         borders = None if batch.cu_seqlens is None else batch.cu_seqlens.shape[0]
         if borders not in (None, self.borders):
@@ -156,8 +161,7 @@ class StepGraphs:
         return graph, loss
 
     def _give_up(self, parameters: list[nn.Parameter], error: Exception) -> None:
-        self._graphs.clear()
-        self._gradients = []
+        self.drop()
         _drop_gradients(parameters)
         first_line = (str(error).splitlines() or [""])[0]
         self.reason = f"the step could not be captured: {type(error).__name__}: {first_line}"

@@ -310,6 +310,7 @@ def step(session: Session) -> None:
     lr = learning_rate(progress.step, config.train)
     targets = feed.num_targets()
     monitor.tracer.step_begin(progress.step + 1)
+    _start_layers(session)
     graphs_off = state.graphs.reason
     try:
         if _validates_after(session, progress.step + 1):  # first: a stream may have too few documents
@@ -353,6 +354,16 @@ def step(session: Session) -> None:
     # All ranks have the same sums: if one of them got a signal, all save and stop here.
     if (terminate or interrupt) and progress.step < config.train.steps:
         _save_and_stop(session, Preempted if terminate else Interrupted)
+
+
+def _start_layers(session: Session) -> None:
+    """Tells the attention layers the step, and records if one of them computes something else from now on."""
+    step = session.step + 1
+    lines = [layer.start_step(step) for _, layer in attention_layers(session.state.model)]
+    for line in dict.fromkeys(line for line in lines if line is not None):
+        session.state.graphs.drop()
+        session.monitor.emit("attention", step, message=line)
+        session.monitor.log(f"step {step:04d} | {line}")
 
 
 def _micro_batches(session: Session) -> Iterator[Batch]:

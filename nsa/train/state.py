@@ -15,6 +15,7 @@ from nsa.data.tokenizers import Tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.files import expand_home
 from nsa.formatting import counted
+from nsa.nn.attention import attention_layers
 from nsa.nn.model import Decoder, build_model
 from nsa.ops.dispatch import Backend
 from nsa.parallel.numerics import compute_precision
@@ -85,6 +86,9 @@ class RunState:
         # Collected once, sharded as between steps: these are the tensors that the optimizer updates.
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trainable: list[nn.Parameter] = [p for p in self.parameters.values() if p.requires_grad]
+        layers = [layer for _, layer in attention_layers(self.model)]
+        self.index_parameters = [p for layer in layers for p in layer.index_parameters() if p.requires_grad]
+        self.index_terms = self.model.num_index_terms()
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +121,8 @@ def build_state(
     if initialize and config.train.init_from is not None:
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
             load_weights(model, find_weights(expand_home(config.train.init_from)))
+    for _, layer in attention_layers(model):
+        layer.prepare(config.train.seq_len)
     freeze(model, config.train.freeze)
     module = transform(model, config, world, precision, trace)
     computed = {precision}

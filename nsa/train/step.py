@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class StepResult:
 
     loss: float
     grad_norm: float
+    index_kl: float | None = None  # mean index loss; None if no query has one
     votes: tuple[int, ...] = ()
     updated: bool = True  # False: something was not finite, and the weights are unchanged
 
@@ -41,12 +43,14 @@ def train_step(
 
     The loss is the sum over target tokens divided by `targets`, their count in the whole step over all ranks, so
     that any split into ranks and micro-batches gives the same gradient. Gradients are reduced in the last micro-batch.
+    The index loss has fewer queries than there are targets, and their number is known only after the step's batches: it
+    is divided by `targets` too, and the gradients of the index, which learns from nothing else, are scaled afterwards.
     `votes` is called after backward, so that it includes events during the step. `observer` sees the attention of the
     first forward pass; a step without an observer replays `state.graphs`, if there are any.
     """
     state.optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=state.device)
-    divisor = torch.full_like(total, targets)  # on the device, where a graph reads it
+    total = torch.zeros(3 if state.index_terms else 1, device=state.device)  # the loss; the index loss, its queries
+    divisor = torch.full_like(total[0], targets)  # on the device, where a graph reads it
     graphs = state.graphs if observer is None else None
     loss: Tensor | None = None
     for number, (batch, following) in enumerate(pairwise(chain(batches, [None]))):
@@ -63,13 +67,19 @@ def train_step(
         total += loss
     assert loss is not None, "a step needs a batch"
     faults.point("step.backward")
+    # The losses and all votes in one small all-reduce.
+    summed = sum_over_ranks(torch.cat([total, total.new_tensor(votes())]), state.world)
+    if state.index_terms:
+        gradients = [p.grad for p in state.index_parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, targets / summed[2].clamp(min=1.0))
     norm = _unscaled_norm(state)
-    # The loss and all votes in one small all-reduce.
-    agreed = sum_over_ranks(torch.stack([total, *(torch.full_like(total, v) for v in votes())]), state.world).tolist()
-    result = StepResult(agreed[0], float(norm), tuple(int(v) for v in agreed[1:]))
+    agreed = summed.tolist()
+    loss_sum, counts = agreed[0], agreed[len(total) :]
+    index_kl = agreed[1] / (state.index_terms * agreed[2]) if state.index_terms and agreed[2] else None
+    result = StepResult(loss_sum, float(norm), index_kl, tuple(int(v) for v in counts))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         state.optimizer.zero_grad(set_to_none=True)
-        return StepResult(result.loss, result.grad_norm, result.votes, updated=False)
+        return replace(result, updated=False)
     if clip := state.config.train.grad_clip:
         nn.utils.clip_grads_with_norm_(state.trainable, clip, norm, foreach=True)
     for group in state.optimizer.param_groups:
@@ -94,16 +104,23 @@ def _loss_of(state: RunState, batch: Batch) -> HeadLoss:
 def _forward_backward(
     state: RunState, batch: Batch, divisor: Tensor, scale: Tensor | float, observer: Observer | None = None
 ) -> Tensor:
-    """The detached loss of one micro-batch. Reads no value from the device, so that a CUDA graph can capture it."""
+    """The detached loss of one micro-batch, [1], or with the index loss and its queries, [3]. Reads no value from the
+    device, so that a CUDA graph can capture it."""
     with state.autocast():
         loss_of = _loss_of(state, batch)
         with observing(observer):
-            loss: Tensor = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen, loss=loss_of) / divisor
+            options: dict[str, Any] = {"counted": batch.targets != IGNORED} if state.index_terms else {}
+            losses: Tensor = state.module(batch.inputs, batch.cu_seqlens, batch.max_seqlen, loss=loss_of, **options)
+    losses = losses.view(-1)
     if faults.makes_nan("step.loss"):
-        loss = loss * math.nan
+        losses = losses * math.nan
     faults.point("step.forward")
-    (loss * scale).backward()
-    return loss.detach()
+    loss = losses[0] / divisor
+    total = loss
+    if state.index_terms:
+        total = loss + losses[1] / divisor * (state.config.msa.loss_weight / state.index_terms)
+    (total * scale).backward()
+    return torch.cat([loss[None], losses[1:]]).detach()
 
 
 def _unscaled_norm(state: RunState) -> Tensor:

@@ -51,7 +51,7 @@ def whole(tmp_path_factory):
 
 
 def test_an_unregistered_name_is_refused():
-    with pytest.raises(ConfigError, match=r"layer_pattern.*must be one of nsa, dense, window.*'two_blocks'"):
+    with pytest.raises(ConfigError, match=r"layer_pattern.*must be one of nsa, msa, dense, window.*'two_blocks'"):
         configured(**LAYERS)
 
 

@@ -15,6 +15,7 @@ from nsa import kinds
 from nsa.errors import ArgumentError
 from nsa.nn.attention.dense import DenseAttention
 from nsa.nn.attention.layer import Attention
+from nsa.nn.attention.msa import MSAAttention
 from nsa.nn.attention.nsa import NSAAttention
 from nsa.nn.attention.window import WindowAttention
 from nsa.ops.dispatch import Backend
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Attention",
     "DenseAttention",
+    "MSAAttention",
     "NSAAttention",
     "WindowAttention",
     "attention_kinds",
@@ -54,6 +56,7 @@ def register(name: str) -> Callable[[Kind], Kind]:
 
 
 register("nsa")(NSAAttention)
+register("msa")(MSAAttention)
 register("dense")(DenseAttention)
 register("window")(WindowAttention)
 

@@ -7,6 +7,7 @@ needs only the tokens before each chunk, its halo. A kind of attention composes 
 Legend: B batch, S tokens of this rank, H query heads, G key/value heads, K/V head sizes, T tokens of the sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,19 +186,35 @@ class Gathered:
         return self.call.context.reduce_scatter(self.call.scatter(grad, self._k.shape[1]))
 
 
+# Arguments: a chunk, key/value heads, and the queries, keys and log-sum-exps of both.
+Attended = Callable[[Half, slice, Tensor, Tensor, Tensor], None]
+
+
 def attend_gathered(
-    gathered: Gathered, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None = None
+    gathered: Gathered,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor | None = None,
+    attended: Attended | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over gathered keys and values (of the blocks `indices`, for selected attention), and the blocks that
-    the operator selects, or None."""
-    o, blocks = _AttendGathered.apply(gathered, q, k, v, indices)  # type: ignore[no-untyped-call]
+    the operator selects, or None. `attended` is called in the forward pass after the attention of each chunk and each
+    part of the heads."""
+    o, blocks = _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
     return o, blocks
 
 
 class _AttendGathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gathered: Gathered, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None
+        ctx: Any,
+        gathered: Gathered,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor | None,
+        attended: Attended | None,
     ) -> tuple[Tensor, Tensor]:
         call, per_group = gathered.call, q.shape[2] // k.shape[2]
         o = q.new_empty(*q.shape[:3], v.shape[3])
@@ -212,6 +229,8 @@ class _AttendGathered(torch.autograd.Function):
                 given = q[:, rows, mine], k_T[:, :stop]
                 o[:, rows, mine], lse_half = call.forward(half, *given, v_T[:, :stop], chosen)
                 lse[:, rows, mine] = lse_half
+                if attended is not None:
+                    attended(half, part, *given, lse_half)
                 blocks = call.select(half, *given, lse_half)
                 if blocks is not None:
                     selected.append(blocks)
@@ -248,7 +267,7 @@ class _AttendGathered(torch.autograd.Function):
             sums.append((part, gathered.send_back(total)))
             del total
         _set_heads(dk, dv, *sums.pop())
-        return None, dq, dk, dv, None
+        return None, dq, dk, dv, None, None
 
 
 def _set_heads(dk: Tensor, dv: Tensor, part: slice, summed: Pending) -> None:

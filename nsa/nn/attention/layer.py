@@ -92,6 +92,9 @@ class Attention(nn.Module):
         dense_targets      parameters that replace those of a dense layer
         start_from_dense   initialises the other parameters so that the layer starts close to the dense one
         parts              configurations by name, in each of which only one part of the layer runs
+        index_parameters   parameters that learn only from an index loss, which `forward` returns if given `counted`
+        prepare            what the length of the training sequences decides
+        start_step         what the number of the training step decides
         notes              lines for the start of a run
     """
 
@@ -118,8 +121,8 @@ class Attention(nn.Module):
         self.num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
-        self.head_dim_k = _head_size("head_dim_k", head_dim_k)
-        self.head_dim_v = _head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
+        self.head_dim_k = head_size("head_dim_k", head_dim_k)
+        self.head_dim_v = head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
         self.rope_base, self.backend = rope_base, backend
         self.rotary = (self.head_dim_k, rope_base, rope_scaling)  # arguments of `rotary_tables` after the positions
 
@@ -257,6 +260,21 @@ class Attention(nn.Module):
     def parts(cls, config: Architecture) -> Mapping[str, dict[str, Any]]:
         return {}
 
+    def index_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    @property
+    def has_index_loss(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.index_parameters())
+
+    def prepare(self, seq_len: int) -> None:
+        """Called once before training with sequences of `seq_len` tokens."""
+
+    def start_step(self, step: int) -> str | None:
+        """Called before every training step, the first of which is 1. If the layer computes something else from now on,
+        it returns a line that says so."""
+        return None
+
     def notes(self) -> list[str]:
         return []
 
@@ -294,7 +312,7 @@ class Attention(nn.Module):
         return self.attend_context(x_BSC, context, cu_seqlens)
 
 
-def _head_size(name: str, size: int) -> int:
+def head_size(name: str, size: int) -> int:
     size = whole_number(name, size)
     if size < 16 or size > 256 or size % 16:
         raise ArgumentError(name, f"must be a multiple of 16 from 16 to 256, got {size}")

@@ -1,0 +1,214 @@
+"""The MSAAttention layer: grouped attention over blocks that a learned index chooses.
+
+Legend: B batch, S tokens, C channels, H query heads, G key/value heads, K/V head sizes, E index head size.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from nsa.errors import ArgumentError
+from nsa.nn.attention import msa_context
+from nsa.nn.attention.layer import Attention, Exchange, head_size
+from nsa.nn.cache import KVCache
+from nsa.nn.cache_step import CacheStep
+from nsa.nn.projection import check_input, project, project_heads
+from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
+from nsa.ops.causal import causal_attention
+from nsa.ops.checks import check_borders
+from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.layout import num_read
+from nsa.ops.positions import token_positions
+
+if TYPE_CHECKING:
+    from nsa.config.schema import Architecture
+
+
+class MSAAttention(Attention):
+    """Causal grouped attention on [B, S, dim] over blocks that a learned index chooses for every query and group.
+
+    dim            width of input and output; need not equal num_heads * head size
+    num_heads      query heads, a multiple of num_kv_heads
+    num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads, and has an index query head
+    head_dim_k     size of a query and key head, a multiple of 16 from 16 to 256
+    head_dim_v     size of a value head, likewise; None: head_dim_k
+    spec           the sizes of blocks and selection (`MSASpec`); None: those of the published model, MSASpec()
+    index_dim      size of an index head, likewise; None: head_dim_k
+    rope_base      base of the rotary frequencies, as in NSAAttention
+    rope_scaling   `RopeScaling` of the rotary frequencies, or None
+    qk_norm        RMSNorm on every head of queries, keys, index queries and index keys, before rotary positions
+    qkv_bias       the projections of queries, keys, values and of the index have a bias
+    norm_eps       epsilon of these norms
+    backend        as in NSAAttention
+
+    Up to spec.dense_tokens tokens the layer is dense attention. The index reads the input detached and learns only from
+    its own loss:
+
+        y, kl_sum, queries = layer(x, counted=has_target)
+        loss = cross_entropy + weight * kl_sum / (layer.num_kv_heads * queries.clamp(min=1))
+
+    `is_dense` warms the index up: attention and index loss run over all visible tokens.
+    """
+
+    statistics = frozenset({"selection"})
+    is_dense = False
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int | None = None,
+        spec: MSASpec | None = None,
+        *,
+        index_dim: int | None = None,
+        rope_base: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        backend: Backend = None,
+    ):
+        rotary: dict[str, Any] = {"rope_base": rope_base, "rope_scaling": rope_scaling}
+        super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **rotary, backend=backend)
+        if not isinstance(spec, MSASpec | None):
+            raise ArgumentError("spec", f"must be an MSASpec or None, got {type(spec).__name__}")
+        self.spec = spec or MSASpec()
+        self.index_dim = head_size("index_dim", head_dim_k if index_dim is None else index_dim)
+        self.page_multiple = self.spec.block
+        self.warmup_steps = 0
+
+        def linear(heads: int, size: int) -> nn.Linear:
+            return nn.Linear(dim, heads * size, bias=qkv_bias)
+
+        def norm(size: int) -> nn.Module:
+            return nn.RMSNorm(size, eps=norm_eps) if qk_norm else nn.Identity()
+
+        self.q = linear(num_heads, self.head_dim_k)
+        self.k = linear(num_kv_heads, self.head_dim_k)
+        self.v = linear(num_kv_heads, self.head_dim_v)
+        self.index_q, self.index_k = linear(num_kv_heads, self.index_dim), linear(1, self.index_dim)
+        self.q_norm, self.k_norm = norm(self.head_dim_k), norm(self.head_dim_k)
+        self.index_q_norm, self.index_k_norm = norm(self.index_dim), norm(self.index_dim)
+        self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
+
+    @classmethod
+    def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
+        layer = cls(spec=config.msa.spec(), index_dim=config.msa.index_dim, **cls.settings(config, backend))
+        layer.warmup_steps = config.msa.warmup_steps
+        return layer
+
+    def forward(  # type: ignore[override]
+        self,
+        x_BSC: Tensor,
+        *,
+        cache: KVCache | CacheStep | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        counted: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """As `Attention.forward`. With `counted` [B, S] bool, the tokens that have a target, the result is the output,
+        the index loss summed over groups and the counted queries that choose, and the number of these queries."""
+        if counted is None:
+            return super().forward(x_BSC, cache=cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        if cache is not None:
+            raise ArgumentError("counted", "the index loss needs whole sequences; pass either counted or cache")
+        check_input(x_BSC, self.dim, self.q)
+        check_borders(cu_seqlens, x_BSC)
+        if self.context is not None:
+            return msa_context.attend_context(self, x_BSC, self.context, cu_seqlens, counted)
+        tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
+        q, k, v = self.projections(x_BSC, tables)
+        index_q, index_k = self.project_index(x_BSC, tables)
+        o_BSHV, kl_sum, queries = msa_attention(
+            q, k, v, index_q, index_k, self.spec, counted=counted, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            is_dense=self.is_dense, backend=self.backend,
+        )  # fmt: skip
+        return self.out(o_BSHV.flatten(2)), kl_sum, queries
+
+    def attend_whole(
+        self,
+        x_BSC: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        step: CacheStep | None = None,
+    ) -> Tensor:
+        tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
+        q, k, v = self.projections(x_BSC, tables)
+        length = min(x_BSC.shape[1], x_BSC.shape[1] if max_seqlen is None else max_seqlen)
+        documents: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+        if self.is_dense or length <= self.spec.dense_tokens:
+            backend = backend_of("win", self.backend)
+            o_BSHV = causal_attention(q, k, v, max_seqlen=max_seqlen, backend=backend, **documents)
+        else:
+            index_q, index_k = self.project_index(x_BSC, tables)
+            by = {operator: backend_of(operator, self.backend) for operator in ("index", "sel")}
+            indices = index_blocks(index_q, index_k, self.spec, backend=by["index"], **documents)
+            o_BSHV = selected_attention(q, k, v, indices, self.spec, backend=by["sel"], **documents)
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
+
+    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated by `tables` from `rotary_tables`, and values."""
+        q_BSHK, (k_BSGK,), (v_BSGV,) = project_heads(self, x_BSC)
+        return rotate(q_BSHK, tables), rotate(k_BSGK, tables), v_BSGV
+
+    def project_index(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Index queries [B, S, G, E] and index keys [B, S, E], rotated by `tables`. Their gradient ends here."""
+        q, k = project(x_BSC.detach(), [self.index_q, self.index_k])
+        index_q = self.index_q_norm(q.unflatten(-1, (self.num_kv_heads, self.index_dim))).to(q.dtype)
+        index_k = self.index_k_norm(k.unflatten(-1, (1, self.index_dim))).to(k.dtype)
+        cos, sin = (table[..., : self.index_dim // 2] for table in tables)  # an index head may be the smaller one
+        return rotate(index_q, (cos, sin)), rotate(index_k, (cos, sin)).squeeze(2)
+
+    def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
+        return msa_context.attend_context(self, x_BSC, context, cu_seqlens, None)[0]
+
+    def index_parameters(self) -> list[nn.Parameter]:
+        parts = (self.index_q, self.index_k, self.index_q_norm, self.index_k_norm)
+        return [parameter for part in parts for parameter in part.parameters()]
+
+    def prepare(self, seq_len: int) -> None:
+        """Freezes the index if sequences are so short that no query chooses."""
+        if seq_len <= self.spec.dense_tokens:
+            for parameter in self.index_parameters():
+                parameter.requires_grad_(False)
+
+    def start_step(self, step: int) -> str | None:
+        was_dense, self.is_dense = self.is_dense, step <= self.warmup_steps
+        if was_dense == self.is_dense:
+            return None
+        if self.is_dense:
+            return f"dense attention until step {self.warmup_steps}, while the index warms up"
+        return f"sparse attention from step {step} on"
+
+    def forward_flops(self, seq_len: int) -> float:
+        scores = 0.0 if seq_len <= self.spec.dense_tokens else self.num_kv_heads * self.index_dim * (seq_len + 1.0)
+        return self.flops_per_key * mean_keys_read(self.spec, seq_len) + scores
+
+    def saved_operators(self) -> list[Any]:
+        ops = torch.ops.nsa
+        return [*self.fixed_operators(), ops.selected_attention.default, ops.index_loss.default]
+
+    def fixed_operators(self) -> list[Any]:
+        return [torch.ops.nsa.index_blocks.default]
+
+    def notes(self) -> list[str]:
+        if self.has_index_loss:
+            return []
+        return [f"index   not trained: it is frozen, or no sequence exceeds {self.spec.dense_tokens} tokens"]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, index_dim={self.index_dim}, spec={self.spec}"
+
+
+@lru_cache
+def mean_keys_read(spec: MSASpec, seq_len: int) -> float:
+    """The mean number of keys that a query reads."""
+    return int(num_read(torch.arange(seq_len), spec).sum()) / seq_len
