@@ -21,7 +21,7 @@ def bytes_per_layer(
     tokens: int,
     size: int,
     rank: int,
-    spec: NSASpec,
+    spec: NSASpec | None,
     *,
     num_kv_heads: int,
     head_dim_k: int,
@@ -29,25 +29,33 @@ def bytes_per_layer(
     batch: int = 1,
     itemsize: int = 2,
     gradient_itemsize: int = 4,
+    index_dim: int = 0,
 ) -> Traffic:
     """Bytes that rank `rank` of a group of `size` sends for a layer of `kind` "nsa", "dense" or "window" over `batch`
-    sequences of `tokens` tokens, whose keys and values have `itemsize` bytes per number and gradients float32.
+    sequences of `tokens` tokens, whose keys and values have `itemsize` bytes per number and gradients float32. A layer
+    of the kind msa sends as much as a dense one with an `index_dim`, or as a dense one where no query chooses.
 
     Forward: its raw keys and values (nsa, dense) and its compressed ones (nsa) to all other ranks, and the halos of the
     window (nsa, window) and of compression (nsa) to the ranks with the next chunks. Backward: the gathered tensors
-    again, and the gradients of everything in float32.
+    again, and the gradients of everything in float32. Index keys are gathered in forward only.
     """
     length = padded_length(tokens, size) // (2 * size)
-    gathered = 2 * length * (kind != "window") + 2 * num_chunk_slots(length, spec) * (kind == "nsa")
-    widths = {"nsa": (spec.window - 1, spec.cmp_block - 1), "window": (spec.window - 1,), "dense": ()}[kind]
+    gathered, widths = 2 * length * (kind != "window"), list[int]()
+    if kind != "dense":
+        assert spec is not None, "the sizes of nsa and window layers"
+        widths.append(spec.window - 1)
+        if kind == "nsa":
+            gathered += 2 * num_chunk_slots(length, spec)
+            widths.append(spec.cmp_block - 1)
     others = [(width, other) for width in widths for other in range(size) if other != rank]
     lent = sum(sent_to(other, rank, length, size, width) for width, other in others)
     borrowed = sum(sent_to(rank, other, length, size, width) for width, other in others)
     numbers = batch * num_kv_heads * (head_dim_k + head_dim_v)
     to_all = (size - 1) * gathered
+    index = (size - 1) * batch * 2 * length * index_dim
     return Traffic(
-        forward=itemsize * numbers * (to_all + lent),
-        backward=itemsize * numbers * to_all + gradient_itemsize * numbers * (to_all + borrowed),
+        forward=itemsize * (numbers * (to_all + lent) + index),
+        backward=itemsize * numbers * to_all + gradient_itemsize * (numbers * (to_all + borrowed) + index),
     )
 
 

@@ -11,13 +11,20 @@ import torch
 import torch.distributed as dist
 
 from bench.traffic import bytes_per_layer
-from nsa.nn.attention import DenseAttention, NSAAttention, WindowAttention
-from nsa.ops import NSASpec
+from nsa.nn.attention import DenseAttention, MSAAttention, NSAAttention, WindowAttention
+from nsa.ops import MSASpec, NSASpec
 from nsa.parallel.context import Context
 from nsa.parallel.transform import divide_sequences
 
 SPEC = NSASpec(cmp_block=6, cmp_stride=3, sel_block=6, num_selected=4, num_init=1, num_local=1, window=11)
 SIZES = (32, 4, 2, 16, 32)
+
+
+def warming_up(layer):
+    layer.is_dense = True
+    return layer
+
+
 nsa = partial(NSAAttention, *SIZES, SPEC)
 LAYERS = {
     "mean": lambda: nsa(),
@@ -27,10 +34,11 @@ LAYERS = {
     "cmp": lambda: nsa(phi="mlp", force_branch="cmp"),
     "sel": lambda: nsa(force_branch="sel"),
     "win": lambda: nsa(force_branch="win"),
+    "msa": lambda: MSAAttention(*SIZES, MSASpec(16, 2), index_dim=32, qk_norm=True),
+    "warmup": lambda: warming_up(MSAAttention(*SIZES, MSASpec(16, 2))),
     "dense": lambda: DenseAttention(*SIZES, qk_norm=True),
     "window": lambda: WindowAttention(*SIZES, window=9, qkv_bias=True),
 }
-FEW = ("mean", "mlp", "dense", "window")
 SEQUENCES = (
     (2, 96, None),
     (1, 101, None),
@@ -74,6 +82,12 @@ def weighted(y, rows):
     return (y * (rows[None, :, None] + 1.0).sin() * torch.arange(1.0, 33.0, dtype=y.dtype)).sum()
 
 
+def objective(result, rows, real=slice(None)):
+    """A function of the output, and of the index loss if there is one."""
+    y, *index_loss = result if isinstance(result, tuple) else (result,)
+    return weighted(y[:, real], rows[real]) + sum(index_loss[:1])
+
+
 def compare(name, make, batch, tokens, borders, context, counted):
     torch.manual_seed(0)
     layer = make().double()
@@ -81,9 +95,11 @@ def compare(name, make, batch, tokens, borders, context, counted):
         torch.nn.init.normal_(layer.gate.out.weight)
     x = torch.randn(batch, tokens, 32, dtype=torch.float64, requires_grad=True)
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
-    whole = layer(x, cu_seqlens=cu_seqlens)
-    weighted(whole, torch.arange(tokens)).backward()
-    wanted = {n: p.grad for n, p in layer.named_parameters() if p.requires_grad}
+    has_target = torch.arange(tokens) % 5 > 0
+    options = {"counted": has_target.expand(batch, -1)} if layer.has_index_loss else {}
+    whole = layer(x, cu_seqlens=cu_seqlens, **options)
+    objective(whole, torch.arange(tokens)).backward()
+    wanted = {n: gradient(p) for n, p in layer.named_parameters() if p.requires_grad}
     wanted["x"], x.grad = x.grad, None
     layer.zero_grad()
 
@@ -92,24 +108,40 @@ def compare(name, make, batch, tokens, borders, context, counted):
         cu_seqlens = torch.tensor([*borders, length], dtype=torch.int32)
     divide_sequences(layer, context)
     mine = torch.nn.functional.pad(x, (0, 0, 0, length - tokens))[:, rows]
+    if options:
+        options["counted"] = torch.nn.functional.pad(options["counted"], (0, length - tokens))[:, rows]
     counted.take()
-    y = layer(mine, cu_seqlens=cu_seqlens)
+    y = layer(mine, cu_seqlens=cu_seqlens, **options)
     forward = counted.take()
     real = rows < tokens
-    assert torch.allclose(y[:, real], whole[:, rows[real]], rtol=1e-9, atol=1e-9), f"{name}: output"
-    (weighted(y, rows) * 1.0 if length == tokens else weighted(y[:, real], rows[real])).backward()
+    given, expected = (z[0] if options else z for z in (y, whole))
+    assert torch.allclose(given[:, real], expected[:, rows[real]], rtol=1e-9, atol=1e-9), f"{name}: output"
+    objective(y, rows, real).backward()
     backward = counted.take()
-    found = {n: p.grad for n, p in layer.named_parameters() if p.requires_grad}
+    if options:
+        sums = torch.stack([y[1].detach(), y[2].double()])
+        dist.all_reduce(sums)
+        assert torch.allclose(sums, torch.stack([whole[1].detach(), whole[2].double()])), f"{name}: index loss"
+    found = {n: gradient(p) for n, p in layer.named_parameters() if p.requires_grad}
     found["x"] = x.grad
     for key, grad in found.items():
         dist.all_reduce(grad)
         assert torch.allclose(grad, wanted[key], rtol=1e-8, atol=1e-9), f"{name}: gradient of {key}"
-    kind = {NSAAttention: "nsa", DenseAttention: "dense", WindowAttention: "window"}[type(layer)]
+    names = {NSAAttention: "nsa", MSAAttention: "msa", DenseAttention: "dense", WindowAttention: "window"}
+    kind = names[type(layer)]
     if getattr(layer, "force_branch", None) is None:
         spec = SPEC if kind == "nsa" else NSASpec(window=getattr(layer, "window", tokens))
         sizes = {"num_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 32, "batch": batch, "itemsize": 8}
+        if kind == "msa":
+            kind, spec = "dense", None
+            sizes["index_dim"] = layer.index_dim if length > layer.spec.dense_tokens else 0
         formula = bytes_per_layer(kind, tokens, context.size, context.rank, spec, gradient_itemsize=8, **sizes)
         assert (forward, backward) == (formula.forward, formula.backward), f"{name}: bytes sent"
+
+
+def gradient(parameter):
+    """Zeros for a parameter that no query trains."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def main():

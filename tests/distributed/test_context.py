@@ -29,6 +29,7 @@ from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config
 from tests.distributed.test_same_numbers import (
     DEEP,
+    PATTERN,
     assert_same,
     column,
     recompute,
@@ -42,7 +43,6 @@ pytestmark = pytest.mark.timeout(900)
 
 SHORT = {"train": {"steps": 4, "eval_every": 2}, "checkpoint": {"every": 0}, "telemetry": {"every": 1}}
 MLP = {"nsa": {"phi": "mlp"}}
-PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
 ODD = {"train": {"seq_len": 61, "batch_size": 2}}  # 122 tokens, packed, in 4 or 8 chunks
 WHOLE_ROWS = {"data": {"isolate_documents": False}, "train": {"seq_len": 64, "batch_size": 2}}
 
@@ -56,7 +56,7 @@ def matrix(*layers):
     return {
         "deep": tree(DEEP, *layers),
         "deep-mlp": tree(DEEP, MLP, *layers),
-        "deep-pattern": tree(DEEP, PATTERN, {"model": {"n_layers": 6}}, *layers),
+        "deep-pattern": tree(DEEP, PATTERN, {"model": {"n_layers": 8}}, *layers),
         "deep-odd": tree(DEEP, ODD, MLP, *layers),
         "deep-rows": tree(DEEP, WHOLE_ROWS, *layers),
     }
@@ -91,7 +91,7 @@ def assert_same_run(many, one):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_layers_over_ranks_equal_one_rank_and_send_the_bytes_of_the_formula(ranks):
-    layers = () if ranks == 4 else ("mlp", "shared", "dense")
+    layers = () if ranks == 4 else ("mlp", "shared", "msa", "warmup", "dense")
     for ended in wait_all(start_ranks(ranks, *layers, module="tests.distributed.context_worker"), timeout_s=600):
         assert ended.code == 0, ended.output
 

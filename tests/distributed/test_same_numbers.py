@@ -33,7 +33,10 @@ DEEP = {
 }
 SIX = {"train": {"steps": 6, "eval_every": 3}}
 FEW = {"train": {"steps": 2}}  # the first steps of DEEP: the second shows the gradients of the first
-PATTERN = {"model": {"n_layers": 3, "layer_pattern": ["dense", "nsa", "window"], "qk_norm": True}}
+PATTERN = {
+    "model": {"n_layers": 4, "layer_pattern": ["dense", "msa", "nsa", "window"], "qk_norm": True},
+    "msa": {"block": 16, "num_selected": 1, "num_local": 0, "warmup_steps": 2},
+}
 SHORT = {"train": {"steps": 4, "eval_every": 0}, "checkpoint": {"every": 0}}
 
 
@@ -82,7 +85,7 @@ TWO_RANKS = {
     "ddp-static": tree(SHORT, strategy("ddp", static_graph=True), recompute("block")),
     "fsdp-grad-op": tree(SHORT, strategy("fsdp", sharding="grad_op", forward_prefetch=False)),
     "fsdp-cmp": tree(SHORT, strategy("fsdp"), {"nsa": {"force_branch": "cmp"}}),
-    "fsdp-pattern": tree(SHORT, strategy("fsdp"), PATTERN),
+    **{f"{s}-pattern": tree(SHORT, strategy(s), PATTERN) for s in STRATEGIES},
     "half": tree({"train": {"steps": 4, "schedule": "constant"}}, strategy("fsdp")),
 }
 # Trained where a test of `make test-long` needs them.
@@ -96,7 +99,6 @@ LONG_TWO_RANKS = {
     **{f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in STRATEGIES for g in ("selective", "branch")},
     **{f"{s}-fp16": tree(SHORT, strategy(s), {"runtime": {"precision": "fp16"}}) for s in STRATEGIES},
     "ddp-cmp": tree(SHORT, strategy("ddp"), {"nsa": {"force_branch": "cmp"}}),
-    "ddp-pattern": tree(SHORT, strategy("ddp"), PATTERN),
     "ddp-unused": tree(SHORT, strategy("ddp", find_unused=True, bucket_view=False), recompute("block")),
     "ddp-buckets": tree(SHORT, strategy("ddp", bucket_mb=1, broadcast_buffers=True)),
     "fsdp-units": tree(SHORT, strategy("fsdp", blocks_per_unit=2), {"model": {"n_layers": 5}}),
@@ -195,7 +197,7 @@ def test_an_option_does_not_change_the_results(runs, name):
     [
         ("fsdp-cmp", "short-cmp"),
         ("fsdp-pattern", "short-pattern"),
-        long("ddp-pattern", "short-pattern"),
+        ("ddp-pattern", "short-pattern"),
         long("ddp-cmp", "short-cmp"),
         long("fsdp-units", "units"),
         long("fsdp-tied", "ddp-tied"),
