@@ -10,6 +10,11 @@ from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from tests.distributed.launching import numbers_of, start_ranks, wait_all, write_config
 
 KILLED = -9
+# Both kinds of sparse attention; the index warms up in the first steps, so that runs are killed before and after it.
+LAYERS = {
+    "model": {"layer_pattern": ["nsa", "msa"]},
+    "msa": {"block": 16, "num_selected": 1, "num_local": 0, "warmup_steps": 5},
+}
 STEP_POINTS = ("step.begin", "step.forward", "step.backward", "step.optimizer", "step.end")
 SAVE_POINTS = (
     "save.begin",
@@ -63,7 +68,8 @@ def make_runs(
     parallel = {"strategy": strategy, "timeout_s": 60.0}
     train = {"steps": steps, "eval_every": eval_every}
     runtime = {"device": "cpu", "threads": 1, "deterministic": True, "gradient_checkpointing": recompute}
-    config = write_config(folder, parallel=parallel, train=train, runtime=runtime, **more)
+    sections = {"parallel": parallel, "train": train, "runtime": runtime, **LAYERS, **more}
+    config = write_config(folder, **sections)
     return Runs(folder, 1 if strategy == "single" else 2, config)
 
 
