@@ -40,15 +40,17 @@ SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", "
 SMALLEST_FILE, LARGEST_FILE = 4 << 10, 512 << 10
 LARGEST_DOCUMENT = 1 << 20
 VOCABULARY = 16_384
+RATE, RECALL_RATE = 6e-4, 1e-3
 BASE = (
     "data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 "
-    "train.lr=6e-4 train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
+    "train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
     "runtime.precision=bf16 runtime.compile=true checkpoint.every=100 checkpoint.keep=2 telemetry.tensorboard=false"
 )
 # `dense` and `nsa` are the comparison; each of the others changes one thing, or adds norms to a pattern.
 ROWS: dict[str, str] = {
     "dense": "model.attention=dense",
     "nsa": "",
+    "msa": "model.attention=msa",
     "pattern-1-3": "model.layer_pattern=[dense,nsa,nsa,nsa]",
     "pattern-1-1": "model.layer_pattern=[nsa,dense]",
     "pattern-3-1": "model.layer_pattern=[nsa,nsa,nsa,dense]",
@@ -58,6 +60,8 @@ ROWS: dict[str, str] = {
     "nsa-after-rotation": "nsa.compress=after_rotation",
     "nsa-muon": "train.optimizer=muon",
     "dense-muon": "model.attention=dense train.optimizer=muon",
+    "msa-muon": "model.attention=msa train.optimizer=muon",
+    "msa-norm": "model.attention=msa model.qk_norm=true",
     "dense-norm": "model.attention=dense model.qk_norm=true",
     "nsa-norm": "model.qk_norm=true",
     "nsa-32": "nsa.num_selected=32",
@@ -75,7 +79,7 @@ ROWS: dict[str, str] = {
 # small, since it takes many to learn to match keys. The rotary base keeps 8,192 places apart.
 RECALL = (
     "model.dim=512 model.n_layers=6 model.n_heads=8 model.n_kv_heads=2 model.mlp_dim=1408 model.rope_base=500000 "
-    "train.optimizer=muon train.lr=1e-3 train.schedule=wsd train.min_lr_ratio=0.02"
+    "train.optimizer=muon train.schedule=wsd train.min_lr_ratio=0.02"
 )
 RECALL_LENGTHS, RECALL_SAMPLES = "2048,4096,8192,32768", 100
 
@@ -153,17 +157,17 @@ def data_of(work: Path, options: argparse.Namespace) -> list[str]:
     return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
 
 
-def folder_of(work: Path, row: str, options: argparse.Namespace, seed: int) -> Path:
+def folder_of(work: Path, row: str, options: argparse.Namespace, seed: int, lr: float) -> Path:
     kind = "" if options.action == "run" else f"{options.action}-"
     kind += "" if options.tokenizer == "bpe" else f"{options.tokenizer}-"
-    return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}"
+    return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}-lr{lr:g}"
 
 
 def steps_of(options: argparse.Namespace) -> int:
     return -(-options.tokens // (options.seq_len * options.batch_size))
 
 
-def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int) -> list[str]:
+def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, lr: float) -> list[str]:
     steps = steps_of(options)
     return [
         *BASE.split(),
@@ -175,16 +179,17 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int) -
         f"train.eval_every={max(1, steps // 4)}",
         f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
         f"train.seed={seed}",
-        f"train.out_dir={folder_of(work, row, options, seed)}",
+        f"train.lr={lr:g}",
+        f"train.out_dir={folder_of(work, row, options, seed, lr)}",
         *options.override,
     ]
 
 
-def run_row(work: Path, row: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    folder = folder_of(work, row, options, seed)
+def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: float) -> dict[str, Any]:
+    folder = folder_of(work, row, options, seed, lr)
     measured: dict[str, Any] = {}
     log = work / f"{folder.name}.log"
-    code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed)], log)
+    code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed, lr)], log)
     if options.action == "recall" and code == 0:
         code = run_logged(["eval", str(folder), "--lengths", options.lengths, "--samples", str(RECALL_SAMPLES)], log)
         measured = json.loads((folder / "eval.json").read_text()) if code == 0 else {}
@@ -197,6 +202,7 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int) -> dic
         "seq_len": options.seq_len,
         "tokens": steps_of(options) * options.seq_len * options.batch_size,
         "seed": seed,
+        "lr": lr,
         "exit_code": code,
         "val_loss": metrics.get("val_loss"),
         "val_bits_per_byte": metrics.get("val_bits_per_byte"),
@@ -240,7 +246,9 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    return (result["row"], result.get("tokenizer", "bpe"), *(result[name] for name in ("seq_len", "tokens", "seed")))
+    lr = result.get("lr", RECALL_RATE if "eval" in result else RATE)
+    sizes = (result[name] for name in ("seq_len", "tokens", "seed"))
+    return (result["row"], result.get("tokenizer", "bpe"), *sizes, lr)
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
@@ -251,18 +259,21 @@ def run(work: Path, options: argparse.Namespace) -> None:
     tokens = steps_of(options) * options.seq_len * options.batch_size
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [
-        (row, seed)
+        (row, seed, lr)
         for seed in (int(seed) for seed in options.seeds.split(","))
+        for lr in (float(lr) for lr in options.rates.split(","))
         for row in options.rows.split(",")
-        if (row, options.tokenizer, options.seq_len, tokens, seed) not in done
+        if (row, options.tokenizer, options.seq_len, tokens, seed, lr) not in done
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
-        running = [pool.submit(run_row, work, row, options, seed) for row, seed in wanted]
+        running = [pool.submit(run_row, work, row, options, seed, lr) for row, seed, lr in wanted]
         for finished in as_completed(running):
             result = finished.result()
             results.append(result)
             print(
-                f"{result['row']} seed {result['seed']}: {result['val_loss']} after {result['seconds']} s", flush=True
+                f"{result['row']}, seed {result['seed']}, rate {result['lr']:g}: {result['val_loss']} "
+                f"after {result['seconds']} s",
+                flush=True,
             )
 
 
@@ -271,13 +282,13 @@ def show(results: Path) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("row", "changes", "tokenizer", "context", "tokens", "seed", "val loss", "against dense")
+    table = Table("row", "changes", "tokenizer", "context", "tokens", "seed", "rate", "val loss", "against dense")
     found = [r for r in read_results(results) if r["val_loss"] is not None]
     dense = {key_of(r)[1:]: r["val_loss"] for r in found if r["row"] == "dense"}
     for r in found:
-        row, tokenizer, seq_len, tokens, seed = key_of(r)
+        row, tokenizer, seq_len, tokens, seed, lr = key_of(r)
         base = dense.get(key_of(r)[1:])
-        cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{r['val_loss']:.4f}")
+        cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{lr:g}", f"{r['val_loss']:.4f}")
         table.add_row(row, escape(r["changes"]), *cells, f"{r['val_loss'] / base - 1:+.2%}" if base else "-")
     console = Console(width=140)
     console.print(table)
@@ -307,6 +318,7 @@ def plot(results: Path, figure: Path) -> None:
                 style = {"color": colours.get(r["row"]) or next(others)}
                 style |= {"lw": 2.5 if r["row"] == "nsa" else 1.5, "ls": "--" if r["seed"] else "-"}
                 label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
+                label += f", rate {key_of(r)[-1]:g}" if key_of(r)[-1] != RATE else ""
                 x, y = [step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]]
                 axes.plot(x, y, **style, label=label)
             axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context")
@@ -324,6 +336,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: pattern-1-1,window")
     parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--rates", help="learning rates to train every row with, separated by commas")
     parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 144 million")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, help="default: 8; recall: 2, since it takes steps more than tokens")
@@ -340,6 +353,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.rows = options.rows or ("pattern-1-1,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
     options.tokens = options.tokens or (144_000_000 if is_recall else 60_000_000)
     options.batch_size = options.batch_size or (2 if is_recall else 8)
+    options.rates = options.rates or f"{RECALL_RATE if is_recall else RATE}"
     options.results = options.results or (RECALL_RESULTS if is_recall else RESULTS)
     return options
 
