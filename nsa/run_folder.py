@@ -153,6 +153,7 @@ class TrainingRow:
     val_bits_per_byte: float | None = None
     save_wait_s: float = 0.0  # how long training waited for a checkpoint before this step
     skipped: int = 0  # 1: the optimizer skipped the step because of a NaN or an infinity
+    index_kl: float | None = None  # mean loss of the index of MSA layers in nats; None without such layers
 
 
 # Columns that depend on the machine: they differ between two runs with equal results.
@@ -198,7 +199,11 @@ class GateStats:
 
 @dataclass(frozen=True)
 class SelectionStats:
-    """Statistics of the selected blocks of one layer or of all layers. A row is one token and one key/value head."""
+    """Statistics of the selected blocks of one layer or of all layers. A row is one token and one key/value head.
+
+    `mass` is the share of the attention weights over all visible tokens that the selected blocks hold, in a sample of
+    queries that do not read all blocks; None if no layer measures it.
+    """
 
     rows: int
     mean_distinct: float
@@ -207,21 +212,24 @@ class SelectionStats:
     share_forced: float
     agreement: float
     distances: tuple[float, ...]  # the share of blocks in each of DISTANCE_BINS
+    mass: float | None = None
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """Builds the statistics from a row of k_stats.csv or k_stats_layers.csv."""
-        own = {f.name: row[f.name] for f in fields(cls)[:-1]}
+        own = {f.name: row[f.name] for f in fields(cls) if f.name != "distances"}
         own |= {name: int(own[name]) for name in ("rows", "max_distinct")}
+        own["mass"] = None if math.isnan(own["mass"]) else own["mass"]
         return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
         """Combines the statistics of several ranks as if one rank had seen all rows. The files lack the number of
-        blocks that an agreement refers to, so agreements are weighted by all blocks."""
+        blocks that an agreement refers to, so agreements are weighted by all blocks, and masses by all rows."""
         rows, blocks = [part.rows for part in parts], [part.rows * part.mean_distinct for part in parts]
         by_row, by_block = _means(parts, rows), _means(parts, blocks)
         bins = zip(*(part.distances for part in parts), strict=True)
+        masses = [(part.mass, part.rows) for part in parts if part.mass is not None]
         return cls(
             sum(rows),
             by_row("mean_distinct"),
@@ -230,6 +238,7 @@ class SelectionStats:
             by_block("share_forced"),
             by_block("agreement"),
             tuple(_mean(shares, blocks) for shares in bins),
+            _mean(*zip(*masses, strict=True)) if masses else None,
         )
 
 
@@ -349,7 +358,8 @@ class Table:
 
 TRAINING = Table("training", "step", _TRAINING)
 GATES = Table("gate_stats", "gates", ("step", "layer", *_GATES), text=("layer",))
-SELECTION = Table("k_stats", "selection", ("step", *_SELECTION[:-1], *DISTANCE_COLUMNS))
+# A new column becomes the last one: a resumed run adds it to the file of an earlier version.
+SELECTION = Table("k_stats", "selection", ("step", *_SELECTION[:-2], *DISTANCE_COLUMNS, "mass"))
 LAYER_SELECTION = Table(
     "k_stats_layers", "selection", ("step", "layer", *SELECTION.columns[1:]), text=("layer",), whole=False
 )

@@ -72,8 +72,9 @@ class _Checks:
             f"{run_folder.CHECKPOINTS_FOLDER}/": self._checkpoints,
             run_folder.WEIGHTS_FILE: self._weights,
         }
-        if recorded["selection"]:
-            checks[run_folder.SELECTION.file] = partial(self._rows, run_folder.SELECTION, sampled)
+        if recorded["selection"]:  # MSA layers, which also report "mass", select nothing in some steps
+            selects = sampled if recorded["selection"] > recorded["mass"] else None
+            checks[run_folder.SELECTION.file] = partial(self._rows, run_folder.SELECTION, selects)
         if recorded["gates"]:
             checks[run_folder.GATES.file] = partial(self._rows, run_folder.GATES, sampled, recorded["gates"] + 1)
         if self.config.telemetry.tensorboard:

@@ -134,6 +134,7 @@ def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:
                may_be_log=True, along=along) for identity, what, along in axes),
         Plot("plot-bits", "Validation against tokens", "Of held-out documents.",
              curves("tokens", "val_bits_per_byte", dots=True), "bits per byte", along="tokens"),
+        Plot("plot-index-kl", "Index loss", "Of MSA layers.", curves("step", "index_kl"), "nats", from_zero=True),
         Plot("plot-throughput", "Throughput", "Smoothed, over all ranks.", curves("step", "toks_per_s"), "tokens/s",
              from_zero=True),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from nsa.formatting import short
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
 from nsa.inspect.svg import Curve, Plot, draw, heat_map
-from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, SELECTION, TRAINING
+from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, LAYER_SELECTION, SELECTION, TRAINING
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340
@@ -75,7 +75,9 @@ def training_figures(view: RunView) -> list[str]:
     ]
     bad = [(float(e.step), f"step {e.step}: {e.kind}") for e in view.timeline if e.is_bad]
     bits = Curve("validation", x, column("val_bits_per_byte"), "c2", dots=True)
-    return _all_lines(
+    index = Plot("plot-index-kl", "Index loss", "KL divergence of the index of MSA layers from their attention.",
+                 [Curve("index", x, column("index_kl"), "c4")], "nats", from_zero=True, may_be_log=True)  # fmt: skip
+    figures = _all_lines(
         view, TRAINING.file,
         Plot("plot-loss", "Loss", _loss_text(view), losses, "nats per token", marks=bad[:MAX_MARKS], may_be_log=True),
         Plot("plot-lr", "Learning rate", "As set by the schedule.", [Curve("lr", x, column("lr"))], from_zero=True),
@@ -83,6 +85,7 @@ def training_figures(view: RunView) -> list[str]:
              [Curve("norm", x, column("grad_norm"), "c3")], from_zero=True, may_be_log=True),
         Plot("plot-bits", "Validation, bits per byte", "Comparable between tokenizers.", [bits], "bits per byte"),
     )  # fmt: skip
+    return [*figures, lines(index)]  # empty in a run without MSA layers
 
 
 def speed_figures(view: RunView) -> list[str]:
@@ -237,7 +240,8 @@ def selection_figures(view: RunView) -> list[str]:
         "Rows are distances in blocks from the query's own block; stronger colour: a larger share of all blocks read.",
         list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "c2",
     )  # fmt: skip
-    return [distance, *_all_lines(
+    mass = _mass_figure(view) if any(found.mass is not None for found in samples.values()) else ""
+    return [distance, mass, *_all_lines(
         view, SELECTION.file,
         Plot("plot-agreement", "Selection: agreement",
              "Agreement: share of a row's blocks that the previous row also reads. Forced: read regardless of scores.",
@@ -245,6 +249,22 @@ def selection_figures(view: RunView) -> list[str]:
         Plot("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads.",
              blocks, "blocks", from_zero=True),
     )]  # fmt: skip
+
+
+def _mass_figure(view: RunView) -> str:
+    """A heat map of the layers that measure the mass of their blocks."""
+    samples = view.layer_selection_samples.by_step()
+    layers = list(dict.fromkeys(name for found in samples.values() for name, s in found.items() if s.mass is not None))
+    steps, names = list(samples) if layers else [], [short_layer(layer) for layer in layers]
+    values = np.array(  # [layer, step]; None becomes NaN
+        [[getattr(found.get(layer), "mass", None) for found in samples.values()] for layer in layers], dtype=np.float64
+    ).reshape(len(layers), len(samples))
+    return _heat(
+        view, LAYER_SELECTION.file, "plot-mass", "Selection: attention mass",
+        "Rows are layers. Share of the attention over all visible tokens that the selected blocks hold, in a sample of "
+        "queries. Faint: the lowest here.",
+        steps, names, values, _range(values), "c5", np.nanmin,
+    )  # fmt: skip
 
 
 def _squeeze(steps: Numbers, values: Numbers, how: Callable[..., Numbers]) -> tuple[Numbers, Numbers]:

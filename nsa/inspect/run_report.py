@@ -16,7 +16,7 @@ import yaml
 from nsa import __version__, run_folder
 from nsa.errors import LaunchError, printable, reworded
 from nsa.files import write_whole
-from nsa.formatting import clock, exact, one_line, percent, seconds, short
+from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.evaluation import evaluation_facts, evaluation_figures
 from nsa.inspect.health import is_unhealthy, unhealthy
 from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
@@ -177,7 +177,7 @@ def _layer_selection(view: RunView) -> str:
     top = max(max(found.distances) for found in view.layer_selection.values())
     rows = "".join(_selection_row(layer, found, top) for layer, found in view.layer_selection.items())
     distance = f"distance, {run_folder.DISTANCE_BINS[0]} to {run_folder.DISTANCE_BINS[-1]} blocks"
-    heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", distance)
+    heads = ("layer", "blocks a row", "most", "rows at most", "forced", "agreement", "mass", distance)
     head = "".join(f"<th>{escape(title)}</th>" for title in heads)
     summary = f"Layer by layer at step {view.layer_selection_samples.last_step:,}"
     return (
@@ -196,6 +196,7 @@ def _selection_row(layer: str, found: run_folder.SelectionStats, top: float) -> 
         exact(found.mean_distinct, ".2f"),
         exact(found.max_distinct, ".0f"),
         *(percent(share) for share in (found.share_at_max, found.share_forced, found.agreement)),
+        DASH if found.mass is None else percent(found.mass),
     )
     return (
         f"<tr>{_layer_cell(layer)}{''.join(f'<td class=num>{n}</td>' for n in numbers)}"

@@ -42,8 +42,8 @@ def _describe(event: Event) -> tuple[str, str] | None:
     kind = event["event"]
     if kind == "incident":
         return str(event.get("kind", "incident")), str(event.get("message", ""))
-    if kind == "data_stall":
-        return "data stall", str(event.get("message", ""))
+    if kind in ("data_stall", "attention"):
+        return kind.replace("_", " "), str(event.get("message", ""))
     if kind == "hang":
         return "hang", describe_hang(event)
     if kind == "save_wait":

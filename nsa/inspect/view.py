@@ -4,6 +4,7 @@ If space is short, the frame drops older incidents first, then layers with healt
 Control characters in text from files are escaped.
 """
 
+import math
 from textwrap import wrap
 
 from rich.text import Text
@@ -95,8 +96,10 @@ def _numbers(view: RunView) -> list[Text]:
     validation = view.validation
     val = "-" if validation is None else f"{exact(validation[1])} at step {validation[0]}"
     bits = [] if validation is None else [("bits/byte", exact(validation[2], ".3f"))]
+    index_kl = view.latest("index_kl")
+    index = [("index_kl", exact(index_kl))] if math.isfinite(index_kl) else []
     pairs = [
-        [("loss", exact(view.loss)), ("validation", val), *bits, ("lr", exact(view.latest("lr"), ".2e")),
+        [("loss", exact(view.loss)), *index, ("validation", val), *bits, ("lr", exact(view.latest("lr"), ".2e")),
          ("grad", exact(view.latest("grad_norm"), ".3g"))],
         [("tokens/s", short(view.recent("toks_per_s"))), ("step", seconds(view.recent("step_s"))),
          ("data wait", percent(view.data_share)), ("save waits", seconds(view.save_wait_s)),
@@ -150,6 +153,7 @@ def _selection(view: RunView) -> list[Text]:
             ("selection", f"{short(found.mean_distinct)} blocks (most {found.max_distinct:.0f})"),
             ("forced", percent(found.share_forced)),
             ("agreement", percent(found.agreement)),
+            *([] if found.mass is None else [("mass", percent(found.mass))]),
         ]
     )
     used = [at for at, share in enumerate(found.distances) if share > 0]

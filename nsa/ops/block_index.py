@@ -156,6 +156,8 @@ def _lose(
     block: int, cu_seqlens: Tensor | None, q_offset: int, has_grads: bool, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     kernels = dispatch.choose("index_loss", backend, q, index_q, count=True)
+    if indices is not None:
+        notify("attended", q, k, lse, counted, cu_seqlens, q_offset)
     found: tuple[Tensor, Tensor, Tensor] = kernels.loss(
         index_q, index_k, q, k, lse, indices, counted, block, cu_seqlens, q_offset=q_offset, has_grads=has_grads
     )

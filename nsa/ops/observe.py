@@ -1,4 +1,4 @@
-"""Lets a caller observe gates and selected blocks of a forward pass, on their device.
+"""Lets a caller observe gates, selected blocks and their attention in a forward pass, on their device.
 
 The operators themselves call the observer, also inside compiled graphs. `observing` applies to its own thread, so a
 recomputation on one of autograd's threads is not observed again. An observer must neither modify its arguments nor
@@ -24,6 +24,14 @@ class Observer(Protocol):
 
     def mixed(self, gates: Tensor) -> None:
         """The gates of one layer: [B, S, H, 3]."""
+        ...
+
+    def attended(
+        self, q: Tensor, k: Tensor, lse: Tensor, counted: Tensor, cu_seqlens: Tensor | None, q_offset: int
+    ) -> None:
+        """The attention of one layer, or of some of its queries and heads, over selected blocks: q [B, S, H, D],
+        k [B, q_offset + S, G, D] and the log-sum-exp lse [B, S, H]; counted [B, S] bool: the queries to measure, which
+        see more than their blocks."""
         ...
 
 

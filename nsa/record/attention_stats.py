@@ -1,4 +1,5 @@
-"""Statistics of sparse attention: how gates weight the branches, and which blocks queries read.
+"""Statistics of sparse attention: how gates weight the branches, which blocks queries read, and how much of the
+attention these blocks hold.
 
 The statistics are computed from tensors of the forward pass, reduced on their device to one row of numbers per layer,
 and copied to the host asynchronously: `ready` returns the samples that have arrived. Layers are identified by the order
@@ -10,10 +11,14 @@ COLLAPSED of the weight. Entropy is in nats; three equal shares have ln 3 = 1.09
 A row of blocks is the blocks that one token and key/value head reads. Forced blocks are the first and the newest ones,
 read regardless of the scores. The distance of a block is counted in blocks from the query's own. Agreement is the share
 of a row's blocks that the previous token of the document also reads.
+
+The mass of a query and head is the share of its attention weights over all visible tokens that the blocks it reads
+hold. It is measured for at most SAMPLED queries, spread over those that do not read all blocks. Every sequence counts
+by the number of these queries, so that any division of sequences into parts estimates the same mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,8 +31,10 @@ from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 
 COLLAPSED = 0.95
 MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
-GATE_NUMBERS, SELECTION_NUMBERS = 8, 7 + len(DISTANCE_BINS)  # per row
-GATE_MAXIMA, SELECTION_MAXIMA = slice(2, 4), slice(2, 3)  # columns that are maxima; all others are sums
+SAMPLED = 32  # queries whose mass is measured, in one report of a layer
+MAX_ELEMENTS = 2**24  # of a tensor of scores or keys, while the mass is measured
+# Of each kind of statistics, the numbers per row, and the columns that are maxima; all others are sums.
+KINDS = {"gates": (8, slice(2, 4)), "selection": (7 + len(DISTANCE_BINS), slice(2, 3)), "mass": (2, slice(0))}
 
 T = TypeVar("T")
 
@@ -42,78 +49,89 @@ class Sample:
 
 
 class AttentionObserver:
-    """Observes one forward pass at a time. `layers` names the layers with "gates" and the layers with a "selection", in
-    the order they run.
+    """Observes one forward pass at a time. `layers` names the layers that report each of KINDS, in the order they run.
+    A layer that reports "mass" may report nothing in a pass: while it computes dense attention, it selects no blocks.
 
-    Under context parallelism a layer reports the blocks of its two chunks of queries one after the other. `gather`
-    stacks a tensor over the ranks of the group, so that each rank has the statistics of whole sequences.
+    Under context parallelism a layer reports the blocks of its two chunks of queries one after the other, and the mass
+    in any number of parts. `gather` stacks a tensor over the ranks of the group, so that each rank has the statistics
+    of whole sequences.
     """
 
     def __init__(self, layers: Mapping[str, Sequence[str]], gather: Callable[[Tensor], Tensor] | None = None):
         self.layers, self._gather = layers, gather
         self.failures = 0
-        self._gates: list[Tensor] = []
-        self._selection: list[Tensor] = []
-        self._waiting: list[tuple[int, Tensor | None, Tensor | None, Any]] = []
+        self._rows: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+        self._waiting: list[tuple[int, dict[str, Tensor], Any]] = []
 
     @reporting_bugs()
     @torch.no_grad()
     def mixed(self, gates: Tensor) -> None:
-        self._gates.append(gate_numbers(gates))
+        self._rows["gates"].append(gate_numbers(gates))
 
     @reporting_bugs()
     @torch.no_grad()
     def selected(self, indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int = 0) -> None:
-        self._selection.append(selection_numbers(indices, spec, cu_seqlens, q_offset))
+        self._rows["selection"].append(selection_numbers(indices, spec, cu_seqlens, q_offset))
+
+    @reporting_bugs()
+    @torch.no_grad()
+    def attended(
+        self, q: Tensor, k: Tensor, lse: Tensor, counted: Tensor, cu_seqlens: Tensor | None, q_offset: int = 0
+    ) -> None:
+        self._rows["mass"].append(mass_numbers(q, k, lse, counted, cu_seqlens, q_offset))
 
     def finish(self, step: int) -> None:
         """Ends a pass: starts copying its statistics to the host."""
-        gates, selection = self._gates, self._selection
-        self._gates, self._selection = [], []
-        if self._gather is not None:
-            gates = self._merge_ranks("gates", gates, 1, GATE_NUMBERS, GATE_MAXIMA)
-            selection = self._merge_ranks("selection", selection, 2, SELECTION_NUMBERS, SELECTION_MAXIMA)
-        if gates or selection:
+        rows, self._rows = self._rows, {kind: [] for kind in KINDS}
+        merged = {kind: self._merge(kind, rows[kind]) for kind, names in self.layers.items() if names}
+        if any(rows.values()):
             # A non-blocking copy to the host uses pinned memory.
-            on_host = [torch.stack(p).to("cpu", non_blocking=True) if p else None for p in (gates, selection)]
+            on_host = {kind: found.to("cpu", non_blocking=True) for kind, found in merged.items()}
             arrived = None
-            if any(part and part[0].is_cuda for part in (gates, selection)):
+            if any(found.is_cuda for found in merged.values()):
                 arrived = torch.cuda.Event()
                 arrived.record()
-            self._waiting.append((step, on_host[0], on_host[1], arrived))
+            self._waiting.append((step, on_host, arrived))
 
-    def _merge_ranks(self, kind: str, rows: list[Tensor], parts: int, width: int, maxima: slice) -> list[Tensor]:
-        """Merges the parts of each layer over all ranks into one row; NaN if a rank did not observe all layers."""
-        assert self._gather is not None
-        layers = len(self.layers[kind])
-        if len(rows) == parts * layers:
-            own = torch.stack(rows).unflatten(0, (layers, -1)).transpose(0, 1)
-        else:  # all ranks must gather the same shape, even if one of them failed
-            own = torch.full((parts, layers, width), torch.nan, dtype=torch.float64)
-        everywhere = self._gather(own.contiguous()).flatten(0, 1)
-        return list(_total(everywhere, maxima)) if rows else []
+    def _merge(self, kind: str, rows: list[Tensor]) -> Tensor:
+        """Merges the parts of each layer over all ranks: [layers, numbers]. Zeros if a layer did not report, NaN if a
+        rank did not observe all layers."""
+        names, (width, maxima) = self.layers[kind], KINDS[kind]
+        parts = 2 if self._gather is not None and kind == "selection" else 1
+        if kind == "mass":
+            parts = max(1, len(rows) // len(names))
+        always = [name for name in names if name not in self.layers.get("mass", ())]
+        reported = next((some for some in (names, always) if len(rows) == parts * len(some)), None)
+        if reported is None:  # all ranks must gather the same shape, even if one of them failed
+            own = torch.full((len(names), width), torch.nan, dtype=torch.float64)
+        else:
+            empty = rows[0].new_zeros(1, width) if rows else torch.zeros(1, width, dtype=torch.float64)
+            each = iter(torch.stack(rows).split(parts)) if rows else iter(())
+            own = torch.stack([_total(next(each) if name in reported else empty, maxima) for name in names])
+        return own if self._gather is None else _total(self._gather(own), maxima)
 
     def ready(self, *, wait: bool = False) -> list[Sample]:
         """Samples that have arrived on the host; `wait` waits for all, at the end of a run."""
         done: list[Sample] = []
         while self._waiting:
-            step, gates, selection, arrived = self._waiting[0]
+            step, rows, arrived = self._waiting[0]
             if wait and arrived is not None:
                 arrived.synchronize()
             elif arrived is not None and not arrived.query():
                 break
             self._waiting.pop(0)
-            of_gates = self._by_layer("gates", gates, read_gates, GATE_MAXIMA)
-            done.append(
-                Sample(step, of_gates, self._by_layer("selection", selection, read_selection, SELECTION_MAXIMA))
-            )
+            selection = self._by_layer("selection", rows, read_selection)
+            mass = self._by_layer("mass", rows, read_mass)
+            selection = {name: replace(found, mass=mass.get(name)) for name, found in selection.items()}
+            done.append(Sample(step, self._by_layer("gates", rows, read_gates), selection))
         return done
 
-    def _by_layer(self, kind: str, rows: Tensor | None, read: Callable[[Tensor], T], maxima: slice) -> dict[str, T]:
-        if rows is None or not rows.isfinite().all():  # NaN: a rank of the group has no statistics
+    def _by_layer(self, kind: str, rows: Mapping[str, Tensor], read: Callable[[Tensor], T]) -> dict[str, T]:
+        found = rows.get(kind)
+        if found is None or not found.isfinite().all():  # NaN: a rank of the group has no statistics
             return {}
-        names = self.layers[kind] if len(rows) == len(self.layers[kind]) else [str(n) for n in range(len(rows))]
-        return dict(zip([*names, ALL_LAYERS], map(read, [*rows, _total(rows, maxima)]), strict=True))
+        layers = {name: read(row) for name, row in zip(self.layers[kind], found, strict=True) if row[0] > 0}
+        return {**layers, ALL_LAYERS: read(_total(found, KINDS[kind][1]))} if layers else {}
 
 
 def _total(rows: Tensor, maxima: slice) -> Tensor:
@@ -197,3 +215,40 @@ def read_selection(row: Tensor) -> SelectionStats:
         agreeing / max(1.0, compared),
         tuple(count / max(1.0, blocks) for count in histogram),
     )
+
+
+def mass_numbers(
+    q: Tensor, k: Tensor, lse: Tensor, counted: Tensor, cu_seqlens: Tensor | None, q_offset: int = 0
+) -> Tensor:
+    """Pairs of a counted query and a head, and the sum of their masses, estimated from a sample.
+
+    q [B, S, H, D], k [B, N, G, D], lse [B, S, H] the log-sum-exp over the blocks that are read, counted [B, S] bool.
+    """
+    batch, tokens, heads, size = q.shape
+    groups, row = k.shape[2], torch.arange(batch, device=q.device)[:, None]
+    sample = max(1, SAMPLED // batch)
+    count = counted.cumsum(1)
+    total = count[:, -1:]
+    number = torch.arange(1, 2 * sample, 2, device=q.device) * total.clamp(min=sample) // (2 * sample) + 1
+    at = torch.searchsorted(count, number).clamp(max=tokens - 1)  # [B, sample]; the number-th counted queries
+    token = (q_offset + at).unsqueeze(-1)
+    first = token_layout(q_offset + tokens, cu_seqlens, q.device).doc_start[token]
+    queries = (q[row, at].to(lse.dtype) * size**-0.5).unflatten(2, (groups, -1))
+    whole = torch.full_like(queries[..., 0], -torch.inf)  # log-sum-exp over all visible tokens, [B, sample, G, h]
+    width = max(1, MAX_ELEMENTS // (batch * max(sample * heads, groups * size)))
+    for start in range(0, k.shape[1], width):
+        keys = k[:, start : start + width].to(lse.dtype)
+        place = torch.arange(start, start + keys.shape[1], device=q.device)
+        unseen = ((place < first) | (place > token))[:, :, None, None]
+        scores = torch.einsum("bnghd,bkgd->bnghk", queries, keys).masked_fill_(unseen, -torch.inf)
+        whole = torch.logaddexp(whole, scores.logsumexp(-1))
+    mass = (lse[row, at] - whole.flatten(2)).exp().clamp(max=1.0)
+    is_sampled = number <= total  # fewer queries than `sample` are counted
+    mean = mass.masked_fill(~is_sampled.unsqueeze(-1), 0.0).sum((1, 2)) / (is_sampled.sum(1) * heads).clamp(min=1)
+    rows = (total.squeeze(1) * heads).to(torch.float64)
+    return torch.stack([rows.sum(), (rows * mean).sum()])
+
+
+def read_mass(row: Tensor) -> float:
+    rows, mass = row.tolist()
+    return float(mass / rows)

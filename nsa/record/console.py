@@ -8,10 +8,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nsa.errors import printable
 from nsa.record.run_log import RunLog
+from nsa.run_folder import TrainingRow
 
 
-def step_line(step: int, loss: float, lr: float, toks_per_s: float, grad_norm: float) -> str:
-    return f"step {step:04d} | loss {loss:.4f} | lr {lr:.2e} | toks/s {toks_per_s:.0f} | grad_norm {grad_norm:.2f}"
+def step_line(row: TrainingRow) -> str:
+    index = "" if row.index_kl is None else f" | index_kl {row.index_kl:.4f}"
+    speed = f"toks/s {row.toks_per_s:.0f} | grad_norm {row.grad_norm:.2f}"
+    return f"step {row.step:04d} | loss {row.loss:.4f} | lr {row.lr:.2e} | {speed}{index}"
 
 
 class RunConsole:

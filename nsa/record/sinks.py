@@ -11,13 +11,13 @@ from typing import Any
 
 from nsa import faults
 from nsa.errors import LaunchError, reworded
-from nsa.files import make_folder, open_regular, read_regular, regular, write_whole
+from nsa.files import make_folder, open_regular, read_regular, regular, replace_file, write_whole
 from nsa.record.events import Sink
 from nsa.run_folder import GATES, SELECTION, TENSORBOARD_FOLDER, TRACKER_FILE, Event, Table
 
 MAX_PENDING = 64 * 2**20  # bytes of rows kept in memory while the disk is full; later rows are lost
 REOPEN_S = 60.0  # seconds until TensorBoard is tried again after a disk error
-_TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte")
+_TRAINING_SCALARS = ("loss", "lr", "grad_norm", "toks_per_s", "mem_gib", "val_loss", "val_bits_per_byte", "index_kl")
 _GATE_SCALARS = GATES.columns[3:]
 _SELECTION_SCALARS = [name for name in SELECTION.columns[2:] if not name.startswith("distance_")]
 
@@ -36,8 +36,10 @@ class TableSink(Sink):
         self._pending = bytearray()
         self._received = self._written = done_steps  # last step whose row was received, was written
         with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
+            if done_steps and path.exists():
+                _add_columns(path, table.header.encode())
             kept, self.last_step = _kept(path, table.header.encode(), done_steps)
-            if done_steps and not kept and path.is_file():  # another version with other columns: rename it
+            if done_steps and not kept and path.is_file():  # other columns: rename it
                 path.rename(path.with_suffix(".old.csv"))
             self._file = open(path, "r+b" if kept else "wb", buffering=0, opener=regular)  # noqa: SIM115  (until close)
             if kept:
@@ -74,6 +76,18 @@ class TableSink(Sink):
         while self._pending:  # a nearly full disk may take only a part of a row
             del self._pending[: self._file.write(self._pending) or 0]
         self._written = self._received
+
+
+def _add_columns(path: Path, header: bytes) -> None:
+    """Adds the columns that the table has gained since an earlier version wrote the file; later versions append columns
+    at the end. Existing rows have empty cells there."""
+    with open_regular(path) as file:
+        old = file.readline().rstrip(b"\n")
+        if not header.startswith(old + b","):
+            return
+        empty = b"," * header.count(b",", len(old)) + b"\n"
+        rows = [line[:-1] + empty for line in file if line.endswith(b"\n")]
+    replace_file(path, header + b"".join(rows))
 
 
 def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:
@@ -177,4 +191,4 @@ def scalars_of(event: Event) -> dict[str, float]:
     if kind == "step":
         return {f"train/{name}": event[name] for name in _TRAINING_SCALARS if event[name] is not None}
     names = {"gates": _GATE_SCALARS, "selection": _SELECTION_SCALARS}.get(kind, ())
-    return {f"{kind}/{name}": event[name] for name in names}
+    return {f"{kind}/{name}": event[name] for name in names if event[name] is not None}

@@ -390,6 +390,7 @@ def _row(session: Session, result: StepResult, lr: float, targets: int, elapsed:
         mem_gib=session.monitor.memory_gib(),
         save_wait_s=session.save_wait_s,
         skipped=int(not result.updated),
+        index_kl=result.index_kl,
     )
 
 

@@ -19,7 +19,7 @@ from nsa.ops import dispatch
 from nsa.ops.observe import Observer
 from nsa.parallel.collectives import gather_objects
 from nsa.parallel.world import World
-from nsa.record.attention_stats import AttentionObserver, Sample
+from nsa.record.attention_stats import KINDS, AttentionObserver, Sample
 from nsa.record.console import RunConsole, step_line
 from nsa.record.dtypes import optimizer_line, write_dtypes_report, write_optimizer_state
 from nsa.record.events import EventStream, HeartbeatSink
@@ -50,7 +50,7 @@ class Monitor:
         self.tracer = Tracer(folder, world.rank, **traced, failures=self._failures)
         self._tables: list[TableSink] = []
         self._observer: AttentionObserver | None = None
-        self._last: dict[str, Any] = {}  # the newest sample, for the summary
+        self._last: dict[str, Any] = {}  # the newest sample and index_kl, for the summary
         self._failure_reported = False
         self._steps_done: int | None = None  # None until the run is resumed
         self._fallbacks_before = Counter(dispatch.counters())  # counted in this process before the run
@@ -75,7 +75,7 @@ class Monitor:
             with self._failures.counted():  # the package is not installed
                 self.stream.add(Tracker(wanted.tracker, self.folder, self.config.to_dict()))
         named = list(attention_layers(state.model))
-        layers = {kind: [name for name, layer in named if kind in layer.statistics] for kind in ("gates", "selection")}
+        layers = {kind: [name for name, layer in named if kind in layer.statistics] for kind in KINDS}
         if any(layers.values()) and wanted.attention:
             context, device = self.world.context, self.world.device
             stack = None if context is None else lambda x: context.gather(x.to(device)[None]).wait()
@@ -148,6 +148,8 @@ class Monitor:
         with self._failures.counted():
             self.watchdog.step_done(row.step_s)
             self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
+            if row.index_kl is not None:
+                self._last |= _finite({"index_kl": row.index_kl})
             self._take_samples(row.step)
         if self.failures and not self._failure_reported:
             self._failure_reported = True
@@ -159,7 +161,7 @@ class Monitor:
     def _show(self, row: TrainingRow) -> None:
         self.console.advance(row.step, row.loss)
         if row.step % self.config.train.log_every == 0 or row.step in (1, self.config.train.steps):
-            self.log(step_line(row.step, row.loss, row.lr, row.toks_per_s, row.grad_norm))
+            self.log(step_line(row))
         if row.val_loss is not None:
             self.log(
                 f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
@@ -195,7 +197,7 @@ class Monitor:
     def _emit_stats(self, event: EventKind, step: int, stats: Mapping[str, GateStats | SelectionStats]) -> None:
         if stats:
             *layers, (_, whole) = stats.items()
-            self._last[event] = _finite(whole)
+            self._last[event] = _finite(asdict(whole))
             self.stream.emit(event, step, layers=[{"layer": n, **asdict(s)} for n, s in layers], **asdict(whole))
 
     @property
@@ -232,6 +234,6 @@ class Monitor:
         self._printed.flush()
 
 
-def _finite(stats: GateStats | SelectionStats) -> dict[str, Any]:
-    """The statistics for JSON, which has no NaN: values that are not finite become null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(stats).items()}
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values for JSON, which has no NaN: values that are not finite become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -108,7 +108,7 @@ DAMAGE = {
     ],
     "k_stats.csv": [
         (lambda f: cut(f / "k_stats.csv", 7), "0 rows do not show each of 7 steps"),
-        (lambda f: edit(f / "k_stats.csv", ",0.0\n", ",0.0.0\n"), "damaged rows"),
+        (lambda f: edit(f / "k_stats.csv", ",0.0,\n", ",0.0.0,\n"), "damaged rows"),
     ],
     "gate_stats.csv": [
         (lambda f: (f / "gate_stats.csv").unlink(), "missing"),

@@ -125,6 +125,16 @@ def test_statistics_cover_whole_sequences(quick):
                 assert many[key][column_name] == near, (key, column_name)
 
 
+def test_the_mass_of_msa_blocks_is_sampled_from_whole_sequences(quick):
+    one, many = (table(quick / run / "k_stats_layers.csv") for run in ("one-odd", "odd"))
+    layers = ("blocks.1.attention", "blocks.2.attention")  # msa, nsa
+    after_warm_up = {(step, layer) for step in "34" for layer in layers}
+    assert one.keys() == many.keys() == after_warm_up | {("1", layers[1]), ("2", layers[1])}
+    assert {key for key, row in many.items() if "mass" in row} == {("3", layers[0]), ("4", layers[0])}
+    for step in "34":
+        assert many[step, layers[0]]["mass"] == pytest.approx(one[step, layers[0]]["mass"], abs=0.03)
+
+
 def table(path):
     with path.open() as file:
         rows = list(csv.DictReader(file))

@@ -164,10 +164,13 @@ def test_short_documents_need_no_index_where_their_length_is_known():
 
 class Seen:
     def __init__(self):
-        self.failures, self.indices = 0, []
+        self.failures, self.indices, self.attentions = 0, [], []
 
     def selected(self, indices, spec, cu_seqlens, q_offset):
         self.indices.append((indices, spec.sel_block, q_offset))
+
+    def attended(self, q, k, lse, counted, cu_seqlens, q_offset):
+        self.attentions.append((q, k, lse, counted, q_offset))
 
 
 def test_the_choice_is_observed_and_kept_for_a_recomputation():
@@ -213,8 +216,11 @@ def test_the_compiled_operator_is_the_eager_one(is_dense):
         o, kl, queries = msa_attention(*tensors, SPEC, is_dense=is_dense)
         return o, kl / queries
 
+    seen = Seen()
     outputs = step(*tensors)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(*tensors)
+    with observing(seen):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(*tensors)
+    assert [len(seen.indices), len(seen.attentions), seen.failures] == ([0, 0, 0] if is_dense else [1, 1, 0])
     weights = [torch.ones_like(x) for x in outputs]
     for a, b in zip(outputs, compiled, strict=True):
         torch.testing.assert_close(a, b)

@@ -4,29 +4,40 @@ import csv
 import itertools
 import json
 import math
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.config import parse_config
+from nsa.checks.artifacts import check_artifacts
+from nsa.config import load_config, parse_config
+from nsa.inspect.reading import read_run
+from nsa.inspect.run_report import render
+from nsa.inspect.view import frame
 from nsa.nn import NSAAttention
 from nsa.nn.attention import attention_layers
-from nsa.ops import NSASpec, dispatch
-from nsa.ops.observe import observing
+from nsa.ops import MSASpec, NSASpec, dispatch, index_blocks, msa_attention
+from nsa.ops.block_attention import selected_node
+from nsa.ops.layout import token_layout
+from nsa.ops.observe import notify, observing
+from nsa.record import attention_stats
 from nsa.record.attention_stats import (
     AttentionObserver,
     gate_numbers,
+    mass_numbers,
     read_gates,
+    read_mass,
     read_selection,
     selection_numbers,
 )
-from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats
+from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, LAYER_SELECTION, TRAINING, GateStats, read_rows
 from nsa.train import train
 from tests.train.test_feed import TINY
 
 SPEC = NSASpec(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=4, num_init=1, num_local=2, window=8)
+MSA = MSASpec(block=16, num_selected=2)
 
 
 def entropy(*shares):
@@ -97,6 +108,115 @@ def test_selection_by_hand(lengths):
     assert sum(stats.distances) == pytest.approx(1.0)
 
 
+def msa_inputs(tokens, batch=1, heads=4, groups=2):
+    """q, k, v, index_q and index_k."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads, 16), (groups, 16), (groups, 16), (groups, 16), (16,)]
+    return [2 * torch.randn(batch, tokens, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def masses_by_hand(q, k, index_q, index_k, borders, cu_seqlens):
+    """Of every query that chooses, by sequence and token: the share of the attention that its blocks hold, by head."""
+    batch, tokens, heads, size = q.shape
+    blocks = index_blocks(index_q, index_k, MSA, cu_seqlens=cu_seqlens)
+    found = {}
+    for b, t in itertools.product(range(batch), range(tokens)):
+        start = max(border for border in borders[:-1] if border <= t)
+        if t - start >= MSA.dense_tokens:
+            for head in range(heads):
+                g = head // (heads // k.shape[2])
+                share = (k[b, start : t + 1, g] @ q[b, t, head] / math.sqrt(size)).softmax(0)
+                read = [j for j in range(t + 1 - start) if j // MSA.block in blocks[b, t, g].tolist()]
+                found.setdefault((b, t), []).append(share[read].sum().item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("borders", "batch"), [([0, 90], 1), ([0, 70], 3), ([0, 20, 75, 130], 1)], ids=["one", "a batch", "packed"]
+)
+@pytest.mark.parametrize("sampled", [1000, 4])
+def test_mass_by_hand(monkeypatch, borders, batch, sampled):
+    monkeypatch.setattr(attention_stats, "SAMPLED", sampled)
+    monkeypatch.setattr(attention_stats, "MAX_ELEMENTS", 37 * batch * max(sampled // batch, 8) * 4)  # few keys at once
+    q, k, v, *index = msa_inputs(borders[-1], batch)
+    counted = torch.rand(q.shape[:2], generator=torch.Generator().manual_seed(1)) > 0.2
+    packed = torch.tensor(borders, dtype=torch.int32) if len(borders) > 2 else None
+    observer = AttentionObserver({"selection": ["a"], "mass": ["a"]})
+    with observing(observer):
+        msa_attention(q, k, v, *index, MSA, counted=counted, cu_seqlens=packed)
+    observer.finish(1)
+    [sample] = observer.ready()
+    total = weight = 0.0
+    found = masses_by_hand(q, k, *index, borders, packed)
+    for b in range(batch):
+        rows = [masses for (row, t), masses in found.items() if row == b and counted[row, t]]
+        per_sequence = max(1, sampled // batch)
+        picked = rows
+        if len(rows) > per_sequence:  # the middle of each of as many equal parts
+            picked = [rows[(2 * n + 1) * len(rows) // (2 * per_sequence)] for n in range(per_sequence)]
+        total += len(rows) * sum(map(sum, picked)) / len(picked) / 4
+        weight += len(rows)
+    assert 0.2 < total / weight < 0.9
+    assert sample.selection["a"].mass == pytest.approx(total / weight, rel=1e-9)
+    assert sample.selection[ALL_LAYERS].mass == sample.selection["a"].mass
+    assert observer.failures == 0
+
+
+def test_parts_of_a_sequence_on_two_ranks_have_the_statistics_of_the_whole(monkeypatch):
+    """As under context parallelism: of four chunks a rank has the first and the last, the other one those between."""
+    monkeypatch.setattr(attention_stats, "SAMPLED", 1000)
+    borders = torch.tensor([0, 20, 160], dtype=torch.int32)
+    q, k, v, index_q, index_k = msa_inputs(160)
+    gathered = []
+    ranks = [
+        AttentionObserver({"selection": ["a"], "mass": ["a"]}, lambda x: gathered.append(x) or x[None]),
+        AttentionObserver({"selection": ["a"], "mass": ["a"]}, lambda x: torch.stack([gathered.pop(0), x])),
+    ]
+    for observer, chunks in zip(ranks, ((0, 3), (1, 2)), strict=True):
+        with observing(observer):
+            for chunk in chunks:
+                rows, stop = slice(40 * chunk, 40 * chunk + 40), 40 * chunk + 40
+                part = {"cu_seqlens": borders.clamp(max=stop), "q_offset": rows.start}
+                blocks = index_blocks(index_q[:, rows], index_k[:, :stop], MSA, **part)
+                for g in range(2):
+                    head = q[:, rows, 2 * g : 2 * g + 2], k[:, :stop, g : g + 1]
+                    lse = selected_node(
+                        *head, v[:, :stop, g : g + 1], blocks[:, :, g : g + 1], MSA.block, *part.values(), None
+                    )[1]
+                    counted = token_layout(stop, part["cu_seqlens"], "cpu").position[None, rows] >= MSA.dense_tokens
+                    notify("attended", *head, lse, counted, *part.values())
+        observer.finish(1)
+    alone = AttentionObserver({"selection": ["a"], "mass": ["a"]})
+    with observing(alone):
+        msa_attention(q, k, v, index_q, index_k, MSA, cu_seqlens=borders)
+    alone.finish(1)
+    [parted], [whole] = ranks[1].ready(), alone.ready()
+    got, wanted = parted.selection["a"], whole.selection["a"]
+    assert got.agreement == pytest.approx(wanted.agreement, abs=0.02)  # chunks are not compared with each other
+    assert got.mass == pytest.approx(wanted.mass, rel=1e-9)
+    assert replace(got, agreement=0.0, mass=None) == replace(wanted, agreement=0.0, mass=None)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_layers_that_select_nothing_in_a_pass_are_left_out(is_dense, parts):
+    """As MSA layers do in a warm-up; the layer between is one of NSA."""
+    gather = None if parts == 1 else lambda x: x[None]
+    observer = AttentionObserver({"gates": [], "selection": ["a", "b", "c"], "mass": ["a", "c"]}, gather)
+    for name, _ in itertools.product("abc", range(parts)):
+        with observing(observer):
+            if name == "b":
+                observer.selected(torch.zeros(1, 8, 1, 4, dtype=torch.int32), SPEC, None)
+            else:
+                msa_attention(*msa_inputs(60), MSA, is_dense=is_dense)
+    observer.finish(1)
+    [sample] = observer.ready()
+    assert list(sample.selection) == (["b", ALL_LAYERS] if is_dense else ["a", "b", "c", ALL_LAYERS])
+    assert sample.selection["b"].mass is None
+    assert sample.selection["b"].rows == 8 * parts
+    assert all((s.mass is None) == (is_dense or name == "b") for name, s in sample.selection.items())
+
+
 class NoWaiting(TorchDispatchMode):
     """Refuses what would make the host wait for a GPU: values read back, or copied there from a list."""
 
@@ -110,13 +230,35 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that is computed."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_memory_for_the_mass_does_not_grow_with_the_product_of_queries_and_keys(monkeypatch):
+    monkeypatch.setattr(attention_stats, "MAX_ELEMENTS", 4096)
+    q, k, *_ = msa_inputs(3000)
+    with Largest() as largest:
+        mass_numbers(q, k, q[..., 0], q[..., 0, 0] > 0, None)
+    assert 3000 <= largest.elements <= 4096
+
+
 @pytest.mark.parametrize("lengths", [[96], [40, 8, 48]])
 def test_a_sample_never_waits_for_the_device(lengths):
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     indices = torch.randint(-1, 8, (1, 96, 2, 4), dtype=torch.int32)
-    observer = AttentionObserver({"gates": ["only"], "selection": ["only"]})
+    observer = AttentionObserver({"gates": ["only"], "selection": ["only"], "mass": ["only"]})
+    q, k, *_ = msa_inputs(96)
     with NoWaiting():
         observer.selected(indices, SPEC, borders if len(lengths) > 1 else None)
+        observer.attended(q, k, q[..., 0], q[..., 0, 0] > 0, borders if len(lengths) > 1 else None)
         observer.mixed(torch.rand(1, 96, 4, 3))
         observer.finish(1)
     assert len(observer.ready()) == 1
@@ -131,23 +273,29 @@ def test_on_a_gpu_a_sample_never_waits_for_it_and_is_that_of_the_cpu(packed):
     borders = torch.tensor([0, 40, 48, 96], dtype=torch.int32) if packed else None
     indices = torch.randint(-1, 8, (1, 96, 2, 4), dtype=torch.int32)
     gates = torch.rand(1, 96, 4, 3)
-    observer = AttentionObserver({"gates": ["only"], "selection": ["only"]})
-    inputs = [x if x is None else x.cuda() for x in (indices, borders, gates)]
+    q, k, *_ = msa_inputs(96)
+    attended = (q, k, q[..., 0] - 9.0, q[..., 0, 0] > 0, borders)
+    observer = AttentionObserver({"gates": ["only"], "selection": ["only"], "mass": ["only"]})
+    inputs = [x if x is None else x.cuda() for x in (indices, borders, gates, *attended)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         observer.selected(inputs[0], SPEC, inputs[1])
+        observer.attended(*inputs[3:])
         observer.mixed(inputs[2])
         observer.finish(1)
         observer.ready()  # gives none, or the sample, and waits for neither
     finally:
         torch.cuda.set_sync_debug_mode("default")
     observer.selected(inputs[0], SPEC, inputs[1])
+    observer.attended(*inputs[3:])
     observer.mixed(inputs[2])
     observer.finish(2)
     sample = observer.ready(wait=True)[-1]
     assert sample.step == 2
-    assert sample.selection[ALL_LAYERS] == read_selection(selection_numbers(indices, SPEC, borders))
+    found = sample.selection[ALL_LAYERS]
+    assert found.mass == pytest.approx(read_mass(mass_numbers(*attended)), rel=1e-9)
+    assert replace(found, mass=None) == read_selection(selection_numbers(indices, SPEC, borders))
     expected = asdict(read_gates(gate_numbers(gates)))
     assert asdict(sample.gates[ALL_LAYERS]) == pytest.approx(expected, rel=1e-5)
 
@@ -166,8 +314,9 @@ def test_merged_layers_and_ranks_equal_the_statistics_of_all_rows():
     mixed, selected = read_gates(gate_numbers(gates)), read_selection(selection_numbers(indices, SPEC, None))
     by_rank = GateStats.merge([sample.gates["a"], sample.gates["b"]])
     for parts, whole in ((sample.gates["all"], mixed), (by_rank, mixed), (sample.selection["all"], selected)):
-        for name in whole.__dataclass_fields__:
-            assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-6), name
+        for name, value in asdict(whole).items():
+            wanted = value if value is None else pytest.approx(value, rel=1e-6)
+            assert getattr(parts, name) == wanted, name
 
 
 def test_a_layer_is_observed_only_inside_observing_and_computes_the_same():
@@ -254,6 +403,41 @@ def test_a_run_samples_every_layer_once_with_and_without_recomputation(tmp_path,
     fallbacks = list(csv.DictReader((tmp_path / "run" / "fallback_counters.csv").open()))
     assert {row["branch"] for row in fallbacks} == {"phi", "cmp", "select", "sel", "win", "mix"}
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["gates"]["rows"] == 3 * 4 * 32 * 2
+
+
+def test_a_run_with_msa_records_its_index_loss_and_the_mass_of_its_blocks(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    warmup, layers = 2, ["model.n_layers=2", "model.layer_pattern=[msa, nsa]"]
+    sizes = ["train.seq_len=64", "msa.block=16", "msa.num_selected=2", f"msa.warmup_steps={warmup}"]
+    changes = ["data.source=synthetic", "telemetry.every=1", "telemetry.tensorboard=true", "train.log_every=1"]
+    train(parse_config({}, "test", [*TINY, *layers, *sizes, *changes]), tmp_path)
+    rows = read_rows(tmp_path, TRAINING)
+    index_kl = [float(row["index_kl"]) for row in rows]
+    assert len(index_kl) == 4
+    assert all(value > 0 for value in index_kl)
+    assert f"grad_norm {float(rows[0]['grad_norm']):.2f} | index_kl {index_kl[0]:.4f}\n" in capsys.readouterr().out
+    by_layer = {(int(row["step"]), row["layer"]): row["mass"] for row in read_rows(tmp_path, LAYER_SELECTION)}
+    names = ["blocks.0.attention", "blocks.1.attention"]
+    assert list(by_layer) == [(1, names[1]), (2, names[1]), *itertools.product((3, 4), names)]
+    assert [bool(mass) for mass in by_layer.values()] == [False, False, True, False, True, False]
+    curves = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [point.value for point in curves.Scalars("train/index_kl")] == pytest.approx(index_kl, rel=1e-6)
+    masses = {point.step: point.value for point in curves.Scalars("selection/mass")}
+    assert masses == pytest.approx({step: float(by_layer[step, names[0]]) for step in (3, 4)}, rel=1e-6)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["index_kl"], metrics["telemetry_failures"]) == (index_kl[-1], 0)
+    assert metrics["selection"]["mass"] == float(by_layer[4, names[0]])
+    assert [a for a in check_artifacts(tmp_path, load_config(tmp_path / "config.yaml"), 1) if not a.ok] == []
+    view = read_run(tmp_path)
+    page = render(view)
+    for identity in ("plot-index-kl", "plot-mass"):
+        assert re.search(rf'<figure[^>]* id="{identity}".*?<svg', page, re.DOTALL), identity
+    assert f"<td class=num>{metrics['selection']['mass']:.1%}</td>" in page
+    assert "sparse" in next(entry.message for entry in view.timeline if entry.kind == "attention")
+    shown = frame(view, 160).plain
+    assert f"index_kl {index_kl[-1]:.4f}" in shown
+    assert f"mass {metrics['selection']['mass']:.1%}" in shown
 
 
 def test_layers_are_found_by_type_in_the_order_they_run(tmp_path):

@@ -66,7 +66,7 @@ def test_rows_read_back_as_they_were_written(tmp_path):
 
 
 def test_a_sample_fills_its_tables_layer_by_layer_and_over_all():
-    stats = SelectionStats(4, 2.5, 4, 0.5, 0.25, 0.75, tuple(n / 66 for n in range(12)))
+    stats = SelectionStats(4, 2.5, 4, 0.5, 0.25, 0.75, tuple(n / 66 for n in range(12)), 0.875)
     layers = [{"layer": name, **asdict(stats)} for name in ("a", "b")]
     event = run_folder.make_event("selection", 0, 6, layers=layers, **asdict(stats))
     (row,) = run_folder.SELECTION.format(event).splitlines()
@@ -74,6 +74,7 @@ def test_a_sample_fills_its_tables_layer_by_layer_and_over_all():
     assert [line.split(",")[1] for line in run_folder.LAYER_SELECTION.format(event).splitlines()] == ["a", "b"]
     cells = dict(zip(run_folder.SELECTION.columns, map(float, row.split(",")), strict=True))
     assert SelectionStats.of(cells) == stats
+    assert SelectionStats.of({**cells, "mass": math.nan}).mass is None  # an empty cell
     gates = GateStats(10, 1.0, 0.5, 0.9, 0.1, 0.2, 0.3, 0.5)
     event = run_folder.make_event("gates", 0, 6, layers=[{"layer": "a", **asdict(gates)}], **asdict(gates))
     lines = [line.split(",") for line in run_folder.GATES.format(event).splitlines()]
@@ -87,10 +88,14 @@ def test_merging_weights_parts_by_their_rows():
         [GateStats(1, 1.0, 0.5, 0.4, 0.0, 0.2, 0.3, 0.5), GateStats(3, 0.6, 0.2, 0.9, 1.0, 0.6, 0.3, 0.1)]
     )
     assert asdict(gates) == pytest.approx(asdict(GateStats(4, 0.7, 0.2, 0.9, 0.75, 0.5, 0.3, 0.2)))
-    few, many = (SelectionStats(10, n, n, 0.5, 0.5, share, (share,) * 12) for n, share in ((1, 1.0), (4, 0.0)))
+    shares = ((1, 1.0, None), (4, 0.0, 0.5), (4, 0.0, 0.9))
+    few, many, more = (SelectionStats(10, n, n, 0.5, 0.5, share, (share,) * 12, mass) for n, share, mass in shares)
     merged = SelectionStats.merge([few, many])
     assert (merged.rows, merged.mean_distinct, merged.max_distinct) == (20, 2.5, 4)
     assert (merged.agreement, merged.distances[0]) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert SelectionStats.merge([few, few]).mass is None
+    assert merged.mass == 0.5, "of the part that measured it"
+    assert SelectionStats.merge([few, many, more]).mass == pytest.approx(0.7)
 
 
 def test_the_documentation_names_every_file_event_and_column():

@@ -84,7 +84,8 @@ class Attention(nn.Module):
         fused              a decoding step in few launches
         page_multiple      a page of the cache holds a multiple of this many tokens
         completes          whether new tokens cause work besides writing and attending
-        statistics         which of "gates" and "selection" the operators of the layer report to an observer
+        statistics         which of "gates", "selection" and "mass" the operators of the layer report to an observer; a
+                           layer with "mass" may report nothing in some passes
         saved_operators    operators whose results selective recomputation keeps
         fixed_operators    operators whose results every recomputation keeps: a second call might differ
         memory_borders     micro-batches at which the memory of a pass stops growing linearly

@@ -55,7 +55,7 @@ class MSAAttention(Attention):
     `is_dense` warms the index up: attention and index loss run over all visible tokens.
     """
 
-    statistics = frozenset({"selection"})
+    statistics = frozenset({"selection", "mass"})
     is_dense = False
 
     def __init__(
