@@ -73,7 +73,12 @@ class ModelConfig(Section):
     head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
     head_dim_v: HeadSize = Field(64, description="size of a value head")
     mlp_dim: int | None = Field(
-        None, ge=1, le=2**22, description="width of the SwiGLU MLP; 8/3 * dim rounded up to a multiple of 64 when unset"
+        None, ge=1, le=2**22, description="width of the MLP; 8/3 * dim rounded up to a multiple of 64 when unset"
+    )
+    activation: Literal["swiglu", "swiglu_oai"] = Field(
+        "swiglu",
+        description="activation of the MLP; swiglu: silu(gate) * up; swiglu_oai, of GPT-OSS and MiniMax-M3: "
+        "(up + 1) * gate * sigmoid(1.702 * gate), with gate and up clamped at 7",
     )
     attention: LayerKind = Field("nsa", description="kind of attention layers: nsa, msa, dense or window")
     layer_pattern: Annotated[list[LayerKind], Field(min_length=1)] | None = Field(
@@ -83,6 +88,9 @@ class ModelConfig(Section):
     )
     qk_norm: bool = Field(False, description="apply RMSNorm to the queries and keys of every head, before RoPE")
     tied_head: bool = Field(False, description="the output head shares the embedding's weight")
+    rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = Field(
+        None, description="number of rotated channels of a query or key head, from the first; all when unset"
+    )
     rope_base: float = Field(10_000.0, gt=1.0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="scaled rotary frequencies for a longer context")
     qkv_bias: bool = Field(False, description="biases in the projections of queries, keys and values")
@@ -95,6 +103,8 @@ class ModelConfig(Section):
     def _check_heads(self) -> Self:
         if self.n_heads % self.n_kv_heads:
             raise field_error("n_kv_heads", f"must divide n_heads; {self.n_kv_heads} does not divide {self.n_heads}")
+        if self.rotary_dim is not None and self.rotary_dim > self.head_dim_k:
+            raise field_error("rotary_dim", f"must be at most head_dim_k, {self.head_dim_k}, got {self.rotary_dim}")
         return self
 
     def layer_kinds(self) -> list[str]:

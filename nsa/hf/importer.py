@@ -154,7 +154,7 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
         raise refuse(f"has no {error}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise refuse(f"cannot be read: {error}") from None
-    return section | _rotary(described, refuse)
+    return section | _rotary(described, head_dim, refuse)
 
 
 def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -179,16 +179,17 @@ def _slides(described: dict[str, Any]) -> bool:
     return described.get("sliding_window", 4096 if family == "mistral" else None) is not None
 
 
-def _rotary(described: dict[str, Any], refuse: Any) -> dict[str, Any]:
-    """Returns rope_base and rope_scaling, from `rope_parameters` or from the two keys of older files."""
+def _rotary(described: dict[str, Any], head_dim: int, refuse: Any) -> dict[str, Any]:
+    """Returns rope_base, rope_scaling and rotary_dim, from `rope_parameters` or from the keys of older files."""
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise refuse(f"rope_scaling must be a mapping, got {rope!r}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     try:
         found: dict[str, Any] = {"rope_base": float(rope.get("rope_theta") or described.get("rope_theta") or 10_000.0)}
-        if float(rope.get("partial_rotary_factor") or described.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise refuse("partial_rotary_factor is not supported; rotary positions here turn whole heads")
+        factor = rope.get("partial_rotary_factor", described.get("partial_rotary_factor"))
+        if factor is not None and float(factor) != 1.0:
+            found["rotary_dim"] = int(head_dim * float(factor))
         if kind == "linear":
             found["rope_scaling"] = {"factor": float(rope["factor"])}
         elif kind == "llama3":

@@ -1,4 +1,4 @@
-"""One decoder block: attention and a SwiGLU MLP, each applied after a norm and added to the residual stream.
+"""One decoder block: attention and a gated MLP, each applied after a norm and added to the residual stream.
 
 Legend: B batch, S tokens, C channels.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa.errors import ArgumentError
 from nsa.nn.attention import Attention
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_feed_forward
@@ -16,21 +17,29 @@ from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain, project
 from nsa.ops.library import refuse_tangents
 from nsa.ops.long_mlp import norm_mlp
+from nsa.ops.reference.feed_forward import ACTIVATIONS, gated
 
 
 class SwiGLU(nn.Module):
-    """out(silu(gate(x)) * up(x))."""
+    """out(silu(gate(x)) * up(x)); with the activation "swiglu_oai", out((up + 1) * gate * sigmoid(1.702 * gate)), where
+    gate(x) is clamped to at most 7 and up(x) to [-7, 7]."""
 
-    def __init__(self, dim: int, hidden: int):
+    def __init__(self, dim: int, hidden: int, activation: str = "swiglu"):
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        self.activation = activation
         self.gate = nn.Linear(dim, hidden, bias=False)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.out = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         gate, up = project(x_BSC, [self.gate, self.up])
-        y: Tensor = self.out(nn.functional.silu(gate) * up)
+        y: Tensor = self.out(gated(gate, up, self.activation))
         return y
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
 
 
 class DecoderBlock(nn.Module):
@@ -119,13 +128,13 @@ class DecoderBlock(nn.Module):
         """Norm and MLP on chunks of tokens, if the modules are unmodified."""
         norm, mlp = self.mlp_norm, self.mlp
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
-        is_ours = layers and type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
-        if not is_ours or has_hooks(mlp) or has_hooks(norm):
+        is_ours = type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
+        if type(mlp) is not SwiGLU or not is_ours or has_hooks(mlp) or has_hooks(norm):
             y_BSC: Tensor = _call(self._recomputed_part(), mlp, norm(x_BSC))
             return y_BSC
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
         refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
-        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps)  # type: ignore[no-any-return]
+        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps, mlp.activation)  # type: ignore[no-any-return]
 
 
 def _call(recompute: Callable[..., Any] | None, module: nn.Module, x_BSC: Tensor, **settings: Any) -> Any:

@@ -71,7 +71,7 @@ def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module 
 
 
 def fused_feed_forward(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backend) -> Tensor | None:
-    """x + mlp(norm(x)) for an unmodified SwiGLU."""
+    """x + mlp(norm(x)) for an unmodified `nsa.nn.block.SwiGLU`."""
     if not _is_short(x_BnC, backend):
         return None
     linears = [mlp.gate, mlp.up, mlp.out]
@@ -80,7 +80,7 @@ def fused_feed_forward(norm: nn.Module, mlp: Any, x_BnC: Tensor, backend: Backen
         return None
     x_TC = x_BnC.contiguous().view(-1, x_BnC.shape[-1])
     gate_up = [mlp.gate.weight, mlp.up.weight]
-    hidden_TM = kernels.product(x_TC, gate_up, activation="swiglu", **_norm_settings(norm))
+    hidden_TM = kernels.product(x_TC, gate_up, activation=mlp.activation, **_norm_settings(norm))
     y_TC: Tensor = kernels.product(hidden_TM, [mlp.out.weight], residual=x_TC)
     return y_TC.view(x_BnC.shape)
 

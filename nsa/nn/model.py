@@ -37,7 +37,7 @@ class Decoder(nn.Module):
             DecoderBlock(
                 model.dim,
                 build_attention(kind, config, backend),
-                SwiGLU(model.dim, model.resolved_mlp_dim()),
+                SwiGLU(model.dim, model.resolved_mlp_dim(), model.activation),
                 model.norm_eps,
             )
             for kind in model.layer_kinds()

@@ -283,6 +283,8 @@ def test_an_override_of_a_source_beside_a_mixture_is_refused(mistakes, load, ove
         ("nsa: {cmp_stride: 16}", "nsa.sel_block=40", "nsa.cmp_stride"),
         ("train: {micro_batch: 4}", "train.batch_size=6", "train.micro_batch"),
         ("model: {n_kv_heads: 2}", "model.n_heads=3", "model.n_kv_heads"),
+        ("model: {rotary_dim: 64}", "model.head_dim_k=48", "model.rotary_dim"),
+        ("", "model.rotary_dim=7", "model.rotary_dim"),
         ("", "data.source=text", "data.paths"),
     ],
 )

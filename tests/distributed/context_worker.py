@@ -28,7 +28,7 @@ def warming_up(layer):
 nsa = partial(NSAAttention, *SIZES, SPEC)
 LAYERS = {
     "mean": lambda: nsa(),
-    "mlp": lambda: nsa(phi="mlp", qk_norm=True, gate="softmax"),
+    "mlp": lambda: nsa(phi="mlp", qk_norm=True, gate="softmax", rotary_dim=8),
     "mean_mlp": lambda: nsa(phi="mean_mlp", compress="after_rotation"),
     "shared": lambda: nsa(shared_kv=True, compress="after_rotation"),
     "cmp": lambda: nsa(phi="mlp", force_branch="cmp"),
@@ -36,7 +36,7 @@ LAYERS = {
     "win": lambda: nsa(force_branch="win"),
     "msa": lambda: MSAAttention(*SIZES, MSASpec(16, 2), index_dim=32, qk_norm=True),
     "warmup": lambda: warming_up(MSAAttention(*SIZES, MSASpec(16, 2))),
-    "dense": lambda: DenseAttention(*SIZES, qk_norm=True),
+    "dense": lambda: DenseAttention(*SIZES, qk_norm=True, rotary_dim=8),
     "window": lambda: WindowAttention(*SIZES, window=9, qkv_bias=True),
 }
 SEQUENCES = (

@@ -23,10 +23,12 @@ SIZES = {
 }
 VARIANTS = {
     "mean": {},
-    "mlp": {"nsa": {"phi": "mlp"}},
+    "mlp": {"nsa": {"phi": "mlp"}, "model": {"rope_scaling": {"factor": 2.0}}},
     "shared": {"nsa": {"shared_kv": True}, "model": {"tied_head": True}},
-    "pattern": {"model": {"layer_pattern": ["nsa", "dense"], "qk_norm": True, "n_layers": 3}},
-    "window": {"model": {"layer_pattern": ["window", "nsa"], "qkv_bias": True, "rope_scaling": {"factor": 2.0}}},
+    "pattern": {
+        "model": {"layer_pattern": ["nsa", "dense"], "qk_norm": True, "n_layers": 3, "activation": "swiglu_oai"}
+    },
+    "window": {"model": {"layer_pattern": ["window", "nsa"], "qkv_bias": True, "rotary_dim": 12}},
 }
 
 

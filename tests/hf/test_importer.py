@@ -1,5 +1,6 @@
 """Hugging Face models of the Llama family become run folders that compute the same."""
 
+import copy
 import json
 import re
 import shutil
@@ -81,6 +82,25 @@ def test_logits_equal_those_of_transformers(tmp_path, name):
         torch.testing.assert_close(run.model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_part_of_a_head_is_rotated_where_the_folder_says_so(tmp_path, llama):
+    """transformers ignores `partial_rotary_factor` in Llama; as a Llama model that rotates everything, the second half
+    of each head has frequency 0 and lies next to the pairs of the first half."""
+    folder, theirs = shutil.copytree(llama[0], tmp_path / "hf"), copy.deepcopy(llama[1])
+    described = json.loads((folder / "config.json").read_text())
+    described["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    (folder / "config.json").write_text(json.dumps(described))
+    assert import_model(folder, tmp_path / "run").model.rotary_dim == 8
+    theirs.model.rotary_emb.inv_freq = torch.tensor([10_000.0 ** (-i / 4) for i in range(4)] + [0.0] * 4)
+    order = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15])
+    for layer in theirs.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            linear.weight.data = linear.weight.data.unflatten(0, (-1, 16))[:, order].flatten(0, 1)
+    tokens = torch.randint(0, 256, (2, 130))
+    with torch.no_grad():
+        got = load_run(tmp_path / "run", overrides=["runtime.device=cpu"]).model(tokens)
+        torch.testing.assert_close(got, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_sharded_weights_are_read(tmp_path, llama):
     folder, theirs = llama
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
@@ -135,6 +155,8 @@ REFUSED = {
     "its own code": ({"auto_map": {"AutoModel": "evil.Model"}}, "never executed"),
     "a window": ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is not supported"),
     "a rope it lacks": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+    "less than a pair": ({"partial_rotary_factor": 0.1}, "model.rotary_dim"),
+    "more than a head": ({"partial_rotary_factor": 1.5}, "model.rotary_dim"),
     "an activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "a bias": ({"attention_bias": True}, "attention_bias is not supported"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),

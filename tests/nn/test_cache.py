@@ -24,6 +24,13 @@ PATTERN = "model.layer_pattern=[nsa,dense,window]"
 VARIANTS = {
     "pattern": [PATTERN, "model.n_layers=3"],
     "scaled": [PATTERN, "model.n_layers=3", "model.rope_scaling.factor=4", "model.rope_scaling.original_length=32"],
+    "part of a head": [
+        PATTERN,
+        "model.n_layers=3",
+        "model.head_dim_k=32",
+        "model.rotary_dim=16",
+        "model.activation=swiglu_oai",
+    ],
     "mlp": ["nsa.phi=mlp", "model.qk_norm=true"],
     "shared": ["nsa.shared_kv=true", "model.qk_norm=true"],
     "shared mlp": ["nsa.shared_kv=true", "nsa.phi=mlp", "nsa.gate=softmax"],

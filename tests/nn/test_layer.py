@@ -1,8 +1,10 @@
 """NSAAttention used directly, without the trainer."""
 
+import cmath
 import copy
 import inspect
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -204,6 +206,19 @@ def test_channels_are_rotated_in_pairs_of_halves():
     assert not rotated[..., [1, 3]].any()
 
 
+@pytest.mark.parametrize("rotary_dim", [2, 6, 16])
+def test_only_the_first_rotary_dim_channels_are_rotated(rotary_dim):
+    x, half = torch.randn(2, 5, 3, 16, dtype=torch.float64), rotary_dim // 2
+    want = x.clone()
+    for position, pair in product(range(5), range(half)):
+        turn = cmath.exp(1j * position * 100.0 ** (-2 * pair / rotary_dim))
+        turned = torch.complex(x[:, position, :, pair], x[:, position, :, pair + half]) * turn
+        want[:, position, :, pair], want[:, position, :, pair + half] = turned.real, turned.imag
+    rotated = rotate(x, rotary_tables(torch.arange(5), rotary_dim, 100.0))
+    torch.testing.assert_close(rotated, want, rtol=1e-6, atol=1e-6)  # tables are float32
+    assert torch.equal(rotated[..., rotary_dim:], x[..., rotary_dim:])
+
+
 def test_compressed_keys_are_rotated_to_the_start_of_their_block():
     layer = build(num_heads=1, num_kv_heads=1, head_dim_v=16)
     x = torch.randn(1, 12, 24)
@@ -222,6 +237,10 @@ def test_compressed_keys_are_rotated_to_the_start_of_their_block():
         ({"head_dim_v": 512}, "head_dim_v"),
         ({"head_dim_v": 0}, "head_dim_v"),
         ({"head_dim_k": 16.0}, "head_dim_k"),
+        ({"rotary_dim": 7}, "rotary_dim"),
+        ({"rotary_dim": 18}, "rotary_dim"),
+        ({"rotary_dim": 0}, "rotary_dim"),
+        ({"rotary_dim": 8.0}, "rotary_dim"),
         ({"dim": 0}, "dim"),
         ({"dim": 64.0}, "dim"),
         ({"num_heads": "4"}, "num_heads"),
@@ -269,6 +288,7 @@ def test_a_printed_layer_shows_its_heads_and_its_spec():
     for part in ("dim=24", "num_heads=4", "num_kv_heads=2", "head_dim_k=16", "head_dim_v=32", "rope_base=500000"):
         assert f"{part}, " in shown
     assert f"shared_kv=True, force_branch='sel', spec={SMALL}" in shown
+    assert "head_dim_v=32, rotary_dim=8, rope_base" in repr(build(rotary_dim=8))
     dense = repr(WindowAttention(24, 4, 2, 16, 32, window=9)).splitlines()[1]
     assert "num_heads=4, num_kv_heads=2, head_dim_k=16, head_dim_v=32, rope_base=10000, window=9" in dense
 

@@ -41,6 +41,28 @@ def test_packed_documents_equal_each_document_alone(window, qk_norm):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(["model.attention=nsa"], ["nsa.compress=after_rotation"], ["model.attention=dense"]),
+        *(["model.attention=window"], ["model.attention=msa", "msa.block=16", "msa.num_selected=2"]),
+    ],
+    ids=str,
+)
+def test_positions_act_on_the_first_rotary_dim_channels_alone(overrides):
+    """Queries that are zero there do not see the rotary base."""
+    tokens = torch.randint(0, 64, (1, 40))
+    for rotary_dim, is_seen in ((6, False), (8, True)):
+        logits = []
+        for base in (10.0, 1e6):
+            model, _ = small(*overrides, f"model.rotary_dim={rotary_dim}", f"model.rope_base={base}")
+            for block in model.blocks:
+                for query in (block.attention.q, getattr(block.attention, "index_q", block.attention.q)):
+                    query.weight.data.unflatten(0, (-1, 16))[:, :6] = 0.0
+            logits.append(model(tokens))
+        assert torch.equal(*logits) != is_seen
+
+
 def test_packed_dense_attention_needs_no_memory_of_the_length_squared():
     tokens = 4096
     layer = DenseAttention(16, 1, 1, 16, 16)

@@ -9,7 +9,7 @@ from torch import nn
 
 from nsa.checks.memory_trace import LiveBytes
 from nsa.config.schema import Architecture, ModelConfig, NSAConfig
-from nsa.errors import DerivativeError
+from nsa.errors import ArgumentError, DerivativeError
 from nsa.nn import loss as losses
 from nsa.nn.block import SwiGLU
 from nsa.nn.loss import divergence_loss, next_token_loss
@@ -151,9 +151,9 @@ def test_hidden_activations_of_the_mlp_exist_for_one_chunk_at_a_time(monkeypatch
     """The formulas of the workspaces, which do not depend on the length, against what is allocated."""
     monkeypatch.setattr(long_mlp, "CHUNK", 128)
     weights = [torch.randn(shape) for shape in ((32,), (512, 32), (512, 32), (32, 512))]
-    for tokens in (256, 1024):
-        x = torch.randn(2, tokens // 2, 32)
-        for function, given in (("forward", (x, *weights, 1e-5)), ("backward", (x, x, *weights, 1e-5))):
+    for tokens, activation in product((256, 1024), ("swiglu", "swiglu_oai")):
+        x, settings = torch.randn(2, tokens // 2, 32), (1e-5, activation)
+        for function, given in (("forward", (x, *weights, *settings)), ("backward", (x, x, *weights, *settings))):
             live = LiveBytes([x, *weights])
             with live:
                 results = getattr(long_mlp, function)(*given)
@@ -161,6 +161,40 @@ def test_hidden_activations_of_the_mlp_exist_for_one_chunk_at_a_time(monkeypatch
             allocated = live.phases["start"].total - sum(result.nbytes for result in results)
             formula = getattr(long_mlp, f"{function}_workspace")(*given)
             assert 0.95 * allocated <= formula <= 1.1 * allocated, (function, tokens)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
+def test_gradients_of_the_chunked_mlp_equal_those_of_autograd(in_chunks, activation):
+    in_chunks()
+    block = build_model(Architecture(model=MODEL, nsa=NSA), VOCABULARY, seed=0).blocks[0].double()
+    block.mlp = SwiGLU(MODEL.dim, 48, activation).double()
+    nn.init.normal_(block.mlp_norm.weight)
+    for linear in (block.mlp.gate, block.mlp.up):
+        nn.init.normal_(linear.weight)  # some gates and ups lie above 7, some below -7
+    x = torch.randn(2, 21, MODEL.dim, dtype=torch.float64, requires_grad=True)
+    inputs, dy = [x, block.mlp_norm.weight, *block.mlp.parameters()], torch.randn_like(x)
+    n = block.mlp_norm(x)
+    gate, up = block.mlp.gate(n), block.mlp.up(n)
+    if activation == "swiglu":
+        mixed = gate * gate.sigmoid() * up
+    else:
+        gate, up = torch.where(gate > 7, 7, gate), torch.where(up.abs() > 7, 7 * up.sign(), up)
+        mixed = (up + 1) * gate * (1.702 * gate).sigmoid()
+    want = block.mlp.out(mixed)
+    for got in (block.mlp(n), block._chunked_mlp(x)):
+        torch.testing.assert_close(got, want)
+        grads = zip(
+            torch.autograd.grad(got, inputs, dy, retain_graph=True),
+            torch.autograd.grad(want, inputs, dy, retain_graph=True),
+            strict=True,
+        )
+        for found, wanted in grads:
+            torch.testing.assert_close(found, wanted)
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ArgumentError, match="activation: must be one of swiglu, swiglu_oai, got 'gelu'"):
+        SwiGLU(8, 16, "gelu")
 
 
 def test_a_short_pass_is_left_as_it_was(monkeypatch):

@@ -35,6 +35,7 @@ class DenseAttention(Attention):
     num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads
     head_dim_k     size of a query and key head
     head_dim_v     size of a value head; None makes it head_dim_k
+    rotary_dim     number of rotated channels of a query and key head; None: all, as in NSAAttention
     rope_base      base of the rotary frequencies, as in NSAAttention
     rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before rotary positions
@@ -51,6 +52,7 @@ class DenseAttention(Attention):
         head_dim_k: int,
         head_dim_v: int | None = None,
         *,
+        rotary_dim: int | None = None,
         rope_base: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
@@ -58,7 +60,7 @@ class DenseAttention(Attention):
         norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
-        rotary: dict[str, Any] = {"rope_base": rope_base, "rope_scaling": rope_scaling}
+        rotary: dict[str, Any] = {"rotary_dim": rotary_dim, "rope_base": rope_base, "rope_scaling": rope_scaling}
         super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **rotary, backend=backend)
         self.q = nn.Linear(dim, num_heads * self.head_dim_k, bias=qkv_bias)
         self.k = nn.Linear(dim, num_kv_heads * self.head_dim_k, bias=qkv_bias)

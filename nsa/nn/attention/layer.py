@@ -113,6 +113,7 @@ class Attention(nn.Module):
         head_dim_k: int,
         head_dim_v: int | None,
         *,
+        rotary_dim: int | None = None,
         rope_base: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         backend: Backend = None,
@@ -125,7 +126,11 @@ class Attention(nn.Module):
         self.head_dim_k = head_size("head_dim_k", head_dim_k)
         self.head_dim_v = head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
         self.rope_base, self.backend = rope_base, backend
-        self.rotary = (self.head_dim_k, rope_base, rope_scaling)  # arguments of `rotary_tables` after the positions
+        turned = self.head_dim_k if rotary_dim is None else rotary_dim
+        self.rotary_dim = whole_number("rotary_dim", turned, 2, self.head_dim_k)
+        if self.rotary_dim % 2:
+            raise ArgumentError("rotary_dim", f"must be even, got {rotary_dim}")
+        self.rotary = (self.rotary_dim, rope_base, rope_scaling)  # arguments of `rotary_tables` after the positions
 
     @classmethod
     def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
@@ -138,7 +143,8 @@ class Attention(nn.Module):
         sizes = {"dim": model.dim, "num_heads": model.n_heads, "num_kv_heads": model.n_kv_heads}
         heads = {"head_dim_k": model.head_dim_k, "head_dim_v": model.head_dim_v}
         scaling = RopeScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
-        same = {name: getattr(model, name) for name in ("rope_base", "qk_norm", "qkv_bias", "norm_eps")}
+        names = ("rotary_dim", "rope_base", "qk_norm", "qkv_bias", "norm_eps")
+        same = {name: getattr(model, name) for name in names}
         return {**sizes, **heads, **same, "rope_scaling": scaling, "backend": backend}
 
     def reset_parameters(self) -> None:
@@ -281,7 +287,9 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-        return f"{sizes}, head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, rope_base={self.rope_base:g}"
+        sizes += f", head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}"
+        sizes += f", rotary_dim={self.rotary_dim}" if self.rotary_dim != self.head_dim_k else ""
+        return f"{sizes}, rope_base={self.rope_base:g}"
 
     @torch.no_grad()
     def _append(self, x_BnC: Tensor, cache: KVCache | CacheStep, cu_seqlens: Tensor | None) -> Tensor:

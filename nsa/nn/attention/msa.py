@@ -39,6 +39,8 @@ class MSAAttention(Attention):
     head_dim_v     size of a value head, likewise; None: head_dim_k
     spec           the sizes of blocks and selection (`MSASpec`); None: those of the published model, MSASpec()
     index_dim      size of an index head, likewise; None: head_dim_k
+    rotary_dim     number of rotated channels of a query and key head, as in NSAAttention; None: all. An index head
+                   that is smaller is rotated whole
     rope_base      base of the rotary frequencies, as in NSAAttention
     rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on every head of queries, keys, index queries and index keys, before rotary positions
@@ -68,6 +70,7 @@ class MSAAttention(Attention):
         spec: MSASpec | None = None,
         *,
         index_dim: int | None = None,
+        rotary_dim: int | None = None,
         rope_base: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
@@ -75,7 +78,7 @@ class MSAAttention(Attention):
         norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
-        rotary: dict[str, Any] = {"rope_base": rope_base, "rope_scaling": rope_scaling}
+        rotary: dict[str, Any] = {"rotary_dim": rotary_dim, "rope_base": rope_base, "rope_scaling": rope_scaling}
         super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **rotary, backend=backend)
         if not isinstance(spec, MSASpec | None):
             raise ArgumentError("spec", f"must be an MSASpec or None, got {type(spec).__name__}")

@@ -65,7 +65,9 @@ class NSAAttention(Attention):
     gate           "sigmoid" or "softmax"
     shared_kv      one key/value pair for the three branches instead of three
     force_branch   the output is only this branch; unused parameters are frozen
-    rope_base      base of the rotary frequencies, which are base**(-2i / head_dim_k) for channel pair i; larger for
+    rotary_dim     rotary positions rotate the first `rotary_dim` channels of a query and key head, an even number;
+                   the others are unchanged. None: all
+    rope_base      base of the rotary frequencies, which are base**(-2i / rotary_dim) for channel pair i; larger for
                    longer sequences
     rope_scaling   `RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
@@ -92,6 +94,7 @@ class NSAAttention(Attention):
         gate: Literal["sigmoid", "softmax"] = "sigmoid",
         shared_kv: bool = False,
         force_branch: Branch | None = None,
+        rotary_dim: int | None = None,
         rope_base: float = 10_000.0,
         rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
@@ -105,6 +108,7 @@ class NSAAttention(Attention):
             num_kv_heads,
             head_dim_k,
             head_dim_v,
+            rotary_dim=rotary_dim,
             rope_base=rope_base,
             rope_scaling=rope_scaling,
             backend=backend,

@@ -1,4 +1,4 @@
-"""A norm and a SwiGLU MLP except their matrix products, one pass over memory each.
+"""A norm and a gated MLP except their matrix products, one pass over memory each.
 
 All kernels are memory-bound: every element is read once and written once, and computed in float32.
 
@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.reference.feed_forward import ALPHA, LIMIT
 from nsa.ops.triton.launch_table import DTYPES, Launch, card_of, cdiv, launch_on, launcher, power_of_2
 
 NORM, ACTIVATE = Launch(4096, 1), Launch(2048, 1)
 WIDEST = 1 << 14  # channels, which a program holds in registers
+_ALPHA, _LIMIT = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
@@ -52,26 +54,27 @@ def normalize_backward(dread_TC: Tensor, x_TC: Tensor, norm: Tensor, eps: float)
     return dx, parts.sum(0)
 
 
-def activate(hidden_TM: Tensor) -> Tensor:
-    """silu(gate) * up."""
+def activate(hidden_TM: Tensor, activation: str) -> Tensor:
+    """As in `nsa.ops.reference.feed_forward`."""
     tokens, width = hidden_TM.shape[0], hidden_TM.shape[1] // 2
     mixed = hidden_TM.new_empty(tokens, width)
     block = min(ACTIVATE.rows, power_of_2(width))
     with launch_on(mixed):
         launcher(_activate_kernel, (tokens, cdiv(width, block)), mixed)(
-            hidden_TM, mixed, width, M=block, num_warps=ACTIVATE.num_warps
+            hidden_TM, mixed, width, IS_OAI=activation == "swiglu_oai", M=block, num_warps=ACTIVATE.num_warps
         )
     return mixed
 
 
-def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor) -> tuple[Tensor, Tensor]:
+def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """`activate(hidden)`, recomputed, and the gradient of hidden."""
     tokens, width = dmixed_TM.shape
     mixed, dhidden = torch.empty_like(dmixed_TM), torch.empty_like(hidden_TM)
     block = min(ACTIVATE.rows, power_of_2(width))
     with launch_on(mixed):
         launcher(_activate_backward_kernel, (tokens, cdiv(width, block)), mixed)(
-            dmixed_TM, hidden_TM, mixed, dhidden, width, M=block, num_warps=ACTIVATE.num_warps
+            dmixed_TM, hidden_TM, mixed, dhidden, width,
+            IS_OAI=activation == "swiglu_oai", M=block, num_warps=ACTIVATE.num_warps,
         )  # fmt: skip
     return mixed, dhidden
 
@@ -128,26 +131,44 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _activate_kernel(hidden, mixed, width, M: tl.constexpr):
+def gate_parts(gate, up, IS_OAI: tl.constexpr):
+    """The gate, its sigmoid and the factor of up, in float32: the activation is their product. A NaN stays a NaN."""
+    if IS_OAI:
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+        opened = tl.sigmoid(gate * _ALPHA)
+    else:
+        opened = tl.sigmoid(gate)
+    return gate, opened, up
+
+
+@triton.jit
+def _activate_kernel(hidden, mixed, width, IS_OAI: tl.constexpr, M: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * M + tl.arange(0, M)
     mask = m < width
     gate = tl.load(hidden + 2 * t * width + m, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden + (2 * t + 1) * width + m, mask=mask, other=0.0).to(tl.float32)
-    tl.store(mixed + t * width + m, (gate * tl.sigmoid(gate) * up).to(mixed.dtype.element_ty), mask=mask)
+    gate, opened, up = gate_parts(gate, up, IS_OAI)
+    tl.store(mixed + t * width + m, (gate * opened * up).to(mixed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _activate_backward_kernel(dmixed, hidden, mixed, dhidden, width, M: tl.constexpr):
+def _activate_backward_kernel(dmixed, hidden, mixed, dhidden, width, IS_OAI: tl.constexpr, M: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * M + tl.arange(0, M)
     mask = m < width
     gate = tl.load(hidden + 2 * t * width + m, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden + (2 * t + 1) * width + m, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dmixed + t * width + m, mask=mask, other=0.0).to(tl.float32)
-    opened = tl.sigmoid(gate)
-    activated = gate * opened
-    tl.store(mixed + t * width + m, (activated * up).to(mixed.dtype.element_ty), mask=mask)
-    dgate = grad * up * opened * (1.0 + gate * (1.0 - opened))
+    clamped, opened, shifted = gate_parts(gate, up, IS_OAI)
+    activated = clamped * opened
+    tl.store(mixed + t * width + m, (activated * shifted).to(mixed.dtype.element_ty), mask=mask)
+    dup = grad * activated
+    if IS_OAI:
+        dgate = tl.where(gate > _LIMIT, 0.0, grad * shifted * (opened + activated * _ALPHA * (1.0 - opened)))
+        dup = tl.where(tl.abs(up) > _LIMIT, 0.0, dup)
+    else:
+        dgate = grad * up * opened * (1.0 + gate * (1.0 - opened))
     tl.store(dhidden + 2 * t * width + m, dgate.to(dhidden.dtype.element_ty), mask=mask)
-    tl.store(dhidden + (2 * t + 1) * width + m, (grad * activated).to(dhidden.dtype.element_ty), mask=mask)
+    tl.store(dhidden + (2 * t + 1) * width + m, dup.to(dhidden.dtype.element_ty), mask=mask)

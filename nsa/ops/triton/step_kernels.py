@@ -7,7 +7,8 @@ same as the modules of `nsa.nn`, with one rounding where those round after every
 A product of one row loads weights into registers before it waits for the previous kernel, which may still run. Results
 of other kernels are loaded after the wait, and never from the L1 cache, which may be stale.
 
-Legend: T tokens, C channels, N columns of a product, H heads, D head size, J hidden width of the gate.
+Legend: T tokens, C channels, N columns of a product, H heads, D head size, R rotated channels of a head, J hidden width
+of the gate.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa.ops.fused_step import Gate, Source, Write
+from nsa.ops.reference.feed_forward import ACTIVATIONS
+from nsa.ops.triton.feed_forward import gate_parts
 from nsa.ops.triton.launch_table import DTYPES, Card, Launch, card_of, cdiv, launch_on, launcher, power_of_2
 
 WIDEST = 1 << 14  # channels: a program holds a row of weights in registers
@@ -44,11 +47,12 @@ def product(
     """x, after RMSNorm if there is a `norm`, times every weight [N, C], concatenated. All tensors are contiguous.
 
     residual     [T, N], is added; only without activation
-    activation   "silu": for the columns of the last weight; "swiglu": silu(x @ weights[0].T) * (x @ weights[1].T)
+    activation   "silu": for the columns of the last weight; "swiglu", "swiglu_oai": that activation of two weights,
+                 gate and up
     """
     tokens, channels = x_TC.shape
-    is_swiglu = activation == "swiglu"
-    sizes = tuple(weight.shape[0] for weight in (weights[:1] if is_swiglu else weights))
+    is_gated = activation in ACTIVATIONS
+    sizes = tuple(weight.shape[0] for weight in (weights[:1] if is_gated else weights))
     y = x_TC.new_empty(tokens, sum(sizes))
     given = tuple(biases) or (None,) * len(sizes)
     launch = _product_launch(x_TC, tokens, sum(sizes), card_of(x_TC))
@@ -58,7 +62,7 @@ def product(
             x_TC, norm, residual, y, tuple(weights),
             tuple(weight if bias is None else bias for bias, weight in zip(given, weights, strict=False)),
             eps, tokens, SIZES=sizes, BIASED=tuple(bias is not None for bias in given), ACTIVATION=activation,
-            C=channels, BLOCK_C=launch.depth, ROWS=launch.rows, COLUMNS=launch.columns,
+            IS_GATED=is_gated, C=channels, BLOCK_C=launch.depth, ROWS=launch.rows, COLUMNS=launch.columns,
             PRECISION="ieee" if x_TC.dtype == torch.float32 else "tf32", **options,
         )  # fmt: skip
     return y
@@ -71,7 +75,7 @@ def place(
     """Returns the rotated queries [B, n, H, D] of a product and the gates [B, n, H, 3]; stores keys and values.
 
     positions [B, n], -1 for padding, which is not written; the page `table` [B, pages], the ring of every row `slots`
-    [B], and rotary tables [B, n, D/2]. A ring must hold n tokens.
+    [B], and rotary tables [B, n, R/2] for the first R channels of a head. A ring must hold n tokens.
     """
     batch, new = positions.shape
     q = read_TN.new_empty(batch, new, query.heads, query.dim)
@@ -88,7 +92,7 @@ def place(
             eps, new, read_TN.shape[1], table.stride(0),
             COLUMN=tuple(s.column for s in sources), NUM_HEADS=tuple(s.heads for s in sources),
             DIM=tuple(s.dim for s in sources), NORMED=tuple(s.norm is not None for s in sources),
-            ROTATED=tuple(write.is_rotated for write in all_writes), PLACES=places,
+            ROTATED=tuple(2 * tables[0].shape[-1] * write.is_rotated for write in all_writes), PLACES=places,
             GATE_COLUMN=gate and gate.column, J=gate and gate.weight.shape[1],
             BLOCK_J=gate and power_of_2(gate.weight.shape[1]), SOFTMAX=gate and gate.is_softmax,
             HEADS=HEADS, num_warps=4, **_overlap(card_of(q)),
@@ -134,8 +138,8 @@ def _silu(x):
 @triton.jit(do_not_specialize=["tokens"])
 def product_kernel(
     x, norm, residual, y, weights, biases, eps, tokens,
-    SIZES: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZES: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of columns, tiles of tokens). A tile is part of one weight; with one row, BLOCK_C is all channels."""
     tile, t = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -151,7 +155,7 @@ def product_kernel(
     n = (tile - first) * COLUMNS + tl.arange(0, COLUMNS)
     column = start + n
     rows = w + n.to(tl.int64)[:, None] * C
-    others = weights[1 if ACTIVATION == "swiglu" else 0] + n.to(tl.int64)[:, None] * C
+    others = weights[1 if IS_GATED else 0] + n.to(tl.int64)[:, None] * C
     added = tl.zeros([1, COLUMNS], tl.float32)
     width = 0
     for i in tl.static_range(len(biases)):
@@ -164,7 +168,7 @@ def product_kernel(
     if ROWS == 1:
         mask = (n < size)[:, None] & (c < C)[None, :]
         weight = tl.load(rows + c[None, :], mask=mask, other=0.0)
-        if ACTIVATION == "swiglu":
+        if IS_GATED:
             other = tl.load(others + c[None, :], mask=mask, other=0.0)
         if norm is not None:
             scale = tl.load(norm + c, mask=c < C, other=0.0)
@@ -180,7 +184,7 @@ def product_kernel(
             squares = tl.sum(row.to(tl.float32) * row.to(tl.float32), 0)
             row = _normed(row, tl.rsqrt(squares / C + eps), scale)
         total = tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], 1)[None, :]
-        if ACTIVATION == "swiglu":
+        if IS_GATED:
             up = tl.sum(other.to(tl.float32) * row.to(tl.float32)[None, :], 1)[None, :]
     else:
         x += t.to(tl.int64)[:, None] * C
@@ -202,12 +206,13 @@ def product_kernel(
             mask = (n < size)[:, None] & (channel < C)
             weight = tl.load(rows + channel, mask=mask, other=0.0)
             total = tl.dot(part, tl.trans(weight), total, input_precision=PRECISION)
-            if ACTIVATION == "swiglu":
+            if IS_GATED:
                 other = tl.load(others + channel, mask=mask, other=0.0)
                 up = tl.dot(part, tl.trans(other), up, input_precision=PRECISION)
     total += added
-    if ACTIVATION == "swiglu":
-        total = _silu(total) * up
+    if IS_GATED:
+        gate, opened, up = gate_parts(total, up, ACTIVATION == "swiglu_oai")
+        total = gate * opened * up
     if ACTIVATION == "silu":
         total = tl.where((column >= width - SIZES[len(biases) - 1])[None, :], _silu(total), total)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=is_there)
@@ -219,9 +224,12 @@ def _put(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, PLACES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes heads h of a row, the first at `read`, to a pool, with norm and rotation if requested."""
-    HALF: tl.constexpr = DIM // 2
+    """Writes heads h of a row, the first at `read`, to a pool, with norm and rotation of the first ROTATED channels if
+    requested. Two blocks hold the channels of the rotated pairs, a third the others."""
+    HALF: tl.constexpr = (ROTATED if ROTATED > 0 else DIM) // 2
+    REST: tl.constexpr = DIM - 2 * HALF
     BLOCK: tl.constexpr = triton.next_power_of_2(HALF)
+    REST_BLOCK: tl.constexpr = triton.next_power_of_2(REST)
     _wait(OVERLAP)
     place = row.to(tl.int64)
     is_kept = row >= 0
@@ -239,20 +247,31 @@ def _put(
     at = h[:, None] * DIM + c[None, :]
     low = tl.load(read + at, mask=mask, other=0.0, cache_modifier=".cg")
     high = tl.load(read + at + HALF, mask=mask, other=0.0, cache_modifier=".cg")
+    to = pool + place * (NUM_HEADS * DIM)
+    if REST > 0:
+        d = 2 * HALF + tl.arange(0, REST_BLOCK)
+        rest_mask = (h < NUM_HEADS)[:, None] & (d < DIM)[None, :]
+        rest = tl.load(read + h[:, None] * DIM + d[None, :], mask=rest_mask, other=0.0, cache_modifier=".cg")
     if NORMED:
         squares = low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / DIM + eps)
+        total = tl.sum(squares, 1, keep_dims=True)
+        if REST > 0:
+            total += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1, keep_dims=True)
+        inverse = tl.rsqrt(total / DIM + eps)
+        if REST > 0:
+            rest = _normed(rest, inverse, tl.load(norm + d, mask=d < DIM, other=0.0)[None, :])
         low = _normed(low, inverse, tl.load(norm + c, mask=c < HALF, other=0.0)[None, :])
         high = _normed(high, inverse, tl.load(norm + HALF + c, mask=c < HALF, other=0.0)[None, :])
-    if ROTATED:
+    if ROTATED > 0:
         turn = row.to(tl.int64) * HALF + c
         cosine = tl.load(cos + turn, mask=c < HALF, other=0.0, cache_modifier=".cg")[None, :]
         sine = tl.load(sin + turn, mask=c < HALF, other=0.0, cache_modifier=".cg")[None, :]
         x, y = low.to(tl.float32), high.to(tl.float32)
         low, high = (x * cosine - y * sine).to(low.dtype), (y * cosine + x * sine).to(low.dtype)
-    to = pool + place * (NUM_HEADS * DIM) + at
-    tl.store(to, low, mask=mask & is_kept)
-    tl.store(to + HALF, high, mask=mask & is_kept)
+    tl.store(to + at, low, mask=mask & is_kept)
+    tl.store(to + at + HALF, high, mask=mask & is_kept)
+    if REST > 0:
+        tl.store(to + h[:, None] * DIM + d[None, :], rest, mask=rest_mask & is_kept)
 
 
 @triton.jit

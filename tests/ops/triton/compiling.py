@@ -119,7 +119,7 @@ def recording(arch: int, *, keep: bool = True) -> Iterator[list[tuple[Any, tuple
 
 def attend(plan: Plan) -> None:
     """All operators, forward and backward."""
-    phi, cmp, select, sel, win, mix = (dispatch.kernels_for(operator) for operator in dispatch.OPERATORS)
+    phi, cmp, select, sel, win, mix = (dispatch.kernels_for(operator) for operator in dispatch.OPERATORS[:6])
     dtype = getattr(torch, plan.dtype)
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -158,8 +158,9 @@ def attend(plan: Plan) -> None:
     mlp, x, norm = dispatch.kernels_for("mlp"), tensor(4096, 768, kind=torch.float32), tensor(768, kind=torch.float32)
     mlp.normalize(x, norm, 1e-5, dtype)
     mlp.normalize_backward(tensor(4096, 768), x, norm, 1e-5)
-    mlp.activate(tensor(4096, 4096))
-    mlp.activate_backward(tensor(4096, 2048), tensor(4096, 4096))
+    for activation in ("swiglu", "swiglu_oai"):
+        mlp.activate(tensor(4096, 4096), activation)
+        mlp.activate_backward(tensor(4096, 2048), tensor(4096, 4096), activation)
 
 
 def decode(plan: Plan) -> None:
@@ -192,7 +193,8 @@ def surround(
     slots: Tensor,
     positions: Tensor,
 ) -> None:
-    """What a block computes around the attention of a step, with and without norms of the heads."""
+    """What a block computes around the attention of a step: with norms of the heads and rotation of half of each head,
+    and without. One activation a plan, since every kernel takes time to compile."""
     step, dtype, tokens = dispatch.kernels_for("step"), getattr(torch, plan.dtype), plan.batch * plan.new
     dim, hidden = plan.heads * plan.dk, min(4 * plan.heads * plan.dk, WIDEST)
 
@@ -204,15 +206,16 @@ def surround(
     biases = [*(None for _ in heads), tensor(dim // 8)]
     read = step.product(tensor(tokens, dim), weights, biases, norm=norm, eps=1e-5, activation="silu")
     gate = Gate(read.shape[1] - dim // 8, tensor(3 * plan.heads, dim // 8), tensor(3 * plan.heads), False)
-    tables = tuple(tensor(plan.batch, plan.new, plan.dk // 2, kind=torch.float32) for _ in range(2))
-    for scale in (None, tensor(plan.dk)):
+    for scale, pairs in ((None, plan.dk // 2), (tensor(plan.dk), plan.dk // 4)):
+        tables = tuple(tensor(plan.batch, plan.new, pairs, kind=torch.float32) for _ in range(2))
         query, key = Source(0, plan.heads, plan.dk, scale), Source(0, plan.groups, plan.dk, scale)
         value = Source(0, plan.groups, plan.dv, None)
         writes = [Write(key, pages[0], False, True), Write(value, pages[1], False, False)]
         writes += [Write(key, ring[0], True, True), Write(value, ring[1], True, False)]
         step.place(read, query, writes, gate, 1e-5, positions, table, slots, tables)
     x = step.product(tensor(tokens, plan.heads * plan.dv), [tensor(dim, plan.heads * plan.dv)], residual=read)
-    between = step.product(x, [tensor(hidden, dim)] * 2, norm=norm, eps=1e-5, activation="swiglu")
+    activation = "swiglu" if plan.heads == 12 else "swiglu_oai"
+    between = step.product(x, [tensor(hidden, dim)] * 2, norm=norm, eps=1e-5, activation=activation)
     step.product(between, [tensor(dim, hidden)], residual=x)
 
 

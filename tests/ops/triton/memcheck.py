@@ -95,15 +95,16 @@ def mlp():
     """More tokens than a chunk has, and widths that are no power of two."""
     x, norm, dy = (torch.randn(shape, device="cuda") for shape in ((1, long_mlp.CHUNK + 5, 48), (48,), (48,)))
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((72, 48), (72, 48), (48, 72))]
-    long_mlp.forward(x, norm, *weights, 1e-5)
-    long_mlp.backward(dy.expand_as(x), x, norm, *weights, 1e-5)
+    for activation in ("swiglu", "swiglu_oai"):
+        long_mlp.forward(x, norm, *weights, 1e-5, activation)
+        long_mlp.backward(dy.expand_as(x), x, norm, *weights, 1e-5, activation)
 
 
 @torch.inference_mode()
 def step():
     """Generation for one, few and many sequences, in layers of every kind."""
     sizes = "model.n_layers=3 model.layer_pattern=[nsa,dense,window] model.dim=200 model.mlp_dim=328"
-    config = load_config("m7c_125m", [*sizes.split(), "model.qk_norm=true"])
+    config = load_config("m7c_125m", [*sizes.split(), "model.qk_norm=true", "model.rotary_dim=24"])
     model = build_model(config, 512, 0).cuda().eval().bfloat16()
     for rows in (1, 3, 20):
         tokens = torch.randint(0, 512, (rows, 80), device="cuda")

@@ -3,6 +3,8 @@
 Runs in the interpreter on a machine without a GPU, on the GPU otherwise.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -57,25 +59,33 @@ def test_the_norm_of_rows_that_are_not_contiguous():
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (11, 48), (3, 2100)])
-def test_the_activation(tokens, width, dtype):
-    hidden, dmixed = 3 * draw(tokens, 2 * width, dtype=dtype), draw(tokens, width, dtype=dtype, seed=1)
-    want = reference.activate_backward(dmixed.double(), hidden.double())
-    assert_near(feed_forward.activate(hidden), want[0], dtype)
-    for got, exact in zip(feed_forward.activate_backward(dmixed, hidden), want, strict=True):
+def test_the_activation(tokens, width, activation, dtype):
+    hidden, dmixed = 5 * draw(tokens, 2 * width, dtype=dtype), draw(tokens, width, dtype=dtype, seed=1)
+    want = reference.activate_backward(dmixed.double(), hidden.double(), activation)
+    assert_near(feed_forward.activate(hidden, activation), want[0], dtype)
+    for got, exact in zip(feed_forward.activate_backward(dmixed, hidden, activation), want, strict=True):
         assert_near(got, exact, dtype)
 
 
+def test_a_nan_is_not_clamped():
+    hidden = torch.tensor([[math.nan, 1.0, 1.0, math.nan]], device=DEVICE)
+    assert feed_forward.activate(hidden, "swiglu_oai").isnan().all()
+
+
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_whole_in_chunks(monkeypatch, dtype):
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_the_whole_in_chunks(monkeypatch, activation, dtype):
     monkeypatch.setattr(whole, "CHUNK", 16)
     x, dy, norm = draw(2, 21, 32), draw(2, 21, 32, seed=1), 1 + draw(32, seed=2) / 4
     weights = [draw(*shape, seed=seed).to(dtype) / 8 for seed, shape in enumerate([(48, 32), (48, 32), (32, 48)], 3)]
     assert backend_name("mlp", None, x, weights[2]) == "triton"
     exact = [t.double() for t in (x, norm, *weights)]
-    assert_near(whole.forward(x, norm, *weights, EPS), whole.forward(*exact, EPS), dtype, 3)
-    wanted = whole.backward(dy.double(), *exact, EPS)
-    for got, want, like in zip(whole.backward(dy, x, norm, *weights, EPS), wanted, (x, norm, *weights), strict=True):
+    assert_near(whole.forward(x, norm, *weights, EPS, activation), whole.forward(*exact, EPS, activation), dtype, 3)
+    found = whole.backward(dy, x, norm, *weights, EPS, activation)
+    wanted = whole.backward(dy.double(), *exact, EPS, activation)
+    for got, want, like in zip(found, wanted, (x, norm, *weights), strict=True):
         assert got.shape == like.shape
         assert got.dtype == like.dtype
         assert (got.double() - want).norm() <= 4 * TOLERANCE[dtype] * want.norm()

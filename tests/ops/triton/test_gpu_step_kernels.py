@@ -12,6 +12,7 @@ from nsa.generate.batch import DecodeGraphs
 from nsa.generate.sampling import Sampling
 from nsa.nn import KVCache
 from nsa.nn.model import build_model
+from nsa.ops.reference.feed_forward import ACTIVATIONS, gated
 from nsa.ops.triton import step_kernels as kernels
 from tests.nn.test_cache import randomize_gates
 
@@ -53,16 +54,20 @@ def test_products_of_real_sizes_agree_with_float64(tokens, channels, hidden, dty
     # Inputs that the norm rounds otherwise than the module's add half of a last digit to the error.
     assert relative(got, read @ torch.cat(weights).double().T) <= 2 * most
     gate, up, out = 0.05 * normal(hidden, channels), normal(hidden, channels), normal(channels, hidden)
-    mixed = kernels.product(x, [gate, up], activation="swiglu")
-    want = nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
-    assert relative(mixed, want) <= most
+    for activation in ACTIVATIONS:
+        mixed = kernels.product(x, [gate, up], activation=activation)
+        assert relative(mixed, gated(x.double() @ gate.double().T, x.double() @ up.double().T, activation)) <= most
     assert relative(kernels.product(mixed, [out], residual=x), x.double() + mixed.double() @ out.double().T) <= most
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("m7c_125m", []), ("m7c_125m", ["model.layer_pattern=[nsa,dense,window]"]), ("llama_1b", ["model.qk_norm=true"])],
+    [
+        ("m7c_125m", []),
+        ("m7c_125m", ["model.layer_pattern=[nsa,dense,window]", "model.rotary_dim=24", "model.activation=swiglu_oai"]),
+        ("llama_1b", ["model.qk_norm=true", "model.rotary_dim=32"]),
+    ],
     ids=["125m", "pattern", "1b"],
 )
 @torch.no_grad()

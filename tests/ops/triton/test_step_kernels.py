@@ -16,6 +16,7 @@ from nsa.nn import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import _fits
 from nsa.ops import dispatch
+from nsa.ops.reference.feed_forward import ACTIVATIONS, gated
 from nsa.ops.triton import step_kernels as kernels
 from tests.nn.test_cache import VARIANTS, VOCABULARY, small
 from tests.ops.triton.branch_cases import DEVICE
@@ -92,8 +93,9 @@ def test_products_of_one_input_side_by_side(poisoned, tokens, channels, sizes, d
 def test_the_products_of_an_mlp(poisoned, tokens, channels, width, dtype):
     x, gate, up = draw(tokens, channels, dtype=dtype), draw(width, channels, seed=1), draw(width, channels, seed=2)
     gate, up = (0.2 * gate).to(dtype), up.to(dtype)
-    want = nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
-    assert_near(kernels.product(x, [gate, up], activation="swiglu"), want, dtype)
+    for activation in ACTIVATIONS:
+        want = gated(x.double() @ gate.double().T, x.double() @ up.double().T, activation)
+        assert_near(kernels.product(x, [gate, up], activation=activation), want, dtype)
     residual = 5 * draw(tokens, width, dtype=dtype, seed=3)
     assert_near(kernels.product(x, [up], residual=residual), residual.double() + x.double() @ up.double().T, dtype)
 
@@ -154,7 +156,8 @@ ONE_STEP = [(3, 1)]
 
 
 def test_steps_of_all_kinds_of_layers(calls):
-    check_steps(small(VARIANTS["pattern"][0], "model.n_layers=3").to(DEVICE, torch.float32), STEPS)
+    overrides = [VARIANTS["pattern"][0], "model.n_layers=3", "model.rotary_dim=6"]  # not a power of two
+    check_steps(small(*overrides).to(DEVICE, torch.float32), STEPS)
     assert calls.count("place") == 3 * len(STEPS)
     assert calls.count("product") == 4 * 3 * len(STEPS)
 
