@@ -3,7 +3,7 @@
 Legend: B rows of a forward pass, n tokens of a row, m compressed tokens of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 
+# Up to this many new tokens of a row run on the decoding kernels, which read keys from the cache for every query. More
+# run on the training kernels, after a copy of the earlier keys and values: there many queries share one read of a key.
+# On a CPU the training operators are faster from 65 tokens on.
+FEW_TOKENS = 64
+
 
 class CacheStep:
     """One forward pass over a cache: data that all its layers share, computed once.
@@ -29,6 +34,9 @@ class CacheStep:
     table        int32 [B, width], the pages of each row
     is_fresh     whether the sequences had no tokens before, so that the pass covers whole sequences
     completes    whether a compressed block may be completed
+    spans        by row, the number of earlier tokens and of new ones; None if the host does not know them, as in a CUDA
+                 graph
+    start        the number of earlier tokens of all rows; None if they differ or the host does not know it
 
     The constructor advances the lengths on the device by `count_B`. It reads no value from the device.
     """
@@ -42,8 +50,11 @@ class CacheStep:
         width: int,
         is_fresh: bool,
         completes: bool,
+        spans: Sequence[tuple[int, int]] | None = None,
     ):
         self.cache, self.slots_B, self.is_fresh, self.completes = cache, slots_B, is_fresh, completes
+        self.spans = spans
+        self.start: int | None = 0 if is_fresh else None
         place_n = torch.arange(tokens, dtype=torch.int32, device=slots_B.device)
         start_B = cache.lengths.index_select(0, slots_B)
         self.positions = torch.where(place_n < count_B[:, None], start_B[:, None] + place_n, -1)
@@ -64,6 +75,28 @@ class CacheStep:
             self._shared[key] = compute()
         found: Found = self._shared[key]
         return found
+
+    def parts(self) -> list[tuple[slice | list[int], "CacheStep"]]:
+        """Splits the pass by rows: into one pass over all rows with few new tokens, and for each number of earlier
+        tokens (`start`) one over the rows with many. Without such rows, the only part is the pass itself."""
+        if self.spans is None or self.positions.shape[1] <= FEW_TOKENS:
+            return [(slice(None), self)]
+        return self.shared("parts", lambda: self._parts(self.spans or ()))
+
+    def _parts(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice | list[int], "CacheStep"]]:
+        rows_by_start: dict[int | None, list[int]] = {}
+        for row, (start, count) in enumerate(spans):
+            if count:
+                rows_by_start.setdefault(start if count > FEW_TOKENS else None, []).append(row)
+        parts: list[tuple[slice | list[int], CacheStep]] = []
+        for earlier, numbers in rows_by_start.items():
+            rows = slice(None) if len(numbers) == len(spans) else numbers
+            part, tokens = copy(self), max(spans[row][1] for row in numbers)
+            part.start, part.spans, part._shared = earlier, None, {}
+            part.positions = self.positions[rows, :tokens].contiguous()
+            part.slots_B, part.table = self.slots_B[rows], self.table[rows]
+            parts.append((rows, part))
+        return parts
 
     def pieces(self) -> list[tuple[slice, "CacheStep"]]:
         """Splits the pass into passes that fit into the slack of rings."""
@@ -115,7 +148,9 @@ class NewCompressed:
     def __init__(self, step: CacheStep, spec: NSASpec):
         self.spec, position = spec, step.positions
         tokens = position.shape[1]
-        most = num_compressed(tokens, spec) if step.is_fresh else -(-tokens // spec.cmp_stride)
+        most = -(-tokens // spec.cmp_stride)
+        if step.start is not None:
+            most = num_compressed(step.start + tokens, spec) - num_compressed(step.start, spec)
         oldest_B = num_compressed(position[:, 0], spec)
         number = oldest_B[:, None] + torch.arange(most, dtype=torch.int32, device=position.device)
         last = number * spec.cmp_stride + spec.cmp_block - 1

@@ -5,6 +5,7 @@ Legend: B rows of a forward pass, n tokens of a row, G key/value heads, D head s
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from nsa.errors import ArgumentError
@@ -54,6 +55,21 @@ def put(pool: Tensor, index: Tensor, x: Tensor) -> None:
 def take(pool: Tensor, index: Tensor) -> Tensor:
     """The rows `index` of a flattened pool [.., .., G, D]: [*index.shape, G, D]."""
     return pool.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, *pool.shape[2:])
+
+
+def after_cached(step: CacheStep, new: Write[Tensor], length: int) -> Tensor:
+    """The `length` cached items of every row, then the source [B, n, G, D] of a write that has not been performed:
+    [B, length + n, G, D]. Of a ring only the newest items, which are all that the first new item needs."""
+    x, pool, is_ring, _ = new
+    size = pool.shape[1]
+    first = max(0, length - (size - step.cache.slack) + 1) if is_ring else 0
+
+    def places() -> Tensor:
+        number = torch.arange(first, length, dtype=torch.int32, device=pool.device)
+        return step.places(number.expand(x.shape[0], -1), size, is_ring)
+
+    cached = take(pool, step.shared(("cached", size, is_ring, length), places))
+    return torch.cat([cached, x], dim=1)
 
 
 def decode_backend(backend: Backend) -> str | None:

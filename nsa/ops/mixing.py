@@ -23,7 +23,7 @@ from nsa.ops.branches import (
     window_backward_node,
     window_node,
 )
-from nsa.ops.checks import check_gates, check_pair, check_sequence
+from nsa.ops.checks import check_gates, check_pair, check_sequence, sequence_length
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.layout import token_layout
 from nsa.ops.library import define, differentiate, refuse_tangents, spec_of
@@ -49,28 +49,33 @@ def nsa_attention(
     spec: NSASpec,
     *,
     cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
     backend: Backend = None,
 ) -> Tensor:
     """The three branches mixed by gates [B,S,H,3] in the order (cmp, sel, win): [B,S,H,Dv].
 
     q [B,S,H,Dk]; k_cmp [B,N,G,Dk] and v_cmp [B,N,G,Dv], compressed, N as for `compress_mean`; the keys [B,S,G,Dk] and
-    values [B,S,G,Dv] of selection and window. The caller applies rotary positions before. `backend` may be a mapping
-    from operators (`nsa.ops.dispatch.OPERATORS`) to names.
+    values [B,S,G,Dv] of selection and window. The caller applies rotary positions before. With `q_offset` and without
+    `cu_seqlens`, the window's may start later than the sequence, with the first token that the first query reads.
+    `backend` may be a mapping from operators (`nsa.ops.dispatch.OPERATORS`) to names.
     """
     check_sequence("q", q, cu_seqlens)
-    check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, num_cmp_keys(q, spec, cu_seqlens, 0))
-    check_pair("k_sel", k_sel, "v_sel", v_sel, q, q.shape[1])
-    check_pair("k_win", k_win, "v_win", v_win, q, q.shape[1])
+    check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, num_cmp_keys(q, spec, cu_seqlens, q_offset))
+    check_pair("k_sel", k_sel, "v_sel", v_sel, q, sequence_length(q, q_offset))
+    near = q_offset  # tokens before the first query whose window keys are given
+    if cu_seqlens is None and k_win.dim() == 4:
+        near = min(q_offset, max(spec.window - 1, k_win.shape[1] - q.shape[1]))
+    check_pair("k_win", k_win, "v_win", v_win, q, near + q.shape[1])
     check_gates(gates, q)
     refuse_tangents("mix_attention", q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     cmp, select, sel, win, mix = (backend_of(operator, backend) for operator in ("cmp", "select", "sel", "win", "mix"))
     sizes = spec.as_ints()
-    together = is_short(q)
+    together = is_short(q) and not q_offset
     with torch.no_grad() if together else nullcontext():  # mix_attention_node computes all gradients
-        o_cmp, lse_cmp = compressed_node(q, k_cmp, v_cmp, sizes, cu_seqlens, 0, cmp)
-        indices = cached_selection(q, k_cmp, lse_cmp, spec, cu_seqlens=cu_seqlens, backend=select)
-        o_sel, lse_sel = selected_node(q, k_sel, v_sel, indices, spec.sel_block, cu_seqlens, 0, sel)
-        o_win, lse_win = window_node(q, k_win, v_win, spec.window, cu_seqlens, 0, win)
+        o_cmp, lse_cmp = compressed_node(q, k_cmp, v_cmp, sizes, cu_seqlens, q_offset, cmp)
+        indices = cached_selection(q, k_cmp, lse_cmp, spec, cu_seqlens=cu_seqlens, q_offset=q_offset, backend=select)
+        o_sel, lse_sel = selected_node(q, k_sel, v_sel, indices, spec.sel_block, cu_seqlens, q_offset, sel)
+        o_win, lse_win = window_node(q, k_win, v_win, spec.window, cu_seqlens, near, win)
     if together:
         mixed: Tensor = mix_attention_node(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, indices,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nsa.config.load import parse_config
 from nsa.errors import ArgumentError, CacheFullError
-from nsa.nn import Decoder, KVCache, NSAAttention
+from nsa.nn import Decoder, KVCache, NSAAttention, attention_layers
 from nsa.nn.attention import DenseAttention, WindowAttention
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.model import build_model
@@ -105,19 +105,35 @@ def test_any_chunking_of_a_batch_equals_the_whole_sequence(variant):
         drawn = random.Random(seed)
         sizes: list[int] = []
         while sum(sizes) < 130:
-            sizes.append(min(130 - sum(sizes), drawn.choice([1, 2, 3, 5, 8, 17, 40, 90])))
+            sizes.append(min(130 - sum(sizes), drawn.choice([1, 2, 3, 5, 8, 17, 40, 65, 90])))
         cache = KVCache(model, sequences=2, max_length=130, slack=drawn.choice([1, 3, 16, 64]))
         same(in_chunks(model, tokens, cache, sizes), want)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_in_long_chunks_runs_on_the_training_operators(variant, monkeypatch):
+    model = small(*VARIANTS[variant])
+    tokens = torch.randint(0, VOCABULARY, (2, 214))
+    want = model(tokens).detach()
+    cache = KVCache(model, sequences=2, max_length=214, slack=3)
+    with monkeypatch.context() as patch:
+        for _, layer in attention_layers(model):
+            patch.setattr(layer, "attend_cached", None)
+        same(in_chunks(model, tokens[:, :207], cache, [7, 65, 135]), want[:, :207])
+    same(in_chunks(model, tokens[:, 207:], cache, [1, 6]), want[:, 207:])
+
+
 def test_rows_of_different_lengths_equal_each_alone():
     model = small(PATTERN, "model.n_layers=3")
-    tokens = torch.randint(0, VOCABULARY, (3, 120))
+    tokens = torch.randint(0, VOCABULARY, (3, 320))
     want = model(tokens).detach()
-    cache = KVCache(model, sequences=3, max_length=120, slack=8)
+    cache = KVCache(model, sequences=3, max_length=320, slack=8)
     rows = [cache.add() for _ in range(3)]
     at, drawn = [0, 0, 0], random.Random(0)
-    for counts in [[33, 7, 0], [1, 1, 50], [1, 0, 1], *([drawn.randint(0, 12) for _ in rows] for _ in range(6))]:
+    few = [[drawn.randint(0, 12) for _ in rows] for _ in range(6)]
+    # Many new tokens in rows of different lengths, of a length (35 + 70 = 8 + 97), beside few or none in others.
+    many = [[1, 1, 90], [1, 0, 1], [70, 97, 3], [65, 80, 1], [0, 70, 100]]
+    for counts in [[33, 7, 0], *many, *few]:
         chunk = torch.zeros(3, max(counts), dtype=torch.int64)
         for row, count in enumerate(counts):
             chunk[row, :count] = tokens[row, at[row] : at[row] + count]
@@ -168,7 +184,7 @@ def test_a_thousand_operations_agree_with_plain_lists_of_tokens():
                 del lists[sequence][length:]
             elif lists:
                 rows = drawn.sample(list(lists), drawn.randint(1, len(lists)))
-                append(model, cache, lists, rows, [drawn.choice([0, 1, 1, 1, 4, 30]) for _ in rows], drawn)
+                append(model, cache, lists, rows, [drawn.choice([0, 1, 1, 1, 4, 30, 66]) for _ in rows], drawn)
         except (CacheFullError, ArgumentError):
             refused += 1
             assert ({s: cache.length(s) for s in cache.sequences}, cache.free_tokens) == before

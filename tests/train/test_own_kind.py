@@ -98,11 +98,12 @@ def test_nsa_ready_expects_the_statistics_of_the_layer(whole, tmp_path):
 @pytest.mark.usefixtures("registered")
 def test_it_decodes_with_a_cache_as_without_one(whole):
     model = load_run(whole[1]).model
-    tokens = torch.randint(0, 256, (2, 3 * BLOCK + 5))
+    tokens = torch.randint(0, 256, (2, 8 * BLOCK + 5))
     with torch.no_grad():
         wanted = model(tokens)
-        cache = KVCache(model, sequences=2, max_length=100)
-        parts = [model(part, cache=cache) for part in tokens.split([BLOCK + 3, 1, 1, 2 * BLOCK], dim=1)]
+        cache = KVCache(model, sequences=2, max_length=200)
+        sizes = [BLOCK + 3, 1, 1, 2 * BLOCK, 5 * BLOCK]
+        parts = [model(part, cache=cache) for part in tokens.split(sizes, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
 

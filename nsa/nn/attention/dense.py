@@ -91,9 +91,10 @@ class DenseAttention(Attention):
     def attend(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> Tensor:
-        """Attention of whole sequences, [B, S, H, V]."""
-        backend = backend_of("win", self.backend)
-        return causal_attention(q_BSHK, k_BSGK, v_BSGV, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, backend=backend)
+        """Attention of whole sequences, or of the last tokens of the keys' sequences: [B, S, H, V]."""
+        settings: dict[str, Any] = {"max_seqlen": max_seqlen, "backend": backend_of("win", self.backend)}
+        earlier = k_BSGK.shape[1] - q_BSHK.shape[1]
+        return causal_attention(q_BSHK, k_BSGK, v_BSGV, cu_seqlens=cu_seqlens, q_offset=earlier, **settings)
 
     def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Queries and keys, rotated by `tables` from `rotary_tables`, and values."""
@@ -115,6 +116,9 @@ class DenseAttention(Attention):
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)
         return paged_attention(queries[0], view, step.positions, backend=backend)
+
+    def attend_chunk(self, queries: Sequence[Tensor], cached: Sequence[Tensor], step: CacheStep) -> Tensor:
+        return self.attend(queries[0], cached[0], cached[1], None, None)
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         here = plan(x_BSC, cu_seqlens, context)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError, whole_number
 from nsa.nn.cache import KVCache, begin
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.layer_cache import LayerCache, write
+from nsa.nn.layer_cache import LayerCache, after_cached, write
 from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
 from nsa.ops.checks import check_borders
@@ -81,6 +81,8 @@ class Attention(nn.Module):
     and optionally
 
         attend_context     attention under context parallelism, which is refused unless a kind implements it
+        attend_chunk       attention of many new tokens by the operators of whole sequences; without it, `attend_cached`
+                           computes them
         fused              a decoding step in few launches
         page_multiple      a page of the cache holds a multiple of this many tokens
         completes          whether new tokens cause work besides writing and attending
@@ -214,6 +216,16 @@ class Attention(nn.Module):
         """Attention of queries over the cached tokens, including the new ones: [B, n, H, V]."""
         raise NotImplementedError
 
+    def attend_chunk(self, queries: Sequence[Tensor], cached: Sequence[Tensor], step: CacheStep) -> Tensor:
+        """Attention of many new tokens, by the operators of whole sequences with `q_offset`: [B, n, H, V].
+
+        cached   the tensors of `LayerCache.writes`, with the earlier tokens (from a ring only the newest, all that the
+                 first new token reads) before the new ones
+        step     `step.start` is the number of earlier tokens, the same in all rows; rows may end with padding
+
+        The new tokens are in the cache already."""
+        raise NotImplementedError
+
     def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
         """layer(x) of new tokens in few launches, or with a `norm`, x + layer(norm(x)). None if the modules must be
         called (`nsa.nn.decode_step`)."""
@@ -300,16 +312,35 @@ class Attention(nn.Module):
         fused_BnC = self.fused(x_BnC, step)
         if fused_BnC is not None:
             return fused_BnC
-        kept: LayerCache = step.layer(self)
         queries, keys, values = self.read_tokens(x_BnC, step.rotary(*self.rotary))
+        has_chunks = type(self).attend_chunk is not Attention.attend_chunk
+        parts = step.parts() if has_chunks else [(slice(None), step)]
+        outputs = []
+        for rows, part in parts:
+            q, k, v = ([x[rows, : part.positions.shape[1]] for x in tensors] for tensors in (queries, keys, values))
+            outputs.append(self._attend_part(q, k, v, part))
+        o_BnHV = outputs[0]
+        if o_BnHV.shape[:2] != x_BnC.shape[:2]:  # the output at padding remains 0
+            o_BnHV = o_BnHV.new_zeros(*x_BnC.shape[:2], *o_BnHV.shape[2:])
+            for (rows, part), o in zip(parts, outputs, strict=True):
+                o_BnHV[rows, : part.positions.shape[1]] = o
+        y_BnC: Tensor = self.out(o_BnHV.flatten(2))
+        return y_BnC
+
+    def _attend_part(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor], step: CacheStep) -> Tensor:
+        """Writes new tokens to the cache and attends: [B, n, H, V]."""
+        kept: LayerCache = step.layer(self)
+        if step.start is not None:
+            writes = kept.writes(keys, values)
+            cached = [after_cached(step, each, step.start) for each in writes]  # before a ring overwrites old tokens
+            write(step, writes)
+            return self.attend_chunk(queries, cached, step)
         outputs = []
         # Pages take any number of tokens per pass, a ring as many as its slack.
         for rows, piece in step.pieces() if kept.shortest_ring else [(slice(None), step)]:
             write(piece, kept.writes([k[:, rows] for k in keys], [v[:, rows] for v in values]))
             outputs.append(self.attend_cached([q[:, rows] for q in queries], piece))
-        o_BnHV = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        y_BnC: Tensor = self.out(o_BnHV.flatten(2))
-        return y_BnC
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
     def _attend_divided(self, x_BSC: Tensor, context: Exchange, cache: Any, cu_seqlens: Tensor | None) -> Tensor:
         if cache is not None:

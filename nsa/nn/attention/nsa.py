@@ -170,11 +170,8 @@ class NSAAttention(Attention):
             kept.write_compressed(step, k_cmp_BNGK, v_cmp_BNGV)
         (_, k_sel, k_win), (_, v_sel, v_win) = keys, values
         arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
-        if self.force_branch is None:
-            gates_BSH3 = self.gate(x_BSC)
-            o_BSHV = nsa_attention(*arguments, gates_BSH3, self.spec, cu_seqlens=cu_seqlens, backend=self.backend)
-        else:
-            o_BSHV = self._one_branch(arguments, cu_seqlens)
+        gates_BSH3 = self.gate(x_BSC) if self.force_branch is None else None
+        o_BSHV = self._attend(arguments, gates_BSH3, cu_seqlens)
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
@@ -198,6 +195,12 @@ class NSAAttention(Attention):
             gates_BnH3[..., BRANCHES.index(self.force_branch)] = 1.0
         backend = decode_backend(self.backend)
         return nsa_decode(q_BnHK, gates_BnH3, *kept.views(step), step.positions, self.spec, backend=backend)
+
+    def attend_chunk(self, queries: Sequence[Tensor], cached: Sequence[Tensor], step: CacheStep) -> Tensor:
+        q_BnHK, gates_BnH3 = queries
+        kept: NSALayerCache = step.layer(self)
+        assert step.start is not None
+        return self._attend((q_BnHK, *kept.branches(cached, step)), gates_BnH3, q_offset=step.start)
 
     def completes(self, start: int, stop: int) -> bool:
         """Whether a compressed block ends among these tokens."""
@@ -273,19 +276,31 @@ class NSAAttention(Attention):
             others, values = others * 2, values * 3
         return rotate(q_BSHK, tables), [k_cmp, *others], values
 
-    def _one_branch(self, arguments: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Tensor:
-        """The output of the forced branch; `arguments` are those of `nsa_attention` before the gates."""
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = arguments
-        spec = self.spec
+    def _attend(
+        self,
+        arguments: tuple[Tensor, ...],
+        gates: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        q_offset: int = 0,
+    ) -> Tensor:
+        """The branches mixed by gates, or the forced branch; `arguments` are those of `nsa_attention` before the
+        gates."""
+        spec, (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win) = self.spec, arguments
+        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_offset": q_offset}
+        if gates is not None and self.force_branch is None:
+            return nsa_attention(
+                q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, **where, backend=self.backend
+            )
         by = {operator: backend_of(operator, self.backend) for operator in ("cmp", "select", "sel", "win")}
         if self.force_branch == "win":
-            return window_attention(q, k_win, v_win, spec, cu_seqlens=cu_seqlens, backend=by["win"])
+            near = k_win.shape[1] - q.shape[1]  # the keys may start later than the sequence
+            return window_attention(q, k_win, v_win, spec, cu_seqlens=cu_seqlens, q_offset=near, backend=by["win"])
         if self.force_branch == "cmp":
-            return compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=by["cmp"])[0]
+            return compressed_attention(q, k_cmp, v_cmp, spec, **where, backend=by["cmp"])[0]
         with torch.no_grad():  # only selection needs the log-sum-exp, and it has no gradient
-            _, lse = compressed_attention(q, k_cmp, v_cmp, spec, cu_seqlens=cu_seqlens, backend=by["cmp"])
-            indices = select_blocks(q, k_cmp, lse, spec, cu_seqlens=cu_seqlens, backend=by["select"])
-        return selected_attention(q, k_sel, v_sel, indices, spec, cu_seqlens=cu_seqlens, backend=by["sel"])
+            _, lse = compressed_attention(q, k_cmp, v_cmp, spec, **where, backend=by["cmp"])
+            indices = select_blocks(q, k_cmp, lse, spec, **where, backend=by["select"])
+        return selected_attention(q, k_sel, v_sel, indices, spec, **where, backend=by["sel"])
 
     def _freeze_unused(self) -> None:
         """Freezes the parameters that a forced branch does not use: the gate, and compressors and projections of the

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.layer_cache import LayerCache, put, take
+from nsa.nn.layer_cache import LayerCache, after_cached, put, take
 from nsa.nn.rope import rotate
 from nsa.ops.fused_step import Heads, Write
+from nsa.ops.layout import num_compressed
 
 if TYPE_CHECKING:
     from nsa.nn.attention.nsa import NSAAttention
@@ -60,6 +61,23 @@ class NSALayerCache(LayerCache):
         if layer.compress == "before_rotation":
             k_cmp = rotate(k_cmp, new.rotary(*layer.rotary))
         self.write_compressed(step, k_cmp, v_cmp)
+
+    def branches(self, cached: Sequence[Tensor], step: CacheStep) -> tuple[Tensor, ...]:
+        """Keys and values of cmp, sel and win for a chunk; `cached` as for `attend_chunk`. Compresses the blocks that
+        the chunk completes."""
+        layer, start = self.layer, step.start
+        assert start is not None
+        k_sel, v_sel, k_raw, *others = cached
+        v_raw, k_win, v_win = others or (v_sel[:, -k_raw.shape[1] :], k_sel, v_sel)
+        known = num_compressed(start, layer.spec)
+        # The raw tokens start with the last cmp_block - 1 earlier ones; the first block that is not complete, later.
+        first = known * layer.spec.cmp_stride - start - step.positions.shape[1] + k_raw.shape[1]
+        k_new, v_new = layer.phi_k(k_raw[:, first:]), layer.phi_v(v_raw[:, first:])
+        if layer.compress == "before_rotation":
+            k_new = rotate(k_new, step.compressed(layer.spec).rotary(*layer.rotary))
+        k_cmp, v_cmp = (after_cached(step, each, known) for each in self.cmp.writes(k_new, v_new))
+        self.write_compressed(step, k_new, v_new)
+        return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
 
     def views(self, step: CacheStep) -> tuple[Any, Any, Any]:
         """The pools of cmp, sel and win, as `nsa_decode` takes them."""

@@ -43,7 +43,8 @@ class WindowAttention(DenseAttention):
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> Tensor:
         spec, backend = NSASpec(window=self.window), backend_of("win", self.backend)
-        return window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, backend=backend)
+        earlier = k_BSGK.shape[1] - q_BSHK.shape[1]
+        return window_attention(q_BSHK, k_BSGK, v_BSGV, spec, cu_seqlens=cu_seqlens, q_offset=earlier, backend=backend)
 
     def build_cache(self, cache: KVCache) -> LayerCache:
         heads = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
