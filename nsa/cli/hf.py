@@ -12,7 +12,7 @@ from nsa.cli.output import say
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Folder of a Llama, Mistral, Qwen2 or Qwen3 model.", show_default=False),
+        typer.Argument(metavar="DIR", help="Folder of a Hugging Face model.", show_default=False),
     ],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="New folder to write.", show_default=False)],
     overrides: Annotated[list[str] | None, overrides_such_as("nsa.window=512")] = None,
@@ -27,7 +27,7 @@ def import_(
         bool, typer.Option("--copy-kv", help="Give each branch of converted layers its own copy of keys and values.")
     ] = False,
 ) -> None:
-    """Convert a Hugging Face model to a run folder, for `nsa generate` and train.init_from."""
+    """Convert a Llama, Mistral, Qwen2, Qwen3 or MiniMax-M3 model to a run folder."""
     from nsa.hf.importer import import_model
 
     made = import_model(
@@ -51,8 +51,10 @@ def export(
         Path, typer.Argument(metavar="DIR|FILE", help="The folder or the file to write.", show_default=False)
     ],
     format_: Annotated[
-        Literal["hf", "safetensors"],
-        typer.Option("--format", help="A folder for Hugging Face transformers, or the weights as one file."),
+        Literal["hf", "vllm", "safetensors"],
+        typer.Option(
+            "--format", "--for", help="A folder for transformers or for vLLM and SGLang, or the weights as one file."
+        ),
     ] = "hf",
     package: Annotated[
         str | None,
@@ -74,5 +76,7 @@ def export(
     run = load_run(source, overrides=["runtime.device=cpu"])
     from nsa.hf.exporter import export_model  # takes seconds to import
 
-    export_model(run, target, package)
-    say(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}, for AutoModelForCausalLM")
+    notes = export_model(run, target, package, format_)
+    say(f"{target}: {run.model.num_parameters():,} parameters of {run.weights}")
+    for note in notes:
+        say(note)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
@@ -15,8 +16,9 @@ from nsa.checkpoint.export import read_metadata
 from nsa.checkpoint.restore import read_step
 from nsa.config.schema import Architecture
 from nsa.data.tokenizers import BUILT_IN
-from nsa.errors import CheckpointError
-from nsa.hf.importer import check_new_folder
+from nsa.errors import CheckpointError, ConfigError
+from nsa.hf import stock
+from nsa.hf.importer import HF_CONFIG, check_new_folder
 from nsa.hf.modeling import CODE_FILE, NSAForCausalLM, NSALMConfig
 from nsa.hf.tokenizer import fast_tokenizer
 from nsa.installation import how_to_install, repository
@@ -24,19 +26,61 @@ from nsa.run_folder import METRICS_FILE, read_json
 from nsa.train.trained import TrainedRun
 
 LARGEST_SHARD = "5GB"
+PAPERS = {"nsa": "Native Sparse Attention (arXiv 2502.11089)", "msa": "MiniMax Sparse Attention (arXiv 2606.13392)"}
 
 
-def export_model(run: TrainedRun, folder: Path, package: str | None = None) -> None:
+def export_model(run: TrainedRun, folder: Path, package: str | None = None, form: stock.Form = "hf") -> list[str]:
     """Writes config.json, safetensors (large ones in shards), tokenizer, generation_config.json and a model card.
 
-    `folder` must be new or empty and is created atomically. `package` is the address of this package for pip, for the
-    model card; None means the repository in its metadata, if there is one.
+    A model that `nsa.hf.stock` can express is written as MiniMax-M3, which transformers loads without this package.
+    Returns notes for the user: whether that is so, or else which settings prevent it, and warnings.
+
+    folder    must be new or empty and is created atomically
+    package   address of this package for pip, for the model card; None means the repository in its metadata, if any
+    form      hf: for transformers; vllm: for vLLM and SGLang, ConfigError if the model cannot be written as MiniMax-M3
     """
     folder = folder.absolute()
     check_new_folder(folder)
+    missing = stock.missing_settings(run.config, form)
+    if missing and form == "vllm":
+        raise ConfigError(f"{run.weights}: vLLM has no class for this model; it needs {'; '.join(missing)}")
     separator, ends = run.tokenizer.separator, list(run.tokenizer.ends)
-    eos = ends[0] if len(ends) == 1 else ends
-    special: Any = {"bos_token_id": separator, "eos_token_id": eos, "pad_token_id": separator}
+    special: Any = {"bos_token_id": separator, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    try:
+        aside.mkdir(parents=True)
+        tokenizer = fast_tokenizer(run.tokenizer, run.config.train.seq_len)
+        if missing:
+            _save_own(run, aside, package, special)
+        else:
+            _save_stock(run, aside, form, special)
+            tokenizer.padding_side = "right"  # blocks of MiniMax-M3 in transformers count from the first column
+        tokenizer.save_pretrained(aside)
+        special["pad_token_id"] = separator
+        GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **special).save_pretrained(aside)
+        (aside / "README.md").write_text(model_card(run, folder.name, package, None if missing else form))
+        if folder.exists():
+            folder.rmdir()
+        aside.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return _notes(run, missing, form)
+
+
+def _notes(run: TrainedRun, missing: list[str], form: stock.Form) -> list[str]:
+    if missing:
+        return [f"needs the package nsa; the form that transformers loads without it requires {'; '.join(missing)}"]
+    notes = ["for transformers 5.12 and later, without the package nsa" if form == "hf" else "for vLLM and SGLang"]
+    if sizes := stock.unusual_sizes(run.config):
+        notes.append(
+            f"warning: kernels of vLLM and SGLang need heads and blocks of 128; this model has {', '.join(sizes)}"
+        )
+    return notes
+
+
+def _save_own(run: TrainedRun, folder: Path, package: str | None, special: dict[str, Any]) -> None:
     config = NSALMConfig(
         run.model.vocab_size,
         run.config.train.seq_len,
@@ -48,28 +92,26 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None) -> N
             "AutoConfig": f"{Path(CODE_FILE).stem}.{NSALMConfig.__name__}",
             "AutoModelForCausalLM": f"{Path(CODE_FILE).stem}.{NSAForCausalLM.__name__}",
         },
+        pad_token_id=run.tokenizer.separator,
         **special,
     )
     with torch.device("meta"):
         model = NSAForCausalLM(config)
     model.decoder = run.model
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
-    try:
-        aside.mkdir(parents=True)
-        model.save_pretrained(aside, max_shard_size=LARGEST_SHARD)
-        fast_tokenizer(run.tokenizer, run.config.train.seq_len).save_pretrained(aside)
-        GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **special).save_pretrained(aside)
-        (aside / "README.md").write_text(model_card(run, folder.name, package))
-        if folder.exists():
-            folder.rmdir()
-        aside.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(folder, max_shard_size=LARGEST_SHARD)
 
 
-def model_card(run: TrainedRun, name: str, package: str | None = None) -> str:
+def _save_stock(run: TrainedRun, folder: Path, form: stock.Form, special: dict[str, Any]) -> None:
+    weights = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
+    # Without pad_token_id, for which transformers would not train the embedding: it is the separator.
+    fields = {"vocab_size": run.model.vocab_size, "max_position_embeddings": run.config.train.seq_len, **special}
+    fields["dtype"] = str(weights["norm.weight"].dtype).removeprefix("torch.")
+    (folder / HF_CONFIG).write_text(json.dumps(stock.stock_config(run.config, form, **fields), indent=2) + "\n")
+    save_torch_state_dict(stock.stock_tensors(weights, form), folder, max_shard_size=LARGEST_SHARD)
+
+
+def model_card(run: TrainedRun, name: str, package: str | None = None, form: stock.Form | None = None) -> str:
+    """`form` is the form of MiniMax-M3 that the folder has, None if it needs this package."""
     config, model = run.config, run.config.model
     kinds = model.layer_kinds()
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
@@ -82,36 +124,49 @@ def model_card(run: TrainedRun, name: str, package: str | None = None) -> str:
         "context in training": f"{config.train.seq_len:,} tokens",
         **_numbers(run),
     }
-    attention = config.model_dump(mode="json", include=set(Architecture.model_fields) - {"model"})
+    attention = config.model_dump(mode="json", include={"nsa" if kind == "window" else kind for kind in kinds})
+    papers = " and ".join(paper for kind, paper in PAPERS.items() if kind in kinds) or "dense attention"
+    tags = ["nsa", "native-sparse-attention"] if "nsa" in kinds else ["msa"] if "msa" in kinds else []
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [nsa, native-sparse-attention]
+tags: [{", ".join(tags)}]
 ---
 
 # {name}
 
-A language model with Native Sparse Attention (arXiv 2502.11089), trained with nsa {__version__}.
+A language model with {papers}, trained with nsa {__version__}.
 
 | | |
 |---|---|
 {table}
 
-It needs the package nsa with its extra hf: {how_to_install("hf", package)}.
+{_usage(name, package, form)}
+
+The configuration of attention: `{json.dumps(attention)}`.
+"""
+
+
+def _usage(name: str, package: str | None, form: stock.Form | None) -> str:
+    stock_form = "It has the form of MiniMax-M3's text model and needs no code of its own"
+    if form == "vllm":
+        return f"{stock_form}, for vLLM and SGLang:\n\n```sh\nvllm serve {name} --dtype bfloat16\n```"
+    if form == "hf":
+        needs, own_import = f"{stock_form} (transformers 5.12 or later).", ""
+    else:
+        needs = f"It needs the package nsa with its extra hf: {how_to_install('hf', package)}."
+        own_import = "import nsa.hf  # or trust_remote_code=True below\n"
+    return f"""{needs}
 
 ```python
-import nsa.hf  # or trust_remote_code=True below
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{own_import}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
-```
-
-The configuration of attention: `{json.dumps(attention)}`.
-"""
+```"""
 
 
 def _numbers(run: TrainedRun) -> dict[str, str]:

@@ -19,6 +19,8 @@ from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
+from nsa.hf import stock
+from nsa.hf.names import HF_LAYER, INSIDE, OUTSIDE
 from nsa.nn.attention import Attention, attention_layers
 from nsa.nn.model import build_model
 from nsa.run_folder import WEIGHTS_FILE, read_json
@@ -29,25 +31,6 @@ OWN_TYPE = "nsa"  # the model_type in exports of `nsa export`
 HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 _OWN = "decoder."  # prefix of all names in exports of `nsa export`
-_HF_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.+)\.(weight|bias)")
-_OUTSIDE = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-}
-_INSIDE = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "self_attn.q_proj": "attention.q",
-    "self_attn.k_proj": "attention.k",
-    "self_attn.v_proj": "attention.v",
-    "self_attn.o_proj": "attention.out",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.out",
-}
 _ATTENTION = "attention."
 _IN_LAYER = re.compile(r"(blocks\.([0-9]+)\.attention\.)(.+)")
 
@@ -75,8 +58,11 @@ def import_model(
     content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
     wanted = content["nsa"]
     origin = str(source / HF_CONFIG)
+    is_stock = described.get("model_type") == stock.TYPE
     if is_own:
         content |= _own_sections(described, origin)
+    elif is_stock:
+        content |= _stock_sections(described, origin)
     else:
         content["model"] = model_section(described, origin) | {"attention": "dense"}
     sections = {name: content[name] for name in ("model", "nsa")}
@@ -94,7 +80,7 @@ def import_model(
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
     config = parse_config(content, str(source), list(overrides))
     converts = is_dense and "nsa" in config.model.layer_kinds()
-    weights = converted_weights(source, config, is_own=is_own, converts=converts)
+    weights = converted_weights(source, config, is_own=is_own, is_stock=is_stock, converts=converts)
     with reworded(CheckpointError, f"{run}: cannot be written"):
         run.mkdir(parents=True, exist_ok=True)
         if kept:
@@ -123,7 +109,8 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
     if described.get("auto_map"):
         raise refuse("the model brings its own code (auto_map), which is never executed here")
     if family not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise refuse(f"model_type {family!r} is not supported; there are llama, mistral, qwen2 and qwen3")
+        supported = f"llama, mistral, qwen2, qwen3 and {stock.TYPE}"
+        raise refuse(f"model_type {family!r} is not supported; there are {supported}")
     if described.get("quantization_config"):
         raise refuse("the weights are quantized (quantization_config); import the original")
     if described.get("hidden_act", "silu") != "silu":
@@ -167,6 +154,22 @@ def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
     return {"model": {**model, "vocab_size": vocab_size}, "nsa": nsa}
 
 
+def _stock_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Returns the sections `model` and `msa` of the text model of MiniMax-M3."""
+    try:
+        sections = stock.own_sections(described)
+        alike = {"model_type": "qwen3", "hidden_act": "silu", "layer_types": None, "use_sliding_window": False}
+        alike |= {"intermediate_size": described["dense_intermediate_size"], "head_dim": described["head_dim"]}
+        model = model_section({"rope_theta": stock.ROPE_THETA, **described, **alike}, origin)
+        sections["model"] = model | sections["model"]
+        stock.check_fields(described, parse_config(sections, origin))
+    except KeyError as error:
+        raise CheckpointError(f"{origin}: has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{origin}: {error}") from None
+    return sections
+
+
 def _slides(described: dict[str, Any]) -> bool:
     """Whether any layer has a sliding window. In Qwen files use_sliding_window may disable it, and a Mistral file
     without the key has a window of 4,096 tokens."""
@@ -208,9 +211,12 @@ def _rotary(described: dict[str, Any], head_dim: int, refuse: Any) -> dict[str, 
     return found
 
 
-def converted_weights(source: Path, config: Config, *, is_own: bool, converts: bool) -> dict[str, Tensor]:
+def converted_weights(
+    source: Path, config: Config, *, is_own: bool, converts: bool, is_stock: bool = False
+) -> dict[str, Tensor]:
     """Returns every parameter of the decoder that `config` describes: from the folder, whose tensors have the names of
-    `nsa export` (`is_own`) or of transformers, or initialised if a dense model `converts` to NSA."""
+    `nsa export` (`is_own`), of MiniMax-M3 (`is_stock`) or of Llama, or initialised if a dense model `converts` to NSA.
+    """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
@@ -226,18 +232,19 @@ def converted_weights(source: Path, config: Config, *, is_own: bool, converts: b
             continue
         if not tensor.is_floating_point():
             raise CheckpointError(f"{source}: {name} has dtype {tensor.dtype}, which is not a floating-point type")
-        targets = [target for target in _targets(name, layers, is_own=is_own) if target in shapes]
-        if not targets:
+        parts = stock.own_tensors(name, tensor) if is_stock else [(_target(name, is_own=is_own), tensor)]
+        places = [(target, part) for own, part in parts for target in _targets(own, layers) if target in shapes]
+        if not places:
             raise CheckpointError(f"{source}: {name} has no place in the model of {HF_CONFIG}; remove the tensor")
-        for place, target in enumerate(targets):
-            if shapes[target] != tensor.shape:
+        for place, (target, part) in enumerate(places):
+            if shapes[target] != part.shape:
                 wanted = f"{list(shapes[target])} by {HF_CONFIG}"
-                raise CheckpointError(f"{source}: {name} is {list(tensor.shape)} in its file and {wanted}")
+                raise CheckpointError(f"{source}: {name}: {target} is {list(part.shape)} in its file and {wanted}")
             if target in found:
                 raise CheckpointError(
                     f"{source}: has two tensors for {target}: {origins[target]} and {name} in {file}; remove one"
                 )
-            found[target] = tensor.clone() if place else tensor  # a shared tensor would be stored once
+            found[target] = part.clone() if place else part  # a shared tensor would be stored once
             origins[target] = f"{name} in {file}"
     if config.model.tied_head:
         shapes.pop("head.weight")
@@ -255,7 +262,7 @@ def _is_new(name: str, layers: Sequence[Attention]) -> bool:
     inside = _IN_LAYER.fullmatch(name)
     if inside is None or not layers:
         return False
-    dense = [part.removeprefix(_ATTENTION) for part in _INSIDE.values() if part.startswith(_ATTENTION)]
+    dense = [part.removeprefix(_ATTENTION) for part in INSIDE.values() if part.startswith(_ATTENTION)]
     layer = layers[int(inside[2])]
     filled = (layer.dense_targets(f"{part}.{kind}") for part in dense for kind in ("weight", "bias"))
     return inside[3] not in chain(*filled)
@@ -273,14 +280,17 @@ def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Ten
     return {name: parameters[name].detach() for name in names}
 
 
-def _targets(name: str, layers: Sequence[Attention], *, is_own: bool) -> list[str]:
-    """Returns the parameters that a tensor of the folder may fill; `layers` are the converted attention layers."""
+def _target(name: str, *, is_own: bool) -> str:
+    """Returns the parameter of a decoder with dense layers, or of an own export, that a tensor of the folder fills."""
     if is_own:
-        target = name.removeprefix(_OWN) if name.startswith(_OWN) else ""
-    elif match := _HF_LAYER.fullmatch(name):
-        target = f"blocks.{match[1]}.{_INSIDE.get(match[2])}.{match[3]}"
-    else:
-        target = _OUTSIDE.get(name, "")
+        return name.removeprefix(_OWN) if name.startswith(_OWN) else ""
+    if match := HF_LAYER.fullmatch(name):
+        return f"blocks.{match[1]}.{INSIDE.get(match[2])}.{match[3]}"
+    return OUTSIDE.get(name, "")
+
+
+def _targets(target: str, layers: Sequence[Attention]) -> list[str]:
+    """Returns the parameters that start as the parameter `target`; `layers` are the converted attention layers."""
     inside = _IN_LAYER.fullmatch(target)
     if inside is None or int(inside[2]) >= len(layers):
         return [target]
