@@ -1,4 +1,5 @@
-"""Times the attention of one decode step against dense attention over a cache as long: `python -m bench.decode`.
+"""Times the attention of one decode step against dense attention over a cache as long: `python -m bench.decode`. Steps
+of MSA are timed in the same run (`bench.msa_decode`).
 
 Every head layout is checked first against whole sequences in float64, and every timed step against the float64
 reference on some of its sequences; a wrong kernel is not timed. Times are those of a CUDA graph's replay, in which
@@ -15,30 +16,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench import msa_decode
 from bench.output import Results, add_dirty_option
 from bench.shapes import SPEC, Shape
-from bench.timing import graph_ms
+from bench.timing import BANDWIDTH, LIMIT, copies, graph_ms, recorded, relative, twice
 from nsa.ops import PagedKV, RingKV, compressed_attention, nsa_attention, nsa_decode, paged_attention, select_blocks
 from nsa.ops.layout import num_compressed
 from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
 from nsa.ops.triton.launch_table import Launch
 
-BANDWIDTH = 4.8e12  # bytes/s of an H200
-CACHE = 120 << 20  # bytes, more than the L2 cache of a GPU holds
-LIMIT = 5e-3
 PAGE = 64
 RING = SPEC.window + 64
 LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
@@ -121,11 +119,6 @@ class Step:
         return [self.q[:count].double(), self.gates[:count].double(), *pools, self.positions[:count]]
 
 
-def copies(bytes_read: float) -> int:
-    """The number of caches that calls alternate between."""
-    return max(1, min(16, -(-CACHE // int(bytes_read))))
-
-
 def bytes_of_step(shape: Shape) -> float:
     selected = min(shape.tokens, SPEC.num_selected * SPEC.sel_block)
     tokens = num_compressed(shape.tokens, SPEC) + selected + min(shape.tokens, SPEC.window)
@@ -134,10 +127,6 @@ def bytes_of_step(shape: Shape) -> float:
 
 def bytes_of_dense(shape: Shape) -> float:
     return shape.batch * shape.groups * shape.dim * 4.0 * shape.tokens
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def check_layout(heads: int, groups: int, dim: int) -> dict[str, float]:
@@ -234,44 +223,15 @@ def time_dense(shape: Shape, repeats: int) -> dict[str, float]:
     return times
 
 
-class Recorded:
-    """Replaces a kernel: launches it and records the launch."""
-
-    def __init__(self, kernel: Any, name: str, launched: dict[str, Callable[[], Any]]):
-        self.kernel, self.name, self.launched = kernel, name, launched
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def launch(*args: Any, **options: Any) -> None:
-            # Repeated alone, it must not start while its previous launch still runs.
-            options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"OVERLAP": False}
-            self.launched[self.name] = partial(self.kernel[grid], *args, **options)
-            self.launched[self.name]()
-
-        return launch
-
-
-@contextmanager
-def recorded() -> Iterator[dict[str, Callable[[], Any]]]:
-    """Inside, the launches of a step are recorded with their tensors, and can be repeated one by one."""
-    launched: dict[str, Callable[[], Any]] = {}
-    kernels = {name: Recorded(getattr(decode, name), name, launched) for name in KERNELS}
-    with mock.patch.multiple(decode, **kernels):
-        yield launched
-
-
 def launches_of(steps: list[Step], params: decode.Launches | None = None) -> dict[str, list[Callable[[], Any]]]:
     """Every kernel of a step separately, on the caches of each of `steps`."""
     kernels: dict[str, list[Callable[[], Any]]] = {name: [] for name in KERNELS}
     for step in steps:
-        with recorded() as launched:
+        with recorded(decode, KERNELS) as launched:
             decode.nsa(*step.tensors(), SPEC, params)
         for name, launch in launched.items():
             kernels[name].append(launch)
     return kernels
-
-
-def twice(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    return calls * max(2, 16 // len(calls))
 
 
 def measure(shape: Shape, repeats: int) -> dict[str, Any]:
@@ -443,8 +403,10 @@ def main() -> int:
                 results.append(measure(Shape(batch, tokens, *heads), options.repeats))
                 print(f"done {results[-1]['shape']}", file=sys.stderr, flush=True)
     show(results)
-    file.write(results=results)
-    return 1 if any("wrong" in r for r in results) else 0
+    msa = [msa_decode.measure(Shape(b, t, *HEADS[0]), options.repeats) for t in lengths for b in batches]
+    msa_decode.show(msa)
+    file.write(results=results, msa=msa)
+    return 1 if any("wrong" in r for r in results + msa) else 0
 
 
 if __name__ == "__main__":

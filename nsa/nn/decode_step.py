@@ -7,7 +7,7 @@
 tokens, autocast, an adapted, quantized, patched or hooked layer, a dtype or a device without kernels.
 
 An attention layer has projections q, k, v and out, norms q_norm and k_norm (k, v and k_norm may be lists), and
-optionally a gate.
+optionally a gate, or an index: projections index_q and index_k with their norms.
 
 Legend: B rows of a forward pass, n tokens of a row, T all of these tokens, C channels, H query heads, K/V head sizes.
 """
@@ -35,12 +35,16 @@ def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module 
         return None
     keys, values, key_norms = (listed(modules) for modules in (layer.k, layer.v, layer.k_norm))
     linears, gate = [layer.q, *keys, *values], getattr(layer, "gate", None)
+    head_norms = [layer.q_norm, *key_norms]
+    has_index = hasattr(layer, "index_q")
+    if has_index:
+        linears += [layer.index_q, layer.index_k]
+        head_norms += [layer.index_q_norm, layer.index_k_norm]
     if gate is not None:
         if not is_bare(gate, BranchGate) or gate.out.bias is None:
             return None
         linears.append(gate.hidden)
     others = [layer.out] if gate is None else [layer.out, gate.out]
-    head_norms = [layer.q_norm, *key_norms]
     kernels = _kernels(x_BnC, [*linears, *others], [] if norm is None else [norm])
     if kernels is None or layer.out.bias is not None or not _are_alike(x_BnC, head_norms):
         return None
@@ -56,15 +60,19 @@ def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module 
     columns = list(accumulate((linear.weight.shape[0] for linear in linears), initial=0))
     groups, dims = layer.num_kv_heads, (layer.head_dim_k, layer.head_dim_v)
     weights = [getattr(head_norm, "weight", None) for head_norm in head_norms]
-    query = Source(0, layer.num_heads, dims[0], weights[0])
+    queries = [Source(0, layer.num_heads, dims[0], weights[0])]
     k = [Source(columns[1 + i], groups, dims[0], weights[1 + i]) for i in range(len(keys))]
     v = [Source(columns[1 + len(keys) + i], groups, dims[1], None) for i in range(len(values))]
+    if has_index:
+        at = 1 + len(keys) + len(values)
+        queries.append(Source(columns[at], groups, layer.index_dim, weights[-2]))
+        k.append(Source(columns[at + 1], 1, layer.index_dim, weights[-1]))
     last = None if gate is None else Gate(columns[-2], gate.out.weight, gate.out.bias, gate.kind == "softmax")
-    q_BnHK, gates_BnH3 = kernels.place(
-        read_TN, query, step.layer(layer).writes(k, v), last, getattr(layer.q_norm, "eps", 0.0), step.positions,
+    read = kernels.place(
+        read_TN, queries, step.layer(layer).writes(k, v), last, getattr(layer.q_norm, "eps", 0.0), step.positions,
         step.table, step.slots_B, step.rotary(*layer.rotary),
     )  # fmt: skip
-    o_BnHV = layer.attend_cached([q_BnHK] if gate is None else [q_BnHK, gates_BnH3], step)
+    o_BnHV = layer.attend_cached(read, step)
     residual = None if norm is None else x_TC
     y_TC: Tensor = kernels.product(o_BnHV.reshape(len(x_TC), -1), [layer.out.weight], residual=residual)
     return y_TC.view(x_BnC.shape)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nsa.ops.block_index import index_blocks, msa_attention
     from nsa.ops.branches import compressed_attention, select_blocks, window_attention
     from nsa.ops.compression import compress_contract, compress_mean
-    from nsa.ops.decoding import PagedKV, RingKV, nsa_decode, paged_attention
+    from nsa.ops.decoding import PagedKV, RingKV, msa_decode, nsa_decode, paged_attention
     from nsa.ops.library import checked_values
     from nsa.ops.mixing import nsa_attention
 
@@ -41,6 +41,7 @@ __all__ = [
     "compressed_attention",
     "index_blocks",
     "msa_attention",
+    "msa_decode",
     "nsa_attention",
     "nsa_decode",
     "paged_attention",
@@ -54,7 +55,7 @@ _MODULES = {
     "block_index": ("index_blocks", "msa_attention"),
     "branches": ("compressed_attention", "select_blocks", "window_attention"),
     "compression": ("compress_contract", "compress_mean"),
-    "decoding": ("PagedKV", "RingKV", "nsa_decode", "paged_attention"),
+    "decoding": ("PagedKV", "RingKV", "msa_decode", "nsa_decode", "paged_attention"),
     "library": ("checked_values",),
     "mixing": ("nsa_attention",),
 }

@@ -4,7 +4,6 @@ What shapes, `cu_seqlens`, `q_offset` and `backend` mean is said once, in `nsa.o
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from nsa.ops.checks import (
     sequence_length,
 )
 from nsa.ops.dispatch import Backend, backend_of
-from nsa.ops.library import check_border_values, define, differentiate, refuse_tangents
+from nsa.ops.library import check_border_values, define, differentiate, msa_spec_of, refuse_tangents
 from nsa.ops.observe import notify
 from nsa.ops.positions import token_positions
 from nsa.ops.spec import MSASpec
@@ -130,16 +129,11 @@ def _loss_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@lru_cache(maxsize=64)
-def _spec(*sizes: int) -> MSASpec:
-    return MSASpec(*sizes)
-
-
 def _choose(
     index_q: Tensor, index_k: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, q_offset: int,
     backend: str | None,
 ) -> Tensor:  # fmt: skip
-    sizes = _spec(*spec)
+    sizes = msa_spec_of(spec)
     check_border_values(cu_seqlens, index_k.shape[1])
     kernels = dispatch.choose("index", backend, index_q, index_q, count=True)
     indices: Tensor = kernels.choose(index_q, index_k, sizes, cu_seqlens, q_offset=q_offset)

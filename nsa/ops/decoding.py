@@ -1,5 +1,5 @@
-"""Attention of new tokens over a cache of keys and values: `nsa_decode` for an NSA layer, `paged_attention` for a dense
-or a window layer.
+"""Attention of new tokens over a cache of keys and values: `nsa_decode` for an NSA layer, `msa_decode` for an MSA
+layer, `paged_attention` for a dense or a window layer.
 
 A cache is either pages, which hold all tokens of a sequence in the order of its page table, or a ring, which holds the
 newest tokens. Many sequences share a pool of pages or rings. The cache must already hold the keys and values of every
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError
 from nsa.ops import dispatch
-from nsa.ops.checks import check_float, check_gates, check_head_size, check_ints, check_pair
+from nsa.ops.checks import check_float, check_gates, check_head_size, check_ints, check_like, check_pair
 from nsa.ops.layout import compressed_per_block
-from nsa.ops.library import define, spec_of, values_are_checked
-from nsa.ops.spec import NSASpec
+from nsa.ops.library import define, msa_spec_of, spec_of, values_are_checked
+from nsa.ops.spec import MSASpec, NSASpec
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,45 @@ def nsa_decode(
     return o
 
 
+def msa_decode(
+    q: Tensor,
+    index_q: Tensor,
+    kv: PagedKV,
+    index_keys: Tensor,
+    positions: Tensor,
+    spec: MSASpec,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention of new tokens over the blocks that the index chooses: [B,n,H,Dv].
+
+    q [B,n,H,Dk] and index_q [B,n,G,E] as for `msa_attention`; index_keys [P,page,1,E] in the pages of kv, which hold a
+    multiple of `spec.block` tokens; positions int32 [B,n], the position of every query in its sequence, -1 for padding,
+    whose output is 0.
+    """
+    _check_queries(q, positions)
+    _check_cache("kv", kv, q, None)
+    check_float("index_q", index_q)
+    check_head_size("index_q", index_q)
+    check_like("index_q", index_q, q, "q")
+    (pool, page, groups, _), size = kv.k.shape, index_q.shape[3]
+    if index_q.shape[:3] != (*q.shape[:2], groups):
+        wanted = [*q.shape[:2], groups]
+        raise ArgumentError("index_q", f"must start with [B, n, G] = {wanted}, got {list(index_q.shape)}")
+    if index_keys.shape != (pool, page, 1, size):
+        wanted = [pool, page, 1, size]
+        raise ArgumentError("index_keys", f"must be [P, page, 1, E] = {wanted}, got {list(index_keys.shape)}")
+    check_like("index_keys", index_keys, q, "q")
+    if page % spec.block:
+        raise ArgumentError("kv.k", f"a page must hold whole blocks of {spec.block} tokens, got {page} tokens")
+    o: Tensor
+    o, _ = msa_decode_node(
+        q.detach(), index_q.detach(), kv.k.detach(), kv.v.detach(), index_keys.detach(), kv.table, positions,
+        spec.as_ints(), backend,
+    )  # fmt: skip
+    return o
+
+
 def paged_attention(
     q: Tensor, kv: PagedKV | RingKV, positions: Tensor, *, window: int | None = None, backend: str | None = None
 ) -> Tensor:
@@ -146,7 +185,7 @@ def _decode(
     """`win_places` is a page table [B, pages] or the rings [B]. Also returns the blocks that the queries read."""
     sizes = spec_of(spec)
     if positions.numel() == 0:
-        return _decode_shapes(q, k_cmp, v_cmp, sizes.num_selected)
+        return _decode_shapes(q, v_sel, sizes.num_selected)
     if values_are_checked(positions):
         last = positions.amax(1).tolist()
         _check_places("cmp", k_cmp, cmp_table, last, sizes.cmp_stride)
@@ -158,9 +197,22 @@ def _decode(
     )
 
 
-def _decode_shapes(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, num_selected: int) -> tuple[Tensor, Tensor]:
-    blocks = q.new_empty(*q.shape[:2], k_cmp.shape[2], num_selected, dtype=torch.int32)
-    return q.new_empty(*q.shape[:3], v_cmp.shape[3]), blocks
+def _decode_shapes(q: Tensor, v: Tensor, num_selected: int) -> tuple[Tensor, Tensor]:
+    blocks = q.new_empty(*q.shape[:2], v.shape[2], num_selected, dtype=torch.int32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), blocks
+
+
+def _decode_msa(
+    q: Tensor, index_q: Tensor, k: Tensor, v: Tensor, index_keys: Tensor, table: Tensor, positions: Tensor,
+    spec: Sequence[int], backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Also returns the blocks that the queries read."""
+    if positions.numel() == 0:
+        return _decode_shapes(q, v, spec[1])
+    if values_are_checked(positions):
+        _check_places("kv", k, table, positions.amax(1).tolist())
+    kernels = dispatch.choose("msa_decode", backend, q, v, count=True)
+    return kernels.msa(q, index_q, k, v, index_keys, table, positions, msa_spec_of(spec))
 
 
 def _attend_pages(
@@ -194,7 +246,12 @@ nsa_decode_node = define(
     "nsa_decode",
     _decode,
     lambda q, gates, k_cmp, v_cmp, cmp_table, k_sel, v_sel, sel_table, k_win, v_win, win_places, positions, spec, _: (
-        _decode_shapes(q, k_cmp, v_cmp, spec_of(spec).num_selected)
+        _decode_shapes(q, v_sel, spec_of(spec).num_selected)
     ),
+)
+msa_decode_node = define(
+    "msa_decode",
+    _decode_msa,
+    lambda q, index_q, k, v, index_keys, table, positions, spec, _: _decode_shapes(q, v, spec[1]),
 )
 paged_node = define("paged_attention", _attend_pages, lambda q, k, v, *_: q.new_empty(*q.shape[:3], v.shape[3]))

@@ -25,8 +25,8 @@ OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix", "index", "index_loss")
 # One name for all operators, or a name by operator; other operators use the fastest backend.
 Backend = str | Mapping[str, str] | None
 # What computes each: its reference, and its kernels under nsa.ops.triton, imported on first use. decode is attention of
-# a few new tokens over a cache: all of the above but phi, in one. mlp is what
-# surrounds the products of a long MLP, step what surrounds decode: its reference are the modules of nsa.nn.
+# a few new tokens over a cache: all of the above but phi, in one; msa_decode is that of MSA. mlp is what surrounds the
+# products of a long MLP, step what surrounds decode: its reference are the modules of nsa.nn.
 _COMPUTED: dict[str, tuple[Any, str]] = {
     "phi": (compress, "compress"),
     "cmp": (compressed, "compressed.compressed"),
@@ -35,6 +35,7 @@ _COMPUTED: dict[str, tuple[Any, str]] = {
     "win": (windowed, "windowed.windowed"),
     "mix": (mix, "mix"),
     "decode": (decode, "decode"),
+    "msa_decode": (decode, "msa_decode"),
     "index": (msa_index, "msa_selection"),
     "index_loss": (msa_index, "msa_loss"),
     "mlp": (feed_forward, "feed_forward"),

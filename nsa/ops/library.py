@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from nsa.errors import ArgumentError, DerivativeError
 from nsa.ops.layout import num_blocks
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 
 # torch.library.custom_op does the same in one call, but costs every call of the operator 0.1 to 0.3 ms on the host, as
 # long as the kernels of a short sequence take.
@@ -70,12 +70,15 @@ def check_index_values(indices: Tensor, tokens: int, block: int) -> None:
 
 def spec_of(sizes: Sequence[int]) -> NSASpec:
     """The spec of these sizes, which `NSASpec.as_ints` passed to a node."""
-    return _spec(*sizes)
+    return _nsa_spec(*sizes)
 
 
-@lru_cache(maxsize=64)
-def _spec(*sizes: int) -> NSASpec:
-    return NSASpec(*sizes)
+def msa_spec_of(sizes: Sequence[int]) -> MSASpec:
+    """The spec of these sizes, which `MSASpec.as_ints` passed to a node."""
+    return _msa_spec(*sizes)
+
+
+_nsa_spec, _msa_spec = lru_cache(maxsize=64)(NSASpec), lru_cache(maxsize=64)(MSASpec)
 
 
 def define(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:

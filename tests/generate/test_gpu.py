@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 VARIANTS = {
-    "pattern": ["model.layer_pattern=[nsa,dense,window,nsa]"],
+    "pattern": ["model.layer_pattern=[nsa,dense,window,msa]", "msa.block=64", "msa.num_selected=8"],
+    "msa": ["model.attention=msa", "msa.block=32", "msa.num_selected=16", "model.qk_norm=true", "msa.index_dim=32"],
     "mlp": ["nsa.phi=mlp", "model.qk_norm=true"],
     "shared": ["nsa.shared_kv=true"],
     "192/128": ["model.head_dim_k=192", "model.head_dim_v=128"],
@@ -51,7 +52,7 @@ def test_prompt_and_steps_equal_the_whole_sequence(variant, dtype, most):
 @pytest.mark.parametrize("first_room", [4096, 8])  # the cache grows, and the graphs are captured again
 def test_graphs_give_the_tokens_of_plain_steps_for_rows_that_end_at_different_times(first_room, monkeypatch):
     monkeypatch.setattr("nsa.generate.batch.FIRST_ROOM", first_room)
-    model = model_of("model.layer_pattern=[nsa,dense,window,nsa]", dtype=torch.float32)
+    model = model_of(*VARIANTS["pattern"], dtype=torch.float32)
     prompts = [torch.randint(0, 512, (n,)).tolist() for n in (1, 31, 500)]
     drawn = []
     for is_graphed in (True, False):
@@ -68,7 +69,7 @@ def test_graphs_give_the_tokens_of_plain_steps_for_rows_that_end_at_different_ti
 
 
 def test_a_step_never_waits_for_the_gpu():
-    model = model_of("model.layer_pattern=[nsa,dense,window,nsa]")
+    model = model_of(*VARIANTS["pattern"])
     cache = KVCache(model, sequences=2, max_length=300)
     tokens = torch.randint(0, 512, (2, 1), device="cuda")
     model(torch.randint(0, 512, (2, 100), device="cuda"), cache=cache)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,22 +12,23 @@ from torch import Tensor, nn
 from nsa.config.load import parse_config
 from nsa.errors import ArgumentError, CacheFullError
 from nsa.nn import Decoder, KVCache, NSAAttention, attention_layers
-from nsa.nn.attention import DenseAttention, WindowAttention
+from nsa.nn.attention import Attention, DenseAttention, MSAAttention, WindowAttention
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.model import build_model
-from nsa.ops import NSASpec
+from nsa.ops import MSASpec, NSASpec
 
 SPEC = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=1, window=24)
+MSA_SPEC = MSASpec(block=16, num_selected=3)
 # Around the ends of a stride, a compressed block, a selection block, the window, its ring with a slack of 5, a page.
 BORDERS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 23, 24, 25, 29, 30, 32, 33, 63, 64, 65, 90)
 VOCABULARY = 64
-PATTERN = "model.layer_pattern=[nsa,dense,window]"
+PATTERN = "model.layer_pattern=[nsa,dense,window,msa]"
 VARIANTS = {
-    "pattern": [PATTERN, "model.n_layers=3"],
-    "scaled": [PATTERN, "model.n_layers=3", "model.rope_scaling.factor=4", "model.rope_scaling.original_length=32"],
+    "pattern": [PATTERN, "model.n_layers=4"],
+    "scaled": [PATTERN, "model.n_layers=4", "model.rope_scaling.factor=4", "model.rope_scaling.original_length=32"],
     "part of a head": [
         PATTERN,
-        "model.n_layers=3",
+        "model.n_layers=4",
         "model.head_dim_k=32",
         "model.rotary_dim=16",
         "model.activation=swiglu_oai",
@@ -37,6 +39,8 @@ VARIANTS = {
     "mean_mlp": ["nsa.phi=mean_mlp", "model.qkv_bias=true", "model.rope_scaling.factor=4.0"],
     "rotated first": ["nsa.compress=after_rotation", "nsa.phi=mean_mlp"],
     "shared, rotated first": ["nsa.compress=after_rotation", "nsa.shared_kv=true"],
+    "msa": ["model.attention=msa", "model.qk_norm=true", "model.qkv_bias=true", "msa.index_dim=32"],
+    "msa, narrow index": ["model.attention=msa", "model.head_dim_k=32", "msa.index_dim=16"],
     "cmp": ["nsa.force_branch=cmp"],
     "sel": ["nsa.force_branch=sel"],
     "win": ["nsa.force_branch=win"],
@@ -46,6 +50,8 @@ VARIANTS = {
 def small(*overrides: str, seed: int = 0) -> Decoder:
     sizes = "model.dim=32 model.n_layers=2 model.n_heads=4 model.n_kv_heads=2 model.head_dim_k=16 model.head_dim_v=32"
     spec = [f"nsa.{name}={value}" for name, value in vars(SPEC).items()]
+    if any("msa" in override for override in overrides):
+        spec += [f"msa.{name}={value}" for name, value in vars(MSA_SPEC).items()]
     config = parse_config({}, "test", [*sizes.split(), *spec, *overrides])
     model = build_model(config, VOCABULARY, seed).double().eval()
     randomize_gates(model)
@@ -59,15 +65,14 @@ def randomize_gates(module: nn.Module) -> None:
             nn.init.normal_(parameter)
 
 
-def layer_of(kind: str, **options: object) -> NSAAttention | DenseAttention:
-    if kind == "nsa":
-        layer: NSAAttention | DenseAttention = NSAAttention(24, 4, 2, 16, 32, SPEC, **options)
-    else:
-        layer = (
-            DenseAttention(24, 4, 2, 16, 32)
-            if kind == "dense"
-            else WindowAttention(24, 4, 2, 16, 32, window=SPEC.window)
-        )
+def layer_of(kind: str, **options: object) -> Attention:
+    kinds = {
+        "nsa": partial(NSAAttention, spec=SPEC),
+        "msa": partial(MSAAttention, spec=MSA_SPEC),
+        "dense": DenseAttention,
+        "window": partial(WindowAttention, window=SPEC.window),
+    }
+    layer = kinds[kind](24, 4, 2, 16, 32, **options)
     randomize_gates(layer)
     return layer.double().eval()
 
@@ -82,8 +87,15 @@ def in_chunks(model: nn.Module, x: Tensor, cache: KVCache, sizes: list[int]) -> 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("nsa", {}), ("nsa", {"phi": "mlp"}), ("nsa", {"shared_kv": True}), ("dense", {}), ("window", {})],
-    ids=["nsa", "mlp", "shared", "dense", "window"],
+    [
+        ("nsa", {}),
+        ("nsa", {"phi": "mlp"}),
+        ("nsa", {"shared_kv": True}),
+        ("msa", {}),
+        ("dense", {}),
+        ("window", {}),
+    ],
+    ids=["nsa", "mlp", "shared", "msa", "dense", "window"],
 )
 def test_a_prompt_of_any_length_and_single_steps_equal_the_whole_sequence(kind, options):
     layer = layer_of(kind, **options)
@@ -124,7 +136,7 @@ def test_a_prompt_in_long_chunks_runs_on_the_training_operators(variant, monkeyp
 
 
 def test_rows_of_different_lengths_equal_each_alone():
-    model = small(PATTERN, "model.n_layers=3")
+    model = small(PATTERN, "model.n_layers=4")
     tokens = torch.randint(0, VOCABULARY, (3, 320))
     want = model(tokens).detach()
     cache = KVCache(model, sequences=3, max_length=320, slack=8)
@@ -144,7 +156,7 @@ def test_rows_of_different_lengths_equal_each_alone():
     assert [cache.length(row) for row in rows] == at == cache.lengths.tolist()
 
 
-@pytest.mark.parametrize("variant", ["pattern", "shared", "mlp"])
+@pytest.mark.parametrize("variant", ["pattern", "shared", "mlp", "msa"])
 def test_cropped_tokens_do_not_affect_later_tokens(variant):
     """As when drafted tokens are verified, and some of them rejected."""
     model, slack = small(*VARIANTS[variant]), 9
@@ -224,7 +236,7 @@ def test_a_cache_that_grows_keeps_its_tokens_and_their_limit():
 
 
 def test_a_cache_grows_to_more_tokens_of_all_sequences():
-    model = small(PATTERN, "model.n_layers=3")
+    model = small(PATTERN, "model.n_layers=4")
     tokens = torch.randint(0, VOCABULARY, (2, 300))
     cache = KVCache(model, sequences=2, max_length=100, tokens=120)
     rows = [cache.add(), cache.add()]
@@ -237,7 +249,7 @@ def test_a_cache_grows_to_more_tokens_of_all_sequences():
 
 
 def test_a_cache_whose_growth_fails_half_way_goes_on(monkeypatch):
-    model = small(PATTERN, "model.n_layers=3")
+    model = small(PATTERN, "model.n_layers=4")
     tokens, built = torch.randint(0, VOCABULARY, (2, 200)), []
     cache = KVCache(model, sequences=2, max_length=100)
     model(tokens[:, :60], cache=cache)
@@ -370,7 +382,7 @@ def test_sequences_must_be_added_and_their_limit_is_named():
         cache.model(torch.zeros(3, 4, dtype=torch.int64), cache=cache)
 
 
-@pytest.mark.parametrize("variant", ["pattern", "shared mlp"])
+@pytest.mark.parametrize("variant", ["pattern", "shared mlp", "msa"])
 def test_a_copy_of_a_cache_is_independent(variant):
     model = small(*VARIANTS[variant])
     tokens = torch.randint(0, VOCABULARY, (2, 100))
@@ -399,10 +411,11 @@ def test_after_a_refused_crop_the_sequence_can_be_cropped_to_zero():
 
 
 def test_a_cache_is_only_as_large_as_its_branches_need():
-    long, short = (KVCache(small(PATTERN, "model.n_layers=3"), sequences=2, max_length=n).memory() for n in (640, 64))
+    long, short = (KVCache(small(PATTERN, "model.n_layers=4"), sequences=2, max_length=n).memory() for n in (640, 64))
     assert (long["win"], long["tail"], long["window"]) == (short["win"], short["tail"], short["window"])
     page = 64 * 2 * (16 + 32) * 8  # tokens, heads, keys and values, bytes
-    assert long["sel"] == long["dense"] == (2 * 10 + 1) * page
+    assert long["sel"] == long["dense"] == long["msa"] == (2 * 10 + 1) * page
+    assert long["index"] == (2 * 10 + 1) * 64 * 16 * 8  # one head of keys alone
     assert long["cmp"] == long["sel"] // SPEC.cmp_stride
     shared = KVCache(small("nsa.shared_kv=true"), sequences=2, max_length=640).memory()
     separate = KVCache(small(), sequences=2, max_length=640).memory()
@@ -411,8 +424,19 @@ def test_a_cache_is_only_as_large_as_its_branches_need():
     assert shared["sel"] == separate["sel"]
 
 
+def test_an_msa_layer_that_warms_its_index_up_reads_the_whole_cache():
+    layer, dense = layer_of("msa"), layer_of("dense")
+    dense.load_state_dict({name: x for name, x in layer.state_dict().items() if "index" not in name})
+    x = torch.randn(1, 90, 24, dtype=torch.float64)
+    for is_dense in (False, True):
+        layer.is_dense = is_dense
+        got = in_chunks(layer, x, KVCache(layer, sequences=1, max_length=90), [70, 19, 1])
+        same(got, layer(x))
+        assert torch.allclose(got, dense(x)) == is_dense
+
+
 def test_a_cached_pass_has_no_gradient_and_training_does_not_see_the_cache():
-    model = small(PATTERN, "model.n_layers=3")
+    model = small(PATTERN, "model.n_layers=4")
     tokens = torch.randint(0, VOCABULARY, (1, 40))
     cache = KVCache(model, sequences=1, max_length=40)
     before = model(tokens)
@@ -436,7 +460,7 @@ def test_under_autocast_the_cache_has_the_type_of_the_products():
 
 def test_a_step_of_fixed_shape_serves_every_length():
     """What a CUDA graph replays: always the same tensors, the whole page table, rows that have ended as padding."""
-    model = small(PATTERN, "model.n_layers=3")
+    model = small(PATTERN, "model.n_layers=4")
     tokens = torch.randint(0, VOCABULARY, (2, 100))
     want = model(tokens).detach()
     cache = KVCache(model, sequences=2, max_length=200, slack=5)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa.ops import NSASpec, PagedKV, RingKV
+from nsa.ops import MSASpec, NSASpec, PagedKV, RingKV
 from nsa.ops.layout import visible_compressed
+from nsa.ops.spec import SelectionSpec
 from tests.ops.cases import Inputs
 
 GARBAGE = 1 << 30  # in a page table behind the last token
@@ -26,7 +27,7 @@ class Cached:
         return self.q, self.gates, self.cmp, self.sel, self.win
 
 
-def page_size(spec: NSASpec) -> int:
+def page_size(spec: SelectionSpec) -> int:
     return spec.sel_block * -(-64 // spec.sel_block)
 
 
@@ -40,9 +41,17 @@ def fill_pages(x: Tensor, lengths: list[int], page: int, table: Tensor, total: i
     """[B, S, G, D] -> [P, page, G, D] that holds the first tokens of every sequence and NaN elsewhere."""
     pool = x.new_full((total, page, *x.shape[2:]), torch.nan)
     for b, length in enumerate(lengths):
-        for s in range(length):
-            pool[table[b, s // page], s % page] = x[b, s]
+        s = torch.arange(length)
+        pool[table[b, s // page], s % page] = x[b, :length]
     return pool
+
+
+def without_unused(table: Tensor, lengths: list[int], page: int) -> Tensor:
+    """The table as int32, with garbage behind the last page of every sequence."""
+    used = table.to(torch.int32)
+    for b, length in enumerate(lengths):
+        used[b, -(-length // page) :] = GARBAGE * (-1) ** b
+    return used
 
 
 def fill_rings(x: Tensor, lengths: list[int], ring: int, slots: Tensor) -> Tensor:
@@ -65,9 +74,7 @@ def make_cache(x: Inputs, positions: Tensor, spec: NSASpec, *, ring: int | None 
     compressed = [int(visible_compressed(length - 1, spec)) for length in lengths]
     in_cmp = [fill_pages(t, compressed, page // spec.cmp_stride, table, total) for t in (x.k_cmp, x.v_cmp)]
     in_sel = [fill_pages(t, lengths, page, table, total) for t in (x.k_sel, x.v_sel)]
-    used = table.to(torch.int32)
-    for b, length in enumerate(lengths):
-        used[b, -(-length // page) :] = GARBAGE * (-1) ** b
+    used = without_unused(table, lengths, page)
     win: PagedKV | RingKV
     if ring is None:
         win = PagedKV(*(fill_pages(t, lengths, page, table, total) for t in (x.k_win, x.v_win)), used)
@@ -76,3 +83,16 @@ def make_cache(x: Inputs, positions: Tensor, spec: NSASpec, *, ring: int | None 
     at = positions.clamp(min=0).to(torch.int64)
     row = torch.arange(batch)[:, None]
     return Cached(x.q[row, at], x.gates[row, at], PagedKV(*in_cmp, used), PagedKV(*in_sel, used), win)
+
+
+def make_msa_cache(
+    tensors: tuple[Tensor, ...], positions: Tensor, spec: MSASpec, *, page: int | None = None
+) -> tuple[Tensor, Tensor, PagedKV, Tensor]:
+    """The arguments of `msa_decode` without positions and spec: the cache of sequences q, k, v, index_q and index_k
+    after the last of `positions` [B, n] of each, and the queries at those positions."""
+    q, k, v, index_q, index_k = (x.detach() for x in tensors)
+    lengths, page = [int(last) + 1 for last in positions.amax(1)], page or page_size(spec)
+    table, total = page_table(q.shape[0], -(-q.shape[1] // page) + 1, torch.Generator().manual_seed(7))
+    pools = [fill_pages(x, lengths, page, table, total) for x in (k, v, index_k.unsqueeze(2))]
+    row, at = torch.arange(q.shape[0])[:, None], positions.clamp(min=0).to(torch.int64)
+    return q[row, at], index_q[row, at], PagedKV(*pools[:2], without_unused(table, lengths, page)), pools[2]

@@ -5,20 +5,26 @@ import torch
 
 from nsa.errors import ArgumentError, BackendError
 from nsa.ops import (
+    MSASpec,
     NSASpec,
     PagedKV,
     RingKV,
     compressed_attention,
     dispatch,
+    index_blocks,
+    msa_attention,
+    msa_decode,
     nsa_attention,
     nsa_decode,
     paged_attention,
     select_blocks,
     window_attention,
 )
-from nsa.ops.decoding import nsa_decode_node
+from nsa.ops.decoding import msa_decode_node, nsa_decode_node
 from tests.ops.cases import SMALL, Inputs, make_inputs
-from tests.ops.decode_cases import make_cache
+from tests.ops.decode_cases import make_cache, make_msa_cache
+from tests.ops.test_msa import loops
+from tests.ops.test_msa import make_inputs as make_msa_inputs
 from tests.ops.test_reference import causal
 
 WIDE = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=2, window=20)
@@ -36,6 +42,13 @@ def decode_with_blocks(q, gates, cmp, sel, win, positions, spec):
     pools = [x for kv in (cmp, sel, win) for x in vars(kv).values()]
     _, blocks = nsa_decode_node(q, gates, *pools, positions, spec.as_ints(), None)
     return nsa_decode(q, gates, cmp, sel, win, positions, spec), blocks
+
+
+def msa_with_blocks(q, index_q, kv, index_keys, positions, spec):
+    """What `msa_decode` gives, and the blocks that every query read."""
+    pools = (kv.k, kv.v, index_keys, kv.table)
+    _, blocks = msa_decode_node(q, index_q, *pools, positions, spec.as_ints(), None)
+    return msa_decode(q, index_q, kv, index_keys, positions, spec), blocks
 
 
 def repeated(x: Inputs, batch: int) -> Inputs:
@@ -87,6 +100,41 @@ def test_chunks_of_sequences_of_different_lengths(ring):
     got, blocks = decode_with_blocks(*cache.arguments(), positions, WIDE)
     assert_equal_at(positions, got, want)
     assert (blocks[positions < 0] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads", "groups", "page"),
+    [
+        (MSASpec(16, 3), 1, 1, None),
+        (MSASpec(16, 2), 8, 4, 16),
+        (MSASpec(16, 4, 2, 1), 4, 2, 48),
+        (MSASpec(32, 2, 0, 0), 4, 1, None),
+        (MSASpec(16, 1), 2, 2, None),
+        (MSASpec(16, 40), 2, 1, None),
+    ],
+    ids=str,
+)
+def test_a_step_of_msa_at_every_position_is_the_whole_sequence(spec, heads, groups, page):
+    x = make_msa_inputs(101, heads, groups)
+    wanted_blocks, want, *_ = loops(*x, spec)
+    positions = torch.arange(101, dtype=torch.int32)[:, None]
+    cache = make_msa_cache([t.expand(101, *t.shape[1:]) for t in x], positions, spec, page=page)
+    got, blocks = msa_with_blocks(*cache, positions, spec)
+    assert_equal_at(positions, got, want.detach().expand(101, *want.shape[1:]))
+    assert torch.equal(blocks[:, 0], wanted_blocks[0])
+
+
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_chunks_of_msa_of_different_lengths(new):
+    spec = MSASpec(16, 3)
+    x = [t.detach() for t in make_msa_inputs(130, 4, 2, batch=4)]
+    positions = torch.tensor([0, 61, 124, 9], dtype=torch.int32)[:, None] + torch.arange(new, dtype=torch.int32)
+    positions[1, 1:] = -1
+    positions[3] = -1
+    got, blocks = msa_with_blocks(*make_msa_cache(x, positions, spec), positions, spec)
+    assert_equal_at(positions, got, msa_attention(*x, spec)[0])
+    wanted = index_blocks(*x[3:], spec)[torch.arange(4)[:, None], positions.clamp(min=0).long()]
+    assert torch.equal(blocks, wanted.masked_fill(positions[..., None, None] < 0, -1))
 
 
 def test_more_places_than_blocks_and_default_sizes():
@@ -183,6 +231,11 @@ def test_shapes_without_a_device():
     q, gates, *kv = cache.arguments()
     o, blocks = decode_with_blocks(q.to("meta"), gates.to("meta"), *map(meta, kv), positions.to("meta"), WIDE)
     assert (o.shape, blocks.shape, blocks.dtype) == ((1, 1, 2, 32), (1, 1, 1, 4), torch.int32)
+    q, index_q, kv, keys = make_msa_cache(make_msa_inputs(20), positions, MSASpec(16, 3))
+    o, blocks = msa_with_blocks(
+        *(x.to("meta") for x in (q, index_q)), meta(kv), keys.to("meta"), positions.to("meta"), MSASpec(16, 3)
+    )
+    assert (o.shape, blocks.shape, blocks.dtype) == ((1, 1, 2, 32), (1, 1, 1, 3), torch.int32)
 
 
 def arguments(**changes):
@@ -219,6 +272,29 @@ def test_wrong_arguments_are_named(changes, message):
     nsa_decode(**arguments())
     with pytest.raises(ArgumentError, match=message):
         nsa_decode(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": lambda p: p + 400}, "positions: 460 is beyond the 192 tokens"),
+        ({"index_q": lambda q: q[:, :, :1]}, r"index_q: must start with \[B, n, G\] = \[2, 1, 2\]"),
+        ({"index_q": lambda q: q.float()}, "index_q: must have q's type"),
+        ({"index_q": lambda q: q[..., :8]}, "index_q: head size"),
+        ({"index_keys": lambda k: k[:-1]}, r"index_keys: must be \[P, page, 1, E\]"),
+        ({"index_keys": lambda k: k.float()}, "index_keys: must have q's type"),
+        ({"spec": lambda s: MSASpec(128)}, "kv.k: a page must hold whole blocks of 128 tokens, got 64"),
+        ({"kv": lambda kv: PagedKV(kv.k, kv.v, kv.table + 999)}, "kv: refers to"),
+    ],
+)
+def test_wrong_arguments_of_msa_are_named(changes, message):
+    positions = torch.tensor([[60], [40]], dtype=torch.int32)
+    cache = make_msa_cache(make_msa_inputs(70, 4, 2, batch=2), positions, MSASpec(16, 3))
+    given = dict(zip(("q", "index_q", "kv", "index_keys"), cache, strict=True))
+    given |= {"positions": positions, "spec": MSASpec(16, 3)}
+    assert not msa_decode(**given).requires_grad
+    with pytest.raises(ArgumentError, match=message):
+        msa_decode(**given | {name: change(given[name]) for name, change in changes.items()})
 
 
 def test_wrong_windows_are_named():

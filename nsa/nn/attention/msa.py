@@ -1,10 +1,12 @@
 """The MSAAttention layer: grouped attention over blocks that a learned index chooses.
 
-Legend: B batch, S tokens, C channels, H query heads, G key/value heads, K/V head sizes, E index head size.
+Legend: B batch, S tokens, n new tokens, N tokens of a sequence so far, C channels, H query heads, G key/value heads,
+K/V head sizes, E index head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,13 +16,17 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 from nsa.nn.attention import msa_context
 from nsa.nn.attention.layer import Attention, Exchange, head_size
+from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
+from nsa.nn.decode_step import fused_attention
+from nsa.nn.layer_cache import decode_backend, write
 from nsa.nn.projection import check_input, project, project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
 from nsa.ops.causal import causal_attention
 from nsa.ops.checks import check_borders
+from nsa.ops.decoding import msa_decode, paged_attention
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.layout import num_read
 from nsa.ops.positions import token_positions
@@ -144,18 +150,35 @@ class MSAAttention(Attention):
     ) -> Tensor:
         tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
         q, k, v = self.projections(x_BSC, tables)
-        length = min(x_BSC.shape[1], x_BSC.shape[1] if max_seqlen is None else max_seqlen)
-        documents: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-        if self.is_dense or length <= self.spec.dense_tokens:
-            backend = backend_of("win", self.backend)
-            o_BSHV = causal_attention(q, k, v, max_seqlen=max_seqlen, backend=backend, **documents)
-        else:
-            index_q, index_k = self.project_index(x_BSC, tables)
-            by = {operator: backend_of(operator, self.backend) for operator in ("index", "sel")}
-            indices = index_blocks(index_q, index_k, self.spec, backend=by["index"], **documents)
-            o_BSHV = selected_attention(q, k, v, indices, self.spec, backend=by["sel"], **documents)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        index = None
+        if step is not None or not self._reads_all(x_BSC.shape[1], max_seqlen):
+            index = self.project_index(x_BSC, tables)
+            if step is not None:
+                write(step, step.layer(self).writes([k, index[1].unsqueeze(2)], [v]))
+        out_BSC: Tensor = self.out(self._attend(q, k, v, index, cu_seqlens, max_seqlen).flatten(2))
         return out_BSC
+
+    def _reads_all(self, length: int, max_seqlen: int | None) -> bool:
+        """Whether no query of such sequences chooses blocks."""
+        longest = length if max_seqlen is None else min(length, max_seqlen)
+        return self.is_dense or longest <= self.spec.dense_tokens
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Attention of whole sequences, or of the last tokens of the keys' sequences: [B, S, H, V]. `index`, the result
+        of `project_index`, may be None if no query chooses blocks."""
+        settings: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_offset": k.shape[1] - q.shape[1]}
+        if index is None or self._reads_all(k.shape[1], max_seqlen):
+            return causal_attention(q, k, v, max_seqlen=max_seqlen, backend=backend_of("win", self.backend), **settings)
+        indices = index_blocks(*index, self.spec, backend=backend_of("index", self.backend), **settings)
+        return selected_attention(q, k, v, indices, self.spec, backend=backend_of("sel", self.backend), **settings)
 
     def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, rotated by `tables` from `rotary_tables`, and values."""
@@ -169,6 +192,32 @@ class MSAAttention(Attention):
         index_k = self.index_k_norm(k.unflatten(-1, (1, self.index_dim))).to(k.dtype)
         cos, sin = (table[..., : self.index_dim // 2] for table in tables)  # an index head may be the smaller one
         return rotate(index_q, (cos, sin)), rotate(index_k, (cos, sin)).squeeze(2)
+
+    def build_cache(self, cache: KVCache) -> MSALayerCache:
+        return MSALayerCache(cache, self)
+
+    def read_tokens(
+        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        q_BnHK, k_BnGK, v_BnGV = self.projections(x_BnC, tables)
+        index_q_BnGE, index_k_BnE = self.project_index(x_BnC, tables)
+        return [q_BnHK, index_q_BnGE], [k_BnGK, index_k_BnE.unsqueeze(2)], [v_BnGV]
+
+    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
+        return fused_attention(self, x_BnC, step, norm) if type(self) is MSAAttention else None
+
+    def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
+        q_BnHK, index_q_BnGE = queries
+        kv, index_keys = step.layer(self).views(step)
+        backend = decode_backend(self.backend)
+        if self.is_dense:
+            return paged_attention(q_BnHK, kv, step.positions, backend=backend)
+        return msa_decode(q_BnHK, index_q_BnGE, kv, index_keys, step.positions, self.spec, backend=backend)
+
+    def attend_chunk(self, queries: Sequence[Tensor], cached: Sequence[Tensor], step: CacheStep) -> Tensor:
+        q_BnHK, index_q_BnGE = queries
+        k_BNGK, v_BNGV, index_k_BN1E = cached
+        return self._attend(q_BnHK, k_BNGK, v_BNGV, (index_q_BnGE, index_k_BN1E.squeeze(2)))
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         return msa_context.attend_context(self, x_BSC, context, cu_seqlens, None)[0]

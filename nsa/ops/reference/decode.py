@@ -21,8 +21,9 @@ from nsa.ops.reference.masked_attention import (
     unfold_heads,
     weigh,
 )
+from nsa.ops.reference.msa_index import block_maxima
 from nsa.ops.reference.selection import block_scores, pick_blocks
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 
 # Elements of keys and values gathered at once for the blocks that queries selected.
 GATHERED = 1 << 24
@@ -45,6 +46,27 @@ def nsa(
     return mix.forward(o_cmp, o_sel, o_win, gates), indices
 
 
+def msa(
+    q: Tensor, index_q: Tensor, k: Tensor, v: Tensor, index_keys: Tensor, table: Tensor, positions: Tensor,
+    spec: MSASpec,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [B,n,H,D], index_q [B,n,G,I], positions [B,n]; index_keys [P,page,1,I] in the pages of k and v.
+
+    Returns o [B,n,H,E] and the blocks that each query read, int32 [B,n,G,num_selected] as from `index_blocks`.
+    """
+    position = positions.to(torch.int64)
+    reach, groups = _reach(positions, k.shape[1] * table.shape[1]), k.shape[2]
+    keys = _pages(index_keys, table, reach).transpose(1, 2).to(accumulation_dtype(q.dtype))  # [B, 1, T, I]
+    indices = positions.new_empty(*positions.shape, groups, spec.num_selected)
+    for rows in row_slices(index_q, keys.shape[2]):
+        scores = fold_heads(index_q[:, rows], groups) @ keys.transpose(-1, -2)  # [B, G, n, T]
+        at = position[:, None, rows]
+        unseen = torch.arange(keys.shape[2], device=q.device) > at.unsqueeze(-1)
+        indices[:, rows] = pick_blocks(block_maxima(scores, unseen, spec.block), at, spec).transpose(1, 2)
+    seen = indices[..., : num_blocks(reach, spec.block)]
+    return _selected(q, k, v, table, seen, position, spec.block), indices
+
+
 def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Attention over the last `window` tokens (None: all) up to the query's own position.
 
@@ -53,7 +75,8 @@ def paged(q: Tensor, k: Tensor, v: Tensor, places: Tensor, positions: Tensor, wi
     """
     t = positions.to(torch.int64).unsqueeze(-1)  # [B, n, 1]
     if places.dim() == 2:
-        k, v = _pages(k, v, places, _reach(positions, k.shape[1] * places.shape[1]))
+        reach = _reach(positions, k.shape[1] * places.shape[1])
+        k, v = _pages(k, places, reach), _pages(v, places, reach)
         age = t - torch.arange(k.shape[1], device=q.device)
     else:
         k, v = k.index_select(0, places), v.index_select(0, places)
@@ -69,12 +92,11 @@ def _reach(positions: Tensor, capacity: int) -> int:
     return max(1, int(positions.max()) + 1) if positions.device.type == "cpu" else capacity
 
 
-def _pages(k: Tensor, v: Tensor, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def _pages(x: Tensor, table: Tensor, tokens: int) -> Tensor:
     """[P, page, G, D] -> the first `tokens` tokens of every sequence, as whole pages [B, T, G, D]."""
-    pages = table[:, : -(-tokens // k.shape[1])].clamp(0, k.shape[0] - 1)
+    pages = table[:, : -(-tokens // x.shape[1])].clamp(0, x.shape[0] - 1)
     # Equals indexing by `pages`, which starts threads even for tiny tensors.
-    k, v = (x.index_select(0, pages.flatten()).view(pages.shape[0], -1, *x.shape[2:]) for x in (k, v))
-    return k, v
+    return x.index_select(0, pages.flatten()).view(pages.shape[0], -1, *x.shape[2:])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +113,7 @@ def _compressed(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, position: Tensor, reach: int, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
     """Attention over visible compressed tokens, and the blocks that it selects among `reach` tokens."""
-    k, v = _pages(k, v, table, visible_compressed(reach - 1, spec))
+    k, v = (_pages(x, table, visible_compressed(reach - 1, spec)) for x in (k, v))
     visible = visible_compressed(position, spec).unsqueeze(-1)
     unseen = (torch.arange(k.shape[1], device=q.device) >= visible).unsqueeze(1)  # [B, 1, n, T]
     o, scores, lse = _attend(q, k.transpose(1, 2), v.transpose(1, 2), unseen)

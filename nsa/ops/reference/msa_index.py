@@ -41,14 +41,18 @@ def choose(index_q: Tensor, index_k: Tensor, spec: MSASpec, cu_seqlens: Tensor |
         if cu_seqlens is not None:  # every row begins with the first key of its document
             first = (layout.doc_start[at] - keys.start)[:, None]
             scores = scores.gather(-1, (place + first).clamp(max=len(place) - 1).expand(scores.shape))
-        # A NaN is never a maximum; a score that is not finite is neither forced (inf) nor out of sight (-inf).
-        scores = scores.masked_fill((place > position[:, None]) | scores.isnan(), -torch.inf)
-        blocks = num_blocks(len(place), spec.sel_block)
-        scores = pad(scores, (0, blocks * spec.sel_block - len(place)), value=-torch.inf)
-        limit = torch.finfo(scores.dtype).max
-        best = scores.unflatten(-1, (blocks, spec.sel_block)).amax(-1).clamp(-limit, limit)
+        best = block_maxima(scores, place > position[:, None], spec.sel_block)
         indices[:, rows] = pick_blocks(best, position, spec).transpose(1, 2)
     return indices
+
+
+def block_maxima(scores: Tensor, unseen: Tensor, block: int) -> Tensor:
+    """scores [..., T] of tokens -> [..., J], the maximum over the tokens of each block that are not `unseen`."""
+    # A NaN is never a maximum; a score that is not finite is neither forced (inf) nor out of sight (-inf).
+    scores = scores.masked_fill(unseen | scores.isnan(), -torch.inf)
+    blocks, limit = num_blocks(scores.shape[-1], block), torch.finfo(scores.dtype).max
+    scores = pad(scores, (0, blocks * block - scores.shape[-1]), value=-torch.inf)
+    return scores.unflatten(-1, (blocks, block)).amax(-1).clamp(-limit, limit)
 
 
 def loss(

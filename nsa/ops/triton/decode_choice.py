@@ -135,9 +135,10 @@ def _nth_set(masks, ones, behind, LINES: tl.constexpr, WIDTH: tl.constexpr):
 def pick_blocks(
     keys, out, slot, table, first, stop, write,
     SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, FREE: tl.constexpr, INTERPRETED: tl.constexpr,
+    LEAST: tl.constexpr = -1,
 ):  # fmt: skip
-    """The FREE best of blocks first .. stop by their keys; keys of other blocks are -1. `write` stores them to out, in
-    ascending order. Returns one of them and its page, a different one for every `slot` of FREE.
+    """The FREE best of blocks first .. stop by their keys; keys of other blocks are LEAST. `write` stores the best to
+    out, in ascending order. Returns one of them and its page, a different one for every `slot` of FREE.
 
     Block j is in line j % LINES. A block below the FREE-th largest of the maxima of the lines is not among the FREE
     best. Seldom more than 32 are left, which are all compared with each other. Neighbours, which are often similar, are
@@ -155,7 +156,7 @@ def pick_blocks(
             best = tl.max(tl.reshape(best, [LINES // 32, 32]), 0)
         others = pinned(best, INTERPRETED)
         rank = _larger(others.to(tl.int64) * 32 - i, best.to(tl.int64) * 32 - i)
-        bound = tl.maximum(tl.sum(tl.where(rank == FREE - 1, others, 0), 0), 0)
+        bound = tl.maximum(tl.sum(tl.where(rank == FREE - 1, others, 0), 0), LEAST + 1)
         bits = pinned(tl.sum((lines >= bound).to(tl.int32) << tl.arange(0, WIDTH)[None, :], 1), INTERPRETED)
         ones = popcount(bits)
         behind, count = tl.cumsum(ones, 0), tl.sum(ones, 0)
@@ -164,7 +165,7 @@ def pick_blocks(
         left = at % WIDTH * LINES + at // WIDTH
         pages = tl.load(table + left * SEL_BLOCK // PAGE)  # arrive while the blocks are compared
         few = pinned(tl.gather(tl.reshape(lines, [BLOCK]), at, 0), INTERPRETED)
-        order = tl.where(i < count, few, -1).to(tl.int64) * BLOCK - left  # ties go to the lower index
+        order = tl.where(i < count, few, LEAST).to(tl.int64) * BLOCK - left  # ties go to the lower index
         rank = pinned(_larger(order, order), INTERPRETED)
         found = tl.sum(tl.where(rank == slot, left, 0), 0)
         page = tl.sum(tl.where(rank == slot, pages, 0), 0)
@@ -174,10 +175,32 @@ def pick_blocks(
     else:
         keys = tl.reshape(tl.trans(lines), [BLOCK])
         block = tl.arange(0, BLOCK)
-        places = pick_keys(block, keys, out, first, stop, BLOCK, FREE, FREE > MOST_FREE)
+        places = pick_keys(block, keys, out, first, stop, BLOCK, FREE, FREE > MOST_FREE, LEAST)
         found = tl.sum(tl.where((places == slot) & (places >= 0), tl.reshape(block, [BLOCK // 32, 32]), 0), axis=None)
         page = tl.load(table + found * SEL_BLOCK // PAGE)
     return found, page
+
+
+@triton.jit
+def forced_blocks(
+    out, t, slot, table, SEL_BLOCK: tl.constexpr, PAGE: tl.constexpr, NUM_SELECTED: tl.constexpr,
+    NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Writes the blocks that the query at t reads whatever their scores, to their places in out [NUM_SELECTED]: all,
+    padded with -1, if it sees no more than NUM_SELECTED. Returns the block in place `slot`, unless it is a free place,
+    and its page."""
+    own = t // SEL_BLOCK
+    known = tl.where((own < NUM_SELECTED) | (slot < NUM_INIT), slot, own - (NUM_SELECTED - 1 - slot))
+    known = tl.minimum(tl.maximum(known, 0), tl.maximum(own, 0))
+    page = tl.load(table + known * SEL_BLOCK // PAGE)
+    place = tl.arange(0, NUM_PADDED)
+    # With more blocks than places, forced blocks do not overlap: the first, then the free, then the newest.
+    forced = (own < NUM_SELECTED) | (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
+    all_seen = tl.where((place <= own) & (t >= 0), place, -1)
+    newest = tl.where(place < NUM_INIT, place, own - (NUM_SELECTED - 1 - place))
+    block = tl.where(own < NUM_SELECTED, all_seen, newest)
+    tl.store(out + place, block, mask=forced & (place < NUM_SELECTED))
+    return known, page
 
 
 @triton.jit
@@ -195,65 +218,55 @@ def choose_blocks(
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     CJ: tl.constexpr = TILES * BJ
     own = t // SEL_BLOCK
-    place = tl.arange(0, NUM_PADDED)
-    known = tl.where((own < NUM_SELECTED) | (slot < NUM_INIT), slot, own - (NUM_SELECTED - 1 - slot))
-    known = tl.minimum(tl.maximum(known, 0), tl.maximum(own, 0))
-    found, page = known, tl.load(table + known * SEL_BLOCK // PAGE)
-    if (t < 0) | (own < NUM_SELECTED):
-        tl.store(out + place, tl.where((place <= own) & (t >= 0), place, -1), mask=place < NUM_SELECTED)
-    else:
-        # More blocks than places, so forced blocks do not overlap: the first, then the free, then the newest.
-        forced = (place < NUM_INIT) | (place >= NUM_SELECTED - NUM_LOCAL)
-        newest = own - (NUM_SELECTED - 1 - place)
-        tl.store(out + place, tl.where(place < NUM_INIT, place, newest), mask=forced & (place < NUM_SELECTED))
-        is_free = (slot >= NUM_INIT) & (slot < NUM_SELECTED - NUM_LOCAL)
-        if (FREE > 0) & ((not ONE) | (slot == 0) | is_free):
-            _, seen = keys_seen(t, None, None, CMP_BLOCK, CMP_STRIDE, 0)
-            share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
-            # Issues all first loads before waiting for any. Without a barrier the assembler would move them after the
-            # wait for the next one.
+    found, page = forced_blocks(out, t, slot, table, SEL_BLOCK, PAGE, NUM_SELECTED, NUM_PADDED, NUM_INIT, NUM_LOCAL)
+    is_free = (slot >= NUM_INIT) & (slot < NUM_SELECTED - NUM_LOCAL)
+    if (own >= NUM_SELECTED) & (FREE > 0) & ((not ONE) | (slot == 0) | is_free):
+        _, seen = keys_seen(t, None, None, CMP_BLOCK, CMP_STRIDE, 0)
+        share, peak, edge, edge_peak = _load_tiles(0, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES)
+        # Issues all first loads before waiting for any. Without a barrier the assembler would move them after the
+        # wait for the next one.
+        tl.debug_barrier()
+        head, split = tl.arange(0, HP), tl.arange(0, SPLITS)
+        there = (head < HEADS)[:, None] & (split < used)[None, :]
+        at = (row + head)[:, None] * splits + split[None, :]
+        top = tl.load(stats + at, mask=there, other=NOTHING)
+        total = tl.load(stats + num_rows * splits + at, mask=there, other=0.0)
+        highest = tl.max(top, 1)
+        lse = highest + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - highest[:, None]), 1), 1e-30))
+        whole = tl.floor(lse)
+        weight = tl.exp2(whole - lse)  # [HP]
+        score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+        stop = own - NUM_LOCAL + 1
+        if TILED:
+            j = tl.arange(0, CJ)
+            tl.store(scores + j, score, mask=j < width)
+            for j0 in tl.range(CJ, stop, CJ):
+                share, peak, edge, edge_peak = _load_tiles(
+                    j0 // BJ, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
+                )  # fmt: skip
+                score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
+                tl.store(scores + j0 + j, score, mask=j0 + j < width)
             tl.debug_barrier()
-            head, split = tl.arange(0, HP), tl.arange(0, SPLITS)
-            there = (head < HEADS)[:, None] & (split < used)[None, :]
-            at = (row + head)[:, None] * splits + split[None, :]
-            top = tl.load(stats + at, mask=there, other=NOTHING)
-            total = tl.load(stats + num_rows * splits + at, mask=there, other=0.0)
-            highest = tl.max(top, 1)
-            lse = highest + tl.log2(tl.maximum(tl.sum(total * tl.exp2(top - highest[:, None]), 1), 1e-30))
-            whole = tl.floor(lse)
-            weight = tl.exp2(whole - lse)  # [HP]
-            score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
-            stop = own - NUM_LOCAL + 1
-            if TILED:
-                j = tl.arange(0, CJ)
-                tl.store(scores + j, score, mask=j < width)
-                for j0 in tl.range(CJ, stop, CJ):
+            pick_tiled(scores, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, 1, FREE)
+        else:
+            chunk = tl.arange(0, BLOCK // CJ)[:, None]
+            keys = tl.where(chunk == 0, score.to(tl.int32, bitcast=True)[None, :], 0)
+            if BLOCK > CJ:
+                for number in tl.range(1, tl.cdiv(stop, CJ)):
                     share, peak, edge, edge_peak = _load_tiles(
-                        j0 // BJ, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
+                        number * TILES, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
                     )  # fmt: skip
                     score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
-                    tl.store(scores + j0 + j, score, mask=j0 + j < width)
-                tl.debug_barrier()
-                pick_tiled(scores, out + NUM_INIT, width, NUM_INIT, stop, BLOCK, 1, FREE)
-            else:
-                chunk = tl.arange(0, BLOCK // CJ)[:, None]
-                keys = tl.where(chunk == 0, score.to(tl.int32, bitcast=True)[None, :], 0)
-                if BLOCK > CJ:
-                    for number in tl.range(1, tl.cdiv(stop, CJ)):
-                        share, peak, edge, edge_peak = _load_tiles(
-                            number * TILES, seen, shares, edges, peaks, HEADS, HP, R, BJ, PLANES, TILES
-                        )  # fmt: skip
-                        score = _score_tiles(share, peak, edge, edge_peak, whole, weight, PLANES)
-                        keys = tl.where(chunk == number, score.to(tl.int32, bitcast=True)[None, :], keys)
-                block = tl.arange(0, BLOCK)
-                inside = (block >= NUM_INIT) & (block < stop)
-                keys = tl.where(inside, tl.reshape(keys, [BLOCK]), -1)
-                if ONE:
-                    free, free_page = pick_blocks(
-                        keys, out + NUM_INIT, slot - NUM_INIT, table, NUM_INIT, stop, slot == 0,
-                        SEL_BLOCK, PAGE, BLOCK, FREE, INTERPRETED,
-                    )  # fmt: skip
-                    found, page = tl.where(is_free, free, found), tl.where(is_free, free_page, page)
-                else:  # many programs hide latency, and the blocks are read back anyway
-                    pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, True)
+                    keys = tl.where(chunk == number, score.to(tl.int32, bitcast=True)[None, :], keys)
+            block = tl.arange(0, BLOCK)
+            inside = (block >= NUM_INIT) & (block < stop)
+            keys = tl.where(inside, tl.reshape(keys, [BLOCK]), -1)
+            if ONE:
+                free, free_page = pick_blocks(
+                    keys, out + NUM_INIT, slot - NUM_INIT, table, NUM_INIT, stop, slot == 0,
+                    SEL_BLOCK, PAGE, BLOCK, FREE, INTERPRETED,
+                )  # fmt: skip
+                found, page = tl.where(is_free, free, found), tl.where(is_free, free_page, page)
+            else:  # many programs hide latency, and the blocks are read back anyway
+                pick_keys(block, keys, out + NUM_INIT, NUM_INIT, stop, BLOCK, FREE, True)
     return found, page

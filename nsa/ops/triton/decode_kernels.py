@@ -44,7 +44,7 @@ def _weigh(peak, total, s, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+def attend_step(acc, peak, total, s, v, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """`_weigh`, then adds the weighted values v [BN, DV] to the output."""
     peak, total, alpha, p = _weigh(peak, total, s, EXACT)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
@@ -59,7 +59,7 @@ def _finished(acc):
 
 
 @triton.jit
-def _look_up(table, entry, INTERPRETED: tl.constexpr):
+def look_up(table, entry, INTERPRETED: tl.constexpr):
     """table[entry], by an instruction that the compiler does not pipeline: pipelining a load whose address is loaded in
     the loop would leave one stage for the keys."""
     if INTERPRETED:
@@ -72,14 +72,14 @@ def _look_up(table, entry, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _page_of(table, tile, c, entries, INTERPRETED: tl.constexpr,
+def page_of(table, tile, c, entries, INTERPRETED: tl.constexpr,
              PAGE: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
     """The pages of a tile's keys; a scalar if the tile is in one page."""
     if (R == BC) and (PAGE % (BJ * BC) == 0):
         key = tile * (BJ * BC)
     else:
         key = (tile * BJ + c // BC) * R + c % BC
-    return _look_up(table, tl.maximum(tl.minimum(key // PAGE, entries - 1), 0), INTERPRETED)
+    return look_up(table, tl.maximum(tl.minimum(key // PAGE, entries - 1), 0), INTERPRETED)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def _attend_interval(
         else:
             place = (key % PAGE).to(tl.int64)
             if not SINGLE:  # one tile ahead
-                page = _page_of(places, tile + step, c, entries, INTERPRETED, PAGE, R, BC, BJ)
+                page = page_of(places, tile + step, c, entries, INTERPRETED, PAGE, R, BC, BJ)
         k_row = this * k_sp + place * k_st
         v_row = k_row if SAME else this * v_sp + place * v_st
         exists = (key >= lowest) & (key < highest)
@@ -133,7 +133,7 @@ def _attend_interval(
             peak, total, _, p = _weigh(peak, total, s, True)
             tl.store(probs + tile * (HP * BN) + c[None, :], p.to(probs.dtype.element_ty), mask=live[:, None])
         else:
-            acc, peak, total, p = _step(acc, peak, total, s, v, PLANES > 0, PRECISION)
+            acc, peak, total, p = attend_step(acc, peak, total, s, v, PLANES > 0, PRECISION)
             if (PLANES > 0) and (p.shape[0] >= 64) and not INTERPRETED:
                 acc = _finished(acc)
         if PLANES > 0:
@@ -153,7 +153,7 @@ def _attend_interval(
 
 
 @triton.jit
-def _store_part(
+def store_part(
     o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     OUTPUT: tl.constexpr = True,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def interval_kernel(
     if RING > 0:
         page = tl.load(places)
     elif WINDOW == 0:
-        page = _page_of(places, first, c, entries, True, PAGE, R, BC, BJ)
+        page = page_of(places, first, c, entries, True, PAGE, R, BC, BJ)
     if ROWS == 16 and PRECISION != "ieee":  # other variants have no registers for it
         tl.debug_barrier()  # else the assembler would move loads after waits for others
     t = tl.minimum(at, capacity - 1)
@@ -215,7 +215,7 @@ def interval_kernel(
     if WINDOW > 0:
         first += tile_first
         if RING == 0:
-            page = _page_of(places, first, c, entries, INTERPRETED, PAGE, R, BC, BJ)
+            page = page_of(places, first, c, entries, INTERPRETED, PAGE, R, BC, BJ)
     if (highest > 0) & (split < count):
         row = (b64 * n + i) * (G * HEADS) + g64 * HEADS + head
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
@@ -236,7 +236,7 @@ def interval_kernel(
             SAME, SINGLE, KEYS, INTERPRETED,
         )  # fmt: skip
         num_rows = (tl.num_programs(0).to(tl.int64) // G // query_tiles) * n * (G * HEADS)
-        _store_part(o_parts, stats, num_rows, row, live, split, splits, acc, peak, total, DV, BLOCK_DV, not KEYS)
+        store_part(o_parts, stats, num_rows, row, live, split, splits, acc, peak, total, DV, BLOCK_DV, not KEYS)
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def _attend_values(
             acc = tl.dot(p, held(values[number], INTERPRETED), acc * before[:, None])
             peak, total = highest, total * before + tl.sum(added * after, 1)
         num_rows = tl.num_programs(0).to(tl.int64) * HEADS
-        _store_part(o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV, BLOCK_DV)
+        store_part(o_parts, stats, num_rows, row, live, part, parts, acc, peak, total, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -302,9 +302,9 @@ def _next_tile(
     block = tl.maximum(tl.sum(tl.where(place == tile // PER_BLOCK, chosen, 0), 0), 0)  # padding has chosen -1
     start = tl.where(selected, block * SEL_BLOCK + tile % PER_BLOCK * BN, start_win + tile * BN)
     if PAGED:
-        page = _look_up(table, tl.where(selected, start // PAGE, start // PAGE_WIN), INTERPRETED)
+        page = look_up(table, tl.where(selected, start // PAGE, start // PAGE_WIN), INTERPRETED)
     else:
-        page = _look_up(table, tl.where(selected, start // PAGE, 0), INTERPRETED)
+        page = look_up(table, tl.where(selected, start // PAGE, 0), INTERPRETED)
         page = tl.where(selected, page, page_win)
     return start, page
 
@@ -424,7 +424,7 @@ def blocks_kernel(
             else:
                 place = tl.where(selected, near % PAGE, near % PAGE_WIN)
                 if PAGE_WIN % BN != 0:  # the tile may span several pages; a block never does
-                    page = _look_up(table, tl.where(selected, start // PAGE, near // PAGE_WIN), INTERPRETED)
+                    page = look_up(table, tl.where(selected, start // PAGE, near // PAGE_WIN), INTERPRETED)
             this = tl.minimum(tl.maximum(page, 0), pool - 1).to(tl.int64)
             k_row = this * k_sp + place * k_st
             v_row = k_row if SAME else this * v_sp + place * v_st
@@ -442,7 +442,7 @@ def blocks_kernel(
             if SINGLE:
                 v = held(v, INTERPRETED)
             s = tl.where(((key >= low) & (key <= high))[None, :], s, NOTHING)
-            acc, peak, total, _ = _step(acc, peak, total, s, v, False, PRECISION)
-        _store_part(
+            acc, peak, total, _ = attend_step(acc, peak, total, s, v, False, PRECISION)
+        store_part(
             o_parts, stats, num_rows, row + head, live, part, parts_sel + parts_win, acc, peak, total, DV, BLOCK_DV
         )  # fmt: skip

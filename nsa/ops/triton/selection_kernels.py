@@ -176,7 +176,7 @@ def score_kernel(
 
 
 @triton.jit
-def _load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.constexpr, LEAST: tl.constexpr):
+def load_keys(row, width, first, stop, start, BLOCK: tl.constexpr, PLANES: tl.constexpr, LEAST: tl.constexpr):
     """Blocks start .. start+BLOCK of a row as integer keys, LEAST outside [first, stop). Scores are not negative, and
     the keys their bits, where LEAST is -1; else it is -2**31, below every key."""
     block = start + tl.arange(0, BLOCK)
@@ -201,7 +201,7 @@ def pick_row(
     row, out, width, first, stop, BLOCK: tl.constexpr, PLANES: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr
 ):
     """The FREE best of blocks first .. stop, more than FREE of them, kept in registers."""
-    block, keys = _load_keys(row, width, first, stop, 0, BLOCK, PLANES, LEAST)
+    block, keys = load_keys(row, width, first, stop, 0, BLOCK, PLANES, LEAST)
     pick_keys(block, keys, out, first, stop, BLOCK, FREE, True, LEAST)
 
 
@@ -271,7 +271,7 @@ def pick_tiled(
         middle = (low & high) + ((low ^ high) >> 1)  # rounded down; a difference might not fit 32 bits
         reach = 0
         for start in range(0, stop, BLOCK):
-            block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
+            block, keys = load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
             reach += tl.sum((keys >= middle).to(tl.int32), axis=0)
         enough = reach >= FREE
         low = tl.where(enough, middle, low)
@@ -279,11 +279,11 @@ def pick_tiled(
         high = tl.where(enough, high, middle)
     ties = FREE
     for start in range(0, stop, BLOCK):
-        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
+        block, keys = load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
         ties -= tl.sum((keys > low).to(tl.int32), axis=0)
     put = 0
     for start in range(0, stop, BLOCK):
-        block, keys = _load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
+        block, keys = load_keys(row, width, first, stop, start, BLOCK, PLANES, LEAST)
         equal = (keys == low).to(tl.int32)
         chosen = (keys > low) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= ties))
         place = put + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
@@ -300,7 +300,7 @@ def pick_kernel(
     NUM_SELECTED: tl.constexpr, NUM_PADDED: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
     PLANES: tl.constexpr, PACKED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query and group. indices [B, S, G, NUM_SELECTED]. LEAST as for `_load_keys`."""
+    """One program: one query and group. indices [B, S, G, NUM_SELECTED]. LEAST as for `load_keys`."""
     FREE: tl.constexpr = NUM_SELECTED - NUM_INIT - NUM_LOCAL
     pid = tl.program_id(0)
     g = pid % groups

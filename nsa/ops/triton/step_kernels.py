@@ -69,35 +69,41 @@ def product(
 
 
 def place(
-    read_TN: Tensor, query: Source, writes: Sequence[Write[Source]], gate: Gate | None, eps: float, positions: Tensor,
-    table: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns the rotated queries [B, n, H, D] of a product and the gates [B, n, H, 3]; stores keys and values.
+    read_TN: Tensor, queries: Sequence[Source], writes: Sequence[Write[Source]], gate: Gate | None, eps: float,
+    positions: Tensor, table: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Returns the rotated queries [B, n, H, D] of a product, of every source in turn, and then the gates [B, n, H, 3],
+    if there is a gate; stores keys and values.
 
     positions [B, n], -1 for padding, which is not written; the page `table` [B, pages], the ring of every row `slots`
-    [B], and rotary tables [B, n, R/2] for the first R channels of a head. A ring must hold n tokens.
+    [B], and rotary tables [B, n, R/2] for the first R channels of a head, or for all of a smaller one. A ring must hold
+    n tokens.
     """
     batch, new = positions.shape
-    q = read_TN.new_empty(batch, new, query.heads, query.dim)
-    gates = None if gate is None else read_TN.new_empty(batch, new, query.heads, 3)
-    all_writes = (Write(query, q, False, True), *writes)
-    sources = [write.source for write in all_writes]
+    found = [read_TN.new_empty(batch, new, query.heads, query.dim) for query in queries]
+    all_writes = [*(Write(query, q, False, True) for query, q in zip(queries, found, strict=True)), *writes]
+    if gate is not None:
+        found.append(read_TN.new_empty(batch, new, queries[0].heads, 3))
+    sources, q = [write.source for write in all_writes], found[0]
     # The length of a ring, minus the length of a page, or 0 for a tensor that is not a cache.
-    places = (0, *(write.pool.shape[1] * (1 if write.is_ring else -1) for write in writes))
+    places = [0] * len(queries) + [write.pool.shape[1] * (1 if write.is_ring else -1) for write in writes]
+    angles = tables[0].shape[-1]
+    grid = (batch * new, len(sources) + (gate is not None), cdiv(max(source.heads for source in sources), HEADS))
     with launch_on(q):
-        launcher(place_kernel, (batch * new, len(sources) + (gate is not None), cdiv(query.heads, HEADS)), q)(
+        launcher(place_kernel, grid, q)(
             read_TN, tuple(write.pool for write in all_writes),
             tuple(write.pool if write.source.norm is None else write.source.norm for write in all_writes),
-            positions, table, slots, *tables, gate and gate.weight, gate and gate.bias, gates,
+            positions, table, slots, *tables, gate and gate.weight, gate and gate.bias, gate and found[-1],
             eps, new, read_TN.shape[1], table.stride(0),
             COLUMN=tuple(s.column for s in sources), NUM_HEADS=tuple(s.heads for s in sources),
             DIM=tuple(s.dim for s in sources), NORMED=tuple(s.norm is not None for s in sources),
-            ROTATED=tuple(2 * tables[0].shape[-1] * write.is_rotated for write in all_writes), PLACES=places,
+            ROTATED=tuple(min(2 * angles, write.source.dim) if write.is_rotated else 0 for write in all_writes),
+            ANGLES=angles, PLACES=tuple(places),
             GATE_COLUMN=gate and gate.column, J=gate and gate.weight.shape[1],
             BLOCK_J=gate and power_of_2(gate.weight.shape[1]), SOFTMAX=gate and gate.is_softmax,
             HEADS=HEADS, num_warps=4, **_overlap(card_of(q)),
         )  # fmt: skip
-    return q, gates
+    return found
 
 
 def _product_launch(x: Tensor, tokens: int, columns: int, card: Card) -> Launch:
@@ -221,8 +227,8 @@ def product_kernel(
 @triton.jit
 def _put(
     read, pool, norm, positions, table, slots, cos, sin, eps, row, h, new, table_sb,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, PLACES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, ANGLES: tl.constexpr,
+    PLACES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Writes heads h of a row, the first at `read`, to a pool, with norm and rotation of the first ROTATED channels if
     requested. Two blocks hold the channels of the rotated pairs, a third the others."""
@@ -263,7 +269,7 @@ def _put(
         low = _normed(low, inverse, tl.load(norm + c, mask=c < HALF, other=0.0)[None, :])
         high = _normed(high, inverse, tl.load(norm + HALF + c, mask=c < HALF, other=0.0)[None, :])
     if ROTATED > 0:
-        turn = row.to(tl.int64) * HALF + c
+        turn = row.to(tl.int64) * ANGLES + c
         cosine = tl.load(cos + turn, mask=c < HALF, other=0.0, cache_modifier=".cg")[None, :]
         sine = tl.load(sin + turn, mask=c < HALF, other=0.0, cache_modifier=".cg")[None, :]
         x, y = low.to(tl.float32), high.to(tl.float32)
@@ -309,8 +315,8 @@ def _gates(
 def place_kernel(
     read, pools, norms, positions, table, slots, cos, sin, gate_weight, gate_bias, gates, eps, new, width, table_sb,
     COLUMN: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
-    PLACES: tl.constexpr, GATE_COLUMN: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr, SOFTMAX: tl.constexpr,
-    HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    ANGLES: tl.constexpr, PLACES: tl.constexpr, GATE_COLUMN: tl.constexpr, J: tl.constexpr, BLOCK_J: tl.constexpr,
+    SOFTMAX: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, queries and writes and then the gates, pieces of HEADS heads)."""
     row, number = tl.program_id(0), tl.program_id(1)
@@ -320,7 +326,7 @@ def place_kernel(
         if number == i:
             _put(
                 read + COLUMN[i], pools[i], norms[i], positions, table, slots, cos, sin, eps, row, h, new, table_sb,
-                NUM_HEADS[i], DIM[i], NORMED[i], ROTATED[i], PLACES[i], OVERLAP,
+                NUM_HEADS[i], DIM[i], NORMED[i], ROTATED[i], ANGLES, PLACES[i], OVERLAP,
             )  # fmt: skip
     if gates is not None:
         if number == len(pools):

@@ -43,6 +43,7 @@ FILES = (
     "feed_forward",
     "flash",
     "mix",
+    "msa_decode",
     "msa_loss",
     "msa_selection",
     "selected",
@@ -164,7 +165,8 @@ def attend(plan: Plan) -> None:
 
 
 def decode(plan: Plan) -> None:
-    """A step of an NSA layer with a ring and with pages for the window, of a window layer and of a dense layer."""
+    """A step of an NSA layer with a ring and with pages for the window, of a window layer, of a dense layer and of an
+    MSA layer."""
     kernels, dtype, page = dispatch.kernels_for("decode"), getattr(torch, plan.dtype), 64
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -182,6 +184,10 @@ def decode(plan: Plan) -> None:
         kernels.nsa(q, gates, *cmp, table, *sel, table, *win, places, positions, SPEC)
     kernels.paged(q, *ring, slots, positions, SPEC.window)
     kernels.paged(q, *sel, table, positions, None)
+    index_q, index_keys = tensor(plan.batch, plan.new, plan.groups, plan.dk), tensor(plan.tokens, MSA.block, 1, plan.dk)
+    pages, msa_table = pool(MSA.block), tensor(plan.batch, plan.tokens // MSA.block, kind=torch.int32)
+    msa = dispatch.kernels_for("msa_decode").msa
+    msa(q, index_q, *pages, index_keys, msa_table, positions, MSASpec())
     surround(plan, sel, ring, table, slots, positions)
 
 
@@ -212,7 +218,11 @@ def surround(
         value = Source(0, plan.groups, plan.dv, None)
         writes = [Write(key, pages[0], False, True), Write(value, pages[1], False, False)]
         writes += [Write(key, ring[0], True, True), Write(value, ring[1], True, False)]
-        step.place(read, query, writes, gate, 1e-5, positions, table, slots, tables)
+        step.place(read, [query], writes, gate, 1e-5, positions, table, slots, tables)
+        index_query, index_key = (Source(0, heads, plan.dk // 2, scale) for heads in (plan.groups, 1))
+        index_pages = tensor(*pages[0].shape[:2], 1, plan.dk // 2)
+        writes = [*writes[:2], Write(index_key, index_pages, False, True)]
+        step.place(read, [query, index_query], writes, None, 1e-5, positions, table, slots, tables)
     x = step.product(tensor(tokens, plan.heads * plan.dv), [tensor(dim, plan.heads * plan.dv)], residual=read)
     activation = "swiglu" if plan.heads == 12 else "swiglu_oai"
     between = step.product(x, [tensor(hidden, dim)] * 2, norm=norm, eps=1e-5, activation=activation)

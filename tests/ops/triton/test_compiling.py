@@ -18,7 +18,8 @@ KERNELS = {
 # Of selected attention with few heads in a group, on cards of class "sm90".
 PARTS_KERNELS = {"_attend_block_kernel", "_merge_kernel"}
 STEP_KERNELS = {"product_kernel", "place_kernel"}
-ATTENTION_OF_STEPS = ("interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel")
+MSA_STEP_KERNELS = ("index_scores_kernel", "chosen_kernel")
+ATTENTION_OF_STEPS = ("interval_kernel", "blocks_kernel", "mix_parts_kernel", "merge_kernel", *MSA_STEP_KERNELS)
 DECODE_KERNELS = {*ATTENTION_OF_STEPS} | STEP_KERNELS
 PRODUCTION = [Plan(1, 65536, 64, 4, 128, 128), Plan(16, 2048, 12, 2, 64, 64)]
 UNUSUAL = [
@@ -104,7 +105,7 @@ def test_kernels_of_groups_of_few_heads_fit_the_card(compiler, plan):
 @pytest.mark.parametrize(
     ("arch", "plan", "only"),
     [(90, STEPS[0], ATTENTION_OF_STEPS), (80, STEPS[0], ATTENTION_OF_STEPS), (90, STEPS[1], ATTENTION_OF_STEPS),
-     (90, ONE_SEQUENCE[0], ATTENTION_OF_STEPS[:3])],
+     (90, ONE_SEQUENCE[0], (*ATTENTION_OF_STEPS[:3], *MSA_STEP_KERNELS))],
 )  # fmt: skip
 def test_decode_kernels_fit_the_card(compiler, arch, plan, only):
     check(compiler, [arch], plan, spilled=32, only=only)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nsa.ops import NSASpec, PagedKV, RingKV, nsa_decode, paged_attention
+from nsa.ops import MSASpec, NSASpec, PagedKV, RingKV, msa_decode, nsa_decode, paged_attention
 from nsa.ops.reference import decode as reference
 from nsa.ops.triton import decode
+from tests.ops.triton import test_msa_decode as msa_cases
 from tests.ops.triton.branch_cases import LIMIT
 from tests.ops.triton.test_decode import check, double, inputs, tensors
 
@@ -80,6 +81,63 @@ def test_long_caches_agree_with_float64(heads, groups, dim):
         assert relative(got, want) <= LIMIT[torch.bfloat16]
 
 
+def captured(step):
+    """A CUDA graph of `step`, and the outputs that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    return graph, outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("heads", "groups", "sizes"),
+    [(64, 4, (128, 128, 128)), (12, 2, (64, 64, 64)), (4, 4, (192, 128, 96)), (2, 2, (256, 256, 256))],
+)
+def test_steps_of_msa_agree_with_float64(heads, groups, sizes, dtype):
+    x = msa_cases.make_inputs(4500, heads, groups, batch=3, sizes=sizes, dtype=dtype)
+    msa_cases.check(x, [[4499], [2048], [30]], MSASpec())
+    positions = torch.tensor([[4400], [2040], [0]]) + torch.arange(16)
+    msa_cases.check(x, positions.tolist(), MSASpec())
+
+
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 65_536), (1, 131_072), (8, 32_768)])
+def test_a_captured_graph_of_msa_serves_every_length(batch, capacity):
+    spec = MSASpec()
+    generator = torch.Generator(device="cuda").manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16()
+
+    pages = capacity // spec.block
+    table = torch.randperm(batch * pages, device="cuda", generator=generator).view(batch, pages).int() + 1
+    q, index_q = normal(batch, 1, 64, 128), normal(batch, 1, 4, 128)
+    kv = PagedKV(*(normal(batch * pages + 1, spec.block, 4, 128) for _ in "kv"), table)
+    index_keys = normal(batch * pages + 1, spec.block, 1, 128)
+    positions = torch.full((batch, 1), 700, device="cuda", dtype=torch.int32)
+
+    def step():
+        return (msa_decode(q, index_q, kv, index_keys, positions, spec, backend="triton"),)
+
+    graph, (output,) = captured(step)
+    for length in (1, 128, 2_048, 2_049, 5_000, capacity):
+        positions.fill_(length - 1)
+        positions[batch // 2 + 1 :] = max(0, length - 70)
+        q.normal_()
+        index_q.normal_()
+        output.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(output, step()[0])
+        exact = [x.double() for x in (q, index_q, kv.k, kv.v, index_keys)]
+        want, _ = reference.msa(*exact, table, positions, spec)
+        assert relative(output, want) <= LIMIT[torch.bfloat16]
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_captured_graph_serves_every_length(batch):
     cache = LongCache(batch, 32_768, 12, 2, 64)
@@ -89,14 +147,7 @@ def test_a_captured_graph_serves_every_length(batch):
         o = nsa_decode(*cache.arguments(), positions, SPEC, backend="triton")
         return o, paged_attention(cache.q, cache.sel, positions, backend="triton")
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
+    graph, outputs = captured(step)
     for length in (1, 31, 64, 1025, 5_000, 32_768):
         positions.fill_(length - 1)
         positions[batch // 2 :] = max(0, length - 70)

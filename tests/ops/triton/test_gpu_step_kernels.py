@@ -65,7 +65,7 @@ def test_products_of_real_sizes_agree_with_float64(tokens, channels, hidden, dty
     ("name", "overrides"),
     [
         ("m7c_125m", []),
-        ("m7c_125m", ["model.layer_pattern=[nsa,dense,window]", "model.rotary_dim=24", "model.activation=swiglu_oai"]),
+        ("m7c_125m", ["model.layer_pattern=[nsa,msa,window]", "model.rotary_dim=24", "model.activation=swiglu_oai"]),
         ("llama_1b", ["model.qk_norm=true", "model.rotary_dim=32"]),
     ],
     ids=["125m", "pattern", "1b"],

@@ -156,10 +156,10 @@ ONE_STEP = [(3, 1)]
 
 
 def test_steps_of_all_kinds_of_layers(calls):
-    overrides = [VARIANTS["pattern"][0], "model.n_layers=3", "model.rotary_dim=6"]  # not a power of two
+    overrides = [VARIANTS["pattern"][0], "model.n_layers=4", "model.rotary_dim=6"]  # not a power of two
     check_steps(small(*overrides).to(DEVICE, torch.float32), STEPS)
-    assert calls.count("place") == 3 * len(STEPS)
-    assert calls.count("product") == 4 * 3 * len(STEPS)
+    assert calls.count("place") == 4 * len(STEPS)
+    assert calls.count("product") == 4 * 4 * len(STEPS)
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("pattern", "cmp", "sel", "win")])
@@ -331,7 +331,7 @@ def launches_of(layers, kind):
     return len(recorded) + counted.count
 
 
-@pytest.mark.parametrize(("kind", "most"), [("nsa", 8), ("dense", 7)])
+@pytest.mark.parametrize(("kind", "most"), [("nsa", 8), ("msa", 8), ("dense", 7)])
 def test_a_step_launches_few_kernels(kind, most):
     one, three = (launches_of(layers, kind) for layers in (1, 3))
     assert (three - one) / 2 <= most

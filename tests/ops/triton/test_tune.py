@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from bench import decode as bench_decode
+from bench import msa_decode as bench_msa_decode
 from bench import tune
 from bench.shapes import SPEC, Inputs
-from nsa.ops.triton import decode, flash
+from nsa.ops.triton import decode, flash, msa_decode
 from nsa.ops.triton.launch_table import Card
 from tests.ops.triton.compiling import recording
 
@@ -130,6 +131,29 @@ def test_every_candidate_of_decoding_is_launched():
             assert options["BN"] == params.blocks.columns
             at_once = params.blocks.depth * 32 * params.blocks.num_warps // 16
             assert options["TILES"] * options["BJ"] == min(1024, at_once), name
+
+
+def test_every_candidate_of_msa_decoding_is_launched():
+    def tensor(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, index_q, table = tensor(2, 1, 64, 128), tensor(2, 1, 4, 128), tensor(2, 512, dtype=torch.int32)
+    pools = tensor(9, 128, 4, 128), tensor(9, 128, 4, 128), tensor(9, 128, 1, 128)
+    arguments = (q, index_q, *pools, table, tensor(2, 1, dtype=torch.int32), bench_msa_decode.SPEC)
+    with recording(90) as launches:
+        default = msa_decode.default_params(q, index_q, pools[1], 65536, Card("sm90", 132))
+        for text, params in bench_msa_decode.candidates(default):
+            launches.clear()
+            msa_decode.msa(*arguments, params)
+            early = [options.get("launch_pdl", False) for *_, options in launches]
+            assert early == [False, params.overlap, params.overlap]
+            for kernel, keys, launch in (
+                ("index_scores_kernel", "KEYS", params.cmp),
+                ("chosen_kernel", "BN", params.blocks),
+            ):
+                options = launched(launches, kernel)
+                assert (options["num_warps"], options["num_stages"]) == (launch.num_warps, launch.num_stages)
+                assert options[keys] == launch.columns, text
 
 
 def test_a_wrong_candidate_is_not_timed(monkeypatch):
