@@ -14,12 +14,14 @@ from nsa.config import load_config
 from nsa.nn import KVCache
 from nsa.nn.model import build_model
 from nsa.ops import (
+    MSASpec,
     NSASpec,
     PagedKV,
     RingKV,
     compress_contract,
     compress_mean,
     long_mlp,
+    msa_decode,
     nsa_attention,
     nsa_decode,
     paged_attention,
@@ -78,6 +80,7 @@ def decode():
         q, gates = normal(2, new, 12, 64), normal(2, new, 12, 3)
         cmp, sel = ([normal(2 * pages, length, 2, 64) for _ in "kv"] for length in (page // spec.cmp_stride, page))
         ring = [normal(2, spec.window + new - 1, 2, 64) for _ in "kv"]
+        index_q, index_keys = normal(2, new, 2, 32), normal(2 * pages, page, 1, 32)
         last = torch.tensor([[pages * page - new], [33]], device="cuda", dtype=torch.int32)
         positions = last + torch.arange(new, device="cuda", dtype=torch.int32)
         for wild, at in ((0, -1), *((wild, positions + abs(wild)) for wild in (0, 1 << 30, -(1 << 30)))):
@@ -87,6 +90,7 @@ def decode():
                 q, gates, PagedKV(*cmp, found[0]), PagedKV(*sel, found[0]), RingKV(*ring, found[1]), at, spec,
                 backend="triton",
             )  # fmt: skip
+            msa_decode(q, index_q, PagedKV(*sel, found[0]), index_keys, at, MSASpec(64, 4), backend="triton")
             paged_attention(q, PagedKV(*sel, found[0]), at, backend="triton")
             paged_attention(q, RingKV(*ring, found[1]), at, window=spec.window, backend="triton")
 
@@ -103,7 +107,7 @@ def mlp():
 @torch.inference_mode()
 def step():
     """Generation for one, few and many sequences, in layers of every kind."""
-    sizes = "model.n_layers=3 model.layer_pattern=[nsa,dense,window] model.dim=200 model.mlp_dim=328"
+    sizes = "model.n_layers=4 model.layer_pattern=[nsa,dense,window,msa] model.dim=200 model.mlp_dim=328"
     config = load_config("m7c_125m", [*sizes.split(), "model.qk_norm=true", "model.rotary_dim=24"])
     model = build_model(config, 512, 0).cuda().eval().bfloat16()
     for rows in (1, 3, 20):
