@@ -32,6 +32,8 @@ _YAML_HINTS = {
 }
 _YAML_HINT = "check indentation, colons and brackets there"
 
+_KIND_KEYS = {("model", "attention"), ("model", "layer_pattern")}
+
 SHIPPED = Path(__file__).parents[1] / "configs"  # in a checkout, a link to the folder in the repository root
 
 
@@ -99,6 +101,7 @@ def parse_config(
             applied += [] if message else [(key, variable)]
         if message:
             warnings.warn(message, ConfigWarning, stacklevel=2)
+    _reset_unused(tree, [keys for keys, _ in applied])
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -107,6 +110,16 @@ def parse_config(
         if keys[0] == "data" and keys[-1] in SourceConfig.model_fields:
             raise ConfigError(f"{setter}: has no effect with data.mixture; add data.mixture=[], or change the mixture")
     return config
+
+
+def _reset_unused(tree: dict[str, Any], overridden: list[tuple[str, ...]]) -> None:
+    """Removes the section `msa` if an override of the kind of attention, as in a comparison of kinds, leaves no MSA
+    layer. A section that an override sets is kept, and validation reports it."""
+    model = tree.get("model")
+    if isinstance(model, dict) and _KIND_KEYS & set(overridden) and "msa" not in {keys[0] for keys in overridden}:
+        kinds = model.get("layer_pattern") or [model.get("attention")]
+        if isinstance(kinds, list) and "msa" not in kinds:
+            tree.pop("msa", None)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -223,7 +236,7 @@ def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str
     for problem in error.errors():
         keys, section = _locate(problem["loc"])
         if problem["type"] == "rule":
-            keys = (*keys, str(problem["ctx"]["field"]))
+            keys = (*keys, *str(problem["ctx"]["field"]).split("."))
         if problem["type"] == "extra_forbidden":
             text = f"unknown key{_similar_key(keys, section)}"
         else:
@@ -242,7 +255,8 @@ def _source(keys: tuple[str, ...], text: str, applied: list[tuple[tuple[str, ...
         if path[:shared] == keys[:shared]:
             return setter
     for path, setter in reversed(applied):
-        if path[:-1] == keys[:-1] and re.search(rf"\b{re.escape(path[-1])}\b", text):
+        name = path[-1] if path[:-1] == keys[:-1] else ".".join(path)
+        if re.search(rf"\b{re.escape(name)}\b", text):
             return setter
     return None
 

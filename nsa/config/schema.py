@@ -465,12 +465,14 @@ class Config(Architecture):
             raise field_error(
                 "train.optimizer", "muon needs whole matrices, which fsdp shards; use parallel.strategy=ddp or adamw"
             )
-        if self.msa.warmup_steps > self.train.steps and "msa" in self.model.layer_kinds():
+        if self.msa != MSAConfig() and "msa" not in (self.model.layer_pattern or [self.model.attention]):
+            defaults = MSAConfig()
+            given = [name for name in MSAConfig.model_fields if getattr(self.msa, name) != getattr(defaults, name)]
+            unused = f"{', '.join(given)} would have no effect, because no layer is of the kind msa"
+            raise field_error("msa", f"{unused}; set model.attention=msa, or remove the section msa")
+        if self.msa.warmup_steps > self.train.steps:
             problem = f"{self.msa.warmup_steps} is more than the {self.train.steps} of train.steps"
             raise field_error("msa.warmup_steps", f"{problem}; lower it, or raise train.steps")
-        if self.msa != MSAConfig() and "msa" not in self.model.layer_kinds():
-            given = ", ".join(sorted(self.msa.model_fields_set))
-            raise field_error("msa", f"{given} is set, but no layer is of the kind msa; see model.attention")
         ranks, length = self.parallel.context, self.train.seq_len
         if ranks > 1 and self.parallel.strategy == "single":
             raise field_error(
