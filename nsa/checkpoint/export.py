@@ -29,6 +29,8 @@ from nsa.checkpoint.storage import byte_view, open_safetensors, write_safetensor
 from nsa.config.schema import Architecture
 from nsa.errors import CheckpointError, reworded
 from nsa.files import flush_folder, open_replacement
+from nsa.nn.attention import Attention, attention_layers
+from nsa.nn.attention.layer import DENSE_PARAMETERS
 from nsa.run_folder import WEIGHTS_FILE, reading_run
 
 
@@ -157,15 +159,40 @@ def find_weights(path: Path) -> Path:
     return weights
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Loads a path that `find_weights` returned into `model`. A different name or shape is an error."""
-    if path.is_dir():
+def load_weights(model: nn.Module, path: Path, *, converts: bool = False) -> None:
+    """Loads a path that `find_weights` returned into `model`. A different name or shape is an error. With `converts`,
+    attention layers of any kind may start from dense ones."""
+    dense = _saved_as_dense(model, path) if converts else {}
+    if path.is_dir() and not dense:
         fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
         return
-    tensors, own = read_tensors(path), dict(model.named_parameters(remove_duplicate=False))
+    tensors = read_weights(path) if path.is_dir() else read_tensors(path)
+    own = dict(model.named_parameters(remove_duplicate=False))
     tied = own.keys() - dict(model.named_parameters()).keys()  # tied parameters are stored once, under the first name
+    for prefix, layer in dense.items():
+        layer.start_from_dense()
+        kept = {name: tensors.pop(prefix + name) for name in DENSE_PARAMETERS if prefix + name in tensors}
+        tensors |= {prefix + target: kept[name] for name in kept for target in layer.dense_targets(name)}
+        tensors |= {prefix + name: own[prefix + name].detach() for name in layer.new_parameters()}
     saved, wanted = ({name: tensor.shape for name, tensor in some.items()} for some in (tensors, own))
     check_shapes(path, saved, wanted, optional=tied)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
+
+
+def _saved_as_dense(model: nn.Module, path: Path) -> dict[str, Attention]:
+    """Returns the attention layers of other kinds for which `path` has dense ones, by the prefix of their parameters.
+    A layer with any other parameter in `path` is not dense: it may have lost some."""
+    if path.is_dir():
+        names = [name.removeprefix(MODEL) for name in saved_shapes(path) if name.startswith(MODEL)]
+    else:
+        with open_safetensors(path) as file:
+            names = list(file.keys())
+    found = {}
+    for name, layer in attention_layers(model):
+        saved = {other.removeprefix(f"{name}.") for other in names if other.startswith(f"{name}.")}
+        own = {name for name, _ in layer.named_parameters()}
+        if saved and saved <= DENSE_PARAMETERS and not own <= DENSE_PARAMETERS:
+            found[f"{name}."] = layer
+    return found

@@ -18,13 +18,14 @@ def import_(
     overrides: Annotated[list[str] | None, overrides_such_as("nsa.window=512")] = None,
     override: JoinedOverrides = None,
     attention: Annotated[
-        Literal["nsa"] | None, typer.Option(help="nsa converts the attention layers; unchanged when unset.")
+        Literal["nsa", "msa"] | None,
+        typer.Option(help="Convert the attention layers to this kind; unchanged when unset."),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="Configuration file or name for the other sections, for example convert.")
+        str | None, typer.Option(help="Configuration file or name for the other sections, for example convert_msa.")
     ] = None,
     copy_kv: Annotated[
-        bool, typer.Option("--copy-kv", help="Give each branch of converted layers its own copy of keys and values.")
+        bool, typer.Option("--copy-kv", help="Give each branch of NSA layers its own copy of keys and values.")
     ] = False,
 ) -> None:
     """Convert a Llama, Mistral, Qwen2, Qwen3 or MiniMax-M3 model to a run folder."""

@@ -287,7 +287,9 @@ class TrainConfig(Section):
     eval_sequences: Positive = Field(64, description="validation sequences, the same in every validation")
     out_dir: Text | None = Field(None, description="folder of the run; runs/NAME OF THE FILE when unset")
     init_from: Text | None = Field(
-        None, description="run folder, checkpoint or .safetensors file to load the initial weights from"
+        None,
+        description="run folder, checkpoint or .safetensors file to load the initial weights from; sparse attention "
+        "layers may start from dense ones",
     )
     freeze: list[Text] = Field(
         [],

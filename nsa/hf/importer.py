@@ -1,4 +1,4 @@
-"""Imports a Hugging Face model of the Llama family as a run folder, with dense attention or converted to NSA.
+"""Imports a Hugging Face model of the Llama family as a run folder, with dense attention or converted to NSA or MSA.
 
 No code in the folder is executed: weights are safetensors, and a model with its own code is refused. Options that this
 project's decoder does not support are errors, so that an imported model computes the same function.
@@ -6,7 +6,6 @@ project's decoder does not support are errors, so that an imported model compute
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.checkpoint.format import write_atomically
 from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
+from nsa.config.schema import Architecture
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.hf import stock
@@ -31,7 +31,6 @@ OWN_TYPE = "nsa"  # the model_type in exports of `nsa export`
 HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 _OWN = "decoder."  # prefix of all names in exports of `nsa export`
-_ATTENTION = "attention."
 _IN_LAYER = re.compile(r"(blocks\.([0-9]+)\.attention\.)(.+)")
 
 
@@ -39,24 +38,25 @@ def import_model(
     source: Path,
     run: Path,
     *,
-    attention: Literal["nsa"] | None = None,
+    attention: Literal["nsa", "msa"] | None = None,
     shared_kv: bool = True,
     base: str | Path | None = None,
     overrides: Iterable[str] = (),
 ) -> Config:
     """Writes config.yaml, model.safetensors and tokenizer.json into `run`, a new or empty folder.
 
-    attention   None keeps the attention layers; "nsa" converts every layer, or those in an override of
-                model.layer_pattern, and starts close to the dense model: queries, keys, values and output keep their
-                weights, and the gate starts with the selected branch (88 %) and the window (12 %)
-    shared_kv   whether the branches of a converted layer share keys and values, or each has a copy
+    attention   None keeps the attention layers; "nsa" or "msa" converts every layer, or those in an override of
+                model.layer_pattern: queries, keys, values and output keep their weights. NSA starts close to the dense
+                model, with gates for the selected branch (88 %) and the window (12 %). MSA equals it up to
+                msa.num_selected * msa.block tokens; its index is new and needs training
+    shared_kv   whether the branches of a layer that is converted to NSA share keys and values, or each has a copy
     base        configuration for the other sections of the run; None means the defaults
     """
     check_new_folder(run)
     described = _read_json(source / HF_CONFIG)
     is_own = described.get("model_type") == OWN_TYPE
-    content = load_config(base).to_dict() if base is not None else {"nsa": {}, "data": {}}
-    wanted = content["nsa"]
+    content = load_config(base).to_dict() if base is not None else {"data": {}}
+    wanted: dict[str, Any] = {name: content[name] for name in ("nsa", "msa") if name in content}
     origin = str(source / HF_CONFIG)
     is_stock = described.get("model_type") == stock.TYPE
     if is_own:
@@ -65,22 +65,24 @@ def import_model(
         content |= _stock_sections(described, origin)
     else:
         content["model"] = model_section(described, origin) | {"attention": "dense"}
-    sections = {name: content[name] for name in ("model", "nsa")}
-    is_dense = "nsa" not in parse_config(sections, origin).model.layer_kinds()
-    if attention == "nsa":
+    saved = parse_config({"model": content["model"]}, origin).model
+    found = dict.fromkeys(saved.layer_kinds())
+    is_dense = found.keys() <= {"dense", "window"}
+    if attention is not None:
         if not is_dense:
-            raise ConfigError(f"{source}: has NSA layers already; leave --attention out")
-        content["model"] |= {"attention": "nsa", "layer_pattern": None}
-        # Without a base, window layers of an export of this project keep their window.
-        content["nsa"] = (content["nsa"] if base is None else wanted) | {"shared_kv": shared_kv}
+            raise ConfigError(f"{source}: has {', '.join(found)} layers already; leave --attention out")
+        content["model"] |= {"layer_pattern": None}
+        content |= wanted  # without a base, window layers of an export of this project keep their window
+        if attention == "nsa":
+            content["nsa"] = content.get("nsa", {}) | {"shared_kv": shared_kv}
     context = described.get("max_position_embeddings")
     if base is None and type(context) is int:
         content["train"] = {"seq_len": context}  # an export writes it as max_position_embeddings again
     keys, kept = _tokenizer(source, content["model"]["vocab_size"], described)
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
-    config = parse_config(content, str(source), list(overrides))
-    converts = is_dense and "nsa" in config.model.layer_kinds()
-    weights = converted_weights(source, config, is_own=is_own, is_stock=is_stock, converts=converts)
+    # As an override, it resets settings of the base for a kind that no layer has.
+    config = parse_config(content, str(source), [f"model.attention={attention or saved.attention}", *overrides])
+    weights = converted_weights(source, config, is_own=is_own, is_stock=is_stock, is_dense=is_dense)
     with reworded(CheckpointError, f"{run}: cannot be written"):
         run.mkdir(parents=True, exist_ok=True)
         if kept:
@@ -145,13 +147,14 @@ def model_section(described: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _own_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Returns the sections that `nsa export` wrote."""
-    model, nsa, vocab_size = (described.get(name) for name in ("model", "nsa", "vocab_size"))
-    if not isinstance(model, dict) or not isinstance(nsa, dict):
+    """Returns the sections that `nsa export` wrote; an older version wrote fewer."""
+    sections = {name: described[name] for name in Architecture.model_fields if isinstance(described.get(name), dict)}
+    if not {"model", "nsa"} <= sections.keys():
         raise CheckpointError(f"{origin}: has no sections model and nsa")
+    vocab_size = described.get("vocab_size")
     if type(vocab_size) is not int:
         raise CheckpointError(f"{origin}: has no vocab_size")
-    return {"model": {**model, "vocab_size": vocab_size}, "nsa": nsa}
+    return sections | {"model": {**sections["model"], "vocab_size": vocab_size}}
 
 
 def _stock_sections(described: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -212,17 +215,18 @@ def _rotary(described: dict[str, Any], head_dim: int, refuse: Any) -> dict[str, 
 
 
 def converted_weights(
-    source: Path, config: Config, *, is_own: bool, converts: bool, is_stock: bool = False
+    source: Path, config: Config, *, is_own: bool, is_stock: bool, is_dense: bool
 ) -> dict[str, Tensor]:
     """Returns every parameter of the decoder that `config` describes: from the folder, whose tensors have the names of
-    `nsa export` (`is_own`), of MiniMax-M3 (`is_stock`) or of Llama, or initialised if a dense model `converts` to NSA.
+    `nsa export` (`is_own`), of MiniMax-M3 (`is_stock`) or of Llama. Parameters that the layers of an `is_dense` folder
+    lack are initialised.
     """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
         model = build_model(config, vocab_size, 0)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    layers = [layer for _, layer in attention_layers(model)] if converts else []
+    layers = [layer for _, layer in attention_layers(model)] if is_dense else []
     if config.model.tied_head:
         shapes["head.weight"] = shapes["embedding.weight"]  # some files contain it too
     found: dict[str, Tensor] = {}
@@ -260,12 +264,7 @@ def converted_weights(
 def _is_new(name: str, layers: Sequence[Attention]) -> bool:
     """Whether a parameter of the decoder has no counterpart in a dense layer."""
     inside = _IN_LAYER.fullmatch(name)
-    if inside is None or not layers:
-        return False
-    dense = [part.removeprefix(_ATTENTION) for part in INSIDE.values() if part.startswith(_ATTENTION)]
-    layer = layers[int(inside[2])]
-    filled = (layer.dense_targets(f"{part}.{kind}") for part in dense for kind in ("weight", "bias"))
-    return inside[3] not in chain(*filled)
+    return inside is not None and bool(layers) and inside[3] in layers[int(inside[2])].new_parameters()
 
 
 def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:

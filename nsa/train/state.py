@@ -120,7 +120,7 @@ def build_state(
     model = build_model(config, vocabulary(config, tokenizer), config.train.seed, chosen_kernels(config))
     if initialize and config.train.init_from is not None:
         with reworded(CheckpointError, "train.init_from", caught=CheckpointError):
-            load_weights(model, find_weights(expand_home(config.train.init_from)))
+            load_weights(model, find_weights(expand_home(config.train.init_from)), converts=True)
     for _, layer in attention_layers(model):
         layer.prepare(config.train.seq_len)
     freeze(model, config.train.freeze)

@@ -321,6 +321,42 @@ def test_a_run_starts_from_a_checkpoint_with_a_tied_head(tmp_path):
     assert all(torch.equal(begun[name], own[name]) for name in own)
 
 
+@pytest.fixture(scope="module")
+def dense_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    train(small("model.attention=dense", "model.n_layers=2", "train.steps=2"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
+@pytest.mark.parametrize("kind", ["msa", "nsa"])
+def test_a_sparse_model_starts_from_a_dense_run(kind, source, dense_run):
+    layers = ["model.n_layers=2", f"model.layer_pattern=[dense,{kind}]"]
+    sizes = ["msa.block=16", "msa.num_selected=2"] if kind == "msa" else ["nsa.shared_kv=true"]
+    fresh = build_model(small(*layers, *sizes), 256, seed=0)
+    model = build_state(small(*layers, *sizes, f"train.init_from={dense_run / source}"), ByteTokenizer()).model
+    dense = build_model(small("model.attention=dense", "model.n_layers=2"), 256, seed=0)
+    load_weights(dense, dense_run / "model.safetensors")
+    tokens = torch.randint(0, 256, (1, 32))
+    with torch.no_grad():
+        got, want, other = (some(tokens).log_softmax(-1) for some in (model, dense, fresh))
+    far = (other - want).abs().max()
+    assert (got - want).abs().max() < (1e-5 if kind == "msa" else 0.5 * far)
+    own = {name: p for name, p in model.named_parameters() if ".index_" in name}
+    assert all(p.equal(fresh.get_parameter(name)) for name, p in own.items()), "the index starts as in a new model"
+
+
+def test_a_sparse_layer_that_lost_a_tensor_is_not_taken_for_a_dense_one(tmp_path):
+    config = small("model.attention=msa", "msa.block=16", "msa.num_selected=1")
+    tensors = dict(build_model(config, 256, seed=0).named_parameters())
+    del tensors["blocks.0.attention.index_k.weight"]
+    write_weights(tmp_path / "weights.safetensors", tensors, step=1)
+    with pytest.raises(CheckpointError, match=r"train\.init_from: .*missing \['blocks\.0\.attention\.index_k\.weight'"):
+        build_state(
+            small("model.attention=msa", f"train.init_from={tmp_path / 'weights.safetensors'}"), ByteTokenizer()
+        )
+
+
 def test_starting_from_a_damaged_checkpoint_is_refused(crashed_run, tmp_path):
     damaged = checkpoint_of(crashed_run, 4)
     flip_byte(damaged / SHARD, 0.5)

@@ -8,6 +8,7 @@ from nsa.config import Config, parse_config
 from nsa.errors import ConfigError
 
 MSA = {"model": {"attention": "msa"}, "msa": {"block": 64, "warmup_steps": 10}, "train": {"steps": 20}}
+LOWER = "lower it, or raise train.steps"
 
 
 def load(tree, *overrides):
@@ -30,8 +31,8 @@ def mistake(tree, *overrides):
         "msa.index_dim=0": "msa.index_dim: must be greater than or equal to 16, got 0",
         "msa.index_dim=40": "msa.index_dim: must be a multiple of 16, got 40",
         "msa.loss_weight=0": "msa.loss_weight: must be greater than 0, got 0",
-        "msa.warmup_steps=21": "msa.warmup_steps: 21 is more than the 20 of train.steps; lower it, or raise train.steps",
-        "train.steps=9": "msa.warmup_steps: 10 is more than the 9 of train.steps; lower it, or raise train.steps",
+        "msa.warmup_steps=21": f"msa.warmup_steps: 21 is more than the 20 of train.steps; {LOWER}",
+        "train.steps=9": f"msa.warmup_steps: 10 is more than the 9 of train.steps; {LOWER}",
     }.items(),
 )
 def test_a_bad_size_of_msa_names_the_override_the_key_and_the_rule(override, message):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from nsa import load_run
 from nsa.cli.main import app
+from nsa.config import Config
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
@@ -129,6 +130,42 @@ def test_a_converted_model_starts_as_the_dense_one_within_its_window(tmp_path, l
         found[name] = float((want.exp() * (want - got)).sum(-1).mean())
     untrained = float((want.exp() * (want + torch.log(torch.tensor(256.0)))).sum(-1).mean())
     assert max(found.values()) < 0.01 * untrained, (found, untrained)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_model_converted_to_msa_equals_the_dense_one_up_to_the_tokens_that_a_query_reads(tmp_path, name):
+    kind, options = MODELS[name]
+    theirs = make(tmp_path / "hf", kind, **options)
+    pattern = ["model.layer_pattern=[dense,msa]"] if name == "qwen2" else []
+    sizes = ["msa.block=16", "msa.num_selected=4", *pattern]
+    made = import_model(tmp_path / "hf", tmp_path / "run", attention="msa", overrides=sizes)
+    assert made.model.layer_kinds() == (["dense", "msa"] if pattern else ["msa", "msa"])
+    model = load_run(tmp_path / "run", overrides=["runtime.device=cpu"]).model
+    index = {name: p for name, p in model.named_parameters() if ".index_" in name}
+    assert all(p.std() > 0 for name, p in index.items() if name.endswith(("q.weight", "k.weight")))
+    tokens = torch.randint(0, 256, (2, 70))
+    with torch.no_grad():
+        got, want = model(tokens[:, :64]), theirs(tokens).logits
+        torch.testing.assert_close(got, want[:, :64], atol=1e-5, rtol=1e-5)
+        assert (model(tokens)[:, 64:] - want[:, 64:]).abs().max() > 1e-4, "later tokens read the chosen blocks"
+
+
+def test_a_base_for_msa_gives_its_sizes_to_a_converted_model_and_none_to_a_dense_one(tmp_path, llama):
+    base = tmp_path / "base.yaml"
+    base.write_text("model: {attention: msa}\nmsa: {block: 32, warmup_steps: 5}\ntrain: {steps: 5}")
+    converted = import_model(llama[0], tmp_path / "msa", attention="msa", base=base)
+    assert (converted.msa.block, converted.model.layer_kinds()) == (32, ["msa", "msa"])
+    dense = import_model(llama[0], tmp_path / "dense", base=base)
+    assert (dense.msa, dense.model.layer_kinds(), dense.train.steps) == (Config().msa, ["dense", "dense"], 5)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "msa"])
+def test_a_sparse_model_is_not_converted_again(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(VARIANTS, "msa", {"model": {"attention": "msa"}})
+    export_model(make_run(tmp_path / "run", {"nsa": "mean"}.get(kind, kind)), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=f"hf: has {kind} layers already; leave --attention out"):
+        import_model(tmp_path / "hf", tmp_path / "converted", attention="msa")
+    assert import_model(tmp_path / "hf", tmp_path / "same").model.layer_kinds() == [kind, kind]
 
 
 def test_window_layers_of_an_own_export_keep_their_window(tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, o
     from nsa.config.schema import Architecture
 
 T = TypeVar("T")
+_DENSE_PARTS = ("q", "k", "v", "out", "q_norm", "k_norm")
+DENSE_PARAMETERS = frozenset(f"{part}.{kind}" for part in _DENSE_PARTS for kind in ("weight", "bias"))
 
 
 class Pending(Protocol):
@@ -271,6 +273,11 @@ class Attention(nn.Module):
     def dense_targets(self, name: str) -> list[str]:
         """The parameters of this layer that start as the parameter `name` of a dense layer."""
         return [name]
+
+    def new_parameters(self) -> set[str]:
+        """The parameters that do not start as one of a dense layer."""
+        filled = {target for name in DENSE_PARAMETERS for target in self.dense_targets(name)}
+        return {name for name, _ in self.named_parameters()} - filled
 
     def start_from_dense(self) -> None:
         """Initialises the parameters that a dense layer does not have."""
