@@ -19,7 +19,7 @@ from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
-from nsa.nn.attention import sample_layers
+from nsa.nn.attention import attention_layers, sample_layers
 from nsa.nn.cache import LONGEST, KVCache
 from nsa.nn.loss import LONG_PASS, MANY_LOGITS
 from nsa.nn.model import build_model
@@ -153,6 +153,8 @@ class Planner:
         self._vocab_size = _vocab_size(config)
         with torch.device("meta"):
             self._model = build_model(config, self._vocab_size, seed=0)
+        for _, layer in attention_layers(self._model):
+            layer.prepare(config.train.seq_len)
         freeze(self._model, config.train.freeze)
         self._parameters = self._model.num_parameters()
         self._trainable = self._model.num_parameters(trainable_only=True)

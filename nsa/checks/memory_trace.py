@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from nsa.checks.memory_workspaces import workspace_bytes
 from nsa.config import Config
+from nsa.nn.attention import attention_layers
 from nsa.nn.loss import next_token_loss
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context import Context
@@ -135,6 +136,8 @@ def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
             model = build_model(shortened, config.model.vocab_size, 0, chosen_kernels(config))
         finally:
             torch.set_default_dtype(default)
+        for _, layer in attention_layers(model):
+            layer.prepare(config.train.seq_len)
         live = LiveBytes([*model.parameters(), *model.buffers()])
         context = Context(None, config.parallel.context)
         if context.size > 1:
@@ -176,8 +179,9 @@ def _register_hooks(model: Decoder, live: LiveBytes) -> None:
         return lambda *_: live.enter(phase, kind)
 
     def backward_of(phase: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            output.register_hook(lambda _: live.enter(phase, "temporaries"))
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            y_BSC: Tensor = output[0] if isinstance(output, tuple) else output  # beside it, the index loss
+            y_BSC.register_hook(lambda _: live.enter(phase, "temporaries"))
 
         return hook
 
@@ -206,10 +210,12 @@ def _run(model: Decoder, config: Config, live: LiveBytes, context: Context) -> N
     if context.size > 1:
         tokens = tokens.new_zeros(tokens.shape[0], context.rows(tokens.shape[1])[0].shape[0])
     dtype = AUTOCAST_TYPES.get(config.runtime.precision)
+    options = {"counted": torch.ones_like(tokens, dtype=torch.bool)} if model.num_index_terms() else {}
     with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
-        loss = model(tokens, cu_seqlens, loss=partial(next_token_loss, targets_BS=torch.zeros_like(tokens)))
+        loss_of = partial(next_token_loss, targets_BS=torch.zeros_like(tokens))
+        losses = model(tokens, cu_seqlens, length, loss=loss_of, **options).view(-1)
     live.enter("head's backward", "logits")
-    loss.backward()
+    losses[:2].sum().backward()  # the loss, and the index loss if there is one
 
 
 class _FusedNorm(torch.autograd.Function):

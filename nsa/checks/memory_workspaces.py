@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from nsa.ops import dispatch, long_mlp, mixing
+from nsa.ops import MSASpec, dispatch, long_mlp, mixing
 from nsa.ops.library import spec_of
 
 # On Hopper, cuBLAS keeps 32 MiB each for the forward thread, the backward thread and cuBLASLt. In all recorded runs,
@@ -34,6 +34,8 @@ _NODES = {
     "nsa::selected_attention_backward": ("sel", "backward"),
     "nsa::window_attention": ("win", "forward"),
     "nsa::window_attention_backward": ("win", "backward"),
+    "nsa::index_blocks": ("index", "choose"),
+    "nsa::index_loss": ("index_loss", "loss"),
 }
 _ALL_GRADIENTS = "nsa::mix_attention_backward"
 _DENSE_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -63,7 +65,7 @@ def _of_backend(measure: Measure, operator: str, function: str, backend: str | N
     reference = backend == "reference" or dispatch.triton_missing() is not None
     runs = dispatch.REFERENCE[operator] if reference else dispatch.kernels_for(operator)
     if "spec" in named:
-        named["spec"] = spec_of(named["spec"])
+        named["spec"] = MSASpec(*named["spec"]) if operator == "index" else spec_of(named["spec"])
     formula = getattr(runs, f"{function}_workspace", None)
     stated = None if formula is None else formula(**named)
     if stated is not None:

@@ -87,7 +87,11 @@ class Outcome:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other values, by `section.key`."""
+    """Returns the configuration with other values, by `section.key`. With another number of steps, the warm-up of an
+    index lasts the same share of them."""
+    if "train.steps" in changes and config.msa.warmup_steps:
+        warmup_steps = -(-config.msa.warmup_steps * changes["train.steps"] // config.train.steps)
+        changes = {**changes, "msa.warmup_steps": warmup_steps}
     return parse_config(config.to_dict(), "trial", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 

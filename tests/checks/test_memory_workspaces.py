@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nsa.checks.memory_estimate import estimate
 from nsa.checks.memory_trace import LiveBytes, peak_bytes
 from nsa.checks.memory_workspaces import workspace_bytes
+from nsa.config import load_config
 from nsa.ops import dispatch, mixing
 from nsa.ops.dispatch import REFERENCE, kernels_for
 from nsa.ops.layout import num_slots
 from nsa.ops.reference import compressed, masked_attention, windowed
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import MSASpec, NSASpec
 
-SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512)
+SPEC, MSA_SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512), MSASpec(64, 16)
 # batch, tokens, heads, groups, head size, packed
 SHAPES = [
     (16, 2048, 12, 2, 64, False),
@@ -34,10 +36,14 @@ CALLS = {
     "compressed_attention": ("q", "k_cmp", "v_cmp"),
     "compressed_attention_backward": ("o", "q", "k_cmp", "v_cmp", "o", "lse"),
     "contract_blocks_backward": ("k_cmp", "k", "weight"),
+    "index_blocks": ("index_q", "index_k"),
+    "index_loss": ("index_q", "index_k", "q", "k", "lse", "indices", "counted"),
 }
 FUNCTIONS = {
     "select_blocks": ("select", "forward"),
     "contract_blocks_backward": ("phi", "contract_backward"),
+    "index_blocks": ("index", "choose"),
+    "index_loss": ("index_loss", "loss"),
     **{
         f"{branch}_attention{suffix}": (operator, suffix[1:] or "forward")
         for branch, operator in (("selected", "sel"), ("window", "win"), ("compressed", "cmp"))
@@ -70,14 +76,19 @@ def tensors_of(batch, tokens, heads, groups, dim, packed, dtype=torch.bfloat16):
     given["lse"] = torch.zeros(batch, tokens, heads)
     given["indices"] = torch.zeros(batch, tokens, groups, SPEC.num_selected, dtype=torch.int32)
     given["weight"] = torch.zeros(SPEC.cmp_block, dim, dim, dtype=dtype)
+    given["index_q"] = torch.zeros(batch, tokens, groups, dim, dtype=dtype)
+    given["index_k"] = torch.zeros(batch, tokens, dim, dtype=dtype)
+    given["counted"] = torch.ones(batch, tokens, dtype=torch.bool)
     given["borders"] = torch.zeros(tokens // 512 + 1, dtype=torch.int32) if packed else None
     return given
 
 
 def sizes_of(operator):
     """What a node takes of the spec, and what its backends take."""
-    if "selected" in operator:
+    if "selected" in operator or operator == "index_loss":
         return SPEC.sel_block, SPEC.sel_block
+    if operator == "index_blocks":
+        return MSA_SPEC.as_ints(), MSA_SPEC
     return (SPEC.window, SPEC.window) if "window" in operator else (SPEC.as_ints(), SPEC)
 
 
@@ -96,8 +107,9 @@ def allocated_and_estimated(backend, operator, given):
         result = run(*tensors, of_backend, borders)
     results = sum(t.untyped_storage().nbytes() for t in (result if isinstance(result, tuple) else (result,)))
     func = getattr(torch.ops.nsa, operator).default
-    offset = () if "blocks" in operator and operator != "select_blocks" else (0,)  # compression has no queries
-    estimated = workspace_bytes(func, (*tensors, of_node, borders, *offset, backend), peak_bytes)
+    others = {"q_offset": 0, "has_grads": True, "backend": backend}
+    others = [others[argument.name] for argument in func._schema.arguments if argument.name in others]
+    estimated = workspace_bytes(func, (*tensors, of_node, borders, *others), peak_bytes)
     return live.phases["start"].total - results, estimated
 
 
@@ -170,3 +182,18 @@ def test_the_reference_holds_no_more_scores_than_it_says(monkeypatch, window, bu
         chunks = branch.chunks(q, tokens, *sizes.values(), None, 0)
         held = max((c.rows.stop - c.rows.start) * (c.keys.stop - c.keys.start) for c in chunks)
         assert 2 * 4 * heads * held <= branch.forward_workspace(q, k, **sizes)
+
+
+def test_the_estimate_of_msa_counts_its_index_where_queries_choose():
+    def parts(kind, seq_len):
+        sizes = ["model.n_layers=1", f"train.seq_len={seq_len}", "train.batch_size=4", "runtime.compile=false"]
+        return estimate(load_config("m7c_125m", [*sizes, f"model.attention={kind}"])).parts
+
+    tokens, groups, size, blocks = 4 * 4096, 2, 64, 16
+    index = tokens * (4 * groups * blocks + 2 * groups * size + 4 * size)  # blocks, gradients of index queries and keys
+    sparse, dense = (parts(kind, 4096)["activations"] for kind in ("msa", "dense"))
+    assert sparse - dense > index
+    short, dense = (parts(kind, 2048) for kind in ("msa", "dense"))
+    assert short["activations"] == dense["activations"]
+    assert short["optimizer"] == dense["optimizer"], "a run that short does not train the index"
+    assert short["weights"] - dense["weights"] == 4 * 768 * (groups * size + size)

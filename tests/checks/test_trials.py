@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from nsa.checks.probe import run_probe
-from nsa.checks.trials import Outcome, Trial, outcome_of, run_trial
-from nsa.config import load_config
+from nsa.checks.trials import Outcome, Trial, changed, outcome_of, run_trial
+from nsa.config import load_config, parse_config
 from nsa.inspect.reading import read_run
 from tests.checks.helpers import write_config
 from tests.record.runs import HEADER, training_row
@@ -91,3 +91,11 @@ def test_a_probe_that_fails_gives_its_last_line(tmp_path):
     config = load_config(write_config(tmp_path, runtime={"kernels": {"sel": "triton"}}))
     probed = run_probe("kernels", Trial(config, tmp_path / "probe", nproc=1, limit_s=60.0))
     assert "backend 'triton' cannot run operator 'sel' here" in probed.problem
+
+
+@pytest.mark.parametrize(("warmup_steps", "wanted"), [(0, 0), (100, 1), (500, 5), (1000, 10)])
+def test_a_short_trial_keeps_the_share_of_the_warmup_of_an_index(warmup_steps, wanted):
+    config = parse_config({"model": {"attention": "msa"}, "msa": {"warmup_steps": warmup_steps}}, "test")
+    short = changed(config, {"train.steps": 10})
+    assert (short.train.steps, short.msa.warmup_steps) == (10, wanted)
+    assert changed(config, {"train.seed": 1}).msa.warmup_steps == warmup_steps

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.attention import msa_context
-from nsa.nn.attention.layer import Attention, Exchange, head_size
+from nsa.nn.attention import msa_cases, msa_context
+from nsa.nn.attention.layer import Attention, Exchange, OperatorCase, head_size
 from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
@@ -250,6 +250,15 @@ class MSAAttention(Attention):
 
     def fixed_operators(self) -> list[Any]:
         return [torch.ops.nsa.index_blocks.default]
+
+    def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
+        """Those of selected attention."""
+        return self._stretch_borders(queries, keys, dtype, self.spec, most)
+
+    def operator_cases(
+        self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
+    ) -> list[OperatorCase]:
+        return msa_cases.operator_cases(self, seq_len, dtype, device, packed=packed, is_short=is_short)
 
     def notes(self) -> list[str]:
         if self.has_index_loss:

@@ -5,7 +5,6 @@ Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compr
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -28,7 +27,6 @@ from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
     compressed_attention,
-    dispatch,
     nsa_attention,
     nsa_decode,
     select_blocks,
@@ -223,20 +221,10 @@ class NSAAttention(Attention):
         return [torch.ops.nsa.select_blocks.default]
 
     def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
-        """From some micro-batch on, selected attention processes the queries in two, three and four stretches; further
-        stretches change little. A single sequence may need other memory than several, since cuDNN computes it
+        """Those of selected attention. A single sequence may need other memory than several, since cuDNN computes it
         (`nsa.ops.triton.compressed`)."""
-        if dispatch.triton_missing() is not None:
-            return []
-        shapes = [(queries, self.num_heads, self.head_dim_k), (keys, self.num_kv_heads, self.head_dim_k)]
-        shapes += [(keys, self.num_kv_heads, self.head_dim_v), (queries, self.num_kv_heads, self.spec.num_selected)]
-
-        def stretches(size: int) -> int:
-            tensors = (torch.empty(size, *shape, dtype=dtype, device="meta") for shape in shapes)
-            return int(dispatch.kernels_for("sel").num_stretches(*tensors, self.spec.sel_block))
-
-        borders = [] if packed else [2]
-        return borders + [1 + bisect_right(range(1, most + 1), few, key=stretches) for few in (1, 2, 3)]
+        borders = self._stretch_borders(queries, keys, dtype, self.spec, most)
+        return borders if packed or not borders else [2, *borders]
 
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool

@@ -6,6 +6,8 @@ Memory is linear in S: scores exist for one chunk at a time. A NaN spreads as in
 Legend: B batch, S tokens, G groups, h heads per group, R query rows of a chunk, K keys of a chunk, E index head size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,6 +23,7 @@ from nsa.ops.reference.masked_attention import (
     fold_heads,
     keys_first,
     row_slices,
+    scores_held,
     shifted,
 )
 from nsa.ops.reference.selection import pick_blocks
@@ -53,6 +56,11 @@ def block_maxima(scores: Tensor, unseen: Tensor, block: int) -> Tensor:
     blocks, limit = num_blocks(scores.shape[-1], block), torch.finfo(scores.dtype).max
     scores = pad(scores, (0, blocks * block - scores.shape[-1]), value=-torch.inf)
     return scores.unflatten(-1, (blocks, block)).amax(-1).clamp(-limit, limit)
+
+
+def choose_workspace(index_q: Tensor, index_k: Tensor, **_: Any) -> int:
+    """Scores, masked scores, and in packed documents scores in the order of a document."""
+    return 3 * 4 * scores_held(index_q, index_q.shape[1], index_k.shape[1])
 
 
 def loss(
@@ -95,6 +103,12 @@ def loss(
             d_index_q[:, rows] = (d_scores @ finite(k_keys)).transpose(1, 2).to(index_q.dtype)
             d_index_k[:, keys] += (d_scores.transpose(-1, -2) @ finite(q_rows)).sum(1)
     return kl, d_index_q, d_index_k
+
+
+def loss_workspace(index_q: Tensor, q: Tensor, k: Tensor, **_: Any) -> int:
+    """Scores of all heads, and either their exponentials or six tensors of the size of p."""
+    held = 4 * scores_held(q, q.shape[1], k.shape[1])
+    return held + max(held, 6 * held * index_q.shape[2] // q.shape[2])
 
 
 def empty_grads(index_q: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,62 @@
+"""The operators of an MSA layer on random inputs, for a check of its kernels (`nsa.checks.kernels`)."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nsa.nn.attention.layer import OperatorCase
+from nsa.nn.attention.nsa_cases import MORE_BLOCKS, SHORT_BLOCKS
+from nsa.ops import index_blocks, selected_attention
+from nsa.ops.block_attention import selected_node
+from nsa.ops.block_index import index_loss_node
+from nsa.ops.branches import window_node
+
+if TYPE_CHECKING:
+    from nsa.nn.attention.msa import MSAAttention
+
+
+def operator_cases(
+    layer: "MSAAttention", seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
+) -> list[OperatorCase]:
+    spec, groups = layer.spec, layer.num_kv_heads
+    blocks = SHORT_BLOCKS if is_short else spec.num_selected + MORE_BLOCKS
+    tokens = min(blocks * spec.block, max(seq_len, spec.block))
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, tokens, *shape, generator=draw).to(device, dtype)
+
+    q, k = random(layer.num_heads, layer.head_dim_k), random(groups, layer.head_dim_k)
+    v, index_q, index_k = random(groups, layer.head_dim_v), random(groups, layer.index_dim), random(layer.index_dim)
+    borders = torch.tensor([0, tokens // 3 + 1, tokens], dtype=torch.int32, device=device) if packed else None
+    documents: dict[str, Any] = {"cu_seqlens": borders}
+    counted = torch.ones(1, tokens, dtype=torch.bool, device=device)  # also queries that do not choose
+    indices = index_blocks(index_q.double(), index_k.double(), spec, backend="reference", **documents)
+    _, lse = selected_node(q.double(), k.double(), v.double(), indices, spec.block, borders, 0, "reference")
+
+    def index(t: dict[str, Tensor], by: str | None) -> Tensor:
+        return index_blocks(t["index_q"], t["index_k"], spec, backend=by, **documents)
+
+    def index_loss(t: dict[str, Tensor], by: str | None) -> Tensor:
+        own = t["index_q"].dtype
+        fixed = (q.to(own), k.to(own), lse.to(torch.float64 if own == torch.float64 else torch.float32))
+        kl: Tensor = index_loss_node(
+            t["index_q"], t["index_k"], *fixed, indices, counted, spec.block, borders, 0, torch.is_grad_enabled(), by
+        )[0]
+        return kl
+
+    def sel(t: dict[str, Tensor], by: str | None) -> Tensor:
+        return selected_attention(t["q"], t["k"], t["v"], indices, spec, backend=by, **documents)
+
+    def win(t: dict[str, Tensor], by: str | None) -> Tensor:  # dense attention, while the index warms up
+        o: Tensor = window_node(t["q"], t["k"], t["v"], tokens, borders, 0, by)[0]
+        return o
+
+    qkv, of_index = {"q": q, "k": k, "v": v}, {"index_q": index_q, "index_k": index_k}
+    return [
+        OperatorCase("index", of_index, index, (index_q, index_q), selects=True),
+        OperatorCase("index_loss", of_index, index_loss, (q, index_q)),
+        OperatorCase("sel", qkv, sel, (q, v)),
+        OperatorCase("win", qkv, win, (q, v)),
+    ]
