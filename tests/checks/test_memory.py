@@ -51,6 +51,7 @@ def _each_pass_is_traced_once(monkeypatch, traces):
         reduced = Config(
             model=config.model,
             nsa=config.nsa,
+            msa=config.msa.model_copy(update={"warmup_steps": 0}),
             data=DataConfig(isolate_documents=config.data.isolate_documents),
             train=TrainConfig(seq_len=config.train.seq_len, micro_batch=size, batch_size=size),
             parallel=ParallelConfig(context=config.parallel.context),

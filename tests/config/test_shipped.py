@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa.config import Config, load_config
+from nsa.ops.spec import MSASpec
 from nsa.train.state import micro_batch_size
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -24,6 +25,10 @@ REQUIRED = [
     "long_256k.yaml",
     "m7c_125m_1m.yaml",
     "llama_1b.yaml",
+    "msa_125m.yaml",
+    "msa_125m_1m.yaml",
+    "msa_1b.yaml",
+    "convert_msa.yaml",
 ]
 
 M7C_125M = {
@@ -157,6 +162,40 @@ def test_the_1b_file_has_a_billion_parameters_and_shards_them():
     mlp = 3 * model.dim * model.resolved_mlp_dim()
     assert 0.9e9 < model.n_layers * (queries_and_output + keys_and_values + mlp) < 1.4e9
     assert config.parallel.strategy == "fsdp"
+
+
+def test_the_msa_files_have_the_published_selection_and_the_models_of_their_nsa_counterparts():
+    own, other, long = shipped("msa_125m.yaml"), shipped("m7c_125m_hybrid.yaml"), shipped("msa_125m_1m.yaml")
+    assert own.model.layer_kinds() == long.model.layer_kinds() == ["msa"] * 12
+    assert own.msa.spec() == long.msa.spec() == MSASpec(block=128, num_selected=16, num_local=1, num_init=0)
+    assert own.msa.index_dim == long.msa.index_dim == own.model.head_dim_k == 64
+    same = {"attention": "msa", "layer_pattern": None}
+    assert own.model == other.model.model_copy(update=same)
+    assert (own.data, own.train) == (other.data, other.train)
+    nsa = shipped("m7c_125m_1m.yaml")
+    assert long.model == nsa.model.model_copy(update=same)
+    assert (long.data, long.train, long.runtime) == (nsa.data, nsa.train, nsa.runtime)
+    # The index that the long run starts from.
+    assert long.data.tokenizer == own.data.tokenizer
+
+
+def test_the_1b_file_of_msa_has_the_form_that_stock_engines_read():
+    config = shipped("msa_1b.yaml")
+    model = config.model
+    heads = (model.n_heads, model.n_kv_heads, model.head_dim_k, model.head_dim_v, model.rotary_dim)
+    assert heads == (32, 4, 128, 128, 64)
+    assert (model.layer_kinds(), model.activation, model.qk_norm) == (["msa"] * 16, "swiglu_oai", True)
+    assert (config.msa.block, config.msa.num_selected, config.msa.index_dim) == (128, 16, 128)
+    attention = 2 * model.dim * (model.n_heads + model.n_kv_heads) * model.head_dim_k
+    assert 0.9e9 < model.n_layers * (attention + 3 * model.dim * model.resolved_mlp_dim()) < 1.4e9
+    assert config.parallel.strategy == "fsdp"
+
+
+def test_the_first_stage_of_a_conversion_to_msa_warms_the_index_up_all_the_time():
+    config = shipped("convert_msa.yaml")
+    assert config.msa.warmup_steps == config.train.steps
+    assert config.train.freeze == ["*", "!*.index_*"]
+    assert config.train.seq_len > config.msa.spec().dense_tokens
 
 
 def test_the_quickstart_runs_without_a_gpu_or_a_download():

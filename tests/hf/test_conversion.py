@@ -1,4 +1,4 @@
-"""A dense model becomes NSA with the commands of docs/huggingface.md, and learns what it lost."""
+"""A dense model becomes NSA or MSA with the commands of docs/huggingface.md, and learns what it lost."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.nn.loss import divergence_sum
 from nsa.train import train
-from tests.checkpoint.helpers import small
+from tests.checkpoint.helpers import rows_of, small
 
 pytest.importorskip("transformers")
 SPEC = ["nsa.cmp_block=4", "nsa.cmp_stride=2", "nsa.sel_block=4", "nsa.num_selected=4", "nsa.window=8"]
@@ -52,6 +52,27 @@ def test_the_recipe_in_two_stages(tmp_path):
     second = [f"train.init_from={tmp_path / 'stage1'}", "train.freeze=[]", "train.steps=4", "train.eval_every=4"]
     train(load_config(recipe, [*TINY, *second]), tmp_path / "stage2")
     assert load_run(tmp_path / "stage2").config.nsa.shared_kv
+
+
+def test_the_recipe_for_msa_trains_the_index_alone_and_then_all_weights(tmp_path):
+    dense, converted = tmp_path / "dense", tmp_path / "converted"
+    train(small("model.attention=dense", "train.seq_len=64", "train.steps=5", "model.n_layers=2"), dense)
+    nsa("export", dense, tmp_path / "hf")
+    spec = ["msa.block=16", "msa.num_selected=2", "msa.warmup_steps=20", "train.steps=20"]
+    nsa("import", tmp_path / "hf", converted, "--attention", "msa", "--config", "convert_msa", *spec)
+    start = [*TINY, "checkpoint.every=1000", f"train.init_from={converted}", "train.lr=0.01"]
+    train(load_config(converted / "config.yaml", start), tmp_path / "stage1")
+    before, after = (load_run(folder).model.state_dict() for folder in (converted, tmp_path / "stage1"))
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == {name for name in before if ".index_" in name}
+    rows = rows_of(tmp_path / "stage1")
+    divergences = [float(row["index_kl"]) for row in rows]
+    assert sum(divergences[-5:]) < 0.7 * sum(divergences[:5])
+    second = [f"train.init_from={tmp_path / 'stage1'}", "msa.warmup_steps=0", "train.freeze=[]", "train.steps=2"]
+    train(load_config(converted / "config.yaml", [*start, *second]), tmp_path / "stage2")
+    last = load_run(tmp_path / "stage2").model.state_dict()
+    assert all(not last[name].equal(after[name]) for name in last)
+    assert float(rows_of(tmp_path / "stage2")[0]["index_kl"]) < divergences[0]
 
 
 def test_weights_alone_are_one_case_of_export(tmp_path):
