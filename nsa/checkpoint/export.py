@@ -26,7 +26,7 @@ from nsa.checkpoint.format import (
 )
 from nsa.checkpoint.restore import check_shapes, fill, read_state, read_step, saved_shapes
 from nsa.checkpoint.storage import byte_view, open_safetensors, write_safetensors
-from nsa.config.schema import Architecture
+from nsa.config.architecture import Architecture
 from nsa.errors import CheckpointError, reworded
 from nsa.files import flush_folder, open_replacement
 from nsa.nn.attention import Attention, attention_layers

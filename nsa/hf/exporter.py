@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from nsa import __version__
 from nsa.checkpoint.export import read_metadata
 from nsa.checkpoint.restore import read_step
-from nsa.config.schema import Architecture
+from nsa.config.architecture import Architecture
 from nsa.data.tokenizers import BUILT_IN
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf import stock

@@ -16,7 +16,7 @@ from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.checkpoint.format import write_atomically
 from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
-from nsa.config.schema import Architecture
+from nsa.config.architecture import Architecture
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.hf import stock

@@ -16,7 +16,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedMod
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from nsa.config.schema import Architecture
+from nsa.config.architecture import Architecture
 from nsa.errors import ArgumentError, CheckpointError
 from nsa.installation import how_to_install
 from nsa.nn.cache import KVCache

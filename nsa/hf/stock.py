@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nsa.config.schema import Architecture
+from nsa.config.architecture import Architecture
 from nsa.hf.names import HF_LAYER, INSIDE, OUTSIDE
 from nsa.ops.reference.feed_forward import ALPHA, LIMIT
 

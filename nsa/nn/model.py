@@ -19,7 +19,7 @@ from nsa.nn.projection import reset_parts
 from nsa.ops.dispatch import Backend
 
 if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 # Standard deviation of weights: INIT_GAIN / sqrt(inputs), the usual 0.02 at a width of 768 and more in narrower models.
 INIT_GAIN = 0.55

@@ -18,8 +18,9 @@ import nsa.ops
 from nsa import errors
 from nsa.cli.main import app
 from nsa.config import Config
+from nsa.config.architecture import RopeScalingConfig
 from nsa.config.load import flat
-from nsa.config.schema import MixturePart, RopeScalingConfig
+from nsa.config.schema import MixturePart
 from tests.docs.pages import ROOT
 from tests.inspect.test_report import browse
 

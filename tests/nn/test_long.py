@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nsa.checks.memory_trace import LiveBytes
-from nsa.config.schema import Architecture, ModelConfig, NSAConfig
+from nsa.config.architecture import Architecture, ModelConfig, NSAConfig
 from nsa.errors import ArgumentError, DerivativeError
 from nsa.nn import loss as losses
 from nsa.nn.block import SwiGLU

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nsa.config.schema import Architecture, ModelConfig, NSAConfig
+from nsa.config.architecture import Architecture, ModelConfig, NSAConfig
 from nsa.nn.attention.nsa import mean_keys_read
 from nsa.nn.flops import flops_per_token
 from nsa.nn.model import Decoder, build_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nsa.ops.dispatch as dispatch
-from nsa.config.schema import Architecture, ModelConfig, NSAConfig
+from nsa.config.architecture import Architecture, ModelConfig, NSAConfig
 from nsa.nn import attention_layers
 from nsa.nn.model import build_model
 from nsa.ops.reference import selection

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nsa.config.schema import Architecture, ModelConfig, NSAConfig
+from nsa.config.architecture import Architecture, ModelConfig, NSAConfig
 from nsa.nn.model import build_model
 
 VALUES, LR = 4, 5e-3

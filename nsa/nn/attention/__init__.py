@@ -21,7 +21,7 @@ from nsa.nn.attention.window import WindowAttention
 from nsa.ops.dispatch import Backend
 
 if TYPE_CHECKING:
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 __all__ = [
     "Attention",

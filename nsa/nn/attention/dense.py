@@ -24,7 +24,7 @@ from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.positions import token_positions
 
 if TYPE_CHECKING:
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 
 class DenseAttention(Attention):

@@ -24,7 +24,7 @@ from nsa.ops.dispatch import Backend
 from nsa.ops.spec import SelectionSpec
 
 if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 T = TypeVar("T")
 _DENSE_PARTS = ("q", "k", "v", "out", "q_norm", "k_norm")

@@ -32,7 +32,7 @@ from nsa.ops.layout import num_read
 from nsa.ops.positions import token_positions
 
 if TYPE_CHECKING:
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 
 class MSAAttention(Attention):

@@ -38,7 +38,7 @@ from nsa.ops.layout import num_compressed, num_read, visible_compressed
 from nsa.ops.positions import positions
 
 if TYPE_CHECKING:
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")

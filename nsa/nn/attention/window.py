@@ -25,7 +25,7 @@ from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.spec import NSASpec
 
 if TYPE_CHECKING:
-    from nsa.config.schema import Architecture
+    from nsa.config.architecture import Architecture
 
 
 class WindowAttention(DenseAttention):
