@@ -30,6 +30,8 @@ _CACHE_ROWS = {
     "cmp": "compressed tokens",
     "win": "window branch",
     "tail": "raw tail of the compressed branch",
+    "msa": "tokens of MSA layers",
+    "index": "index keys of MSA layers",
     "dense": "dense layers",
     "window": "window layers",
     "table": "page table",
