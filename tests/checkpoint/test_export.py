@@ -94,9 +94,10 @@ def test_an_older_checkpoint_can_be_exported_by_its_folder_whatever_that_is_call
         with safe_open(tmp_path / "out.safetensors", "pt") as file:
             carried = json.loads(file.metadata()["nsa"])
         saved = yaml.safe_load((whole_run / "config.yaml").read_text())
+        sections = {name: saved[name] for name in ("model", "nsa", "msa")}
         data = {"tokenizer": "bytes", "separator": None}
         assert len(carried.pop("sha256")) == 64
-        assert carried == {"step": 3, "config": {name: saved[name] for name in ("model", "nsa", "msa")} | {"data": data}}
+        assert carried == {"step": 3, "config": {**sections, "data": data}}
     final = load_file(whole_run / "model.safetensors")
     assert not torch.equal(exported["embedding.weight"], final["embedding.weight"])
 
