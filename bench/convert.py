@@ -48,13 +48,13 @@ def dense_run(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     began = time.time()
     code = 0
     if not is_finished(folder):
-        overrides = learning.overrides_of(work, "dense", options, options.seed)
+        overrides = learning.overrides_of(work, "dense", options, options.seed, learning.RATE)
         code = run_logged(["train", "configs/m7c_125m.yaml", *overrides], work / f"{folder.name}.log")
     return result_of("dense", options, code, began, curve_of([folder], options.seq_len * options.batch_size))
 
 
 def dense_folder(work: Path, options: argparse.Namespace) -> Path:
-    return learning.folder_of(work, "dense", options, options.seed)
+    return learning.folder_of(work, "dense", options, options.seed, learning.RATE)
 
 
 def is_finished(folder: Path) -> bool:
