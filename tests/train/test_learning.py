@@ -13,14 +13,14 @@ from nsa.run_folder import HEARTBEAT, format_event
 @pytest.mark.parametrize("action", ["run", "recall"])
 def test_every_row_is_a_configuration_that_loads(row, action, tmp_path):
     options = parse([action, str(tmp_path), "--tokenizer", "bytes", "--tokens", "1000000", "train.log_every=7"])
-    config = load_config("configs/m7c_125m.yaml", overrides_of(tmp_path, row, options, seed=3))
+    config = load_config("configs/m7c_125m.yaml", overrides_of(tmp_path, row, options, seed=3, lr=1e-3))
     assert config.train.seed == 3
     assert config.train.log_every == 7
     steps = 62 if action == "recall" else 16
     assert config.train.steps == steps
     sources = [part.source for part in config.data.mixture] or [config.data.source]
     assert sources == (["prepared", "recall"] if action == "recall" else ["prepared"])
-    assert config.train.out_dir.endswith(f"{'recall-' * (action == 'recall')}bytes-{row}-8192-{steps}-s3")
+    assert config.train.out_dir.endswith(f"{'recall-' * (action == 'recall')}bytes-{row}-8192-{steps}-s3-lr0.001")
 
 
 def test_results_are_shown_with_their_recall(tmp_path, monkeypatch, capsys):
