@@ -153,7 +153,9 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         if is_frozen:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError("train.freeze: leaves no trainable parameter")
+        left = [name for name in parameters if not frozen.get(name)]
+        why = f"; {left[0]} is not trained here: train.seq_len is too short, or nsa.force_branch is set" if left else ""
+        raise ConfigError(f"train.freeze: leaves no trainable parameter{why}")
 
 
 def chosen_kernels(config: Config) -> Backend:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nsa.ops.dispatch as dispatch
-from nsa.config.architecture import Architecture, ModelConfig, NSAConfig
+from nsa.config.architecture import Architecture, ModelConfig, MSAConfig, NSAConfig
 from nsa.nn import attention_layers
 from nsa.nn.model import build_model
 from nsa.ops.reference import selection
@@ -69,6 +69,34 @@ def test_selective_runs_no_attention_operator_twice(monkeypatch):
     gradients("selective")
     once = dict.fromkeys(("cmp", "select", "sel", "win"), MODEL.n_layers)
     assert calls == once | {"mix": 2 * MODEL.n_layers}, "the mixture is cheap: its output is not kept"
+
+
+@pytest.mark.parametrize(
+    ("is_dense", "wanted"), [(True, ("win", "index_loss")), (False, ("index", "sel", "index_loss"))]
+)
+def test_selective_runs_no_operator_of_msa_twice_in_the_warmup_and_after_it(monkeypatch, is_dense, wanted):
+    calls = Counter()
+
+    def counted(operator, original):
+        def run(*args, **options):
+            calls[operator] += 1
+            return original(*args, **options)
+
+        return run
+
+    for operator, function in {"win": "forward", "sel": "forward", "index": "choose", "index_loss": "loss"}.items():
+        module = dispatch.REFERENCE[operator]
+        monkeypatch.setattr(module, function, counted(operator, getattr(module, function)))
+    msa = MSAConfig(block=16, num_selected=2)
+    config = Architecture(model=MODEL.model_copy(update={"attention": "msa"}), msa=msa)
+    model = build_model(config, 256, seed=0)
+    for _, layer in attention_layers(model):
+        layer.is_dense = is_dense
+    recompute(model, "selective")
+    tokens = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(0))
+    has_target = torch.ones_like(tokens, dtype=torch.bool)
+    model(tokens, loss=lambda hidden, head: head(hidden).logsumexp(-1).sum(), counted=has_target)[:2].sum().backward()
+    assert calls == dict.fromkeys(wanted, MODEL.n_layers)
 
 
 @pytest.mark.parametrize("granularity", ["selective", "block"])

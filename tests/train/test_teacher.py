@@ -7,6 +7,7 @@ import torch
 
 from nsa import load_run
 from nsa.data.loader import Batch
+from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.nn.loss import divergence_sum
 from nsa.train import train
@@ -76,6 +77,15 @@ def test_a_student_resumes_to_the_bit(dense, tmp_path):
 def test_invalid_patterns_are_refused(tmp_path, patterns, message):
     with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
         train(small(f"train.freeze={patterns}"), tmp_path / "run")
+
+
+def test_freezing_all_but_an_index_that_short_sequences_do_not_train_says_why():
+    msa = ["model.attention=msa", "msa.block=16", "msa.num_selected=2", "train.freeze=['*', '!*.index_*']"]
+    with pytest.raises(
+        ConfigError, match=r"no trainable parameter; blocks\.0\..*index_q\.weight .*seq_len is too short"
+    ):
+        build_state(small(*msa, "train.seq_len=32"), ByteTokenizer())
+    assert len(build_state(small(*msa, "train.seq_len=33"), ByteTokenizer()).trainable) == 2
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(dense, tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
 from nsa.nn.attention import msa_cases, msa_context
+from nsa.nn.attention.dense import dense_operators
 from nsa.nn.attention.layer import Attention, Exchange, OperatorCase, head_size
 from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
@@ -245,8 +246,9 @@ class MSAAttention(Attention):
         return self.flops_per_key * mean_keys_read(self.spec, seq_len) + scores
 
     def saved_operators(self) -> list[Any]:
+        """Also those of dense attention, in the warm-up and for short sequences."""
         ops = torch.ops.nsa
-        return [*self.fixed_operators(), ops.selected_attention.default, ops.index_loss.default]
+        return [*self.fixed_operators(), *dense_operators(), ops.selected_attention.default, ops.index_loss.default]
 
     def fixed_operators(self) -> list[Any]:
         return [torch.ops.nsa.index_blocks.default]
