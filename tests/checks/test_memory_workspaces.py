@@ -1,11 +1,14 @@
 """The workspaces of an estimate against what host code allocates, run without launching anything."""
 
+import json
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nsa.checks import memory_trace
 from nsa.checks.memory_estimate import estimate
 from nsa.checks.memory_trace import LiveBytes, peak_bytes
 from nsa.checks.memory_workspaces import workspace_bytes
@@ -16,6 +19,7 @@ from nsa.ops.layout import num_slots
 from nsa.ops.reference import compressed, masked_attention, windowed
 from nsa.ops.spec import MSASpec, NSASpec
 
+ROOT = Path(__file__).parents[2]
 SPEC, MSA_SPEC = NSASpec(32, 16, 64, 16, 1, 2, 512), MSASpec(64, 16)
 # batch, tokens, heads, groups, head size, packed
 SHAPES = [
@@ -197,3 +201,15 @@ def test_the_estimate_of_msa_counts_its_index_where_queries_choose():
     assert short["activations"] == dense["activations"]
     assert short["optimizer"] == dense["optimizer"], "a run that short does not train the index"
     assert short["weights"] - dense["weights"] == 4 * 768 * (groups * size + size)
+
+
+@pytest.mark.long
+def test_the_estimate_of_msa_is_the_peak_that_was_measured(monkeypatch):
+    monkeypatch.setattr(memory_trace, "NORMS_IN_FLOAT32", False)  # PyTorch 2.11
+    recorded = json.loads((ROOT / "bench" / "results" / "train-msa-h200.json").read_text())
+    rows = [row for run in recorded["runs"] for row in run["results"] if row["attention"] == "msa"]
+    (plain,) = (row for row in rows if not row["compiled"])
+    sizes = [f"train.seq_len={plain['seq_len']}", "train.batch_size=1", "data.isolate_documents=false"]
+    recompute = f"runtime.gradient_checkpointing={plain['gradient_checkpointing']}"
+    found = estimate(load_config("m7c_125m", [*sizes, "model.attention=msa", recompute]))
+    assert found.peak_gib == pytest.approx(plain["peak_gib"], rel=0.01)
