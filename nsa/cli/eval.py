@@ -19,13 +19,17 @@ def evaluate(
         str | None,
         typer.Option(metavar="N,N,...", help="Context lengths in tokens.", show_default="train.seq_len"),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Questions for every depth and length.")] = 32,
+    samples: Annotated[int, typer.Option(min=1, help="Questions for every length, and depth or level.")] = 32,
+    selection: Annotated[
+        bool,
+        typer.Option("--selection", help="Measure how much of full attention the selected blocks of each layer hold."),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Folder of eval.json and eval.html.", show_default="the folder of the run"),
     ] = None,
 ) -> None:
-    """Measure a trained model: its loss by position in the context, and its recall by depth and length.
+    """Measure a trained model: its loss by position in the context; recall, variable tracking and counting by length.
 
     The loss is measured on the run's validation data, or on other data: data.source=text data.paths=[books]
     """
@@ -38,7 +42,7 @@ def evaluate(
     from nsa.run_folder import EVALUATION_FILE, EVALUATION_PAGE, run_of
 
     run = load_run(source, overrides=all_overrides(overrides, override))
-    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say)
+    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say, selection=selection)
     folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
     write_json(found, folder / EVALUATION_FILE)
     print_tables(found, Console())

@@ -48,6 +48,10 @@ class SourceConfig(Section):
     document_tokens: int | None = Field(
         None, ge=16, description="recall: maximum tokens of a document; train.seq_len when unset"
     )
+    task: Literal["pairs", "tracking", "counting"] = Field(
+        "pairs",
+        description="recall: repeated pairs of a key and a value, chains of assignments, or the most frequent of words",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -11,11 +11,12 @@ from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
 from nsa.data.corpus import Corpus, TokenFile, Tokenised, join, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
-from nsa.data.recall import RecallSequences
+from nsa.data.recall import SHORTEST, Parts, RecallSequences
 from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSequences
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
+from nsa.data.tasks import TASKS
 from nsa.data.threads import Progress, in_threads
 from nsa.data.token_shards import ShardTokens, open_shards
 from nsa.data.tokenizers import TokenArray, Tokenizer
@@ -144,10 +145,16 @@ class _Builder:
                 f"data.document_tokens: {longest} is more than the {seq_len} tokens of a sequence (train.seq_len); "
                 f"choose at most {seq_len}, or leave it unset"
             )
-        make = partial(RecallSequences, self.tokenizer, seq_len, longest)
+        if source.task != "pairs" and longest < SHORTEST:
+            raise ConfigError(
+                f"data.document_tokens: {longest} tokens are too few for data.task={source.task}; "
+                f"choose at least {SHORTEST}"
+            )
+        make = partial(RecallSequences, self.tokenizer, seq_len, longest, parts=TASKS.get(source.task, Parts))
         held_out = partial(make, _VALIDATION_SEED, validation=True)
-        summary = f"recall: endless generated documents of up to {longest:,} tokens"
-        return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}")
+        task = "" if source.task == "pairs" else f" {source.task}"
+        summary = f"recall: endless generated{task} documents of up to {longest:,} tokens"
+        return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}{task}")
 
     def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
         training, validation = documents.split(self.data.validation_fraction, is_only=len(self.data.mixture) < 2)

@@ -1,4 +1,4 @@
-"""Documents that repeat key-value pairs, to train and to measure recall.
+"""Documents that repeat key-value pairs, to train and to measure recall. `nsa.data.tasks` has further documents.
 
 ` box37` gives the key `box` the value 37. When the pair occurs again, at any distance, the model must recall the value
 after ` box`. A key is a common word of three or four letters, one token in most vocabularies, directly followed by its
@@ -46,7 +46,7 @@ RAMP = 1 << 20  # training tokens after which documents of twice the length are 
 PROMPTS = 1 << 63  # separates the random keys of prompts from those of training documents
 
 
-def _uniform(count: int, seed: int, key: int) -> Uniform:
+def uniform(count: int, seed: int, key: int) -> Uniform:
     return random_bits(count, seed, key).astype(np.float64) / 2**64
 
 
@@ -54,41 +54,53 @@ def num_drawn(length: int) -> int:
     return 3 + NUM_KEYS + 3 * length
 
 
+def scaled(uniform: Uniform, count: int) -> Numbers:
+    """Numbers below `count`."""
+    return (uniform * count).astype(np.int64)
+
+
 class Parts:
-    """The tokens of all words, values and filler sentences, numbered in this order.
+    """The tokens of all words, values, filler sentences and signs, numbered in this order, and the documents of them.
 
     Values are the numbers below 100 that have the most common token count. If `81` were two tokens and others one, the
     second token would be a different task: to choose among the numbers that begin with 8."""
 
+    task = "pairs"
+    purpose = 0  # a part of the random key
+    num_drawn = staticmethod(num_drawn)
+    signs: Sequence[str] = ()
+
     def __init__(self, tokenizer: Tokenizer):
         texts = [*(f" {word}" for word in WORDS), *(f"{value:02d}" for value in range(NUM_VALUES)), *FILLER]
-        encoded = tokenizer.encode_many(texts)
+        encoded = tokenizer.encode_many([*texts, *self.signs])
         self.tokens = np.concatenate(encoded)
         self.lengths = np.array([len(tokens) for tokens in encoded])
         self.starts = np.cumsum(self.lengths) - self.lengths
-        words, values, filler = np.split(self.lengths, [NUM_KEYS, NUM_KEYS + NUM_VALUES])
+        words, values, filler, _ = np.split(self.lengths, [NUM_KEYS, NUM_KEYS + NUM_VALUES, len(texts)])
         commonest = np.bincount(values).argmax()
         self.values, values = NUM_KEYS + np.flatnonzero(values == commonest), values[values == commonest]
         self.shortest_pair, self.longest_pair = (int(f(words) + f(values)) for f in (np.min, np.max))
-        self.shortest_filler = int(filler.min())
+        self.longest_word, self.shortest_filler = int(words.max()), int(filler.min())
 
     def pairs(self, words: Uniform, values: Uniform, keys: int) -> Numbers:
         """Draws different words, each with a value [keys, 2]."""
-        chosen = self.values[(values[:keys] * len(self.values)).astype(np.int64)]
+        chosen = self.values[scaled(values[:keys], len(self.values))]
         return np.stack([np.argsort(words)[:keys], chosen], axis=1)
 
     def filler(self, uniform: Uniform, room: int) -> Numbers:
         """Draws as many sentences as fit into `room` tokens, and one more; none if there is no room."""
-        chosen = (uniform[: room // self.shortest_filler + 1 if room > 0 else 0] * len(FILLER)).astype(np.int64)
-        parts = NUM_KEYS + NUM_VALUES + chosen
+        count = room // self.shortest_filler + 1 if room > 0 else 0
+        parts = NUM_KEYS + NUM_VALUES + scaled(uniform[:count], len(FILLER))
         return parts[: 1 + int(np.searchsorted(np.cumsum(self.lengths[parts]), room, side="right"))]
 
     def size(self, parts: Numbers) -> int:
-        return int(self.lengths[parts].sum())
+        """The tokens of parts; -1 is none."""
+        return int(self.lengths[parts[parts >= 0]].sum())
 
     def join(self, pairs: Numbers, filler: Numbers, is_pair: NDArray[np.bool_]) -> TokenArray:
-        """Merges the tokens of pairs and filler, each in order. `is_pair` [pairs + filler] says which comes next."""
-        parts = np.full((len(is_pair), 2), -1)
+        """Merges the tokens of pairs and filler, each in order. `is_pair` [pairs + filler] says which comes next. The
+        number of parts of a pair is any; -1 is none."""
+        parts = np.full((len(is_pair), pairs.shape[1]), -1)
         parts[is_pair], parts[~is_pair, 0] = pairs, filler
         parts = parts[parts >= 0]
         lengths = self.lengths[parts]
@@ -122,21 +134,24 @@ class RecallSequences(Sequences):
 
     name = "recall"
 
-    def __init__(self, tokenizer: Tokenizer, seq_len: int, longest: int, seed: int, *, validation: bool = False):
+    def __init__(
+        self, tokenizer: Tokenizer, seq_len: int, longest: int, seed: int, *, validation: bool = False,
+        parts: type[Parts] = Parts,
+    ):  # fmt: skip
         self.tokenizer, self.seq_len, self.longest, self.seed = tokenizer, seq_len, longest, seed
         self.validation = validation
-        self._parts = Parts(tokenizer)
+        self._parts = parts(tokenizer)
 
     def row(self, number: int) -> Row:
-        key = number << 20 | self.validation
+        key = number << 20 | self._parts.purpose << 17 | self.validation
         all_kinds = max(1, (self.longest // SHORTEST).bit_length())
         kinds = all_kinds if self.validation else min(all_kinds, 1 + number * self.seq_len // RAMP)
-        drawn = _uniform(1, self.seed, key | 1 << 19)[0]
+        drawn = uniform(1, self.seed, key | 1 << 19)[0]
         is_ramp = self.validation or kinds < all_kinds
         length = self.longest >> (all_kinds - 1 - int(kinds * (drawn if is_ramp else drawn ** (1 / 3))))
         starts = np.arange(0, self.seq_len, length)
         tokens = np.full(len(starts) * length + 1, self.tokenizer.separator, dtype=self.tokenizer.dtype)
-        draws = _uniform(len(starts) * num_drawn(length), self.seed, key).reshape(len(starts), -1)
+        draws = uniform(len(starts) * self._parts.num_drawn(length), self.seed, key).reshape(len(starts), -1)
         for start, draw in zip(starts.tolist(), draws, strict=True):
             tokens[start + 1 : start + length] = self._parts.document(length - 1, draw)
         return self._row_of(tokens[: self.seq_len + 1], starts)
@@ -150,7 +165,7 @@ class Prompt:
     tokens: TokenArray
     depths: Sequence[int]
     spans: Sequence[tuple[int, int]]
-    places: int
+    places: int = 0
 
 
 class Prompts:
@@ -174,7 +189,7 @@ class Prompts:
     def make(self, depths: Sequence[int], number: int) -> Prompt:
         """Creates a prompt with a question for a key at each of these depths, one depth unless `several`."""
         parts, purpose = self._parts, PROMPTS | self.length << 2 | self.several << 1
-        draw = _uniform(2 * len(depths) + 2 * NUM_KEYS + self.length, number, purpose)
+        draw = uniform(2 * len(depths) + 2 * NUM_KEYS + self.length, number, purpose)
         inside, order, words, values, rest = np.split(draw, np.cumsum([len(depths), len(depths), NUM_KEYS, NUM_KEYS]))
         most = min(NUM_KEYS, self.length // (2 * parts.longest_pair))
         pairs = parts.pairs(words, values, max(self.num_depths, most) if self.several else 1)

@@ -1,1 +1,1 @@
-"""Evaluation of a trained model: loss by position in the context, and recall by depth and length."""
+"""Evaluation of a trained model: loss by position in the context, recall, tasks, and what selection misses."""

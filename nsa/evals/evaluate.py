@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -11,20 +12,28 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.data.recall import Prompts
+from nsa.data.tasks import TASKS, TaskPrompts
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
+from nsa.evals.selection import selection_by_layer
 from nsa.files import write_whole
 from nsa.train.trained import TrainedRun
 
 DEPTHS = (10, 5, 2)  # numbers of parts of a prompt to try, from the most
 KEYS = ("one", "several")
+SELECTION = {"mass": "full attention in the selected blocks", "heaviest": "heaviest blocks that are selected"}
 
 
 def evaluate(
-    run: TrainedRun, lengths: Sequence[int], samples: int, log: Callable[[str], None] = lambda line: None
+    run: TrainedRun,
+    lengths: Sequence[int],
+    samples: int,
+    log: Callable[[str], None] = lambda line: None,
+    *,
+    selection: bool = False,
 ) -> dict[str, Any]:
-    """Measures loss and recall at every length and returns plain data. Calls `log` for every length beyond the training
-    length, and when a length is done."""
+    """Measures loss, recall, tasks and, if asked, the selection at every length and returns plain data. Calls `log` for
+    every length beyond the training length, and when a length is done."""
     trained = run.config.train.seq_len
     prompts = _prompts(run, lengths)
     for length in lengths:
@@ -32,21 +41,34 @@ def evaluate(
             log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
     losses: list[dict[str, Any]] = []
     recall: list[dict[str, Any]] = []
+    tasks: list[dict[str, Any]] = []
+    by_layer: list[dict[str, Any]] = []
     with inference(run):
         for length in sorted(lengths, reverse=True):  # the data may end before the longest
-            buckets = loss_by_position(run, length, check=not losses)
+            measured: AbstractContextManager[Any] = selection_by_layer(run.model) if selection else nullcontext()
+            with measured as layers:
+                buckets = loss_by_position(run, length, check=not losses)
+            by_layer.append({"length": length, "layers": layers})
             mean = sum(b.loss * b.tokens for b in buckets) / sum(b.tokens for b in buckets)
             losses.append({"length": length, "loss": mean, "buckets": [asdict(bucket) for bucket in buckets]})
             for keys in KEYS:
                 by_depth = recall_by_depth(run, prompts[length][keys], samples)
                 recall.append({"length": length, "keys": keys, "by_depth": by_depth})
-            log(f"{length:,} tokens: loss {mean:.4f}, recall " + " and ".join(_summary(r) for r in recall[-2:]))
+            for name, task in TASKS.items():
+                asked = TaskPrompts(run.tokenizer, name, length, min(lengths))
+                tasks.append({"length": length, "task": name, "levels": asked.levels, "unit": task.unit})
+                tasks[-1]["by_level"] = recall_by_depth(run, asked, samples)
+            shares = [f"recall of one key {_mean(recall[-2]['by_depth'])}, of several {_mean(recall[-1]['by_depth'])}"]
+            shares += [f"{row['task']} {_mean(row['by_level'])}" for row in tasks[-len(TASKS) :]]
+            log(f"{length:,} tokens: loss {mean:.4f}, " + ", ".join(shares))
     return {
         "weights": str(run.weights),
         "trained_length": trained,
         "samples": samples,
         "loss": sorted(losses, key=itemgetter("length")),
         "recall": sorted(recall, key=itemgetter("length")),
+        "tasks": sorted(tasks, key=itemgetter("length")),
+        **({"selection": sorted(by_layer, key=itemgetter("length"))} if selection else {}),
     }
 
 
@@ -68,9 +90,8 @@ def _prompts(run: TrainedRun, lengths: Sequence[int]) -> dict[int, dict[str, Pro
     return prompts
 
 
-def _summary(row: dict[str, Any]) -> str:
-    by_depth = row["by_depth"]
-    return f"{sum(by_depth) / len(by_depth):.1%} ({row['keys']} key{'s' if row['keys'] == 'several' else ''})"
+def _mean(shares: Sequence[float]) -> str:
+    return f"{sum(shares) / len(shares):.1%}"
 
 
 def print_tables(found: dict[str, Any], console: Console) -> None:
@@ -88,9 +109,22 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
         depths = len(rows[0]["by_depth"])
         columns = [f"{100 * d // depths}-{100 * (d + 1) // depths} %" for d in range(depths)]
         table = Table("tokens", *columns, title=f"exact answers in % by depth of the key, {keys} in the prompt")
-        for row in rows:
-            table.add_row(f"{row['length']:,}", *(f"{100 * share:.1f}" for share in row["by_depth"]))
-        console.print(table)
+        _print_shares(console, table, [(f"{row['length']:,}", row["by_depth"]) for row in rows])
+    for name in TASKS:
+        rows = [row for row in found["tasks"] if row["task"] == name]
+        columns = [f"{rows[0]['unit']}: {level}" for level in rows[0]["levels"]]
+        table = Table("tokens", *columns, title=f"exact answers in %, {name}")
+        _print_shares(console, table, [(f"{row['length']:,}", row["by_level"]) for row in rows])
+    for column, title in SELECTION.items() if "selection" in found else ():
+        by_layer = zip(*(row["layers"] for row in found["selection"]), strict=True)
+        shares = [(layers[0]["layer"], [layer[column] for layer in layers]) for layers in by_layer]
+        _print_shares(console, Table("layer", *lengths, title=f"{title}, in %"), shares)
+
+
+def _print_shares(console: Console, table: Table, rows: Sequence[tuple[str, Sequence[float]]]) -> None:
+    for name, shares in rows:
+        table.add_row(name, *(f"{100 * share:.1f}" for share in shares))
+    console.print(table)
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from nsa.data.build import build_data
 from nsa.data.loader import Batch, Loader
 from nsa.data.recall import Prompt, Prompts
+from nsa.data.tasks import TaskPrompts
 from nsa.errors import ConfigError, DataError
 from nsa.nn.model import Decoder
 from nsa.parallel.numerics import compute_precision, numerics
@@ -103,8 +104,9 @@ def _buckets(batch: Batch) -> Tensor:
     return torch.frexp((place + 1).double()).exponent.long().sub(1).repeat(rows)
 
 
-def recall_by_depth(run: TrainedRun, prompts: Prompts, samples: int) -> list[float]:
-    """Returns the share of exact answers at every depth, from `samples` each. Call it in `inference`."""
+def recall_by_depth(run: TrainedRun, prompts: Prompts | TaskPrompts, samples: int) -> list[float]:
+    """Returns the share of exact answers at every depth, or level of a task, from `samples` each. Call it in
+    `inference`."""
     asked, at_once = prompts.questions(samples), TOKENS_PER_PASS[run.model.head.weight.device.type]
     exact = np.zeros(prompts.num_depths)
     waiting: list[Prompt] = []

@@ -13,6 +13,7 @@ from nsa.ops.library import (
     differentiate,
     refuse_tangents,
 )
+from nsa.ops.observe import notify
 from nsa.ops.spec import SelectionSpec
 
 
@@ -48,6 +49,7 @@ def _attend(
     check_index_values(indices, k.shape[1], block)
     check_border_values(cu_seqlens, k.shape[1])
     kernels = dispatch.choose("sel", backend, q, v, count=True)
+    notify("read", q, k, indices, block, cu_seqlens, q_offset)
     return kernels.forward(q, k, v, indices, block, cu_seqlens, q_offset=q_offset)
 
 

@@ -10,29 +10,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from nsa.ops.spec import SelectionSpec
-
 
 class Observer(Protocol):
+    """Has a method for each event that it needs. Operators report, for one layer or for some of its queries and heads:
+
+    selected(indices, spec, cu_seqlens, q_offset)             the blocks that queries read
+    read(q, k, indices, block, cu_seqlens, q_offset)          attention over these blocks
+    attended(q, k, lse, counted, cu_seqlens, q_offset)        the same, with an index loss
+    mixed(gates)                                              the gates, [B, S, H, 3]
+
+    indices are int32 [B, S, G, num_selected], padded with -1; q [B, S, H, D], k [B, q_offset + S, G, D]; lse [B, S, H]
+    is the log-sum-exp over the blocks; counted [B, S] bool: the queries to measure, which see more than their blocks.
+    """
+
     failures: int
-
-    def selected(self, indices: Tensor, spec: SelectionSpec, cu_seqlens: Tensor | None, q_offset: int) -> None:
-        """The blocks of one layer, or of some of its queries: [B, S, G, num_selected] int32, padded with -1."""
-        ...
-
-    def mixed(self, gates: Tensor) -> None:
-        """The gates of one layer: [B, S, H, 3]."""
-        ...
-
-    def attended(
-        self, q: Tensor, k: Tensor, lse: Tensor, counted: Tensor, cu_seqlens: Tensor | None, q_offset: int
-    ) -> None:
-        """The attention of one layer, or of some of its queries and heads, over selected blocks: q [B, S, H, D],
-        k [B, q_offset + S, G, D] and the log-sum-exp lse [B, S, H]; counted [B, S] bool: the queries to measure, which
-        see more than their blocks."""
-        ...
 
 
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
@@ -49,11 +40,12 @@ def observing(observer: Observer | None) -> Iterator[None]:
 
 
 def notify(event: str, *args: Any) -> None:
-    """Calls method `event` of the current observer, if there is one."""
+    """Calls the method `event` of the current observer, if there is one and it has this method."""
     observer = _observer.get()
-    if observer is not None:
+    method = getattr(observer, event, None)
+    if observer is not None and method is not None:
         try:
-            getattr(observer, event)(*args)
+            method(*args)
         except Exception:
             observer.failures += 1
             _observer.set(None)

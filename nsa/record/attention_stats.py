@@ -15,6 +15,9 @@ of a row's blocks that the previous token of the document also reads.
 The mass of a query and head is the share of its attention weights over all visible tokens that the blocks it reads
 hold. It is measured for at most SAMPLED queries, spread over those that do not read all blocks. Every sequence counts
 by the number of these queries, so that any division of sequences into parts estimates the same mean.
+
+An evaluation measures the mass for more queries, and with it the heaviest blocks: as many as are read, those with the
+most attention of the heads that share a selection.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.ops.layout import block_of, is_forced, token_layout
+from nsa.ops.layout import block_of, is_forced, num_blocks, token_layout
 from nsa.ops.spec import SelectionSpec
 from nsa.record.failures import reporting_bugs
 from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
@@ -32,6 +35,7 @@ from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, GateStats, SelectionStats
 COLLAPSED = 0.95
 MAX_PAIRS = 8192  # rows whose neighbours are compared: enough for a share, and cheap at any length
 SAMPLED = 32  # queries whose mass is measured, in one report of a layer
+EVALUATED = 256  # the same in an evaluation
 MAX_ELEMENTS = 2**24  # of a tensor of scores or keys, while the mass is measured
 # Of each kind of statistics, the numbers per row, and the columns that are maxima; all others are sums.
 KINDS = {"gates": (8, slice(2, 4)), "selection": (7 + len(DISTANCE_BINS), slice(2, 3)), "mass": (2, slice(0))}
@@ -224,29 +228,70 @@ def mass_numbers(
 
     q [B, S, H, D], k [B, N, G, D], lse [B, S, H] the log-sum-exp over the blocks that are read, counted [B, S] bool.
     """
-    batch, tokens, heads, size = q.shape
-    groups, row = k.shape[2], torch.arange(batch, device=q.device)[:, None]
-    sample = max(1, SAMPLED // batch)
+    batch, _, heads, size = q.shape
+    at, is_sampled, total = _sample(counted, SAMPLED)
+    whole = lse.new_full((*at.shape, heads), -torch.inf)  # log-sum-exp over all visible tokens
+    width = max(1, MAX_ELEMENTS // (batch * max(at.shape[1] * heads, k.shape[2] * size)))
+    for start in range(0, k.shape[1], width):
+        scores = _scores(q, k, at, slice(start, start + width), cu_seqlens, q_offset)
+        whole = torch.logaddexp(whole, scores.logsumexp(-1).flatten(2))
+    mass = (lse[torch.arange(batch, device=q.device)[:, None], at] - whole).exp().clamp(max=1.0)
+    return _weighted_sums(is_sampled, total * heads, mass.mean(2))
+
+
+def _sample(counted: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses queries, spread over the counted ones: their places [B, sample] and whether each is one of them, which
+    may be fewer; and the number of counted queries [B, 1]."""
+    batch, tokens = counted.shape
+    sample = max(1, most // batch)
     count = counted.cumsum(1)
     total = count[:, -1:]
-    number = torch.arange(1, 2 * sample, 2, device=q.device) * total.clamp(min=sample) // (2 * sample) + 1
-    at = torch.searchsorted(count, number).clamp(max=tokens - 1)  # [B, sample]; the number-th counted queries
-    token = (q_offset + at).unsqueeze(-1)
-    first = token_layout(q_offset + tokens, cu_seqlens, q.device).doc_start[token]
-    queries = (q[row, at].to(lse.dtype) * size**-0.5).unflatten(2, (groups, -1))
-    whole = torch.full_like(queries[..., 0], -torch.inf)  # log-sum-exp over all visible tokens, [B, sample, G, h]
-    width = max(1, MAX_ELEMENTS // (batch * max(sample * heads, groups * size)))
-    for start in range(0, k.shape[1], width):
-        keys = k[:, start : start + width].to(lse.dtype)
-        place = torch.arange(start, start + keys.shape[1], device=q.device)
-        unseen = ((place < first) | (place > token))[:, :, None, None]
-        scores = torch.einsum("bnghd,bkgd->bnghk", queries, keys).masked_fill_(unseen, -torch.inf)
-        whole = torch.logaddexp(whole, scores.logsumexp(-1))
-    mass = (lse[row, at] - whole.flatten(2)).exp().clamp(max=1.0)
-    is_sampled = number <= total  # fewer queries than `sample` are counted
-    mean = mass.masked_fill(~is_sampled.unsqueeze(-1), 0.0).sum((1, 2)) / (is_sampled.sum(1) * heads).clamp(min=1)
-    rows = (total.squeeze(1) * heads).to(torch.float64)
-    return torch.stack([rows.sum(), (rows * mean).sum()])
+    number = torch.arange(1, 2 * sample, 2, device=counted.device) * total.clamp(min=sample) // (2 * sample) + 1
+    return torch.searchsorted(count, number).clamp(max=tokens - 1), number <= total, total
+
+
+def _scores(q: Tensor, k: Tensor, at: Tensor, keys: slice, cu_seqlens: Tensor | None, q_offset: int) -> Tensor:
+    """The scores of queries at [B, n] and some keys, [B, n, G, h, K]: -inf where a query does not see a key."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    row, token = torch.arange(len(at), device=q.device)[:, None], (q_offset + at).unsqueeze(-1)
+    first = token_layout(q_offset + q.shape[1], cu_seqlens, q.device).doc_start[token]
+    place = torch.arange(k.shape[1], device=q.device)[keys]
+    unseen = ((place < first) | (place > token))[:, :, None, None]
+    queries = (q[row, at].to(dtype) * q.shape[3] ** -0.5).unflatten(2, (k.shape[2], -1))
+    return torch.einsum("bnghd,bkgd->bnghk", queries, k[:, keys].to(dtype)).masked_fill_(unseen, -torch.inf)
+
+
+def _weighted_sums(is_sampled: Tensor, weight: Tensor, *values: Tensor) -> Tensor:
+    """The sum of the weights [B, 1] of sequences, and of the weighted means of each of `values` [B, sample]."""
+    weight = weight.to(torch.float64)
+    each = weight / is_sampled.sum(1, keepdim=True).clamp(min=1)
+    return torch.stack([weight.sum(), *((each * value.where(is_sampled, 0.0)).sum() for value in values)])
+
+
+def quality_numbers(
+    q: Tensor, k: Tensor, indices: Tensor, block: int, cu_seqlens: Tensor | None, q_offset: int = 0
+) -> Tensor:
+    """Queries that see more blocks than they read, the sum of their masses, and of the shares of their heaviest blocks
+    that they read; each a mean over heads or groups, estimated from a sample.
+
+    q [B, S, H, D], k [B, N, G, D], indices [B, S, G, num_selected], blocks of `block` tokens.
+    """
+    layout, count = token_layout(q_offset + q.shape[1], cu_seqlens, q.device), indices.shape[3]
+    counted = (layout.position[q_offset:] >= count * block).expand(q.shape[:2])
+    at, is_sampled, total = _sample(counted, EVALUATED)
+    blocks, found = num_blocks(k.shape[1], block), []
+    for some in at.split(max(1, MAX_ELEMENTS // (len(q) * q.shape[2] * k.shape[1])), dim=1):
+        share = _scores(q, k, some, slice(None), cu_seqlens, q_offset).softmax(-1)
+        place = torch.arange(k.shape[1], device=q.device) - layout.doc_start[q_offset + some].unsqueeze(-1)
+        number = block_of(place.clamp(min=0), block)[:, :, None, None].expand_as(share)
+        by_block = share.new_zeros(*share.shape[:-1], blocks).scatter_add_(-1, number, share)  # [B, n, G, h, blocks]
+        read = indices[torch.arange(len(q), device=q.device)[:, None], some].long()
+        read = read.where(read >= 0, blocks)  # one more block, for rows that are not full
+        is_read = share.new_zeros(*read.shape[:3], blocks + 1).scatter_(-1, read, 1.0)[..., :-1]
+        heaviest = by_block.sum(3).topk(min(count, blocks), -1).indices
+        mass = (by_block * is_read.unsqueeze(3)).sum(-1).mean((2, 3))
+        found.append(torch.stack([mass, is_read.gather(-1, heaviest).mean((2, 3))]))
+    return _weighted_sums(is_sampled, total, *torch.cat(found, dim=2))
 
 
 def read_mass(row: Tensor) -> float:

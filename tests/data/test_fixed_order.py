@@ -136,16 +136,34 @@ def test_a_checkpoint_written_before_reads_on_in_the_same_tokens(folder, kind):
     data.close()
 
 
-def test_recall_documents_change_with_the_number_of_their_version_alone():
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (
+            "37cf6276dc4df72719cdfadccb2306a4b3f4ffe8756a693532bdb4820533a01e",
+            "247940dba8048fb5e3a7a5e5d68d5b20",
+            "f3f0f0dcc4d6126b28c19bef4468e980",
+        )),
+        ({"task": "tracking"}, (
+            "d841b1f773efb6a8111f3a2fffae341a2e781ae92bad37ac165634142b4b4c07",
+            "5eca0ec9993a19ab3883899b6afce545",
+            "399fdd0a515c5f39b126683b85cee8ac",
+        )),
+        ({"task": "counting"}, (
+            "ade1b2cff2c67b65e93231772f14b363e64c5750b9c9346898a9dda3c330fe4c",
+            "ea7580f3f58fdfd836ed690ec7662b67",
+            "a7ef7d1ec9b5b8229d0bd4052d7ce42e",
+        )),
+    ],
+    ids=["pairs", "tracking", "counting"],
+)  # fmt: skip
+def test_recall_documents_change_with_the_number_of_their_version_alone(settings, expected):
     """Other documents need another number in `build_data`: a run would go on in them as if they were its own."""
     train = TRAIN.model_copy(update={"seq_len": 1024})  # with all lengths from sequence 5,120 on
-    section = DataConfig.model_validate({"source": "recall", "validation_fraction": 0.1})
+    section = DataConfig.model_validate({"source": "recall", "validation_fraction": 0.1, **settings})
     data = build_data(section, train, ByteTokenizer())
-    assert (data.fingerprint, digest(data.train, range(0, 8000, 500)), digest(data.validation, range(0, 60, 7))) == (
-        "37cf6276dc4df72719cdfadccb2306a4b3f4ffe8756a693532bdb4820533a01e",
-        "247940dba8048fb5e3a7a5e5d68d5b20",
-        "f3f0f0dcc4d6126b28c19bef4468e980",
-    )
+    found = data.fingerprint, digest(data.train, range(0, 8000, 500)), digest(data.validation, range(0, 60, 7))
+    assert found == expected
 
 
 def test_the_index_of_a_streamed_run_is_still_read(folder):

@@ -17,6 +17,10 @@ from nsa.errors import ConfigError, DataError
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
+    return make_tokenizers(tmp_path_factory)
+
+
+def make_tokenizers(tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe(["the key of a document is asked again = 17 or 23 or 99\n" * 20], path, vocab_size=300, max_bytes=1 << 20)
     return {"bytes": ByteTokenizer(), "bpe": load_tokenizer(str(path))}

@@ -13,6 +13,7 @@ from nsa.data.build import build_data
 from nsa.data.prepare import prepare
 from nsa.data.recall import Prompts
 from nsa.data.sources.text import TextSource
+from nsa.data.tasks import TASKS, TaskPrompts
 from nsa.data.token_shards import ShardTokens
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError
@@ -76,53 +77,64 @@ def greedy(model, tokens, count):
     return [piece.token for piece in nsa.generate_tokens(model, [tokens.tolist()], max_tokens=count, temperature=0)]
 
 
-class Answered(Prompts):
-    """Prompts whose answers at even depths are what the model says; those at odd depths stay."""
+def answered(prompts, model):
+    """Makes the model's words the answers at even depths; those at odd depths stay."""
 
-    model = None
-
-    def make(self, depths, number):
-        prompt = super().make(depths, number)
+    def make(depths, number, make=prompts.make):
+        prompt = make(depths, number)
         for (first, stop), depth in sorted(zip(prompt.spans, depths, strict=True)):
             if depth % 2 == 0:
-                prompt.tokens[first:stop] = greedy(self.model, prompt.tokens[:first], stop - first)
+                prompt.tokens[first:stop] = greedy(model, prompt.tokens[:first], stop - first)
         return prompt
 
+    prompts.make = make
+    return prompts
 
-@pytest.mark.parametrize("several", [True, False])
-def test_recall_equals_greedy_decoding_of_every_answer(several, folder, monkeypatch):
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        *(lambda tokenizer, several=several: Prompts(tokenizer, 200, 5, several=several) for several in (True, False)),
+        *(lambda tokenizer, task=task: TaskPrompts(tokenizer, task, 200, 200) for task in TASKS),
+    ],
+    ids=["several", "one", *TASKS],
+)
+def test_recall_equals_greedy_decoding_of_every_answer(prompts, folder, monkeypatch):
     monkeypatch.setitem(scoring.TOKENS_PER_PASS, "cpu", 700)
     run = nsa.load_run(folder)
-    monkeypatch.setattr(Answered, "model", run.model)
-    samples, exact = 3, [0] * 5
-    prompts = Answered(run.tokenizer, 200, 5, several=several)
+    prompts = answered(prompts(run.tokenizer), run.model)
+    samples, exact = 3, [0] * prompts.num_depths
     for number, depths in enumerate(prompts.questions(samples)):
         prompt = prompts.make(depths, number)
         for depth, (first, stop) in zip(depths, prompt.spans, strict=True):
             said = greedy(run.model, prompt.tokens[:first], stop - first)
             exact[depth] += said == prompt.tokens[first:stop].tolist()
-    assert exact[::2] == [samples] * 3
+    assert set(exact[::2]) == {samples}
     assert sum(exact[1::2]) < samples
     with scoring.inference(run):
-        found = scoring.recall_by_depth(run, Answered(run.tokenizer, 200, 5, several=several), samples)
+        found = scoring.recall_by_depth(run, prompts, samples)
     assert found == [count / samples for count in exact]
 
 
 def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
-    result = evaluate(folder, "--out", tmp_path / "new", "--lengths", "600,640", "--samples", 2)
+    result = evaluate(folder, "--out", tmp_path / "new", "--lengths", "600,640", "--samples", 1)
     assert result.exit_code == 0
     assert "600 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
     assert "loss by position" in result.output
     assert "several in the prompt" in result.output
+    assert "exact answers in %, tracking" in result.output
     found = json.loads((tmp_path / "new" / "eval.json").read_text())
     assert found["trained_length"] == 32
     assert [(row["length"], row["keys"]) for row in found["recall"]] == [
         (length, keys) for length in (600, 640) for keys in ("one", "several")
     ]
     assert all(len(row["by_depth"]) == DEPTHS[0] for row in found["recall"])
+    assert [(row["length"], row["task"], row["levels"]) for row in found["tasks"]] == [
+        (length, *task) for length in (600, 640) for task in (("tracking", [1, 2, 3, 4]), ("counting", [2, 4, 8]))
+    ]
     page = (tmp_path / "new" / "eval.html").read_text()
-    assert page.count("<svg") == 3
-    assert page.count('class="cell') == 2 * 2 * DEPTHS[0], "a number for every length and depth"
+    assert page.count("<svg") == 5
+    assert page.count('class="cell') == 2 * 2 * DEPTHS[0] + 2 * (4 + 3), "a number for every length, depth and level"
 
 
 def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(folder, tmp_path):

@@ -163,6 +163,10 @@ MEASURED = {
         {"length": length, "keys": keys, "by_depth": [1.0, 0.5, share]}
         for length, share in ((600, 0.0), (12_000, 0.25)) for keys in ("one", "several")
     ],
+    "tasks": [
+        {"length": length, "task": "tracking", "levels": [1, 2], "unit": "copies", "by_level": [1.0, share]}
+        for length, share in ((600, 0.5), (12_000, 0.25))
+    ],
 }  # fmt: skip
 
 
@@ -176,6 +180,12 @@ def test_an_evaluation_is_part_of_the_page_with_its_numbers(finished):
         cells = re.findall(r'class="cell( deep)?" [^>]*>([^<]*)<', svg)
         assert cells == [(" deep", "100")] * 2 + [("", "50")] * 2 + [("", "0"), ("", "25")]  # row by row
         assert all(f">{label}</text>" in svg for label in ("0-33", "33-66", "66-100", "600", "12,000"))
+    tracking = figure_of(page, "plot-task-tracking")
+    assert re.findall(r'class="cell(?: deep)?" [^>]*>([^<]*)<', tracking) == ["100", "100", "50", "25"]
+    assert all(f">{label}</text>" in tracking for label in ("copies: 1", "copies: 2", "600", "12,000"))
+    earlier = {name: found for name, found in MEASURED.items() if name != "tasks"}  # as versions without tasks wrote it
+    (finished / "eval.json").write_text(json.dumps(earlier))
+    assert "plot-recall-several" in render(read_run(finished))
     losses = figure_of(page, "plot-position")
     (line, _) = (re.findall(r"[\d.]+", d) for d in re.findall(r'<path class="c\d line" d="([^"]*)"', losses))
     steps = np.diff([float(x) for x in line[::2]])
@@ -190,7 +200,11 @@ def test_an_evaluation_is_part_of_the_page_with_its_numbers(finished):
         {"x": 1},
         MEASURED | {"recall": [{"length": 5, "keys": "one", "by_depth": d} for d in ([1], [1, 2])]},
         MEASURED | {"recall": [{"length": 5, "keys": 7, "by_depth": [1]}]},
-        MEASURED | {"recall": [{"length": 5, "keys": "one", "by_depth": [0.5] * 500}]},
+        MEASURED | {"recall": [{"length": 5, "keys": "one", "by_depth": [0.5] * 5000}]},
+        MEASURED | {"tasks": [{"length": 5, "task": EVIL, "levels": [1, 2], "unit": EVIL, "by_level": [1.0]}]},
+        MEASURED | {"tasks": 3},
+        MEASURED | {"selection": [{"length": 5, "layers": []}]},
+        MEASURED | {"selection": [{"length": 5, "layers": [{"layer": EVIL, "mass": 0.5}] * n} for n in (1, 2)]},
         MEASURED | {"loss": "none"},
         MEASURED | {"loss": []},
     ],
