@@ -27,14 +27,14 @@ class Replays(StepGraphs):
     replays = 0
 
     def _warm_up(self, work, parameters):
-        work(self._batch, self._divisor, self._scale)
+        self._losses = torch.zeros_like(work(self._batch, self._divisor, self._scale))
         for parameter in parameters:
             parameter.grad = None
         self._parameters = parameters
 
     def _capture(self, work, pool):
         adds = bool(self._graphs)
-        loss = torch.zeros(())
+        loss = self._losses.clone()
         if not adds:  # gradients in the memory of the graph
             for parameter in self._parameters:
                 parameter.grad = torch.full_like(parameter, math.nan)
@@ -74,6 +74,24 @@ def test_replayed_steps_give_the_numbers_of_plain_ones(micro_batch, isolated):
     assert state.graphs.replays == 4 * (4 // micro_batch)
     for name, parameter in plain.parameters.items():
         assert torch.equal(parameter, state.parameters[name]), name
+
+
+def test_graphs_are_captured_again_when_the_warm_up_of_an_index_ends(tmp_path, monkeypatch):
+    made = []
+
+    def plan(config, world, micro_batch):
+        made.append(Replays(micro_batch * 32, accumulates=False))
+        return made[-1]
+
+    sections = ["model.attention=msa", "msa.block=16", "msa.num_selected=1", "msa.num_local=0", "msa.warmup_steps=2"]
+    train(tiny(*sections), tmp_path / "plain")
+    monkeypatch.setattr(loop, "plan_graphs", plan)
+    captures = []
+    monkeypatch.setattr(Replays, "_prepare", lambda *given: captures.append(1) or StepGraphs._prepare(*given))
+    train(tiny(*sections), tmp_path / "replayed")
+    assert made[0].replays > 2
+    assert len(captures) == 2
+    assert machine_free(rows_of(tmp_path / "replayed")) == machine_free(rows_of(tmp_path / "plain"))
 
 
 def test_an_observed_step_runs_without_graphs():
