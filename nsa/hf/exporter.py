@@ -71,7 +71,10 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
 
 def _notes(run: TrainedRun, missing: list[str], form: stock.Form) -> list[str]:
     if missing:
-        return [f"needs the package nsa; the form that transformers loads without it requires {'; '.join(missing)}"]
+        return [
+            "for transformers with trust_remote_code=True, faster with the package nsa; the form that needs neither "
+            f"requires {'; '.join(missing)}"
+        ]
     notes = ["for transformers 5.12 and later, without the package nsa" if form == "hf" else "for vLLM and SGLang"]
     if sizes := stock.unusual_sizes(run.config):
         notes.append(
@@ -111,7 +114,7 @@ def _save_stock(run: TrainedRun, folder: Path, form: stock.Form, special: dict[s
 
 
 def model_card(run: TrainedRun, name: str, package: str | None = None, form: stock.Form | None = None) -> str:
-    """`form` is the form of MiniMax-M3 that the folder has, None if it needs this package."""
+    """`form` is the form of MiniMax-M3 that the folder has, None for the classes of this package."""
     config, model = run.config, run.config.model
     kinds = model.layer_kinds()
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
@@ -153,17 +156,21 @@ def _usage(name: str, package: str | None, form: stock.Form | None) -> str:
     if form == "vllm":
         return f"{stock_form}, for vLLM and SGLang:\n\n```sh\nvllm serve {name} --dtype bfloat16\n```"
     if form == "hf":
-        needs, own_import = f"{stock_form} (transformers 5.12 or later).", ""
+        needs, trust = f"{stock_form} (transformers 5.12 or later).", ""
     else:
-        needs = f"It needs the package nsa with its extra hf: {how_to_install('hf', package)}."
-        own_import = "import nsa.hf  # or trust_remote_code=True below\n"
+        needs = (
+            f"transformers 5 loads it with the code in `{CODE_FILE}`, which is plain PyTorch for inference. Where the "
+            f"package nsa with its extra hf is installed, the code uses the package, which is faster and trains the "
+            f"model: {how_to_install('hf', package)}."
+        )
+        trust = ", trust_remote_code=True"
     return f"""{needs}
 
 ```python
-{own_import}from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
 ```"""

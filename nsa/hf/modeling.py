@@ -6,6 +6,7 @@ row, since positions, blocks and windows of NSA count from the first token.
 Legend: B batch, S tokens, C channels, V vocabulary.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,11 @@ from transformers.utils.generic import can_return_tuple
 
 from nsa.config.architecture import Architecture
 from nsa.errors import ArgumentError, CheckpointError
-from nsa.installation import how_to_install
 from nsa.nn.cache import KVCache
 from nsa.nn.model import Decoder
 from nsa.parallel.transform import recompute
 
-# For from_pretrained(trust_remote_code=True) in a process that has not imported nsa.hf. Without the try block,
-# transformers would tell users without the package to run `pip install nsa`.
-CODE_FILE = "modeling_nsa.py"
-CODE = """try:
-    from nsa.hf import NSAForCausalLM, NSALMConfig
-except ImportError as error:
-    raise ImportError({message!r}) from error
-
-__all__ = ["NSAForCausalLM", "NSALMConfig"]
-"""
+CODE_FILE = "modeling_nsa.py"  # nsa/hf/standalone.py in an exported folder, for trust_remote_code=True
 
 
 class NSALMConfig(PreTrainedConfig):
@@ -69,6 +60,11 @@ class NSALMConfig(PreTrainedConfig):
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         options.pop("tie_word_embeddings", None)
         super().__init__(**options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing: `trust_remote_code=True` calls it, and `save_pretrained` would then copy this module, which
+        needs the package, and name it in `auto_map`."""
 
     def sections(self) -> Architecture:
         return Architecture(**{name: getattr(self, name) for name in Architecture.model_fields})
@@ -173,9 +169,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Also writes the file that `trust_remote_code=True` loads."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
-        how = how_to_install("hf", self.config.package)
-        code = CODE.format(message=f"this model needs the package nsa with its extra hf: {how}")
-        (Path(save_directory) / CODE_FILE).write_text(code)  # first: the next line may push the folder to the hub
+        # First: the next line may push the folder to the hub.
+        shutil.copyfile(Path(__file__).with_name("standalone.py"), Path(save_directory) / CODE_FILE)
         super().save_pretrained(save_directory, *args, **options)
 
     def get_input_embeddings(self) -> torch.nn.Module:
