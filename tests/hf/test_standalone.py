@@ -19,16 +19,16 @@ from tests.hf.runs import SIZES, SPEC
 pytest.importorskip("transformers")
 from nsa.hf.exporter import export_model
 
-PATTERN = {"layer_pattern": ["dense", "nsa", "window", "msa"], "n_layers": 4, "qk_norm": True, "rotary_dim": 12}
+PATTERN = {"layer_pattern": ["dense", "nsa", "window", "msa"], "n_layers": 4, "qk_norm": True, "head_dim_k": 32}
 LLAMA3 = {"factor": 8.0, "original_length": 64}
-MSA = {"block": 16, "num_selected": 3}
+MSA = {"block": 16, "num_selected": 3, "index_dim": 16}
 VARIANTS = {
     "default": ({}, {}),
     "mlp": (
         {"tied_head": True, "qkv_bias": True, "rope_scaling": {"factor": 2.0}},
         {"phi": "mlp", "compress": "after_rotation", "gate": "softmax", "shared_kv": True, "num_init": 0},
     ),
-    "pattern": (PATTERN | {"activation": "swiglu_oai", "rope_scaling": LLAMA3}, {"phi": "mean_mlp", "num_selected": 3}),
+    "pattern": (PATTERN | {"rotary_dim": 24, "activation": "swiglu_oai", "rope_scaling": LLAMA3}, {"phi": "mean_mlp"}),
     "cmp": ({"n_layers": 1}, {"force_branch": "cmp"}),
     "sel": ({"n_layers": 1, "n_kv_heads": 6}, {"force_branch": "sel", "cmp_block": 4}),
     "win": ({"n_layers": 1}, {"force_branch": "win"}),
