@@ -166,7 +166,7 @@ def test_a_saved_model_loads_again_and_one_without_a_tensor_does_not(exported, t
         load(tmp_path / "again")
     with pytest.raises(CheckpointError, match=r"no tensor for .*gate\.out\.bias"):
         import_model(tmp_path / "again", tmp_path / "run")
-    with pytest.raises(ConfigError, match="has NSA layers already"):
+    with pytest.raises(ConfigError, match="has nsa layers already"):
         import_model(exported, tmp_path / "run", attention="nsa")
 
 
