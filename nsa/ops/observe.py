@@ -42,10 +42,11 @@ def observing(observer: Observer | None) -> Iterator[None]:
 def notify(event: str, *args: Any) -> None:
     """Calls the method `event` of the current observer, if there is one and it has this method."""
     observer = _observer.get()
-    method = getattr(observer, event, None)
-    if observer is not None and method is not None:
+    if observer is not None:
         try:
-            method(*args)
+            method = getattr(observer, event, None)
+            if method is not None:
+                method(*args)
         except Exception:
             observer.failures += 1
             _observer.set(None)

@@ -20,6 +20,7 @@ from nsa.data.sequences import IGNORED
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import CheckpointError, NumericsError
 from nsa.files import make_folder, read_regular
+from nsa.nn.attention import attention_layers
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import gather_weights
 from nsa.run_folder import NONFINITE_FOLDER
@@ -92,7 +93,7 @@ def reproduce(dumped: Path) -> StepResult:
     try:
         report: dict[str, Any] = json.loads(read_regular(dumped / "report.json"))
         parts = [read_tensors(dumped / f"batch_rank{r}.safetensors") for r in range(report["world_size"])]
-        given = report["config"]
+        given, step = report["config"], int(report["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{dumped}: not a complete dump of a step: {error}") from None
     config = parse_config(given, str(dumped / "report.json"), ["parallel.strategy=single", "parallel.context=1"])
@@ -101,6 +102,8 @@ def reproduce(dumped: Path) -> StepResult:
         if not (dumped / "weights.safetensors").exists():
             raise CheckpointError(f"{dumped}: has no weights; the dump is incomplete")
         load_weights(state.model, dumped / "weights.safetensors")
+        for _, layer in attention_layers(state.model):
+            layer.start_step(step)
         state.teacher = load_teacher(state)
         batches = []
         for tensors in parts:

@@ -13,7 +13,7 @@ KILLED = -9
 # Both kinds of sparse attention; the index warms up in the first steps, so that runs are killed before and after it.
 LAYERS = {
     "model": {"layer_pattern": ["nsa", "msa"]},
-    "msa": {"block": 16, "num_selected": 1, "num_local": 0, "warmup_steps": 5},
+    "msa": {"block": 16, "num_selected": 1, "num_local": 0},
 }
 STEP_POINTS = ("step.begin", "step.forward", "step.backward", "step.optimizer", "step.end")
 SAVE_POINTS = (
@@ -68,7 +68,8 @@ def make_runs(
     parallel = {"strategy": strategy, "timeout_s": 60.0}
     train = {"steps": steps, "eval_every": eval_every}
     runtime = {"device": "cpu", "threads": 1, "deterministic": True, "gradient_checkpointing": recompute}
-    sections = {"parallel": parallel, "train": train, "runtime": runtime, **LAYERS, **more}
+    layers = {**LAYERS, "msa": {**LAYERS["msa"], "warmup_steps": min(5, steps - 1)}}
+    sections = {"parallel": parallel, "train": train, "runtime": runtime, **layers, **more}
     config = write_config(folder, **sections)
     return Runs(folder, 1 if strategy == "single" else 2, config)
 
