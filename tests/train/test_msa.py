@@ -10,6 +10,7 @@ from nsa.config import parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
 from nsa.data.tokenizers import ByteTokenizer
+from nsa.errors import ArgumentError
 from nsa.nn import MSAAttention
 from nsa.nn.attention import DenseAttention, attention_layers
 from nsa.ops import MSASpec
@@ -176,3 +177,11 @@ def test_no_gradient_of_the_index_loss_reaches_another_parameter_or_the_input():
     layer.zero_grad()
     y.sum().backward()
     assert trained.isdisjoint(name for name, p in layer.named_parameters() if p.grad is not None)
+
+
+def test_tokens_that_are_not_two_chunks_are_refused_with_the_index_loss_too():
+    layer = MSAAttention(32, 4, 2, 16, None, MSASpec(16, 1, 0))
+    layer.context = object()  # the check comes before any exchange
+    for options in ({}, {"counted": torch.ones(1, 51, dtype=torch.bool)}):
+        with pytest.raises(ArgumentError, match="two chunks of equal length, got 51"):
+            layer(torch.zeros(1, 51, 32), **options)

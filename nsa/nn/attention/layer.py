@@ -373,9 +373,14 @@ class Attention(nn.Module):
             raise ArgumentError(
                 "cache", "a model divided by parallel.context does not decode; load the run with load_run"
             )
-        if x_BSC.shape[1] % 2:
-            raise ArgumentError("x_BSC", f"must hold two chunks of equal length, got {x_BSC.shape[1]} tokens")
+        check_chunks(x_BSC)
         return self.attend_context(x_BSC, context, cu_seqlens)
+
+
+def check_chunks(x_BSC: Tensor) -> None:
+    """Checks the tokens of a rank under context parallelism: an early and a late chunk of a sequence."""
+    if x_BSC.shape[1] % 2:
+        raise ArgumentError("x_BSC", f"must hold two chunks of equal length, got {x_BSC.shape[1]} tokens")
 
 
 def head_size(name: str, size: int) -> int:

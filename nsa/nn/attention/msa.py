@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 from nsa.nn.attention import msa_cases, msa_context
 from nsa.nn.attention.dense import dense_operators
-from nsa.nn.attention.layer import Attention, Exchange, OperatorCase, head_size
+from nsa.nn.attention.layer import Attention, Exchange, OperatorCase, check_chunks, head_size
 from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
@@ -132,6 +132,7 @@ class MSAAttention(Attention):
         check_input(x_BSC, self.dim, self.q)
         check_borders(cu_seqlens, x_BSC)
         if self.context is not None:
+            check_chunks(x_BSC)
             return msa_context.attend_context(self, x_BSC, self.context, cu_seqlens, counted)
         tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
         q, k, v = self.projections(x_BSC, tables)
