@@ -13,7 +13,7 @@ trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` pr
 BPE tokens.
 
 `recall` trains a smaller model on one quarter text and three quarters documents that ask for earlier values
-(`data.source=recall`), and measures recall by depth and length with `nsa eval`.
+(`data.source=recall`; `--tasks` names the kinds of documents), and measures recall by depth and length with `nsa eval`.
 """
 
 import argparse
@@ -148,17 +148,25 @@ def folders(root: Path) -> Iterator[str]:
             yield "\n".join(parts)
 
 
+def corpus_of(work: Path, tokenizer: str) -> str:
+    """Equal for rows that were trained on the same shards: the text depends on the packages of the machine."""
+    return hashlib.sha256((shards_of(work, tokenizer) / "manifest.json").read_bytes()).hexdigest()[:12]
+
+
 def data_of(work: Path, options: argparse.Namespace) -> list[str]:
     shards = shards_of(work, options.tokenizer)
     chosen = ["data.source=prepared", f"data.paths=[{shards}]"]
     if options.action == "recall":
-        mixture = f"{{source: prepared, paths: [{shards}]}}, {{source: recall, weight: 3}}"
-        chosen = [f"data.mixture=[{mixture}]", *RECALL.split()]
+        tasks = options.tasks.split(",")
+        parts = [f"{{source: prepared, paths: [{shards}]}}"]
+        parts += [f"{{source: recall, task: {task}, weight: {3 / len(tasks):g}}}" for task in tasks]
+        chosen = [f"data.mixture=[{', '.join(parts)}]", *RECALL.split()]
     return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
 
 
 def folder_of(work: Path, row: str, options: argparse.Namespace, seed: int, lr: float) -> Path:
     kind = "" if options.action == "run" else f"{options.action}-"
+    kind += "" if options.tasks == "pairs" else f"{options.tasks.replace(',', '-')}-"
     kind += "" if options.tokenizer == "bpe" else f"{options.tokenizer}-"
     return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}-lr{lr:g}"
 
@@ -203,6 +211,7 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "tokens": steps_of(options) * options.seq_len * options.batch_size,
         "seed": seed,
         "lr": lr,
+        "corpus": corpus_of(work, options.tokenizer),
         "exit_code": code,
         "val_loss": metrics.get("val_loss"),
         "val_bits_per_byte": metrics.get("val_bits_per_byte"),
@@ -210,7 +219,7 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "seconds": seconds_of(folder),
         "runs_at_once": options.jobs,
         "reason": metrics.get("reason"),
-        **({"eval": measured} if measured else {}),
+        **({"tasks": options.tasks, "eval": measured} if measured else {}),
     }
 
 
@@ -248,7 +257,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
     lr = result.get("lr", RECALL_RATE if "eval" in result else RATE)
     sizes = (result[name] for name in ("seq_len", "tokens", "seed"))
-    return (result["row"], result.get("tokenizer", "bpe"), *sizes, lr)
+    return (result["row"], result.get("tokenizer", "bpe"), *sizes, lr, result.get("tasks", "pairs"))
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
@@ -263,7 +272,7 @@ def run(work: Path, options: argparse.Namespace) -> None:
         for seed in (int(seed) for seed in options.seeds.split(","))
         for lr in (float(lr) for lr in options.rates.split(","))
         for row in options.rows.split(",")
-        if (row, options.tokenizer, options.seq_len, tokens, seed, lr) not in done
+        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks) not in done
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         running = [pool.submit(run_row, work, row, options, seed, lr) for row, seed, lr in wanted]
@@ -286,7 +295,7 @@ def show(results: Path) -> None:
     found = [r for r in read_results(results) if r["val_loss"] is not None]
     dense = {key_of(r)[1:]: r["val_loss"] for r in found if r["row"] == "dense"}
     for r in found:
-        row, tokenizer, seq_len, tokens, seed, lr = key_of(r)
+        row, tokenizer, seq_len, tokens, seed, lr, _ = key_of(r)
         base = dense.get(key_of(r)[1:])
         cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{lr:g}", f"{r['val_loss']:.4f}")
         table.add_row(row, escape(r["changes"]), *cells, f"{r['val_loss'] / base - 1:+.2%}" if base else "-")
@@ -298,6 +307,13 @@ def show(results: Path) -> None:
             console.print(
                 f"{r['row']}, {measured['keys']}, {measured['length']:6,} tokens, exact in % by depth: {shares}"
             )
+        for measured in r.get("eval", {}).get("tasks", []):
+            shares = " ".join(
+                f"{level}: {100 * share:.1f}"
+                for level, share in zip(measured["levels"], measured["by_level"], strict=True)
+            )
+            about = f"{measured['task']}, {measured['length']:6,} tokens, exact in % by {measured['unit']}"
+            console.print(f"{r['row']}, {about}: {shares}")
 
 
 def plot(results: Path, figure: Path) -> None:
@@ -318,7 +334,7 @@ def plot(results: Path, figure: Path) -> None:
                 style = {"color": colours.get(r["row"]) or next(others)}
                 style |= {"lw": 2.5 if r["row"] == "nsa" else 1.5, "ls": "--" if r["seed"] else "-"}
                 label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
-                label += f", rate {key_of(r)[-1]:g}" if key_of(r)[-1] != RATE else ""
+                label += f", rate {key_of(r)[-2]:g}" if key_of(r)[-2] != RATE else ""
                 x, y = [step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]]
                 axes.plot(x, y, **style, label=label)
             axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context")
@@ -344,6 +360,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on the GPU; their speed is then shared")
     parser.add_argument("--max-mb", type=int, default=400, help="text to collect")
     parser.add_argument("--lengths", default=RECALL_LENGTHS, help="recall: lengths to measure at")
+    parser.add_argument("--tasks", default="pairs", help="recall: pairs, tracking, counting, or several with commas")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("override", nargs="*", help="further overrides of every row")
