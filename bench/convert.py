@@ -1,4 +1,4 @@
-"""Converts a dense model to NSA with the recipe of configs/convert.yaml, with and without its first stage.
+"""Converts a dense model to NSA and to MSA with the recipes of configs/convert.yaml and configs/convert_msa.yaml.
 
     python -m bench.learning prepare WORK            # text, vocabulary and shards
     python -m bench.convert run WORK --rows dense    # the dense model, the run `dense` of bench.learning
@@ -8,8 +8,9 @@
 
 A conversion takes at most a tenth of the dense model's tokens, both stages together. `dense-continued` trains the dense
 model on the same tokens with the settings of the second stage, which separates the cost of conversion from the gain of
-more training. Commands are those of a user (`nsa export`, `nsa import`, `nsa train`), each in its own process; a run
-that was stopped is resumed.
+more training. `--recall` converts the dense model of `bench.learning recall` on its documents, and measures recall
+before and after. Commands are those of a user (`nsa export`, `nsa import`, `nsa train`, `nsa eval`), each in its own
+process; a run that was stopped is resumed.
 """
 
 import argparse
@@ -26,18 +27,25 @@ from bench import figures, learning
 from bench.learning import read_results, run_logged, validations
 from bench.output import Results, add_dirty_option
 
-RESULTS = Path("bench/results/convert-h200.jsonl")
+RESULTS, RECALL_RESULTS = Path("bench/results/convert-h200.jsonl"), Path("bench/results/convert-recall-h200.jsonl")
 FIGURE, PAGE = Path("docs/img/convert.svg"), Path("docs/huggingface.md")
 MARKS = "<!-- made by python -m bench.convert page -->\n", "<!-- end -->\n"
 SHARE = 0.1  # of the dense model's tokens
 FIRST_STAGE = 0.2  # share of the first stage in these
-# The settings of configs/convert.yaml are those of the first stage; these are the second's.
+# The recipes contain the settings of the first stage; these are the second's.
 SECOND = "train.freeze=[] train.lr=3e-4 train.weight_decay=0.1"
+RECIPES = {"dense": "convert", "nsa": "convert", "msa": "convert_msa"}
 # Which model a row starts from, and whether it has the first stage.
-ROWS = {"two-stages": ("nsa", True), "second-stage-alone": ("nsa", False), "dense-continued": ("dense", False)}
+ROWS = {
+    "two-stages": ("nsa", True),
+    "second-stage-alone": ("nsa", False),
+    "msa-two-stages": ("msa", True),
+    "msa-second-stage-alone": ("msa", False),
+    "dense-continued": ("dense", False),
+}
 EVALUATIONS = 8  # per conversion
 DATA = (
-    "data.source=prepared data.validation_fraction=0.02 data.workers=4 runtime.compile=true "
+    "data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 runtime.compile=true "
     "telemetry.tensorboard=false runtime.cuda_graphs=false checkpoint.every=50"
 )
 
@@ -48,21 +56,37 @@ def dense_run(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     began = time.time()
     code = 0
     if not is_finished(folder):
-        overrides = learning.overrides_of(work, "dense", options, options.seed, learning.RATE)
+        given = argparse.Namespace(**vars(options) | {"override": overrides_for("dense", options)})
+        overrides = learning.overrides_of(work, "dense", given, options.seed, options.rate)
         code = run_logged(["train", "configs/m7c_125m.yaml", *overrides], work / f"{folder.name}.log")
-    return result_of("dense", options, code, began, curve_of([folder], options.seq_len * options.batch_size))
+    found = result_of("dense", options, code, began, curve_of([folder], options.seq_len * options.batch_size))
+    return found | (recall_of({"end": folder}, options) if code == 0 else {})
+
+
+def overrides_for(kind: str, options: argparse.Namespace) -> list[str]:
+    """Without the sections of other kinds of attention, which a configuration refuses."""
+    others = {"nsa", "msa"} - {kind}
+    return [override for override in options.override if override.partition(".")[0] not in others]
+
+
+def recall_of(folders: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
+    """Recall of the models, by depth and keys, where the study is about it."""
+    if options.action != "recall":
+        return {}
+    measured = {when: learning.evaluate(f, options.lengths, f.with_suffix(".log"))[1] for when, f in folders.items()}
+    return {"recall": {when: found.get("recall", []) for when, found in measured.items()}}
 
 
 def dense_folder(work: Path, options: argparse.Namespace) -> Path:
-    return learning.folder_of(work, "dense", options, options.seed, learning.RATE)
+    return learning.folder_of(work, "dense", options, options.seed, options.rate)
 
 
 def is_finished(folder: Path) -> bool:
     return (folder / "model.safetensors").is_file()
 
 
-def import_both(work: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """The dense model imported by `nsa import`, unchanged and converted: teacher and student."""
+def import_all(work: Path, options: argparse.Namespace) -> dict[str, Path]:
+    """The dense model imported by `nsa import`, unchanged and converted: teacher and students."""
     dense = dense_folder(work, options)
     if not is_finished(dense):
         sys.exit(f"{dense}: has not finished; run it first: python -m bench.convert run {work} --rows dense")
@@ -74,18 +98,18 @@ def import_both(work: Path, options: argparse.Namespace) -> dict[str, Path]:
         sys.exit(f"nsa export {dense} failed; see {log}")
     shared = [
         *DATA.split(),
-        f"data.paths=[{learning.shards_of(work, options.tokenizer)}]",
+        *learning.data_of(work, options),
         f"train.seq_len={options.seq_len}",
         f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
-        *options.override,
     ]
-    for kind in ("dense", "nsa"):
+    for kind, recipe in RECIPES.items():
         if not (made / kind / "config.yaml").exists():  # written last
             shutil.rmtree(made / kind, ignore_errors=True)
-            arguments = ["import", str(made / "hf"), str(made / kind), "--config", "convert", *shared]
-            if run_logged([*arguments, *(["--attention", "nsa"] if kind == "nsa" else [])], log):
+            arguments = ["import", str(made / "hf"), str(made / kind), "--config", recipe, *shared]
+            arguments += overrides_for(kind, options)
+            if run_logged([*arguments, *([] if kind == "dense" else ["--attention", kind])], log):
                 sys.exit(f"nsa import {made / 'hf'} failed; see {log}")
-    return {kind: made / kind for kind in ("dense", "nsa")}
+    return {kind: made / kind for kind in RECIPES}
 
 
 def stages_of(row: str, models: dict[str, Path], options: argparse.Namespace) -> list[tuple[Path, list[str]]]:
@@ -93,8 +117,10 @@ def stages_of(row: str, models: dict[str, Path], options: argparse.Namespace) ->
     kind, has_first = ROWS[row]
     total = int(SHARE * learning.steps_of(options) * options.batch_size) // batch_of(options)
     first = max(1, round(FIRST_STAGE * total)) if has_first else 0
-    stages = [("1", first, [f"train.teacher={models['dense']}"])] if has_first else []
-    stages += [("2", total - first, SECOND.split())]
+    is_msa = kind == "msa"
+    start = [f"msa.warmup_steps={first}"] if is_msa else [f"train.teacher={models['dense']}"]
+    stages = [("1", first, start)] if has_first else []
+    stages += [("2", total - first, [*SECOND.split(), *(["msa.warmup_steps=0"] if is_msa else [])])]
     found: list[tuple[Path, list[str]]] = []
     for name, steps, settings in stages:
         folder = models[kind].parent / f"{row}-{name}"
@@ -107,7 +133,7 @@ def stages_of(row: str, models: dict[str, Path], options: argparse.Namespace) ->
             f"train.init_from={found[-1][0] if found else models[kind]}",
             f"train.out_dir={folder}",
             *settings,
-            *options.override,
+            *overrides_for(kind, options),
         ]
         found.append((folder, overrides))
     return found
@@ -127,9 +153,15 @@ def convert(row: str, models: dict[str, Path], options: argparse.Namespace) -> d
             recipe = str(models[ROWS[row][0]] / "config.yaml")
             code = run_logged(["train", recipe, *overrides], folder.with_suffix(".log"))
     tokens = options.seq_len * batch_of(options)
-    curve = [(0, start_loss(models[ROWS[row][0]])), *curve_of([folder for folder, _ in stages], tokens)]
-    first = {"first_stage_tokens": tokens * steps_in(stages[0][1])} if ROWS[row][1] else {}
-    return result_of(row, options, code, began, curve) | first
+    kind, has_first = ROWS[row]
+    curve = [(0, start_loss(models[kind])), *curve_of([folder for folder, _ in stages], tokens)]
+    if has_first and kind == "msa" and code == 0:  # its validations were those of dense attention
+        first = tokens * steps_in(stages[0][1])
+        curve = [curve[0], (first, start_loss(stages[0][0])), *(point for point in curve if point[0] > first)]
+    found = result_of(row, options, code, began, curve)
+    if has_first:
+        found["first_stage_tokens"] = tokens * steps_in(stages[0][1])
+    return found | (recall_of({"start": models[kind], "end": stages[-1][0]}, options) if code == 0 else {})
 
 
 def steps_in(overrides: list[str]) -> int:
@@ -192,7 +224,7 @@ def run(work: Path, options: argparse.Namespace) -> None:
         wanted.remove("dense")
     if not wanted:
         return
-    models = import_both(work, options)
+    models = import_all(work, options)
     with ThreadPoolExecutor(options.jobs) as pool:
         for finished in as_completed([pool.submit(convert, row, models, options) for row in wanted]):
             record(finished.result(), results)
@@ -212,15 +244,28 @@ def finished_rows(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def cells_of(r: dict[str, Any]) -> list[str]:
-    start = f"{r['curve'][0][1]:.4f}" if r["curve"][0][0] == 0 else ""
-    return [r["row"], f"{r['tokens'] / 1e6:.1f} million", start, f"{r['val_loss']:.4f}", against_dense(r)]
+    losses = dict(map(tuple, r["curve"]))
+    middle = (f"{losses[when]:.4f}" if when in losses else "" for when in (0, r.get("first_stage_tokens")))
+    return [r["row"], f"{r['tokens'] / 1e6:.1f} million", *middle, f"{r['val_loss']:.4f}", against_dense(r), recall(r)]
+
+
+def recall(r: dict[str, Any]) -> str:
+    """Exact answers at the longest prompt, over all depths, of one key and of several, before and after."""
+
+    def share(rows: list[dict[str, Any]]) -> str:
+        longest = max(row["length"] for row in rows)
+        means = [sum(row["by_depth"]) / len(row["by_depth"]) for row in rows if row["length"] == longest]
+        return " / ".join(f"{100 * mean:.0f} %" for mean in means)
+
+    return " → ".join(share(rows) for rows in r.get("recall", {}).values() if rows)
 
 
 def against_dense(r: dict[str, Any]) -> str:
     return f"{r['val_loss'] / r['dense_loss'] - 1:+.1%}".replace("%", " %")
 
 
-HEADER = ("row", "tokens", "loss at the start", "loss at the end", "against dense")
+HEADER = ("row", "tokens", "loss at the start", "after the first stage", "at the end", "against dense")
+HEADER += ("recall of one / several keys",)
 
 
 def show(results: Path) -> None:
@@ -286,23 +331,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("work", nargs="?", type=Path, default=Path("runs/learning"), help="as for bench.learning")
     parser.add_argument("--rows", default=",".join(["dense", *ROWS]), help="which of %(default)s")
     parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
-    parser.add_argument("--tokens", type=int, default=64_000_000, help="of the dense model")
+    parser.add_argument("--recall", action="store_true", help="convert the dense model of `bench.learning recall`")
+    parser.add_argument("--tokens", type=int, help="of the dense model; default: 64 million, of recall 144 million")
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, default=8, help="of the dense model")
+    parser.add_argument("--batch-size", type=int, help="of the dense model; default: 8, of recall 2")
+    parser.add_argument("--lengths", default="8192", help="of prompts, with --recall")
     parser.add_argument("--eval-tokens", type=int, default=1 << 20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="conversions at once on the GPU")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path)
     parser.add_argument("override", nargs="*", help="further overrides of every run")
     add_dirty_option(parser)
-    return parser.parse_intermixed_args(arguments)
+    parser.set_defaults(tasks="pairs")
+    options = parser.parse_intermixed_args(arguments)
+    options.tokens = options.tokens or (144_000_000 if options.recall else 64_000_000)
+    options.batch_size = options.batch_size or (2 if options.recall else 8)
+    options.results = options.results or (RECALL_RESULTS if options.recall else RESULTS)
+    options.rate = learning.RECALL_RATE if options.recall else learning.RATE
+    options.wanted, options.action = options.action, "recall" if options.recall else "run"
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    if options.action == "run":
+    if options.wanted == "run":
         run(options.work, options)
-    elif options.action == "show":
+    elif options.wanted == "show":
         show(options.results)
     else:
         write_page(options.results, FIGURE, PAGE)

@@ -160,7 +160,7 @@ def data_of(work: Path, options: argparse.Namespace) -> list[str]:
         tasks = options.tasks.split(",")
         parts = [f"{{source: prepared, paths: [{shards}]}}"]
         parts += [f"{{source: recall, task: {task}, weight: {3 / len(tasks):g}}}" for task in tasks]
-        chosen = [f"data.mixture=[{', '.join(parts)}]", *RECALL.split()]
+        chosen = [f"data.mixture=[{', '.join(parts)}]"]
     return [*chosen, f"data.tokenizer={tokenizer_of(work, options.tokenizer)}"]
 
 
@@ -180,6 +180,7 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, l
     return [
         *BASE.split(),
         *data_of(work, options),
+        *(RECALL.split() if options.action == "recall" else []),
         *ROWS[row].split(),
         f"train.steps={steps}",
         f"train.seq_len={options.seq_len}",
@@ -199,9 +200,7 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
     log = work / f"{folder.name}.log"
     code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed, lr)], log)
     if options.action == "recall" and code == 0:
-        code = run_logged(["eval", str(folder), "--lengths", options.lengths, "--samples", str(RECALL_SAMPLES)], log)
-        measured = json.loads((folder / "eval.json").read_text()) if code == 0 else {}
-        measured.pop("weights", None)
+        code, measured = evaluate(folder, options.lengths, log)
     metrics = json.loads((folder / "metrics.json").read_text()) if (folder / "metrics.json").exists() else {}
     return {
         "row": row,
@@ -221,6 +220,14 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "reason": metrics.get("reason"),
         **({"tasks": options.tasks, "eval": measured} if measured else {}),
     }
+
+
+def evaluate(folder: Path, lengths: str, log: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code of `nsa eval` and its measurements."""
+    code = run_logged(["eval", str(folder), "--lengths", lengths, "--samples", str(RECALL_SAMPLES)], log)
+    measured = json.loads((folder / "eval.json").read_text()) if code == 0 else {}
+    measured.pop("weights", None)
+    return code, measured
 
 
 def run_logged(arguments: list[str], log: Path) -> int:

@@ -18,6 +18,7 @@ TEXT = "def main():\n    return [x * 2 for x in range(10)]  # the end\n" * 4
 TINY = """
     model.dim=16 model.n_layers=2 model.n_heads=2 model.n_kv_heads=1 model.head_dim_k=16 model.head_dim_v=16
     model.mlp_dim=32 nsa.cmp_block=4 nsa.cmp_stride=2 nsa.sel_block=4 nsa.num_selected=4 nsa.window=8
+    msa.block=16 msa.num_selected=2 msa.index_dim=16
     data.validation_fraction=0.3 data.workers=0 runtime.device=cpu runtime.threads=1 runtime.precision=fp32
     runtime.compile=false checkpoint.background=false
 """
@@ -61,12 +62,14 @@ def called(monkeypatch):
 
 def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shards, tmp_path, called):
     results = tmp_path / "results.jsonl"
-    arguments = ["run", str(shards), "--results", str(results), "--allow-dirty", *SIZES, *TINY.split()]
+    names = ["dense", "two-stages", "second-stage-alone", "msa-two-stages", "dense-continued"]
+    given = ["--rows", ",".join(names), "--results", str(results), "--allow-dirty"]
+    arguments = ["run", str(shards), *given, *SIZES, *TINY.split()]
     with pytest.raises(SystemExit, match="has not finished; run it first"):
         convert.main([*arguments, "--rows", "two-stages"])
-    called.fails = "two-stages-2"
+    called.fails = "/two-stages-2"
     convert.main(arguments)
-    assert [c for c in called if c.startswith("train") and "two-stages-1" in c]
+    assert [c for c in called if c.startswith("train") and "/two-stages-1" in c]
     called.clear()
     called.fails = "nothing"
     convert.main(arguments)
@@ -75,16 +78,18 @@ def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shar
     convert.main(arguments)
     assert called == []
     rows = convert.finished_rows(results)
-    assert list(rows) == ["dense", "two-stages", "second-stage-alone", "dense-continued"]
+    assert list(rows) == names
     for name, r in list(rows.items())[1:]:
         assert r["tokens"] == 0.1 * rows["dense"]["tokens"], name
-        assert len(r["curve"]) >= 5
+        assert len(r["curve"]) >= (4 if name == "msa-two-stages" else 5)
         tokens = [t for t, _ in r["curve"]]
         assert tokens == sorted(tokens)
     starts = {name: r["curve"][0] for name, r in rows.items()}
     assert starts["two-stages"] == starts["second-stage-alone"]
     assert starts["dense-continued"][1] == pytest.approx(rows["dense"]["val_loss"], rel=1e-5)
     assert 0 < rows["two-stages"]["first_stage_tokens"] < rows["two-stages"]["tokens"]
+    msa = rows["msa-two-stages"]
+    assert msa["curve"][1][0] == msa["first_stage_tokens"], "the first stage validates dense attention"
 
 
 def row(name, loss, **more):
@@ -105,7 +110,7 @@ def test_the_page_shows_the_measured_results(tmp_path, capsys):
     results.write_text("".join(json.dumps(r) + "\n" for r in [*rows, failed]))
     convert.write_page(results, figure, page)
     text = page.read_text()
-    assert "| two-stages | 6.4 million | 3.5300 | 3.0300 | +1.0 % |" in text
+    assert "| two-stages | 6.4 million | 3.5300 |  | 3.0300 | +1.0 % |  |" in text
     assert "dense-continued" not in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
