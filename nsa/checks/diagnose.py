@@ -165,8 +165,6 @@ class Diagnosis:
             FSDP: (nproc, {**shared, "parallel.strategy": "fsdp"}),
             AS_GIVEN: (self.given_nproc, short),
         }
-        if train.optimizer == "muon":
-            del changes[FSDP]  # Muon needs whole matrices
         cases = [Case(name, changed(config, change), count) for name, (count, change) in changes.items()]
         given = cases[-1].config, cases[-1].nproc
         cases = [case._replace(is_given=(case.config, case.nproc) == given) for case in cases]

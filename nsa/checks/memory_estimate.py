@@ -225,7 +225,7 @@ class Planner:
         _, usable = self.fit(card)
         if usable:
             options[f"train.micro_batch={usable}"] = self.estimate(usable)
-        if self.strategy == "ddp" and self.config.train.optimizer != "muon":
+        if self.strategy == "ddp":
             sharded = _replace(self.config, "parallel", strategy="fsdp")
             options["parallel.strategy=fsdp"] = estimate(sharded, self.nproc)
         fitting = {setting: found for setting, found in options.items() if found.needed_gib <= card.gib}

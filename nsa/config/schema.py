@@ -120,7 +120,7 @@ class TrainConfig(Section):
     batch_size: int = Field(16, ge=1, le=2**20, description="sequences in one optimizer step, over all ranks")
     micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences in one forward pass of a rank")
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest; not with fsdp"
+        "adamw", description="muon: Muon for the matrices inside the blocks, AdamW for the rest"
     )
     lr: PositiveFloat = Field(2e-4, description="maximum learning rate")
     min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0, description="final learning rate divided by lr")
@@ -311,10 +311,6 @@ class Config(Architecture):
 
     @model_validator(mode="after")
     def _can_run_together(self) -> Self:
-        if self.train.optimizer == "muon" and self.parallel.strategy == "fsdp":
-            raise field_error(
-                "train.optimizer", "muon needs whole matrices, which fsdp shards; use parallel.strategy=ddp or adamw"
-            )
         if self.msa != MSAConfig() and "msa" not in (self.model.layer_pattern or [self.model.attention]):
             defaults = MSAConfig()
             given = [name for name in MSAConfig.model_fields if getattr(self.msa, name) != getattr(defaults, name)]

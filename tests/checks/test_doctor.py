@@ -305,11 +305,6 @@ def test_a_full_disk_is_named_and_the_trials_run_all_the_same(tmp_path):
     assert "disk: free some" in found.advice
 
 
-def test_muon_is_tried_without_the_strategy_that_it_cannot_use(tmp_path):
-    found = diagnose(tmp_path, fails(lambda config: False), train={"optimizer": "muon"})
-    assert found.names == TREE[:4]
-
-
 def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(tmp_path):
     config = load_config(write_config(tmp_path, train={"batch_size": 3}, parallel={"strategy": "ddp"}))
     with pytest.raises(ConfigError, match=r"train\.batch_size"):

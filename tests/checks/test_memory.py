@@ -366,10 +366,6 @@ def test_advice_names_no_setting_that_is_refused():
     assert any("gradient_checkpointing=block" in line for line in lines)
     for line in lines:
         config_of(BASE, *SMALL, *shared, line.split(" ")[0])
-    muon = [*SMALL, "train.optimizer=muon", "parallel.strategy=ddp"]
-    planner = Planner(config_of(BASE, *muon), 2)
-    for line in planner.advice(Card("any", planner.estimate().needed_gib - 0.001)):
-        config_of(BASE, *muon, line.split(" ")[0])
 
 
 def test_memory_that_is_not_counted_is_named():

@@ -10,7 +10,7 @@ from nsa.config import parse_config
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError
 from nsa.train import train
-from nsa.train.optimizer import BatchedMuon, hidden_matrices
+from nsa.train.optimizer import BatchedMuon, divide, hidden_matrices
 from nsa.train.state import build_state
 from tests.checkpoint.helpers import small, train_until
 
@@ -122,9 +122,18 @@ def test_muon_on_a_cpu_computes_no_bf16_whatever_its_instructions_are():
     assert set(found) == {torch.float32}
 
 
-def test_muon_on_sharded_matrices_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.optimizer.*fsdp"):
-        small("train.optimizer=muon", "parallel.strategy=fsdp")
+@pytest.mark.parametrize("ranks", [1, 3, 8, 64])
+def test_ranks_orthogonalize_equal_shares_of_the_matrices_in_bounded_rounds(ranks):
+    shapes = tuple(map(torch.Size, [(512, 2048), (8192, 2048), (64, 64), (2048, 2048), (2048, 8192)] * 16))
+    rounds = divide(shapes, ranks, 1 << 25)
+    assert sorted(place for shares in rounds for share in shares for place in share) == list(range(len(shapes)))
+    assert all(sum(shapes[place].numel() for place in share) <= 1 << 25 for shares in rounds for share in shares)
+    work = [
+        sum(shapes[place].numel() * min(shapes[place]) for shares in rounds for place in shares[rank])
+        for rank in range(ranks)
+    ]
+    assert max(work) - min(work) <= 8192 * 2048 * 2048, "the work of the largest matrix"
+    assert len(rounds) <= 1 + sum(shape.numel() for shape in shapes) / ranks / (1 << 24)
 
 
 def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
