@@ -91,6 +91,7 @@ TWO_RANKS = {
 # Trained where a test of `make test-long` needs them.
 LONG_ONE_RANK = {
     "single-20": tree(DEEP),
+    "single-muon": tree(SHORT, {"train": {"optimizer": "muon"}}),
     **{f"single-{g}": tree(DEEP, FEW, recompute(g)) for g in ("selective", "branch")},
 }
 LONG_TWO_RANKS = {
@@ -98,6 +99,7 @@ LONG_TWO_RANKS = {
     **{f"{s}-block-20": tree(DEEP, strategy(s), recompute("block")) for s in STRATEGIES},
     **{f"{s}-{g}": tree(DEEP, FEW, strategy(s), recompute(g)) for s in STRATEGIES for g in ("selective", "branch")},
     **{f"{s}-fp16": tree(SHORT, strategy(s), {"runtime": {"precision": "fp16"}}) for s in STRATEGIES},
+    "ddp-muon": tree(SHORT, strategy("ddp"), {"train": {"optimizer": "muon"}}),
     "ddp-cmp": tree(SHORT, strategy("ddp"), {"nsa": {"force_branch": "cmp"}}),
     "ddp-unused": tree(SHORT, strategy("ddp", find_unused=True, bucket_view=False), recompute("block")),
     "ddp-buckets": tree(SHORT, strategy("ddp", bucket_mb=1, broadcast_buffers=True)),
@@ -199,6 +201,7 @@ def test_an_option_does_not_change_the_results(runs, name):
         ("fsdp-pattern", "short-pattern"),
         ("ddp-pattern", "short-pattern"),
         long("ddp-cmp", "short-cmp"),
+        long("ddp-muon", "single-muon"),
         long("fsdp-units", "units"),
         long("fsdp-tied", "ddp-tied"),
     ],
