@@ -12,7 +12,7 @@ import typer
 from nsa.cli.arguments import JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.config import load_config, parse_config
-from nsa.config.schema import Config
+from nsa.config.schema import Config, DataConfig
 from nsa.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Prepare, inspect and verify training data.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the shards.", show_default=False)]
+OptionalFolder = Annotated[
+    Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; default: the source.", show_default=False)
+]
 DataOverrides = Annotated[list[str] | None, overrides_such_as("data.source=python")]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="CONFIG", help="YAML file whose data section to start from.")
@@ -101,9 +104,7 @@ def tokenizer(
 
 @app.command()
 def stats(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; default: the source.", show_default=False)
-    ] = None,
+    folder: OptionalFolder = None,
     overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
@@ -113,8 +114,7 @@ def stats(
     """Print statistics of prepared shards or of a source: documents, tokens, lengths, and some samples."""
     from nsa.data.statistics import of_shards, of_source
 
-    if folder is not None and "=" in str(folder):  # the first argument is an override
-        overrides, folder = [str(folder), *(overrides or [])], None
+    folder, overrides = _folder_and_overrides(folder, overrides)
     resolved = _resolve(config, overrides, override)
     if folder is not None:
         _print(of_shards(folder, resolved.data, samples))
@@ -123,14 +123,50 @@ def stats(
 
 
 @app.command()
-def verify(folder: Folder) -> None:
-    """Compare every byte of prepared shards with the manifest. Exit code 3 if a shard is damaged."""
+def verify(
+    folder: OptionalFolder = None,
+    overrides: DataOverrides = None,
+    override: JoinedOverrides = None,
+    config: ConfigOption = None,
+) -> None:
+    """Compare every byte of prepared shards with the manifest, or check every token of a Megatron or datatrove corpus.
+
+    Exit code 3 if a file is damaged. For example: nsa data verify data.source=megatron data.paths=[corpus]
+    """
+    folder, overrides = _folder_and_overrides(folder, overrides)
+    data = _resolve(config, overrides, override).data
+    if folder is None:
+        _verify_corpus(data)
+        return
     from nsa.data.token_shards import verify as verify_shards
 
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     manifest = verify_shards(folder)
     say(f"{folder}: ok, {len(manifest.shards):,} shards, {_totals(manifest)}")
+
+
+def _verify_corpus(data: DataConfig) -> None:
+    from nsa.data.sources.token_files import FORMATS
+    from nsa.data.token_corpora import open_corpora
+    from nsa.data.tokenizers import tokenizer_for
+
+    if data.mixture or data.source not in FORMATS:
+        source = "a mixture" if data.mixture else repr(data.source)
+        raise ConfigError(
+            f"data.source: nothing to verify in {source}; give a FOLDER of shards, or data.source=megatron or datatrove"
+        )
+    corpus, _ = open_corpora(data.source, data.paths, tokenizer_for(data), data.workers)
+    counts = f"{len(corpus.lengths):,} documents, {corpus.lengths.sum():,} tokens"
+    say(f"{data.source}: ok, {len(corpus.pieces):,} files, {counts}")
+    _print_skipped(corpus.skipped)
+
+
+def _folder_and_overrides(folder: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str] | None]:
+    """Takes the optional first argument for an override if it looks like one."""
+    if folder is not None and "=" in str(folder):
+        return None, [str(folder), *(overrides or [])]
+    return folder, overrides
 
 
 def _resolve(config: Path | None, overrides: list[str] | None, override: list[str] | None) -> Config:

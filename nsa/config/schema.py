@@ -26,12 +26,14 @@ from nsa.config.fields import (
 class SourceConfig(Section):
     """A source of documents."""
 
-    source: Literal["synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared"] = Field(
-        "python", description="kind of source"
-    )
+    source: Literal[
+        "synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared", "megatron", "datatrove"
+    ] = Field("python", description="kind of source")
     paths: list[Text] = Field(
         [],
         description="text: files, folders or globs; prepared: folders that `nsa data prepare` wrote; "
+        "megatron: .idx files of .bin and .idx pairs, their folders, or the paths of pairs without .bin and .idx; "
+        "datatrove: .ds files or their folders; "
         "fineweb_edu, hub: a local mirror to read instead of the hub",
     )
     text_field: Text = Field(
@@ -68,6 +70,8 @@ class SourceConfig(Section):
             )
         if self.source == "prepared" and not self.paths:
             raise field_error("paths", "the prepared source needs a folder that `nsa data prepare` wrote")
+        if self.source in ("megatron", "datatrove") and not self.paths:
+            raise field_error("paths", f"the {self.source} source needs the files or folders of a corpus")
         if self.source == "hub" and not self.repo and not self.paths:
             raise field_error("repo", "the hub source needs a repository, for example data.repo=wikimedia/wikipedia")
         if self.repo and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", self.repo):

@@ -16,8 +16,10 @@ from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSeq
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
+from nsa.data.sources.token_files import FORMATS
 from nsa.data.tasks import TASKS
 from nsa.data.threads import Progress, in_threads
+from nsa.data.token_corpora import open_corpora
 from nsa.data.token_shards import ShardTokens, open_shards
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import Activity
@@ -115,6 +117,10 @@ class _Builder:
             progress = self.activity.add("prepared", Progress("shards checked"))
             list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
             return self._from_documents("prepared", shards, fingerprint)
+        if source.source in FORMATS:
+            progress = self.activity.add(source.source, Progress("blocks checked"))
+            corpus = open_corpora(source.source, source.paths, self.tokenizer, self.data.workers, progress)
+            return self._from_documents(source.source, *corpus)
         opened = open_source(source, self.data.timeout_s)
         if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(HubDataset, opened), folder)

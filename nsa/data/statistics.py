@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from nsa.config.schema import DataConfig
-from nsa.data.corpus import BATCH_CHARS, Counts, tokenise
+from nsa.data.corpus import BATCH_CHARS, Counts, TokenFile, Tokenised, tokenise
 from nsa.data.sequences import random_order
 from nsa.data.sources.base import Skipped, groups
 from nsa.data.sources.registry import open_source
+from nsa.data.sources.token_files import FORMATS
+from nsa.data.token_corpora import open_corpora
 from nsa.data.token_shards import open_shards, read_documents, read_manifest
 from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
 from nsa.errors import DataError, NSAError
@@ -42,15 +44,7 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     lengths = np.concatenate([read_documents(folder, entry)[0] for entry in manifest.shards])
     tokenizer = _tokenizer_of(data, made_with.name, made_with.fingerprint) if samples else None
     if tokenizer is not None:
-        documents = open_shards([folder], tokenizer)[0]
-        corpus = documents.select(np.ones(len(lengths), dtype=bool))
-
-        def beginning_of(document: int) -> TokenArray:
-            tokens = np.empty(min(int(lengths[document]), SAMPLE_TOKENS), dtype=corpus.dtype)
-            corpus.read(document, 0, tokens)
-            return tokens
-
-        texts = _samples(lengths, beginning_of, tokenizer, samples)
+        texts = _samples_of_corpus(open_shards([folder], tokenizer)[0], tokenizer, samples)
     else:
         texts = [f"(to see text, set data.tokenizer to {made_with.name!r}, as for these shards)"] if samples else []
     about = f"{folder} ({made_with.name}, from {manifest.source})"
@@ -58,10 +52,16 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
 
 
 def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
-    """Computes the statistics of the first `limit` documents of a source."""
+    """Computes the statistics of the first `limit` documents of a source, or of all documents of a tokenised corpus."""
     if data.mixture:
         raise DataError("data.mixture: look at one source at a time")
-    source, tokenizer = open_source(data, data.timeout_s), tokenizer_for(data)
+    tokenizer = tokenizer_for(data)
+    if data.source in FORMATS:
+        corpus, _ = open_corpora(data.source, data.paths, tokenizer, data.workers)
+        texts = _samples_of_corpus(corpus, tokenizer, samples)
+        about = f"{data.source}: {len(corpus.pieces):,} files"
+        return Statistics(about, corpus.lengths, 0, corpus.skipped, texts)
+    source = open_source(data, data.timeout_s)
     units, skipped = source.units(), Skipped()
     documents = (text for unit in units for text in source.documents(unit, skipped))
     lengths, beginnings, text_bytes = [], [], 0
@@ -77,6 +77,18 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     counts = np.array(lengths, dtype=np.int64)
     texts = _samples(counts, beginnings.__getitem__, tokenizer, samples)
     return Statistics(about, counts, text_bytes, skipped, texts)
+
+
+def _samples_of_corpus(documents: Tokenised[TokenFile], tokenizer: Tokenizer, count: int) -> list[str]:
+    lengths = documents.lengths
+    corpus = documents.select(np.ones(len(lengths), dtype=bool))
+
+    def beginning_of(document: int) -> TokenArray:
+        tokens = np.empty(min(int(lengths[document]), SAMPLE_TOKENS), dtype=corpus.dtype)
+        corpus.read(document, 0, tokens)
+        return tokens
+
+    return _samples(lengths, beginning_of, tokenizer, count)
 
 
 def _samples(lengths: Counts, beginning_of: Callable[[int], TokenArray], tokenizer: Tokenizer, count: int) -> list[str]:

@@ -237,11 +237,7 @@ class ShardTokens:
 
 def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
     """Opens all shards. Returns their documents and fingerprint. Checks sizes and counts; the caller may `check` the
-    tokens, and `verify` checks everything. Every shard needs a file descriptor, so this raises the limit of the process
-    as far as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    tokens, and `verify` checks everything."""
     pieces: list[ShardTokens] = []
     lengths: list[Counts] = []
     keys: list[Keys] = []
@@ -255,11 +251,8 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
                 f"data.tokenizer: {folder} was prepared with {made_with.name!r} ({made_with.vocab_size:,} tokens), the "
                 f"run has {tokenizer.name!r} ({tokenizer.vocab_size:,}); set data.tokenizer to it, or prepare again"
             )
-        if 0 <= most < len(pieces) + len(manifest.shards) + OTHER_FILES:
-            raise DataError(
-                f"data.paths: {len(pieces) + len(manifest.shards):,} shards up to {folder}, and this process may open "
-                f"{most:,} files; prepare them with a larger --shard-mb, or have the hard limit of `ulimit -n` raised"
-            )
+        total = len(pieces) + len(manifest.shards)
+        allow_open_files(total, f"shards up to {folder}", "prepare them with a larger --shard-mb")
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)
             pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
@@ -267,6 +260,19 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
             keys.append(shard_keys)
             digest.update(f"{entry.tokens_sha256} {entry.docs_sha256}\n".encode())
     return Tokenised(pieces, np.concatenate(lengths), np.concatenate(keys)), digest.hexdigest()
+
+
+def allow_open_files(count: int, what: str, remedy: str) -> None:
+    """Raises the limit of open files of the process as far as the system allows: every piece of a corpus needs a file
+    descriptor. Raises DataError if `count` pieces are too many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if 0 <= most < count + OTHER_FILES:
+        raise DataError(
+            f"data.paths: {count:,} {what}, and this process may open {most:,} files; {remedy}, or have the hard limit "
+            "of `ulimit -n` raised"
+        )
 
 
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:

@@ -51,6 +51,7 @@ OVERRIDES = {
     "train": "train", "config show": "train", "memory": "train", "ready": "train", "doctor": "parallel",
     "generate": "runtime", "eval": "data", "import": "nsa",
     "data prepare": "data", "data tokenizer": "data", "data stats": "data",
+    "data verify": "data",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from nsa.data.lanes import LengthIndex
 from nsa.data.prepare import prepare
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer, GPT2Tokenizer, load_tokenizer
+from tests.data.corpora import write_texts
 from tests.data.mirror import fineweb_edu, write_mirror
 
 TRAIN = TrainConfig(seq_len=48, batch_size=6, seed=11, eval_sequences=4)
@@ -47,6 +48,11 @@ EXPECTED = {
         "63451ec84170e5bc33654ac47537bfd66835fa4a83c998d2b4bb139e55ab7b8b",
         "26619a2f229273859003bbc91d316068",
         "61f9106f215e4cf574647e325b141538",
+    ),
+    "megatron": (
+        "f8fd994f9d9176ee2926c0a7d7d645ba900172e73403c5929bd380c6e0f41630",
+        "8788b40351397e05ea9ac5e1a6c13c64",  # as prepared
+        "31ddc62696e7688ddeb5fef4ca2920fd",
     ),
     "streamed": (None, "768aa548e796981e2d4b7cba422ab3f8", "a80451baca0ff8592475838b8775e05b"),
     "mixture": (None, "72111a60d844743f18ac043d6be34167", "9586ff7b40fa4ade484e1af948d7bf90"),
@@ -98,6 +104,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def read_texts(path):
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def data_section(kind, folder):
     text = {"source": "text", "paths": [str(folder / "b.jsonl"), str(folder / "a.jsonl")]}
     prepared = {"source": "prepared", "paths": [str(folder / "shards")]}
@@ -108,6 +118,7 @@ def data_section(kind, folder):
         "text, best fit": {**text, "packing": "best_fit"},
         "prepared": prepared,
         "prepared, not isolated": {**prepared, "isolate_documents": False},
+        "megatron": write_texts("megatron", folder / "corpus", read_texts(folder / "a.jsonl")),
         "streamed": streamed,
         "mixture": {"mixture": [{**text, "weight": 2.0}, {**prepared, "weight": 0.5}, {**streamed, "weight": 1.0}]},
         "mixture without a stream": {"mixture": [{**text, "weight": 2.0}, {**prepared, "weight": 0.5}]},

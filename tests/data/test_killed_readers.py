@@ -13,6 +13,7 @@ from nsa.data.build import build_data
 from nsa.data.prepare import prepare
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer
+from tests.data.corpora import write_texts
 from tests.data.killed import digests, read_steps
 from tests.data.mirror import write_mirror
 
@@ -101,14 +102,20 @@ def test_a_streamed_mirror_is_read_once_over_many_kills(context, tmp_path, kills
     assert read_with_kills(context, data, tmp_path, kills, random.Random(0)) == uninterrupted(data)
 
 
-@pytest.mark.parametrize("kind", ["text", "prepared", "mixture"])
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("megatron", "datatrove")]
+
+
+@pytest.mark.parametrize("kind", ["text", "prepared", "mixture", *LONG])
 def test_other_sources_are_read_once_over_kills(context, tmp_path, kind):
     texts = tmp_path / "a.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"{n} " * (20 + n % 30)}) + "\n" for n in range(600)))
+    documents = [f"{n} " * (20 + n % 30) for n in range(600)]
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     data = {"source": "text", "paths": [str(texts)], "validation_fraction": 0.05}
     if kind == "prepared":
         prepare(TextSource([str(texts)]), ByteTokenizer(), tmp_path / "shards", workers=1, shard_bytes=5000)
         data |= {"source": "prepared", "paths": [str(tmp_path / "shards")]}
+    if kind in ("megatron", "datatrove"):
+        data |= write_texts(kind, tmp_path / "corpus", documents)
     if kind == "mixture":
         write_mirror(tmp_path / "mirror", files=2, row_groups=6, rows=30)
         streamed = {"source": "fineweb_edu", "paths": [str(tmp_path / "mirror")], "weight": 2.0}

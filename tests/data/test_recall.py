@@ -164,5 +164,5 @@ def test_recall_has_no_documents_to_prepare():
     from nsa.config.schema import SourceConfig
     from nsa.data.sources.registry import open_source
 
-    with pytest.raises((ConfigError, DataError), match="'recall' has no documents to read"):
+    with pytest.raises((ConfigError, DataError), match="'recall' has no text to read"):
         open_source(SourceConfig(source="recall"), 1.0)

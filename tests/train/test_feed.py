@@ -20,6 +20,7 @@ from nsa.train import train
 from nsa.train.state import build_state
 from nsa.train.step import train_step
 from tests.checkpoint.helpers import faults_armed
+from tests.data.corpora import write_texts as write_corpus
 from tests.data.mirror import write_mirror
 
 TINY = [
@@ -101,12 +102,19 @@ def read_from(source, texts, tmp_path):
     if source == "prepared":
         prepare(TextSource([str(texts)]), ByteTokenizer(), tmp_path / "shards", workers=1)
         return {"source": "prepared", "paths": [str(tmp_path / "shards")]}
+    if source in ("megatron", "datatrove"):
+        lines = [json.loads(line)["text"] for line in (texts / "a.jsonl").read_text().splitlines()]
+        return write_corpus(source, tmp_path / source, lines)
     if source == "mixture":
-        return {"mixture": [read_from(part, texts, tmp_path) for part in ("text", "fineweb_edu", "hub", "prepared")]}
+        parts = ("text", "fineweb_edu", "hub", "prepared", "megatron")
+        return {"mixture": [read_from(part, texts, tmp_path) for part in parts]}
     return {"source": source}
 
 
-@pytest.mark.parametrize("source", ["synthetic", "python", "text", "fineweb_edu", "hub", "prepared", "mixture"])
+SOURCES = ("synthetic", "python", "text", "fineweb_edu", "hub", "prepared", "megatron", "datatrove", "mixture")
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_the_same_batch_twenty_times_gives_the_same_loss_from_every_source(texts, tmp_path, source):
     config = parse_config({"data": read_from(source, texts, tmp_path)}, "test", TINY)
     data = build.build_data(config.data, config.train, ByteTokenizer())
@@ -118,6 +126,25 @@ def test_the_same_batch_twenty_times_gives_the_same_loss_from_every_source(texts
         data.train.batch(4 * other, 4)
     data.close()
     assert len(losses) == 1, losses
+
+
+def test_a_run_on_a_megatron_pair_equals_a_run_on_shards_over_a_resume(texts, tmp_path, monkeypatch):
+    runs = {}
+    for source in ("prepared", "megatron"):
+        more = [*TINY, "checkpoint.every=1", "checkpoint.background=false"]
+        config = parse_config({"data": read_from(source, texts, tmp_path)}, "test", more)
+        out = runs[source] = tmp_path / f"run of {source}"
+        if source == "megatron":
+            monkeypatch.setenv("NSA_FAULTS", "step.end:raise:hit=3")
+            with pytest.raises(RuntimeError, match=r"step\.end"):
+                train(config, out)
+            monkeypatch.delenv("NSA_FAULTS")
+        train(config, out)
+    assert losses_of(runs["megatron"]) == losses_of(runs["prepared"])
+    validations = [metrics_of(out)["val_loss"] for out in runs.values()]
+    assert validations[0] == validations[1] is not None
+    weights = [(out / "model.safetensors").read_bytes() for out in runs.values()]
+    assert weights[0] == weights[1]
 
 
 def test_a_run_does_not_go_on_in_other_data(texts, tmp_path, monkeypatch):

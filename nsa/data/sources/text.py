@@ -116,32 +116,32 @@ class PythonSource:
         return sorted(path for path in found if path.is_file())
 
 
-def expand_paths(paths: Sequence[str]) -> list[Path]:
-    """Returns every regular file in `data.paths`, each once, in order."""
+def expand_paths(paths: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES, readable: str = READABLE) -> list[Path]:
+    """Returns every regular file in `data.paths` that has one of the suffixes, each once, in order."""
     found: dict[Path, None] = {}
     for entry in paths:
         path = Path(os.path.expanduser(entry))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
         with readers.file_errors(path):
-            found.update(dict.fromkeys(_named_by(entry, path)))
+            found.update(dict.fromkeys(_named_by(entry, path, suffixes, readable)))
     return list(found)
 
 
-def _named_by(entry: str, path: Path) -> list[Path]:
+def _named_by(entry: str, path: Path, suffixes: tuple[str, ...], readable: str) -> list[Path]:
     found: Iterable[Path]
     if path.is_dir():
-        found, otherwise = files_below(path), f"the folder {entry} contains no {READABLE}; name another"
+        found, otherwise = files_below(path), f"the folder {entry} contains no {readable}; name another"
     elif path.is_file():
-        found, otherwise = [path], f"{entry} ends in none of {', '.join(SUFFIXES)}; convert it or rename it"
+        found, otherwise = [path], f"{entry} ends in none of {', '.join(suffixes)}; convert it or rename it"
     elif has_magic(entry):
-        found, otherwise = _matching(path), f"{entry} matches no {READABLE}; check the pattern"
+        found, otherwise = _matching(path), f"{entry} matches no {readable}; check the pattern"
     elif path.exists():
         found, otherwise = [], f"{entry} is neither a regular file nor a folder; write it to a file first"
     else:
         raise no_such_path(entry)
-    readable = [path for path in found if path.name.lower().endswith(SUFFIXES) and path.is_file()]
-    if not readable:
+    chosen = [path for path in found if path.name.lower().endswith(suffixes) and path.is_file()]
+    if not chosen:
         raise DataError(f"data.paths: {otherwise}")
-    return sorted(readable, key=lambda path: path.parts)
+    return sorted(chosen, key=lambda path: path.parts)
 
 
 def no_such_path(entry: str) -> DataError:
