@@ -1,6 +1,7 @@
-"""`nsa data prepare`, `nsa data tokenizer`, `nsa data stats`, `nsa data verify`."""
+"""`nsa data prepare`, `nsa data merge`, `nsa data tokenizer`, `nsa data stats`, `nsa data verify`."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,9 @@ def prepare(
     ] = None,
     shard_mb: Annotated[int, typer.Option(min=1, help="Maximum MiB of text in a shard.")] = 64,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
+    part: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Write only part K of N; `nsa data merge` joins the parts.")
+    ] = None,
 ) -> None:
     """Write a source's documents as token shards. The same command resumes an interrupted preparation.
 
@@ -53,7 +57,7 @@ def prepare(
     from nsa import faults
     from nsa.data.prepare import prepare as write_shards
     from nsa.data.sources.registry import open_source
-    from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, tokenizer_for
+    from nsa.data.tokenizers import tokenizer_for
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))
     with _progress() as progress:
@@ -64,10 +68,44 @@ def prepare(
             workers=workers or os.cpu_count() or 1,
             shard_bytes=shard_mb << 20,
             fresh=fresh,
+            part=_parse_part(part),
             progress=progress,
         )
-    say(f"{folder}: {_totals(manifest)} in {len(manifest.shards):,} shards")
+    _print_prepared(folder, manifest)
+
+
+@app.command()
+def merge(folder: Folder) -> None:
+    """Join all parts that `nsa data prepare FOLDER --part K/N` wrote. The result has the same bytes as without --part.
+
+    The same command resumes an interrupted merge.
+    """
+    from nsa import faults
+    from nsa.data.merge import merge as merge_parts
+
+    faults.arm(os.environ.get("NSA_FAULTS", ""))
+    _print_prepared(folder, merge_parts(folder))
+
+
+def _parse_part(part: str | None) -> tuple[int, int] | None:
+    if part is None:
+        return None
+    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigError(f"--part: {part!r} is not a part; write it as K/N with K from 1 to N, for example 3/64")
+    return int(found[1]), int(found[2])
+
+
+def _print_prepared(folder: Path, manifest: "Manifest") -> None:
+    from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE
+
+    part = manifest.part
+    about = f"{folder}, part {part.number} of {part.of}" if part else f"{folder}"
+    say(f"{about}: {_totals(manifest)} in {len(manifest.shards):,} shards")
     _print_skipped(manifest.skipped)
+    if part:
+        say(f"when all {part.of} parts are prepared, join them with `nsa data merge {folder}`")
+        return
     own = folder / TOKENIZER_FILE
     name = manifest.tokenizer.name if manifest.tokenizer.name in BUILT_IN or not own.is_file() else own
     say(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}")

@@ -3,6 +3,8 @@
 The plan groups units by their sizes before the first unit is read. The text of a group goes into one shard, or into
 several if it is larger than `shard_bytes`. So the result does not depend on the number of processes or of restarts. A
 finished shard is never written again.
+
+Several machines can each write one part of the groups, in a folder of its own with a manifest; see nsa/data/merge.py.
 """
 
 import fcntl
@@ -25,6 +27,7 @@ from nsa.data.sources.base import Skipped, Source, Unit, groups
 from nsa.data.token_shards import (
     MANIFEST,
     Manifest,
+    PartEntry,
     ShardEntry,
     has_sizes,
     read_entries,
@@ -38,6 +41,7 @@ from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
 from nsa.files import regular, remove_unfinished
 
+PART = "part-{:05d}-of-{:05d}"  # the folder of a part
 SHARD_BYTES = 64 << 20  # of text
 _size = attrgetter("size")
 
@@ -66,47 +70,68 @@ def prepare(
     workers: int,
     shard_bytes: int = SHARD_BYTES,
     fresh: bool = False,
+    part: tuple[int, int] | None = None,
     progress: Callable[[int, int, int], None] = lambda done, of, text_bytes: None,
 ) -> Manifest:
     """Writes the shards that `folder` lacks, then the manifest, and returns the manifest.
 
-    `progress` is called with the bytes done, the total (both approximate) and the text bytes written.
+    `part` = (3, 64) writes only part 3 of 64, into a folder inside `folder`. `progress` is called with the bytes done,
+    the total (both approximate) and the text bytes written.
     """
-    with _locked(folder):
-        plan = make_plan(source, tokenizer, shard_bytes)
-        if not plan.tasks:
-            raise DataError("data.source: there is nothing to prepare; give data.paths that contain text")
+    plan = make_plan(source, tokenizer, shard_bytes)
+    if not plan.tasks:
+        raise DataError("data.source: there is nothing to prepare; give data.paths that contain text")
+    chosen = None
+    if part is not None:
+        chosen = PartEntry(number=part[0], of=part[1], tasks=len(plan.tasks))
+        if (folder / MANIFEST).exists():  # the parts are merged
+            if (merged := read_manifest(folder)).plan != plan.name:
+                raise other_preparation(folder, "remove it")
+            return merged
+        folder /= PART.format(*part)
+    with locked(folder):
         if fresh:
             _remove(folder)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         found = [] if manifest else read_entries(folder)
-        if any(entry.plan != plan.name for entry in ([manifest] if manifest else chain(*found))):
-            raise DataError(
-                f"{folder}: contains shards of another preparation (other files, text field, tokenizer or shard size); "
-                "choose another folder, or --fresh to replace them"
-            )
+        plans = {(manifest.plan, manifest.part)} if manifest else {(entry.plan, chosen) for entry in chain(*found)}
+        if not plans <= {(plan.name, chosen)}:
+            raise other_preparation(folder)
         if manifest:
             return manifest
+        tasks = {task: plan.tasks[task] for task in (chosen.groups if chosen else range(len(plan.tasks)))}
         itemsize = tokenizer.dtype.itemsize
         done = {of[0].number: of for of in found if all(has_sizes(folder, entry, itemsize) for entry in of)}
-        sizes = [sum(unit.size for unit in units) for units in plan.tasks]
+        sizes = {task: sum(unit.size for unit in units) for task, units in tasks.items()}
 
         def report() -> None:
             text_bytes = sum(entry.text_bytes for entry in chain(*done.values()))
-            progress(sum(sizes[task] for task in done), sum(sizes), text_bytes)
+            progress(sum(sizes.get(task, 0) for task in done), sum(sizes.values()), text_bytes)
 
         report()
-        missing = {task: units for task, units in enumerate(plan.tasks) if task not in done}
+        missing = {task: units for task, units in tasks.items() if task not in done}
         job = _Job(source, tokenizer, folder, plan.name, len(plan.tasks), shard_bytes)
         for written in _write_all(job, missing, workers):
             done[written[0].number] = written
             report()
-        entries = [entry for task in range(len(plan.tasks)) for entry in done[task]]
-        if not sum(entry.documents for entry in entries):
-            raise DataError("data.source: no document contains text; give data.paths that contain text")
+        entries = [entry for task in tasks for entry in done[task]]
+        if chosen is None:
+            check_text(entries)
         with reworded(DataError, f"{folder / MANIFEST}: cannot be written"):
-            write_manifest(folder, plan.name, source.name, tokenizer, entries)
+            write_manifest(folder, plan.name, source.name, tokenizer, entries, chosen)
         return read_manifest(folder)
+
+
+def check_text(entries: Sequence[ShardEntry]) -> None:
+    if not sum(entry.documents for entry in entries):
+        raise DataError("data.source: no document contains text; give data.paths that contain text")
+
+
+def other_preparation(folder: Path, remedy: str = "--fresh to replace them") -> DataError:
+    return DataError(
+        f"{folder}: contains shards of another preparation (other files, text field, tokenizer or shard size); choose "
+        f"another folder, or {remedy}"
+    )
 
 
 @dataclass(frozen=True)
@@ -185,7 +210,7 @@ def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     with reworded(DataError, f"{folder}: cannot be used", "choose another folder", (OSError, ValueError)):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (closed below)

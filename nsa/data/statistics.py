@@ -41,7 +41,7 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     """Computes the statistics of all documents in prepared shards. Samples need the tokenizer of the shards."""
     manifest = read_manifest(folder)
     made_with = manifest.tokenizer
-    lengths = np.concatenate([read_documents(folder, entry)[0] for entry in manifest.shards])
+    lengths = np.concatenate([np.empty(0, np.int64), *(read_documents(folder, entry)[0] for entry in manifest.shards)])
     tokenizer = _tokenizer_of(data, made_with.name, made_with.fingerprint) if samples else None
     if tokenizer is not None:
         texts = _samples_of_corpus(open_shards([folder], tokenizer)[0], tokenizer, samples)
@@ -81,6 +81,8 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
 
 def _samples_of_corpus(documents: Tokenised[TokenFile], tokenizer: Tokenizer, count: int) -> list[str]:
     lengths = documents.lengths
+    if not len(lengths):
+        return []
     corpus = documents.select(np.ones(len(lengths), dtype=bool))
 
     def beginning_of(document: int) -> TokenArray:

@@ -19,10 +19,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from nsa import faults
 from nsa.data.corpus import Counts, Keys, Tokenised, join
@@ -68,7 +77,24 @@ class TokenizerEntry(BaseModel):
     dtype: Literal["uint8", "uint16", "uint32"]
 
 
+class PartEntry(BaseModel):
+    """Part `number` of `of` of a preparation of `tasks` groups of units: the groups `number - 1`, `number - 1 + of` and
+    so on."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    number: PositiveInt
+    of: PositiveInt
+    tasks: PositiveInt
+
+    @property
+    def groups(self) -> range:
+        return range(self.number - 1, self.tasks, self.of)
+
+
 class Manifest(BaseModel):
+    """The contents of manifest.json. Only a part of a preparation may have no shards."""
+
     model_config = ConfigDict(strict=True)
 
     format: str = FORMAT
@@ -80,7 +106,14 @@ class Manifest(BaseModel):
     tokens: int
     text_bytes: int
     skipped: dict[str, int]
-    shards: Annotated[list[ShardEntry], Field(min_length=1)]
+    shards: list[ShardEntry]
+    part: PartEntry | None = None
+
+    @model_validator(mode="after")
+    def _check_shards(self) -> Self:
+        if not self.shards and self.part is None:
+            raise ValueError("a finished preparation has at least one shard")
+        return self
 
 
 def shard_path(folder: Path, number: int, kind: Literal["tokens", "docs", "json"]) -> Path:
@@ -143,24 +176,49 @@ def read_entries(folder: Path) -> list[list[ShardEntry]]:
     return found
 
 
+def sizes_of(entry: ShardEntry, itemsize: int) -> dict[str, int]:
+    """Returns the names and sizes of the files of a shard."""
+    tokens, docs = (shard_path(Path(), entry.number, kind).name for kind in ("tokens", "docs"))
+    return {tokens: entry.tokens * itemsize, docs: entry.documents * 16}
+
+
 def has_sizes(folder: Path, entry: ShardEntry, itemsize: int) -> bool:
     """Whether the files of a shard exist and have the sizes in its entry."""
-    paths = [shard_path(folder, entry.number, kind) for kind in ("tokens", "docs")]
-    sizes = [path.stat().st_size if path.exists() else None for path in paths]
-    return sizes == [entry.tokens * itemsize, entry.documents * 16]
+    paths = {folder / name: size for name, size in sizes_of(entry, itemsize).items()}
+    return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
 
 
-def write_manifest(folder: Path, plan: str, source: str, tokenizer: Tokenizer, entries: Sequence[ShardEntry]) -> None:
-    if isinstance(tokenizer, JsonTokenizer):
-        replace_file(folder / TOKENIZER_FILE, tokenizer.text.encode())
-    faults.point("prepare.manifest")
-    made_with = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "separator")}
+def make_manifest(
+    plan: str, source: str, tokenizer: TokenizerEntry, entries: Sequence[ShardEntry], part: PartEntry | None = None
+) -> Manifest:
+    content: dict[str, Any] = {"plan": plan, "source": source, "tokenizer": tokenizer, "part": part}
     totals = {name: sum(getattr(entry, name) for entry in entries) for name in ("documents", "tokens", "text_bytes")}
     skipped = sum((Skipped(entry.skipped) for entry in entries), Skipped())
-    content: dict[str, Any] = {"tokenizer": {**made_with, "dtype": tokenizer.dtype.name}, **totals}
-    manifest = Manifest(plan=plan, source=source, skipped=dict(skipped), shards=list(entries), **content)
-    _write_json(folder / MANIFEST, manifest.model_dump())
-    for entry in entries:
+    return Manifest(skipped=dict(skipped), shards=list(entries), **content, **totals)
+
+
+def write_manifest(
+    folder: Path,
+    plan: str,
+    source: str,
+    tokenizer: Tokenizer,
+    entries: Sequence[ShardEntry],
+    part: PartEntry | None = None,
+) -> None:
+    made_with: dict[str, Any] = {
+        name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "separator")
+    }
+    made_with["dtype"] = tokenizer.dtype.name
+    file = tokenizer.text.encode() if isinstance(tokenizer, JsonTokenizer) else None
+    store_manifest(folder, make_manifest(plan, source, TokenizerEntry(**made_with), entries, part), file)
+
+
+def store_manifest(folder: Path, manifest: Manifest, tokenizer_file: bytes | None) -> None:
+    if tokenizer_file is not None:
+        replace_file(folder / TOKENIZER_FILE, tokenizer_file)
+    faults.point("prepare.manifest")
+    _write_json(folder / MANIFEST, manifest.model_dump(exclude_none=True))
+    for entry in manifest.shards:
         shard_path(folder, entry.number, "json").unlink(missing_ok=True)
 
 
@@ -199,7 +257,7 @@ class ShardTokens:
         self.dtype = dtype.newbyteorder("<")
         self._length, self._sha256, self._vocab_size = entry.tokens, entry.tokens_sha256, vocab_size
         with _errors_of(self.path):
-            _check_size(self.path, self._length * self.dtype.itemsize, self.path.stat().st_size)
+            check_size(self.path, self._length * self.dtype.itemsize, self.path.stat().st_size)
             self._file = self.path.open("rb", buffering=0)
         self._descriptor = self._file.fileno()
         self._lock = threading.Lock()
@@ -224,7 +282,7 @@ class ShardTokens:
         """Compares size and SHA-256 of the file with the manifest. Raises DataError."""
         with self._lock:
             stamp = self._state()
-            _check_size(self.path, self._length * self.dtype.itemsize, stamp[0])
+            check_size(self.path, self._length * self.dtype.itemsize, stamp[0])
             self._file.seek(0)
             _check_hash(self.path, hashlib.file_digest(self._file, "sha256").hexdigest(), self._sha256)
             self._stamp = stamp
@@ -239,8 +297,8 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
     """Opens all shards. Returns their documents and fingerprint. Checks sizes and counts; the caller may `check` the
     tokens, and `verify` checks everything."""
     pieces: list[ShardTokens] = []
-    lengths: list[Counts] = []
-    keys: list[Keys] = []
+    lengths: list[Counts] = [np.empty(0, np.int64)]  # a part of a preparation may have no shards
+    keys: list[Keys] = [np.empty(0, np.uint64)]
     digest = hashlib.sha256()
     for given in folders:
         folder = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
@@ -278,7 +336,7 @@ def allow_open_files(count: int, what: str, remedy: str) -> None:
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
     path = shard_path(folder, entry.number, "docs")
     with _errors_of(path):
-        _check_size(path, entry.documents * 16, path.stat().st_size)
+        check_size(path, entry.documents * 16, path.stat().st_size)
         table = np.fromfile(path, dtype="<u8").reshape(2, entry.documents)
     _check_hash(path, hashlib.sha256(table.tobytes()).hexdigest(), entry.docs_sha256)
     lengths = table[0].view(np.int64)
@@ -296,7 +354,7 @@ def _check_hash(path: Path, found: str, wanted: str) -> None:
         raise DataError(f"{path}: is damaged: its SHA-256 is {found}, the manifest says {wanted}; {AGAIN}")
 
 
-def _check_size(path: Path, wanted: int, found: int) -> None:
+def check_size(path: Path, wanted: int, found: int) -> None:
     if found != wanted:
         raise DataError(f"{path}: has {found} bytes, the manifest says {wanted}; {AGAIN}")
 
