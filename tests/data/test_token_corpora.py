@@ -179,6 +179,7 @@ def test_tokens_that_are_cut_lost_or_not_in_the_vocabulary_are_named(tmp_path, k
     path.unlink()
     assert "a.bin: cannot be read: No such file" in refusal(kind, tmp_path) or kind == "datatrove"
     assert "no such file or folder" in refusal(kind, tmp_path / "nowhere")
+    assert "cannot be read: File name too long" in refusal(kind, "x" * 300)
 
 
 def test_negative_tokens_are_named(tmp_path):

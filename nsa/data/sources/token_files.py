@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.sources.readers import open_file
+from nsa.data.sources.readers import file_errors, open_file
 from nsa.data.sources.text import expand_paths
 from nsa.errors import DataError, reworded
 from nsa.files import expand_home
@@ -52,8 +52,9 @@ def read_indexes(kind: str, paths: Sequence[str]) -> list[TokenIndex]:
 
 
 def _index_of(entry: str) -> str:
-    prefix = entry[:-4] if entry.endswith(".bin") else entry
-    return f"{prefix}.idx" if expand_home(f"{prefix}.idx").is_file() else entry
+    index = f"{entry.removesuffix('.bin')}.idx"
+    with file_errors(Path(entry)):
+        return index if expand_home(index).is_file() else entry
 
 
 def read_megatron(path: Path) -> TokenIndex:
