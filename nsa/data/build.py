@@ -27,6 +27,7 @@ from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import make_folder
 
 _VALIDATION_SEED = 0  # validation reads the same sequences for every seed of the run
+CORPUS_INDEX = "data_index.docs"  # the hash and the length of every document of a tokenised corpus
 IN_MEMORY_BYTES = 4 << 30  # maximum size of the tokens of a corpus that is not in shards
 
 
@@ -118,9 +119,7 @@ class _Builder:
             list(in_threads(ShardTokens.check, shards.pieces[self.checked], self.data.workers, progress))
             return self._from_documents("prepared", shards, fingerprint)
         if source.source in FORMATS:
-            progress = self.activity.add(source.source, Progress("blocks checked"))
-            corpus = open_corpora(source.source, source.paths, self.tokenizer, self.data.workers, progress)
-            return self._from_documents(source.source, *corpus)
+            return self._corpus(source, folder)
         opened = open_source(source, self.data.timeout_s)
         if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(HubDataset, opened), folder)
@@ -162,6 +161,12 @@ class _Builder:
         summary = f"recall: endless generated{task} documents of up to {longest:,} tokens"
         return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}{task}")
 
+    def _corpus(self, source: SourceConfig, folder: Path | None) -> Data:
+        cache = _made(folder) / CORPUS_INDEX if folder else None
+        progress = self.activity.add(source.source, Progress("blocks checked"))
+        arguments = (source.source, source.paths, self.tokenizer, self.data.workers, progress, cache)
+        return self._from_documents(source.source, *open_corpora(*arguments, may_write=self.rank == 0))
+
     def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
         training, validation = documents.split(self.data.validation_fraction, is_only=len(self.data.mixture) < 2)
         self._check_length(training, "training", "use more text or a smaller train.seq_len")
@@ -191,8 +196,7 @@ class _Builder:
         self.activity.watch(source)
         fingerprint, fraction = source.fingerprint(), self.data.validation_fraction
         if folder is not None:
-            with reworded(DataError, f"{folder}: cannot be used", "remove it"):
-                make_folder(folder)
+            _made(folder)
         index = LengthIndex(folder, self.rank, _digest(fingerprint, self.tokenizer.fingerprint, str(fraction)))
         reader = UnitReader(source, self.tokenizer, fraction, self.data.workers, index)
         self.activity.add(source.name, reader.tokenised)
@@ -220,6 +224,13 @@ class _Builder:
                 f"train.seq_len: a sequence needs {self.train.seq_len + 1} tokens and the {side} documents have "
                 f"{corpus.num_tokens}; {remedy}"
             )
+
+
+def _made(folder: Path) -> Path:
+    """Creates the folder of a source in the run folder."""
+    with reworded(DataError, f"{folder}: cannot be used", "remove it"):
+        make_folder(folder)
+    return folder
 
 
 def _digest(*parts: str) -> str:

@@ -3,11 +3,14 @@ document, and a separator at its end is left out.
 
 Opening a corpus reads all of its tokens once: every id is compared with the vocabulary, and every document is hashed.
 The hash of its tokens decides the split of a document. For the tokenizer `bytes` it equals the hash of the text.
+The run folder keeps the hashes, so that a resumed run reads the tokens again only if a file changed.
 """
 
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from nsa.data.threads import Progress, in_threads
 from nsa.data.token_shards import allow_open_files
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
+from nsa.files import LARGEST_LOG, read_regular, replace_file
 
 REMEDY = "fix it or remove it from data.paths"
 BLOCK_TOKENS = 1 << 22  # tokens that a thread reads at once
@@ -32,7 +36,7 @@ class CorpusTokens:
     def __init__(self, index: TokenIndex, tokenizer: Tokenizer):
         self.path, self.dtype = index.path, tokenizer.dtype.newbyteorder("<")
         self._index, self._tokenizer = index, tokenizer
-        self._sizes = np.diff(index.ends, prepend=0)
+        self.sizes = np.diff(index.ends, prepend=0)
         with reworded(DataError, f"{self.path}: cannot be read", REMEDY):
             self._file = self.path.open("rb", buffering=0)
         self._descriptor = self._file.fileno()
@@ -44,13 +48,13 @@ class CorpusTokens:
 
     def blocks(self) -> list[range]:
         """Returns ranges of documents of `BLOCK_TOKENS` tokens in total, or of one longer document."""
-        found = groups(range(len(self._sizes)), self._sizes.tolist().__getitem__, BLOCK_TOKENS)
+        found = groups(range(len(self.sizes)), self.sizes.tolist().__getitem__, BLOCK_TOKENS)
         return [range(block[0], block[-1] + 1) for block in found]
 
     def scan(self, documents: range) -> Scanned:
         """Checks and hashes the tokens of documents."""
         part = slice(documents.start, documents.stop)
-        sizes, ends = self._sizes[part], self._index.ends[part]
+        sizes, ends = self.sizes[part], self._index.ends[part]
         first, stop = int(ends[0] - sizes[0]), int(ends[-1])
         lasts = np.full(len(documents), -1)
         if stop - first > BLOCK_TOKENS:
@@ -71,19 +75,13 @@ class CorpusTokens:
             digest.update(self._read(place, min(BLOCK_TOKENS, first + length - place)).data)
         return _key(digest), np.array([length]), np.array([last])
 
-    def finish(self, scanned: Sequence[Scanned]) -> tuple[Keys, int]:
-        """Takes the results of all blocks. Returns the hashes of the documents, and the number of empty ones, which are
-        left out."""
-        if not scanned:
-            return np.empty(0, np.uint64), 0
-        keys = np.frombuffer(b"".join(keys for keys, _, _ in scanned), ">u8").astype(np.uint64)
-        lengths = np.concatenate([lengths for _, lengths, _ in scanned])
+    def set_documents(self, keys: Keys, lengths: Counts) -> Keys:
+        """Takes the results of all scans. Leaves out empty documents, and returns the hashes of the others."""
         has_text = lengths > 0
-        self._check_ends(np.concatenate([lasts for _, _, lasts in scanned])[has_text])
-        self._places = (self._index.ends - self._sizes)[has_text]
+        self._places = (self._index.ends - self.sizes)[has_text]
         self.lengths = lengths[has_text] + 1
         self._starts = np.cumsum(self.lengths) - self.lengths
-        return keys[has_text], int((~has_text).sum())
+        return keys[has_text]
 
     def read(self, place: int, out: TokenArray) -> None:
         """Fills `out` with the tokens of one document from `place` on."""
@@ -116,20 +114,26 @@ class CorpusTokens:
             raise self._not_in_vocabulary(place + int(np.argmax(is_wrong)), int(found[is_wrong][0]))
         return found.astype(self.dtype, copy=False)
 
+    def identify(self, digest: "hashlib._Hash") -> None:
+        """Adds to the digest what must not change while the results of a scan are used."""
+        digest.update(f"{self._stamp} {self._index.dtype} {len(self.sizes)}\n".encode() + self._index.ends.tobytes())
+
     def _state(self) -> tuple[int, int]:
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns
 
     def _not_in_vocabulary(self, place: int, token: int) -> DataError:
         document = int(np.searchsorted(self._index.ends, place, side="right"))
-        at = place - int(self._index.ends[document] - self._sizes[document])
+        at = place - int(self._index.ends[document] - self.sizes[document])
         return DataError(
             f"{self.path}, document {document}, token {at}: {token} is not in the vocabulary of "
             f"{self._tokenizer.name!r} ({self._tokenizer.vocab_size:,} tokens); {self._remedy()}"
         )
 
-    def _check_ends(self, lasts: Counts) -> None:
-        """Refuses a file whose documents all end with one special token that the run does not know as an end."""
+    def check_ends(self, lasts: Counts) -> None:
+        """Refuses a file whose documents all end with one special token that the run does not know as an end. The last
+        token of an empty document is -1."""
+        lasts = lasts[lasts >= 0]
         if not len(lasts) or (lasts != lasts[0]).any():
             return
         last = int(lasts[0])
@@ -146,23 +150,69 @@ class CorpusTokens:
 
 
 def open_corpora(
-    kind: str, paths: Sequence[str], tokenizer: Tokenizer, threads: int = 1, progress: Progress | None = None
+    kind: str,
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    threads: int = 1,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    *,
+    may_write: bool = True,
 ) -> tuple[Tokenised[CorpusTokens], str]:
-    """Opens and reads all files of a corpus. Returns their documents and fingerprint."""
+    """Opens all files of a corpus. Returns their documents and fingerprint. Reads all tokens, unless `cache` has the
+    results for these files; otherwise writes the results there."""
     indexes = read_indexes(kind, paths)
     allow_open_files(len(indexes), f"files of data.source={kind}", "merge them")
     files = [CorpusTokens(index, tokenizer) for index in indexes]
-    blocks = [(file, block) for file in files for block in file.blocks()]
-    scanned = in_threads(lambda block: block[0].scan(block[1]), blocks, threads, progress)
-    found: dict[CorpusTokens, list[Scanned]] = {file: [] for file in files}
-    for (file, _), result in zip(blocks, scanned, strict=True):
-        found[file].append(result)
-    finished = [file.finish(results) for file, results in found.items()]
-    keys = np.concatenate([keys for keys, _ in finished])
+    digest = hashlib.sha256(tokenizer.fingerprint.encode())
+    for file in files:
+        file.identify(digest)
+    bounds = np.cumsum([len(index.ends) for index in indexes])
+    sizes = np.concatenate([file.sizes for file in files])
+    found = _load(cache, digest.digest(), sizes) if cache else None
+    if found is None:
+        found = _scan(files, bounds[:-1], threads, progress)
+        if cache and may_write:
+            _store(cache, digest.digest(), found)
+    of_files = zip(files, *(np.split(row, bounds[:-1]) for row in (found[0], found[1].view(np.int64))), strict=True)
+    keys = np.concatenate([file.set_documents(keys, lengths) for file, keys, lengths in of_files])
     lengths = np.concatenate([file.lengths for file in files])
-    skipped = Skipped({"empty": empty} if (empty := sum(empty for _, empty in finished)) else {})
-    digest = hashlib.sha256(keys.astype("<u8").tobytes() + lengths.astype("<i8").tobytes())
-    return Tokenised(files, lengths, keys, skipped=skipped), digest.hexdigest()
+    skipped = Skipped({"empty": empty} if (empty := len(sizes) - len(lengths)) else {})
+    fingerprint = hashlib.sha256(keys.astype("<u8").tobytes() + lengths.astype("<i8").tobytes()).hexdigest()
+    return Tokenised(files, lengths, keys, skipped=skipped), fingerprint
+
+
+def _scan(files: Sequence[CorpusTokens], bounds: Counts, threads: int, progress: Progress | None) -> Keys:
+    """Returns the hashes, and the numbers of tokens without separators, of the documents of all files."""
+    blocks = [(file, block) for file in files for block in file.blocks()]
+    scanned = list(in_threads(lambda block: block[0].scan(block[1]), blocks, threads, progress))
+    empty = np.empty(0, np.int64)
+    keys = np.frombuffer(b"".join(keys for keys, _, _ in scanned), ">u8").astype(np.uint64)
+    lengths = np.concatenate([empty, *(lengths for _, lengths, _ in scanned)])
+    lasts = np.concatenate([empty, *(lasts for _, _, lasts in scanned)])
+    for file, part in zip(files, np.split(lasts, bounds), strict=True):
+        file.check_ends(part)
+    return np.stack([keys, lengths.view(np.uint64)])
+
+
+def _load(cache: Path, identity: bytes, sizes: Counts) -> Keys | None:
+    """Returns the results of an earlier scan. Ignores a file that is damaged or about other files, which costs time."""
+    try:
+        content = read_regular(cache, LARGEST_LOG)
+    except OSError:
+        return None
+    head, table = content[:64], content[64:]
+    if head != identity + hashlib.sha256(table).digest() or len(table) != 16 * len(sizes):
+        return None
+    found = np.frombuffer(table, "<u8").reshape(2, len(sizes))
+    without = sizes.view(np.uint64) - found[1]  # the run folder may come from anywhere
+    return None if (without > 1).any() else found
+
+
+def _store(cache: Path, identity: bytes, found: Keys) -> None:
+    table = found.astype("<u8").tobytes()
+    with suppress(OSError):  # a run works without this file
+        replace_file(cache, identity + hashlib.sha256(table).digest() + table)
 
 
 def _key(digest: "hashlib._Hash") -> bytes:

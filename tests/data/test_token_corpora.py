@@ -1,6 +1,7 @@
 """Corpora of Megatron-LM and datatrove: every token of every document as its writer meant it, or an error with file and
 place."""
 
+import hashlib
 import json
 import os
 import struct
@@ -16,7 +17,7 @@ from nsa.data import token_corpora
 from nsa.data.build import build_data
 from nsa.data.prepare import prepare
 from nsa.data.sources.text import TextSource
-from nsa.data.token_corpora import open_corpora
+from nsa.data.token_corpora import CorpusTokens, open_corpora
 from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa.data.vocabulary import train_bpe
 from nsa.errors import ConfigError, DataError
@@ -108,6 +109,37 @@ def test_a_changed_token_is_another_fingerprint(tmp_path):
     path = tmp_path / "corpus" / "corpus_text_document.bin"
     path.write_bytes(path.read_bytes().replace(b"file 77\n", b"file 78\n"))
     assert build_data(data, train, TOKENIZER).fingerprint != before
+
+
+def test_a_resumed_run_scans_a_corpus_again_only_if_it_changed(tmp_path, monkeypatch):
+    train, run = TrainConfig(seq_len=64, batch_size=4), tmp_path / "run"
+    config = write_texts("megatron", tmp_path / "corpus", TEXTS)
+    write_megatron(tmp_path / "corpus" / "b", [], "B")
+    data = DataConfig.model_validate({"mixture": [config, {"source": "synthetic"}]})
+    scans, scan = [], CorpusTokens.scan
+    monkeypatch.setattr(CorpusTokens, "scan", lambda self, block: scans.append(block) or scan(self, block))
+
+    def read(**more):
+        before = len(scans)
+        built = build_data(data, train, TOKENIZER, run, **more)
+        return built.fingerprint, built.train.batch(0, 40).inputs.tolist(), len(scans) > before
+
+    expected = read(rank=1)[:2]
+    assert read() == (*expected, True), "rank 1 wrote nothing"
+    assert read() == read(rank=1) == (*expected, False)
+    cache = run / "data_index_0" / "data_index.docs"
+    whole = cache.read_bytes()
+    other = whole[64:-8] + bytes(8)  # the last document has no tokens
+    lying = whole[:32] + hashlib.sha256(other).digest() + other
+    for broken in (b"", whole[:-16], whole[:-1] + b"x", b"x" + whole[1:], lying):
+        cache.write_bytes(broken)
+        assert read() == (*expected, True)
+        assert cache.read_bytes() == whole
+    path = tmp_path / "corpus" / "corpus_text_document.bin"
+    path.write_bytes(path.read_bytes().replace(b"file 77\n", b"file 78\n"))
+    found = read()
+    assert found[0] != expected[0]
+    assert found[2]
 
 
 def change(path, offset, letter, value):
