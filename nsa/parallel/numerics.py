@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.config.schema import RuntimeConfig
+from nsa.parallel.compile_cache import use_compile_cache
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,8 +37,9 @@ def numerics(runtime: RuntimeConfig) -> Iterator[None]:
         restored.enter_context(sdpa_kernel(_SDPA_BACKENDS))
         if runtime.deterministic:  # cuBLAS reads it before its first use
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        if runtime.compile:  # else the shapes compiled before affect this compilation
-            torch.compiler.reset()
+        if runtime.compile:
+            use_compile_cache()
+            torch.compiler.reset()  # else the shapes compiled before affect this compilation
         yield
 
 

@@ -1,16 +1,19 @@
 """torch.compile of every block, under every strategy and with checkpointing, gives the run that is not compiled."""
 
+import os
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+import torch._inductor.config
 
 from nsa.config import parse_config
 from nsa.nn.model import build_model
 from nsa.ops import dispatch
-from nsa.parallel import transform
+from nsa.parallel import compile_cache, transform
 from nsa.parallel.context import Context
+from nsa.parallel.numerics import numerics
 from tests.distributed.test_same_numbers import SHORT, assert_same, recompute, strategy, train_all, tree
 
 COMPILED = {"runtime": {"compile": True}}
@@ -71,3 +74,54 @@ def test_blocks_of_divided_sequences_are_compiled_in_two_parts_for_all_layers(mo
     assert found[0] == found[1]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.fixture
+def no_cache_folder(monkeypatch, tmp_path):
+    """A user whose cache folder is empty. Afterwards, the variable that a run sets is unset again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "nsa" / "compiled"
+
+
+# Without C++ kernels, which take a compiler a minute.
+@torch._inductor.config.patch(fallback_by_default=True, selective_decompose=True)
+def test_equal_layers_are_compiled_once_and_a_second_start_finds_them_in_the_cache(no_cache_folder):
+    sizes = {"dim": 16, "n_layers": 4, "n_heads": 1, "n_kv_heads": 1, "head_dim_k": 16, "head_dim_v": 16, "mlp_dim": 16}
+    config = parse_config({"model": {**sizes, "attention": "dense"}, **COMPILED}, "test")
+    found = []
+    for _ in range(2):
+        torch._dynamo.utils.counters.clear()
+        with numerics(config.runtime):
+            model = transform.compile_blocks(build_model(config, 64, 0))
+            model(torch.arange(32)[None]).square().sum().backward()
+        counters = torch._dynamo.utils.counters
+        compiled = {name: n for name, n in counters["inductor"].items() if name.startswith("fxgraph_cache")}
+        found.append((counters["frames"]["total"], counters["aot_autograd"]["autograd_cache_hit"], compiled))
+    assert found == [(1, 0, {"fxgraph_cache_miss": 2}), (1, 1, {"fxgraph_cache_hit": 2})]  # forward and backward
+    assert any(no_cache_folder.rglob("*.py"))
+
+
+def test_the_compile_cache_drops_the_files_unused_for_longest(no_cache_folder, monkeypatch):
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 250)
+    for name, used in (("a/old", 1), ("b/new", 3), ("b/recent", 2)):
+        path = no_cache_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+        os.utime(path, (used, used))
+    compile_cache.use_compile_cache()
+    assert sorted(path.name for path in no_cache_folder.rglob("*") if path.is_file()) == ["new", "recent"]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(no_cache_folder)
+
+
+@pytest.mark.parametrize("case", ["chosen by the user", "a file is in the way"])
+def test_the_compile_cache_stays_where_it_must(no_cache_folder, monkeypatch, case):
+    if case == "chosen by the user":
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    else:
+        no_cache_folder.parent.write_text("")
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    compile_cache.use_compile_cache()
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+    assert not no_cache_folder.exists()
