@@ -149,7 +149,8 @@ class Diagnosis:
             "telemetry.tracker": "none",
         }
         shared = {**short, **SYNTHETIC_DATA, "train.batch_size": groups * micro, "train.micro_batch": micro}
-        shared |= {"runtime.compile": False, "runtime.cuda_graphs": "auto"}  # some trials refuse cuda_graphs=true
+        # Some trials refuse cuda_graphs=true.
+        shared |= {"runtime.compile": False, "runtime.float8": "none", "runtime.cuda_graphs": "auto"}
         single = {
             **shared,
             "train.seq_len": train.seq_len // parallel.context,  # a whole sequence may not fit one process

@@ -125,6 +125,8 @@ def cpu_overrides(config: Config, ranks: int) -> list[str]:
     overrides = ["runtime.device=cpu"] if config.runtime.device == "cuda" else []
     if config.runtime.compile:
         overrides.append("runtime.compile=false")  # a laptop may have no C++ compiler
+    if config.runtime.float8 != "none":
+        overrides.append("runtime.float8=none")
     train, model = config.train, config.model
     features = train.batch_size // ranks * train.seq_len * model.n_layers * model.dim
     if features * BYTES_PER_FEATURE < PASS_GIB * 2**30:

@@ -212,6 +212,11 @@ class RuntimeConfig(Section):
         "auto",
         description="auto: bf16 on a GPU, fp32 on a CPU; bf16 on a CPU without bf16 instructions is computed in fp32",
     )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none",
+        description="multiply in 8-bit floating point in the linear layers of blocks, with one scale per tensor or per "
+        "row; needs the extra float8 and compute capability 8.9 or 9.0, and gains speed only with compile",
+    )
     gradient_checkpointing: Recomputation = Field(
         "none",
         description="what backward recomputes; selective: all but the outputs of the attention kernels; block: whole "
@@ -324,6 +329,11 @@ class Config(Architecture):
             problem = f"{self.msa.warmup_steps} is more than the {self.train.steps} of train.steps"
             raise field_error("msa.warmup_steps", f"{problem}; lower it, or raise train.steps")
         ranks, length = self.parallel.context, self.train.seq_len
+        if self.runtime.float8 != "none" and self.runtime.precision in ("fp32", "fp16"):
+            raise field_error("runtime.float8", f"needs bf16; runtime.precision is {self.runtime.precision}")
+        if self.runtime.float8 != "none" and length % (16 * ranks):
+            problem = f"{length} is not a multiple of {16 * ranks}, which the matrix products need"
+            raise field_error("train.seq_len", f"{problem} with runtime.float8={self.runtime.float8}")
         if ranks > 1 and self.parallel.strategy == "single":
             raise field_error(
                 "parallel.context", "ranks cannot share a sequence under strategy single; use ddp or fsdp"

@@ -3,7 +3,7 @@
 Legend: B batch, S tokens, C channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,15 @@ class DecoderBlock(nn.Module):
         self.attention = attention
         self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.mlp = mlp
+
+    def projections(self) -> Iterator[tuple[str, nn.Linear]]:
+        """The linear layers of attention and MLP, with their names; not those inside gates and compressors."""
+        for branch in ("attention", "mlp"):
+            for name, part in getattr(self, branch).named_children():
+                if isinstance(part, nn.Linear | nn.ModuleList):
+                    for path, linear in part.named_modules(prefix=f"{branch}.{name}"):
+                        if isinstance(linear, nn.Linear):
+                            yield path, linear
 
     def forward(
         self,

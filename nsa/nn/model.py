@@ -61,12 +61,11 @@ class Decoder(nn.Module):
         """
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
-            for branch in (block.attention, block.mlp):
-                own = [part for part in branch.children() if isinstance(part, nn.Linear | nn.ModuleList)]
-                for linear in (m for part in own for m in part.modules() if isinstance(m, nn.Linear)):
-                    _init(linear.weight, (2 * len(self.blocks)) ** -0.5 if linear is branch.out else 1.0)
-                    if linear.bias is not None:
-                        nn.init.zeros_(linear.bias)
+            for _, linear in block.projections():
+                is_output = linear in (block.attention.out, block.mlp.out)
+                _init(linear.weight, (2 * len(self.blocks)) ** -0.5 if is_output else 1.0)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
         _init(self.embedding.weight)
         _init(self.head.weight)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.func import functional_call
 
 from nsa.errors import ArgumentError
 
@@ -22,15 +23,20 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """The output of each of `layers`. Plain linear layers are computed in one product. The layers are called separately
-    if any of them is adapted, quantized, patched or hooked, and for a few tokens without gradients, where concatenating
-    the weights would cost more memory traffic than the products."""
+    """The output of each of `layers`. Plain linear layers are computed in one product, and so are those that multiply
+    in FP8. The layers are called separately if any of them is adapted, quantized, patched or hooked, and for a few
+    tokens without gradients, where concatenating the weights would cost more memory traffic than the products."""
     is_short = not torch.is_grad_enabled() and x_BSC.shape[0] * x_BSC.shape[1] <= FEW_TOKENS
-    plain = [] if is_short else [layer for layer in layers if is_plain(layer)]
-    if len(plain) != len(layers) or len(layers) == 1:
+    kind = is_float8 if is_float8(layers[0]) else is_plain
+    alike = [] if is_short else [layer for layer in layers if kind(layer)]
+    if len(alike) != len(layers) or len(layers) == 1:
         return [layer(x_BSC) for layer in layers]
-    joined = nn.functional.linear(x_BSC, torch.cat([layer.weight for layer in plain]))
-    return torch.split(joined, [layer.out_features for layer in plain], dim=-1)
+    weight = torch.cat([layer.weight for layer in alike])
+    if kind is is_plain:
+        joined = nn.functional.linear(x_BSC, weight)
+    else:
+        joined = functional_call(alike[0], {"weight": weight}, x_BSC)
+    return torch.split(joined, [layer.out_features for layer in alike], dim=-1)
 
 
 def project_heads(layer: Any, x_BSC: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -90,6 +96,11 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the layer only computes F.linear with its weight and bias."""
     # A fake tensor stands for a plain one; other subclasses, such as quantized weights, cannot be concatenated.
     return is_bare(layer, nn.Linear) and layer.bias is None and type(layer.weight) in (nn.Parameter, Tensor, FakeTensor)
+
+
+def is_float8(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether calling the layer only multiplies with its weight in FP8 (`nsa.parallel.float8`)."""
+    return getattr(layer, "is_float8", False) and layer.bias is None and not has_hooks(layer)
 
 
 def is_bare(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:

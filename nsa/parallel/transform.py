@@ -1,12 +1,14 @@
 """Everything that changes a model between building and training it, as one ordered list of functions.
 
-    1. divide_sequences   attention layers exchange keys and values within their context-parallel group
-    2. recompute          backward recomputes activations instead of keeping them
-    3. compile_blocks     torch.compile of every decoder block
-    4. wrap or shard      DDP or FSDP (`nsa.parallel.strategy`), with the model on its device
-    5. trace              hooks that record the backward pass
+    1. convert_to_float8  linear layers multiply in FP8 (`nsa.parallel.float8`)
+    2. divide_sequences   attention layers exchange keys and values within their context-parallel group
+    3. recompute          backward recomputes activations instead of keeping them
+    4. compile_blocks     torch.compile of every decoder block
+    5. wrap or shard      DDP or FSDP (`nsa.parallel.strategy`), with the model on its device
+    6. trace              hooks that record the backward pass
 
-Each function takes the model and returns the module to call. Modules keep their names, types and parameter names.
+Each function takes the model and returns the module to call. Modules keep their names and parameter names, and all but
+the converted layers their types.
 
 Recomputation is always non-reentrant. It keeps the blocks that attention selected in the forward pass, so that backward
 reads the same ones: in a SelectionCache, or in compiled blocks by torch's selective checkpointing, which a compiler
@@ -30,6 +32,7 @@ from nsa.nn.attention import Attention, attention_layers
 from nsa.nn.block import DecoderBlock
 from nsa.ops.selection_cache import SelectionCache
 from nsa.parallel.context import Context
+from nsa.parallel.float8 import convert_to_float8
 from nsa.parallel.strategy import HookWrapper, shard, wrap_ddp
 from nsa.parallel.world import World
 
@@ -47,6 +50,8 @@ class Tracing(Protocol):
 def transform(model: nn.Module, config: Config, world: World, precision: str, trace: Tracing | None) -> nn.Module:
     """Applies all transforms to `model` in place and returns the module to call."""
     runtime, parallel = config.runtime, config.parallel
+    if runtime.float8 != "none":
+        convert_to_float8(model, runtime.float8, world.device)
     divided = world.context is not None
     if world.context is not None:
         divide_sequences(model, world.context)

@@ -36,6 +36,7 @@ from nsa.formatting import counted
 from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
 from nsa.parallel.collectives import lost_rank, on_first_rank
+from nsa.parallel.float8 import describe_float8
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
 from nsa.parallel.world import World, pick_device, read_launch, start_world
@@ -273,6 +274,8 @@ class Session:
             yield f"graphs  {state.graphs}"
         if config.runtime.precision not in ("auto", state.precision):
             yield f"note    this CPU has no bf16 instructions: bf16 is computed in {state.precision}"
+        if config.runtime.float8 != "none":
+            yield f"float8  {config.runtime.float8}: {describe_float8(state.model)}"
         costs = f"{flops.sparse:.3g} FLOPs per token, " if set(kinds) != {"dense"} else ""
         yield (
             f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
