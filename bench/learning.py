@@ -64,6 +64,8 @@ ROWS: dict[str, str] = {
     "msa-norm": "model.attention=msa model.qk_norm=true",
     "dense-norm": "model.attention=dense model.qk_norm=true",
     "nsa-norm": "model.qk_norm=true",
+    "nsa-tensorwise": "runtime.float8=tensorwise",
+    "nsa-rowwise": "runtime.float8=rowwise",
     "nsa-32": "nsa.num_selected=32",
     "nsa-mlp": "nsa.phi=mlp",
     "nsa-softmax": "nsa.gate=softmax",

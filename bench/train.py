@@ -55,6 +55,7 @@ def measure(
             f"runtime.cuda_graphs={'auto' if graphs else 'false'}",
             f"runtime.gradient_checkpointing={checkpointing}",
             "runtime.device=cuda",
+            *options.override,
         ],
     )
     with numerics(config.runtime):
@@ -92,6 +93,7 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
         "batch_size": batch_size,
         "packed": packed,
         "compiled": config.runtime.compile,
+        "float8": config.runtime.float8,
         "graphs": state.graphs.reason is None,
         "gradient_checkpointing": config.runtime.gradient_checkpointing,
         "step_ms": 1000 * median,
@@ -127,8 +129,9 @@ def main() -> int:
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
     parser.add_argument("--checkpointing", default="block", help=f"of sequences from {CHECKPOINTED_FROM:,} tokens on")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
+    parser.add_argument("override", nargs="*", help="further overrides, such as runtime.float8=rowwise")
     add_dirty_option(parser)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
         print("bench.train needs a CUDA GPU; none is visible", file=sys.stderr)
         return 1
@@ -140,7 +143,7 @@ def main() -> int:
             for attention, packed, graphs in product(*choices):
                 results.append(measure(attention, seq_len, compiled, packed, graphs, options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    table = Table(title=f"Training {options.config} on one GPU, bf16")
+    table = Table(title=" ".join((f"Training {options.config} on one GPU, bf16", *options.override)))
     columns = ("tokens", "attention", "packed", "compiled", "graphs", "checkpointed", "tokens/s", "step ms")
     columns += ("TFLOP/s", "of peak", "peak GiB")
     for column in columns:
