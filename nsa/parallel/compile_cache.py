@@ -24,6 +24,9 @@ def use_compile_cache() -> None:
     if is_writable:  # else PyTorch's default
         _remove_oldest(folder, MAX_BYTES)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        # Triton's default is ~/.triton until PyTorch compiles its first kernel, and then a folder in this one: a start
+        # that finds its graphs would look for the kernels of this package elsewhere than the start that compiled them.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def _remove_oldest(folder: Path, max_bytes: int) -> None:

@@ -78,9 +78,10 @@ def test_blocks_of_divided_sequences_are_compiled_in_two_parts_for_all_layers(mo
 
 @pytest.fixture
 def no_cache_folder(monkeypatch, tmp_path):
-    """A user whose cache folder is empty. Afterwards, the variable that a run sets is unset again."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    """A user whose cache folder is empty. Afterwards, the variables that a run sets are unset again."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "nsa" / "compiled"
 
@@ -113,6 +114,7 @@ def test_the_compile_cache_drops_the_files_unused_for_longest(no_cache_folder, m
     compile_cache.use_compile_cache()
     assert sorted(path.name for path in no_cache_folder.rglob("*") if path.is_file()) == ["new", "recent"]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(no_cache_folder)
+    assert os.environ["TRITON_CACHE_DIR"] == str(no_cache_folder / "triton"), "also for kernels of this package"
 
 
 @pytest.mark.parametrize("case", ["chosen by the user", "a file is in the way"])
