@@ -8,7 +8,7 @@ from nsa import __version__
 
 # The import names of the packages in the extra `train` of pyproject.toml.
 TRAIN_PACKAGES = {"huggingface_hub", "numpy", "psutil", "pyarrow", "pydantic", "pynvml", "rich", "safetensors"}
-TRAIN_PACKAGES |= {"fsspec", "tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
+TRAIN_PACKAGES |= {"fsspec", "jinja2", "tensorboard", "tiktoken", "tokenizers", "typer", "yaml"}
 
 
 def repository() -> str | None:

@@ -29,6 +29,9 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="More prompts, one per line; empty lines are skipped."),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages of a user, which the run's chat template renders.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Maximum of new tokens per prompt.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens only.")] = None,
@@ -58,34 +61,47 @@ def generate(
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     config = run.config
+    ids = _as_messages(run, prompts) if chat else None
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options |= {"seed": seed} | ({"stop": stop} if stop else {})
+    settings = options | ({"chat": True} if chat else {})
     with numerics(config.runtime):
         if beside_untrained:
             untrained = build_model(config, run.model.vocab_size, config.train.seed)
             print("--- before training ---")
-            _write(replace(run, model=untrained.to(run.model.head.weight.device).eval()), prompts, options)
+            _write(replace(run, model=untrained.to(run.model.head.weight.device).eval()), prompts, ids, options)
             print("\n--- after training ---")
-        texts = _write(run, prompts, options)
+        texts = _write(run, prompts, ids, options)
         if beside_untrained:
             print()
-    record_samples(run.weights, prompts, texts, **options)
+    record_samples(run.weights, prompts, texts, **settings)
 
 
-def _write(run: "TrainedRun", prompts: list[str], options: dict[str, Any]) -> list[str]:
-    """Prints the generated text, and the speed to standard error. Returns the text after each prompt."""
+def _as_messages(run: "TrainedRun", prompts: list[str]) -> list[list[int]]:
+    """Returns the tokens of conversations that begin with each prompt, up to the answer."""
+    tokenizer = run.chat_tokenizer()
+    try:
+        return [tokenizer.prompt([{"role": "user", "content": text}]) for text in prompts]
+    finally:
+        tokenizer.renderer.close()
+
+
+def _write(run: "TrainedRun", prompts: list[str], ids: list[list[int]] | None, options: dict[str, Any]) -> list[str]:
+    """Prints the generated text, and the speed to standard error. Returns the text after each prompt. `ids` are the
+    tokens of the prompts in place of their texts, which are then printed on a line of their own."""
     from nsa import generate_tokens
     from nsa.train.trained import in_compute_type
 
-    lengths = [len(run.tokenizer.encode(text)) + 1 for text in prompts]  # a separator precedes the prompt
+    # A separator precedes a text.
+    lengths = list(map(len, ids)) if ids else [len(run.tokenizer.encode(text)) + 1 for text in prompts]
     trained = run.config.train.seq_len
     if max(lengths) > trained:
         said = f"a prompt of {max(lengths)} tokens is longer than the {trained} that the model was trained on"
         print(f"note: {said} (train.seq_len); the text may be worse", file=sys.stderr)
     started = time.perf_counter()
-    tokens = generate_tokens(in_compute_type(run), prompts, **options)
+    tokens = generate_tokens(in_compute_type(run), ids or prompts, **options)
     read = time.perf_counter()
-    count, texts = _print_stream(tokens, prompts)
+    count, texts = _print_stream(tokens, [f"{text}\n" for text in prompts] if ids else prompts)
     written = time.perf_counter() - read
     said = f"{count} tokens in {written:.2f} s ({count / written:.0f} tokens/s)"
     print(f"{said}, after {sum(lengths)} tokens of prompts in {read - started:.2f} s", file=sys.stderr)

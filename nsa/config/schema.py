@@ -27,11 +27,11 @@ class SourceConfig(Section):
     """A source of documents."""
 
     source: Literal[
-        "synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared", "megatron", "datatrove"
+        "synthetic", "recall", "python", "text", "fineweb_edu", "hub", "prepared", "megatron", "datatrove", "chat"
     ] = Field("python", description="kind of source")
     paths: list[Text] = Field(
         [],
-        description="text: files, folders or globs; prepared: folders that `nsa data prepare` wrote; "
+        description="text, chat: files, folders or globs; prepared: folders that `nsa data prepare` wrote; "
         "megatron: .idx files of .bin and .idx pairs, their folders, or the paths of pairs without .bin and .idx; "
         "datatrove: .ds files or their folders; "
         "fineweb_edu, hub: a local mirror to read instead of the hub",
@@ -68,6 +68,8 @@ class SourceConfig(Section):
             raise field_error(
                 "paths", "the text source needs a file, folder or glob, for example data.paths=[notes.txt]"
             )
+        if self.source == "chat" and not self.paths:
+            raise field_error("paths", "the chat source needs .jsonl files, for example data.paths=[chats.jsonl]")
         if self.source == "prepared" and not self.paths:
             raise field_error("paths", "the prepared source needs a folder that `nsa data prepare` wrote")
         if self.source in ("megatron", "datatrove") and not self.paths:
@@ -98,6 +100,11 @@ class DataConfig(SourceConfig):
     )
     end_tokens: list[Text] = Field(
         [], description="tokens of a tokenizer.json, besides the separator, that end generation"
+    )
+    chat_template: Text | None = Field(
+        None,
+        description="Jinja file that renders conversations; the tokenizer's own template when unset, or else a "
+        "built-in one",
     )
     isolate_documents: bool = Field(True, description="tokens attend only to tokens of their own document")
     packing: Literal["concat", "best_fit"] = Field(

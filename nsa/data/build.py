@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import cast
 
 from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
+from nsa.data.chat import ChatTokenizer, chat_template_of
 from nsa.data.corpus import Corpus, TokenFile, Tokenised, join, tokenise_units
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
 from nsa.data.recall import SHORTEST, Parts, RecallSequences
-from nsa.data.sequences import BestFit, Concat, Mixture, Sequences, SyntheticSequences
-from nsa.data.sources.base import Skipped
+from nsa.data.sequences import BestFit, Concat, MaskedSequences, Mixture, Sequences, SyntheticSequences
+from nsa.data.sources.base import Skipped, Source
+from nsa.data.sources.chat import ChatSource
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.sources.registry import open_source
 from nsa.data.sources.token_files import FORMATS
@@ -120,15 +122,29 @@ class _Builder:
             return self._from_documents("prepared", shards, fingerprint)
         if source.source in FORMATS:
             return self._corpus(source, folder)
+        if source.source == "chat":
+            return self._chat(source)
         opened = open_source(source, self.data.timeout_s)
         if source.source in ("fineweb_edu", "hub"):
             return self._streamed(cast(HubDataset, opened), folder)
-        read = partial(tokenise_units, opened, tokenizer=self.tokenizer)
-        progress = self.activity.add(opened.name, Progress("parts tokenised"))
-        parts = in_threads(read, opened.units(), self.data.workers, progress)
-        everything = join(parts, self.tokenizer, IN_MEMORY_BYTES)
+        return self._in_memory(opened, self.tokenizer)
+
+    def _in_memory(self, source: Source, tokenizer: Tokenizer) -> Data:
+        read = partial(tokenise_units, source, tokenizer=tokenizer)
+        progress = self.activity.add(source.name, Progress("parts tokenised"))
+        parts = in_threads(read, source.units(), self.data.workers, progress)
+        everything = join(parts, tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())
-        return self._from_documents(source.source, everything, fingerprint)
+        return self._from_documents(source.name, everything, fingerprint)
+
+    def _chat(self, source: SourceConfig) -> Data:
+        template = chat_template_of(self.data)
+        assert template is not None
+        tokenizer = ChatTokenizer(self.tokenizer, template)
+        try:
+            return self._in_memory(tokenizer.source(source.paths), tokenizer)
+        finally:
+            tokenizer.renderer.close()
 
     def _data(
         self,
@@ -177,15 +193,30 @@ class _Builder:
             parts.append(f"{validation.num_documents:,} validation documents, {validation.num_tokens:,} tokens")
         parts += [f"skipped {count:,} ({reason})" for reason, count in sorted(documents.skipped.items())]
         sequences = self._sequences(name, training, self.train.seed)
-        if isinstance(sequences, BestFit):
-            parts.append(f"best fit in {sequences.count:,} sequences, {sequences.waste:.2%} padding")
-        held_out = partial(self._sequences, name, validation, _VALIDATION_SEED)
+        packed = sequences.marked if isinstance(sequences, MaskedSequences) else sequences
+        if isinstance(packed, BestFit):
+            parts.append(f"best fit in {packed.count:,} sequences, {packed.waste:.2%} padding")
+        if packed is not sequences:
+            cut = int((training.lengths > self.train.seq_len).sum())
+            parts.append(f"only answers are targets; {cut:,} conversations are longer than a sequence and are cut")
+        held_out = partial(self._held_out, name, validation)
         return self._data(lambda: sequences, held_out, f"{name}: " + "; ".join(parts), fingerprint)
 
     def _sequences(self, name: str, corpus: Corpus, seed: int) -> Sequences:
+        packed: Concat | BestFit = Concat(corpus, self.train.seq_len, seed, name)
         if self.data.packing == "best_fit":
-            return BestFit(corpus, self.train.seq_len, seed, self.tokenizer.separator, name)
-        return Concat(corpus, self.train.seq_len, seed, name)
+            packed = BestFit(corpus, self.train.seq_len, seed, self.tokenizer.separator, name)
+        return MaskedSequences(packed) if name == ChatSource.name else packed
+
+    def _held_out(self, name: str, corpus: Corpus) -> Sequences:
+        sequences = self._sequences(name, corpus, _VALIDATION_SEED)
+        first = min(self.train.eval_sequences, sequences.count or 0)
+        if not sequences.num_targets(range(first)):
+            raise DataError(
+                f"data.validation_fraction: the first {first} validation sequences contain no answer of an assistant; "
+                "use a larger fraction (0 for no validation) or a larger train.eval_sequences"
+            )
+        return sequences
 
     def _streamed(self, source: HubDataset, folder: Path | None) -> Data:
         if self.data.packing == "best_fit":

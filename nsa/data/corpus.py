@@ -113,15 +113,14 @@ def key_of(text: str) -> int:
 
 
 def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | None = None) -> Tokenised[TokenArray]:
-    separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
     parts: list[TokenArray] = []
     lengths: list[int] = []
     keys: list[int] = []
     text_bytes = 0
     for texts in groups(documents, lambda text: len(text) + BATCH_CHARS // BATCH, BATCH_CHARS):
-        for text, tokens in zip(texts, tokenizer.encode_many(texts), strict=True):
-            parts += (separator, tokens)
-            lengths.append(1 + len(tokens))
+        for text, tokens in zip(texts, tokenizer.encode_documents(texts), strict=True):
+            parts.append(tokens)
+            lengths.append(len(tokens))
             keys.append(key_of(text))
             text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype=tokenizer.dtype)
@@ -153,7 +152,7 @@ def join(
             raise DataError(
                 f"data.paths: more than {limit_bytes / 2**30:.0f} GiB of tokens do not fit into memory; write them to "
                 "shards with `nsa data prepare FOLDER` and the same data.* keys, then train with data.source=prepared "
-                "data.paths=[FOLDER]"
+                "data.paths=[FOLDER], or give fewer conversations"
             )
     return Tokenised(
         [np.concatenate([tokens for p in found for tokens in p.pieces])],  # finding a token in one piece is faster

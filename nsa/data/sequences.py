@@ -9,6 +9,8 @@ counts.
 `BestFit` keeps documents whole if they fit: each goes into the fullest sequence that has room, longer ones are cut at S
 tokens, and the rest of a sequence is padding that the loss ignores.
 
+`MaskedSequences` ignores all targets except those that the corpus marks.
+
 `Mixture` assigns every number to one of several sources, exactly in proportion to their weights.
 """
 
@@ -24,6 +26,7 @@ from nsa.data.tokenizers import TokenArray
 
 Borders = NDArray[np.int64]
 IGNORED = -100  # a target that the loss ignores: the default of cross-entropy
+COUNTED = 1 << 31  # added to the tokens of a masked corpus that count as targets; ids are smaller
 _SEQUENCE_KEYS = 1 << 63  # separates the random keys of sequence orders from those of document orders
 _MIXTURE_KEYS = 1 << 62
 _PERIOD = 1000  # sequences after which every source of a mixture has exactly its share
@@ -266,6 +269,25 @@ def fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], int]:
             bins[left].append(number)
             free |= 1 << left
     return chosen, used
+
+
+class MaskedSequences(Sequences):
+    """Sequences of a corpus whose tokens carry the mark COUNTED where they count as targets."""
+
+    def __init__(self, marked: Concat | BestFit):
+        self.marked, self.seq_len, self.name = marked, marked.seq_len, marked.name
+
+    @property
+    def count(self) -> int:
+        return self.marked.count
+
+    def row(self, number: int) -> Row:
+        row = self.marked.row(number)
+        targets = row.targets.astype(np.int64)
+        return Row(row.inputs & (COUNTED - 1), np.where(targets >= COUNTED, targets - COUNTED, IGNORED), row.starts)
+
+    def num_targets(self, numbers: range) -> int:
+        return sum(int((self.marked.row(number).targets >= COUNTED).sum()) for number in numbers)
 
 
 class Mixture(Sequences):

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from nsa.config.schema import DataConfig
+from nsa.data.chat import ChatTokenizer, chat_template_of
 from nsa.data.corpus import BATCH_CHARS, Counts, TokenFile, Tokenised, tokenise
 from nsa.data.sequences import random_order
-from nsa.data.sources.base import Skipped, groups
+from nsa.data.sources.base import Skipped, Source, groups
+from nsa.data.sources.chat import ChatSource
 from nsa.data.sources.registry import open_source
 from nsa.data.sources.token_files import FORMATS
 from nsa.data.token_corpora import open_corpora
@@ -61,7 +63,12 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
         texts = _samples_of_corpus(corpus, tokenizer, samples)
         about = f"{data.source}: {len(corpus.pieces):,} files"
         return Statistics(about, corpus.lengths, 0, corpus.skipped, texts)
-    source = open_source(data, data.timeout_s)
+    source: Source
+    if data.source == ChatSource.name and (template := chat_template_of(data)) is not None:
+        tokenizer = chat = ChatTokenizer(tokenizer, template)
+        source = chat.source(data.paths)
+    else:
+        source = open_source(data, data.timeout_s)
     units, skipped = source.units(), Skipped()
     documents = (text for unit in units for text in source.documents(unit, skipped))
     lengths, beginnings, text_bytes = [], [], 0

@@ -64,6 +64,11 @@ class Tokenizer:
         encoded = self._encode_pieces([piece for parts in cut for piece in parts])
         return [np.concatenate(list(itertools.islice(encoded, len(parts)))) for parts in cut]
 
+    def encode_documents(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Encodes each text as a document, which begins with the separator."""
+        separator = np.array([self.separator], dtype=self.dtype)
+        return [np.concatenate([separator, tokens]) for tokens in self.encode_many(texts)]
+
     def _encode_pieces(self, texts: list[str]) -> Iterator[TokenArray]:
         raise NotImplementedError
 

@@ -54,8 +54,9 @@ def generate_tokens(
     """Continues prompts with a cache: yields every token when it is generated, of all prompts in turn, with `prompt`
     (its number), `token`, `text` (the characters that it completes) and `end` (None, "stop" or "length").
 
-    source        the result of `load_run`, for prompts that are texts; or a model, for prompts that are lists of ids
-    prompts       one batch; their lengths may differ, and may exceed the length that the model was trained with
+    source        the result of `load_run`; or a model, if the prompts are lists of ids
+    prompts       one batch of texts, each the start of a document, or of lists of ids; their lengths may differ,
+                  and may exceed the length that the model was trained with
     max_tokens    the maximum number of new tokens per prompt
     temperature   0 always takes the most likely token
     top_k, top_p  sample from the k most likely tokens, and from the fewest whose probabilities sum to top_p
@@ -66,11 +67,12 @@ def generate_tokens(
     On a GPU a step is the replay of a CUDA graph. Needs the packages of the extra `train`.
     """
     model, tokenizer = (source, None) if isinstance(source, Decoder) else _parts(source)
-    wanted = "a list of texts" if tokenizer else "a list of lists of token ids, since a model has no tokenizer"
+    either = "a list of texts or of lists of token ids"
+    wanted = either if tokenizer else "a list of lists of token ids, since a model has no tokenizer"
     ids: list[list[int]] = []
     try:
         for prompt in [prompts] if isinstance(prompts, str) else prompts:
-            if isinstance(prompt, str) != (tokenizer is not None) or prompt is prompts:
+            if prompt is prompts or (isinstance(prompt, str) and tokenizer is None):
                 raise TypeError(f"got {prompt!r:.80}")
             if tokenizer is not None and isinstance(prompt, str):
                 ids.append([tokenizer.separator, *tokenizer.encode(prompt).tolist()])  # as the start of a document

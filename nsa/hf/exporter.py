@@ -49,7 +49,7 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         aside.mkdir(parents=True)
-        tokenizer = fast_tokenizer(run.tokenizer, run.config.train.seq_len)
+        tokenizer = fast_tokenizer(run.tokenizer, run.config.train.seq_len, run.chat_template)
         if missing:
             _save_own(run, aside, package, special)
         else:

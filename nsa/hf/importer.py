@@ -17,6 +17,7 @@ from nsa.checkpoint.format import write_atomically
 from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
 from nsa.config.architecture import Architecture
+from nsa.data.chat import CHAT_TEMPLATE_FILE, template_beside
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.hf import stock
@@ -43,7 +44,7 @@ def import_model(
     base: str | Path | None = None,
     overrides: Iterable[str] = (),
 ) -> Config:
-    """Writes config.yaml, model.safetensors and tokenizer.json into `run`, a new or empty folder.
+    """Writes config.yaml, model.safetensors, tokenizer.json and its chat template into `run`, a new or empty folder.
 
     attention   None keeps the attention layers; "nsa" or "msa" converts every layer, or those in an override of
                 model.layer_pattern: queries, keys, values and output keep their weights. NSA starts close to the dense
@@ -79,6 +80,7 @@ def import_model(
     if base is None and type(context) is int:
         content["train"] = {"seq_len": context}  # an export writes it as max_position_embeddings again
     keys, kept = _tokenizer(source, content["model"]["vocab_size"], described)
+    template = template_beside(source)
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
     # As an override, it resets settings of the base for a kind that no layer has.
     config = parse_config(content, str(source), [f"model.attention={attention or saved.attention}", *overrides])
@@ -87,6 +89,8 @@ def import_model(
         run.mkdir(parents=True, exist_ok=True)
         if kept:
             write_atomically(run / TOKENIZER_FILE, kept)
+        if template is not None:
+            write_atomically(run / CHAT_TEMPLATE_FILE, template.encode())
         metadata = weights_metadata(0, config.to_dict())
         write_weights(run / WEIGHTS_FILE, weights, **metadata)
         write_config(run, config)

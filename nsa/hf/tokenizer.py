@@ -11,22 +11,22 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from nsa.data.chat import special_texts
 from nsa.data.tokenizers import END_OF_TEXT, GPT2Tokenizer, JsonTokenizer, Tokenizer, byte_letters, library_errors
 
 
-def fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
+def fast_tokenizer(tokenizer: Tokenizer, max_length: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     with library_errors(f"{tokenizer.name}: transformers cannot use this tokenizer.json"):
-        return _fast_tokenizer(tokenizer, max_length)
+        return _fast_tokenizer(tokenizer, max_length, chat_template)
 
 
-def _fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
+def _fast_tokenizer(tokenizer: Tokenizer, max_length: int, chat_template: str | None) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, JsonTokenizer):
         backend = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-        separator = tokenizer.separator_token
-        end = next(iter(tokenizer.end_tokens), separator)
     else:
-        backend, separator, end = _byte_level(tokenizer), END_OF_TEXT, END_OF_TEXT
-    backend.encode_special_tokens = True
+        backend = _byte_level(tokenizer)
+    separator, end = special_texts(tokenizer)
+    backend.encode_special_tokens = chat_template is None
     backend.post_processor = processors.TemplateProcessing(
         single=f"{separator} $A",
         pair=f"{separator} $A {separator} $B",
@@ -37,7 +37,9 @@ def _fast_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenize
         bos_token=separator,
         eos_token=end,
         pad_token=separator,
-        split_special_tokens=True,  # text never becomes a special token
+        # Text never becomes a special token, unless a chat template writes special tokens as text.
+        split_special_tokens=chat_template is None,
+        chat_template=chat_template,
         model_max_length=max_length,
         padding_side="left",
         clean_up_tokenization_spaces=False,

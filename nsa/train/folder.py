@@ -12,7 +12,8 @@ from typing import IO, Any
 
 from nsa.checkpoint.format import BEST, LATEST, MANIFEST_FILE, committed, write_atomically
 from nsa.config import Config, differences, load_config
-from nsa.data.tokenizers import TOKENIZER_FILE
+from nsa.data.chat import CHAT_TEMPLATE_FILE, chat_template_of
+from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError, reworded
 from nsa.files import regular, remove_unfinished
 from nsa.parallel.collectives import on_first_rank
@@ -36,7 +37,7 @@ from nsa.run_folder import (
 REMOVED = ".removed"  # temporary name of a folder that is being deleted
 # Files that a run would replace or remove, and those of a Hugging Face model, which would load the run's weights.
 _AT_RISK = (
-    *(*REPLACED, *REMOVED_BY_FRESH, TOKENIZER_FILE, *(table.files.pattern for table in TABLES)),
+    *(*REPLACED, *REMOVED_BY_FRESH, TOKENIZER_FILE, CHAT_TEMPLATE_FILE, *(table.files.pattern for table in TABLES)),
     *("config.json", "*.safetensors"),
 )
 
@@ -156,8 +157,18 @@ def is_finished(folder: Path, config: Config, accept_changes: bool) -> bool:
     return not changed and metrics.get("steps") == config.train.steps
 
 
-def write_config(folder: Path, config: Config) -> None:
+def write_config(folder: Path, config: Config, tokenizer: Tokenizer | None = None) -> None:
+    """Writes the configuration, and copies of the tokenizer's file and the chat template if there are any, so that the
+    folder can be used without the originals."""
     write_atomically(folder / CONFIG_FILE, dump_yaml(config.to_dict()).encode())
+    if tokenizer is None:
+        return
+    if isinstance(tokenizer, JsonTokenizer):
+        write_atomically(folder / TOKENIZER_FILE, tokenizer.text.encode())
+    if (template := chat_template_of(config.data)) is not None:
+        write_atomically(folder / CHAT_TEMPLATE_FILE, template.encode())
+    else:
+        (folder / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)  # of an earlier run in the folder
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nsa import faults
 from nsa.checkpoint.export import weights_metadata, write_weights
-from nsa.checkpoint.format import committed, write_atomically
+from nsa.checkpoint.format import committed
 from nsa.config import Config
 from nsa.data.loader import Batch
-from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, tokenizer_for
+from nsa.data.tokenizers import tokenizer_for
 from nsa.data.waiting import WaitStopped
 from nsa.errors import (
     DataError,
@@ -219,9 +219,7 @@ class Session:
         # First, so that the folder does not look like a finished run.
         write_json(self.folder / METRICS_FILE, {"status": "running", "steps": self.step})
         faults.point("start.running")
-        write_config(self.folder, self.config)
-        if isinstance(self.state.tokenizer, JsonTokenizer):  # the folder stays usable without the original
-            write_atomically(self.folder / TOKENIZER_FILE, self.state.tokenizer.text.encode())
+        write_config(self.folder, self.config, self.state.tokenizer)
         environment = describe_environment(self.config.to_dict(), self.state.world.size, self.state.world.strategy)
         config = self.config
         flops = flops_per_token(self.state.model, config.train.seq_len)

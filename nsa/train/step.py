@@ -50,7 +50,8 @@ def train_step(
     """
     state.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros(3 if state.index_terms else 1, device=state.device)  # the loss; the index loss, its queries
-    divisor = torch.full_like(total[0], targets)  # on the device, where a graph reads it
+    # On the device, where a graph reads it. A step of conversations without an answer has no targets.
+    divisor = torch.full_like(total[0], max(1, targets))
     graphs = state.graphs if observer is None else None
     loss: Tensor | None = None
     for number, (batch, following) in enumerate(pairwise(chain(batches, [None]))):

@@ -13,6 +13,7 @@ from nsa.checkpoint.format import BEST, FOLDER, LATEST, committed, read_pointer
 from nsa.checkpoint.restore import read_state
 from nsa.config import Config, load_config, parse_config
 from nsa.config.schema import KernelsConfig
+from nsa.data.chat import CHAT_TEMPLATE_FILE, ChatTokenizer, chat_template_of
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, Tokenizer, load_tokenizer, tokenizer_for
 from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.files import LARGEST_DOCUMENT, expand_home
@@ -32,6 +33,20 @@ class TrainedRun:
     tokenizer: Tokenizer
     config: Config
     weights: Path
+
+    @property
+    def chat_template(self) -> str | None:
+        return chat_template_of(self.config.data)
+
+    def chat_tokenizer(self) -> ChatTokenizer:
+        """Encodes conversations with the chat template of the run."""
+        template = self.chat_template
+        if template is None:
+            raise ConfigError(
+                f"data.chat_template: {self.weights} has no chat template, as it was not trained on conversations; "
+                "set data.chat_template to a Jinja file"
+            )
+        return ChatTokenizer(self.tokenizer, template)
 
 
 def load_run(
@@ -56,6 +71,7 @@ def load_run(
     path, overrides = Path(path), list(overrides)
     weights = find_weights(path) if checkpoint is None else _named_checkpoint(path, checkpoint)
     config = _without_missing_gpu(_saved_config(path, weights, overrides), overrides)
+    config = _with_saved_template(config, weights, overrides)
     tokenizer = _saved_tokenizer(config, weights, overrides)
     size = vocabulary(config, tokenizer)
     model = build_model(config, size, config.train.seed, chosen_kernels(config))
@@ -130,6 +146,14 @@ def _without_missing_gpu(config: Config, overrides: list[str]) -> Config:
             kernels[name] = "auto"
     changed = {"device": device, "kernels": KernelsConfig(**kernels)}
     return config.model_copy(update={"runtime": config.runtime.model_copy(update=changed)})
+
+
+def _with_saved_template(config: Config, weights: Path, overrides: list[str]) -> Config:
+    """Names the run's own copy of its chat template, unless an override names another."""
+    kept = (run_of(weights) or weights) / CHAT_TEMPLATE_FILE
+    if not kept.is_file() or kept.is_symlink() or _is_overridden("data.chat_template", overrides):
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_template": str(kept)})})
 
 
 def _saved_tokenizer(config: Config, weights: Path, overrides: list[str]) -> Tokenizer:

@@ -28,6 +28,7 @@ from nsa.parallel.world import start_world
 from nsa.train.nonfinite import reproduce
 from tests.distributed.launching import numbers_of, run_ranks, start_ranks, wait_all, write_config
 from tests.distributed.test_same_numbers import (
+    CHAT,
     DEEP,
     PATTERN,
     assert_same,
@@ -63,7 +64,7 @@ def matrix(*layers):
 
 
 QUICK = {
-    "odd": (tree(SHORT, ODD, MLP, PATTERN), divided(2, "fsdp")),
+    "odd": (tree(SHORT, ODD, MLP, PATTERN, CHAT), divided(2, "fsdp")),
     "rows": (tree(SHORT, WHOLE_ROWS), divided(2)),
     "rows-block": (tree(SHORT, WHOLE_ROWS), {**divided(2), **recompute("block")}),
 }

@@ -1,6 +1,8 @@
 """Where a text begins and ends: the tokens of an imported model survive training and another export."""
 
 import json
+import shutil
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from tests.hf.test_importer import make
 
 transformers = pytest.importorskip("transformers")
 PROMPT = list(range(20, 40))
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %} {{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
 TINY = ["train.steps=1", "train.seq_len=64", "train.batch_size=1", "data.source=synthetic", "runtime.precision=fp32"]
 TINY += ["runtime.device=cpu", "telemetry.tensorboard=false", "train.eval_sequences=1"]
 
@@ -44,7 +50,8 @@ def llama(tmp_path_factory):
     model.config.bos_token_id, model.config.eos_token_id = 1, 2
     model.generation_config.eos_token_id = [2, drawn[4]]
     model.save_pretrained(folder)
-    write_tokenizer(folder, {1: "<s>", 2: "</s>", drawn[4]: "<|eot|>"}, bos_token="<s>", eos_token="</s>")
+    special = {1: "<s>", 2: "</s>", drawn[4]: "<|eot|>"}
+    write_tokenizer(folder, special, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
     assert greedy(folder, 9) == drawn
     return folder, drawn
 
@@ -71,12 +78,28 @@ def test_an_imported_model_ends_where_it_ended_and_so_does_its_export(tmp_path, 
     assert again.data.model_copy(update={"tokenizer": config.data.tokenizer}) == config.data
 
 
-def test_training_keeps_the_ends(tmp_path, llama):
+def test_training_on_conversations_keeps_the_ends_and_the_template(tmp_path, llama):
     import_model(llama[0], tmp_path / "run", attention="nsa")
-    start = f"train.init_from={tmp_path / 'run'}"
-    train(load_config(tmp_path / "run" / "config.yaml", [*TINY, start]), tmp_path / "trained")
+    question, answer = {"role": "user", "content": "t20 t21 </s>"}, {"role": "assistant", "content": "t22 t23"}
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": [question, answer]}) + "\n") * 16)
+    settings = [f"train.init_from={tmp_path / 'run'}", "data.source=chat", f"data.paths=[{tmp_path / 'chats.jsonl'}]"]
+    config = load_config(tmp_path / "run" / "config.yaml", [*TINY, *settings, "data.validation_fraction=0"])
+    train(config, tmp_path / "trained")
+    shutil.rmtree(tmp_path / "run")
     for source in (tmp_path / "trained", tmp_path / "trained" / "model.safetensors"):
         assert load_run(source).tokenizer.ends == (2, llama[1][4], 1)
+    run = load_run(tmp_path / "trained")
+    export_model(run, tmp_path / "hf")
+    chat = run.chat_tokenizer()
+    with closing(chat.renderer):
+        prompt = chat.prompt([question | {"content": "t20 t21"}, answer, question])
+    # The text </s> in the last message stays text, whose letters are not in this vocabulary.
+    assert prompt == [1, 20, 21, 22, 23, 2, 20, 21, *[255] * len("</s>")]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.chat_template == run.chat_template == TEMPLATE
+    assert tokenizer.apply_chat_template([question, answer])["input_ids"] == [1, 20, 21, 2, 22, 23, 2]
+    import_model(tmp_path / "hf", tmp_path / "again")
+    assert load_run(tmp_path / "again").chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(

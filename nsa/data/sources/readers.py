@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -164,9 +164,16 @@ def _skip_line(file: BinaryIO, limit: int) -> int:
 
 
 def jsonl_documents(
-    name: str, file: BinaryIO, text_field: str, skipped: Skipped, start: int = 0, stop: int = sys.maxsize
+    name: str,
+    file: BinaryIO,
+    text_of: Callable[[Any], str | None],
+    skipped: Skipped,
+    start: int = 0,
+    stop: int = sys.maxsize,
 ) -> Iterator[str]:
-    """Yields the texts of the lines that start in [start, stop). Errors name the line, or in a range the byte."""
+    """Yields the texts of the lines that start in [start, stop). Errors name the line, or in a range the byte.
+
+    `text_of` returns the text of the parsed line. It raises ValueError with problem and remedy."""
     for number, (offset, line) in enumerate(lines(file, start, stop), start=1):
         if line is None:
             skipped[TOO_LONG] += 1
@@ -180,7 +187,7 @@ def jsonl_documents(
         if not record or record.isspace():
             continue
         try:
-            text = _text_of(record, text_field)
+            text = text_of(_parsed(record))
         except ValueError as error:
             raise DataError(f"{name}, {f'byte {offset}' if start else f'line {number}'}: {error}") from None
         if is_text(text, skipped):
@@ -237,12 +244,15 @@ def text_too_long(name: str) -> DataError:
     )
 
 
-def _text_of(record: str, text_field: str) -> str | None:
-    """Returns the text of a JSON line. Raises ValueError with problem and remedy; the caller adds the position."""
+def _parsed(record: str) -> Any:
     try:
-        values: Any = json.loads(record)
+        return json.loads(record)
     except (ValueError, RecursionError) as error:  # ValueError: also a number with thousands of digits
         raise ValueError(f"not valid JSON: {error}; fix the line or remove the file from data.paths") from None
+
+
+def text_in(values: Any, text_field: str) -> str | None:
+    """Returns the text in a field of a JSON object. Raises ValueError with problem and remedy."""
     if not isinstance(values, dict):
         kind = type(values).__name__
         remedy = f'write each line as {{"{text_field}": ...}}'
@@ -254,10 +264,7 @@ def _text_of(record: str, text_field: str) -> str | None:
         return None
     if not isinstance(text, str):
         raise ValueError(f"field {text_field!r} must be a text, got {type(text).__name__}; {NAME_FIELD}")
-    # JSON can contain a lone surrogate as an escape, which is not valid text.
-    if text.isascii() or "\\u" not in record:
-        return text
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
 
 
 def _listed(names: Iterable[str]) -> str:

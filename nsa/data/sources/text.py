@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from nsa.data.sources import readers
 from nsa.data.sources.base import Skipped, Unit
@@ -57,13 +57,17 @@ class TextSource:
             if kind == ".txt":
                 yield from readers.text_document(unit.path, file, skipped)
             elif codec:
-                yield from readers.jsonl_documents(unit.path, file, self.text_field, skipped)
+                yield from readers.jsonl_documents(unit.path, file, self._text_of, skipped)
             else:
-                yield from readers.jsonl_documents(unit.path, file, self.text_field, skipped, unit.start, unit.stop)
+                yield from readers.jsonl_documents(unit.path, file, self._text_of, skipped, unit.start, unit.stop)
 
     def fingerprint(self) -> str:
         found = readers.files_fingerprint(expand_paths(self.paths))
         return found if self.text_field == "text" else f"{found} {self.text_field}"
+
+    def _text_of(self, record: Any) -> str | None:
+        """Returns the document in a parsed line of a .jsonl file; None if it has none."""
+        return readers.text_in(record, self.text_field)
 
     def _units_of(self, path: Path) -> list[Unit]:
         kind, codec = _kind_and_codec(path)
