@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,11 +80,8 @@ def generate(
 
 def _as_messages(run: "TrainedRun", prompts: list[str]) -> list[list[int]]:
     """Returns the tokens of conversations that begin with each prompt, up to the answer."""
-    tokenizer = run.chat_tokenizer()
-    try:
+    with closing(run.chat_tokenizer()) as tokenizer:
         return [tokenizer.prompt([{"role": "user", "content": text}]) for text in prompts]
-    finally:
-        tokenizer.renderer.close()
 
 
 def _write(run: "TrainedRun", prompts: list[str], ids: list[list[int]] | None, options: dict[str, Any]) -> list[str]:

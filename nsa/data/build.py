@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -140,11 +141,8 @@ class _Builder:
     def _chat(self, source: SourceConfig) -> Data:
         template = chat_template_of(self.data)
         assert template is not None
-        tokenizer = ChatTokenizer(self.tokenizer, template)
-        try:
+        with closing(ChatTokenizer(self.tokenizer, template)) as tokenizer:
             return self._in_memory(tokenizer.source(source.paths), tokenizer)
-        finally:
-            tokenizer.renderer.close()
 
     def _data(
         self,

@@ -147,6 +147,10 @@ class ChatTokenizer(Tokenizer):
             raise ArgumentError("messages", str(error)) from None
         return [int(i) for i in self._encode(text)[0]]
 
+    def close(self) -> None:
+        """Ends the process of the template."""
+        self.renderer.close()
+
     def _encode(self, marked: str) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
         """Returns the tokens of a text with marks, and whether each is the assistant's."""
         found: list[tuple[TokenArray, NDArray[np.bool_]]] = []

@@ -81,6 +81,8 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     about = f"{source.name}: {len({u.path for u in units}):,} files"
     if next(documents, None) is not None:
         about += f", the first {limit:,} documents"
+    if isinstance(tokenizer, ChatTokenizer):
+        tokenizer.close()
     counts = np.array(lengths, dtype=np.int64)
     texts = _samples(counts, beginnings.__getitem__, tokenizer, samples)
     return Statistics(about, counts, text_bytes, skipped, texts)

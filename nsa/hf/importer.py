@@ -81,6 +81,8 @@ def import_model(
         content["train"] = {"seq_len": context}  # an export writes it as max_position_embeddings again
     keys, kept = _tokenizer(source, content["model"]["vocab_size"], described)
     template = template_beside(source)
+    if template is not None and kept is None:  # otherwise it is found beside the tokenizer
+        keys["chat_template"] = str((run / CHAT_TEMPLATE_FILE).resolve())
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
     # As an override, it resets settings of the base for a kind that no layer has.
     config = parse_config(content, str(source), [f"model.attention={attention or saved.attention}", *overrides])

@@ -29,6 +29,7 @@ REQUIRED = [
     "msa_125m_1m.yaml",
     "msa_1b.yaml",
     "convert_msa.yaml",
+    "finetune.yaml",
 ]
 
 M7C_125M = {

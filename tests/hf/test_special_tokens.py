@@ -90,8 +90,7 @@ def test_training_on_conversations_keeps_the_ends_and_the_template(tmp_path, lla
         assert load_run(source).tokenizer.ends == (2, llama[1][4], 1)
     run = load_run(tmp_path / "trained")
     export_model(run, tmp_path / "hf")
-    chat = run.chat_tokenizer()
-    with closing(chat.renderer):
+    with closing(run.chat_tokenizer()) as chat:
         prompt = chat.prompt([question | {"content": "t20 t21"}, answer, question])
     # The text </s> in the last message stays text, whose letters are not in this vocabulary.
     assert prompt == [1, 20, 21, 22, 23, 2, 20, 21, *[255] * len("</s>")]

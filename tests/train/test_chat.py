@@ -1,6 +1,7 @@
 """Fine-tuning on conversations: a model that started from a run answers what it was taught."""
 
 import json
+from contextlib import closing
 
 import pytest
 from typer.testing import CliRunner
@@ -16,12 +17,12 @@ from nsa.train import train
 from tests.distributed.launching import rows_of
 
 ANSWERS = {"red": "rot", "blue": "blau", "green": "gruen", "sun": "sonne", "tree": "baum", "cat": "katze"}
-REPEATED, BATCH = 48, 4
+REPEATED, BATCH = 64, 4
 BASE = {
     "model": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 16}
     | {"attention": "dense"},  # the fastest on a CPU
     "data": {"source": "synthetic"},
-    "train": {"steps": 1, "seq_len": 128, "batch_size": BATCH, "lr": 1e-2, "warmup_steps": 1, "eval_sequences": 1},
+    "train": {"steps": 1, "seq_len": 128, "batch_size": BATCH, "lr": 1e-2, "warmup_steps": 5, "eval_sequences": 1},
     "runtime": {"device": "cpu", "precision": "fp32", "threads": 1},
     "checkpoint": {"every": 0},
     "telemetry": {"tensorboard": False, "attention": False},
@@ -52,13 +53,23 @@ def tuned(tmp_path_factory):
 def test_two_epochs_teach_a_tiny_model_the_answers(tuned):
     assert float(rows_of(tuned)[-1]["loss"]) < 0.3
     run = load_run(tuned)
-    chat = run.chat_tokenizer()
-    prompts = [chat.prompt(asked(question)) for question in ANSWERS]
-    chat.renderer.close()
+    with closing(run.chat_tokenizer()) as chat:
+        prompts = [chat.prompt(asked(question)) for question in ANSWERS]
     texts = dict.fromkeys(range(len(prompts)), "")
     for piece in generate_tokens(run, prompts, temperature=0.0, max_tokens=20):
         texts[piece.prompt] += piece.text
     assert [*texts.values()] == [*ANSWERS.values()]
+
+
+def test_a_step_without_an_answer_changes_nothing_that_is_not_finite(tmp_path):
+    talk = {"messages": [*asked("?" * 200), {"role": "assistant", "content": "!"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(talk))
+    data = {"source": "chat", "paths": [str(tmp_path / "chats.jsonl")], "validation_fraction": 0}
+    config = BASE | {"data": data, "train": BASE["train"] | {"steps": 3, "seq_len": 16, "batch_size": 1}}
+    train(parse_config(config, "test"), tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
+    assert [row["skipped"] for row in rows] == ["0"] * 3
+    assert 0.0 in [float(row["loss"]) for row in rows]
 
 
 def test_the_command_renders_prompts_as_messages(tuned):

@@ -73,8 +73,10 @@ class Renderer:
             reply = self._process.stdout.readline()
         if not reply:
             ended = self._process.wait()
-            limit = f"{self._cpu_s:g} s" if ended == -signal.SIGPROF else f"{MEMORY_BYTES >> 30} GiB of memory"
-            raise ValueError(f"the chat template needs more than {limit} for a conversation; use another template")
+            limit = f"more than {self._cpu_s:g} s of CPU time"
+            if ended != -signal.SIGPROF:
+                limit = f"probably more than {MEMORY_BYTES >> 30} GiB of memory (its process ended with code {ended})"
+            raise ValueError(f"the chat template needs {limit} for a conversation; use another template")
         answer = json.loads(reply)
         if "error" in answer:
             raise ValueError(f"the chat template fails: {answer['error']}")

@@ -112,7 +112,9 @@ def answer(work: Callable[[], Any], cpu_s: float) -> Any:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes: the parent handles it
+    # Launchers and Ctrl-C signal all processes. The parent decides; this process ends when its stdin is closed.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     first = json.loads(sys.stdin.readline())
     cpu_s, marks = first.pop("cpu_s"), first["marks"]
     for kind, most in ((resource.RLIMIT_AS, first.pop("memory_bytes")), (resource.RLIMIT_CORE, 0)):
