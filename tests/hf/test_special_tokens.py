@@ -9,6 +9,8 @@ import torch
 
 from nsa import generate_tokens, load_run
 from nsa.config import load_config
+from nsa.data.chat import ChatTokenizer
+from nsa.data.sequences import COUNTED
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
 from nsa.train import train
@@ -99,6 +101,15 @@ def test_training_on_conversations_keeps_the_ends_and_the_template(tmp_path, lla
     assert tokenizer.apply_chat_template([question, answer])["input_ids"] == [1, 20, 21, 2, 22, 23, 2]
     import_model(tmp_path / "hf", tmp_path / "again")
     assert load_run(tmp_path / "again").chat_template == TEMPLATE
+    # The same tokens count as in transformers, which finds them by the tags of a template.
+    tagged = TEMPLATE.replace("{{ eos_token }}", "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %} t7")
+    messages = [{"role": role, "content": f"t{n} t{n + 1}"} for n, role in ((30, "user"), (40, "assistant"))] * 2
+    theirs = tokenizer.apply_chat_template(messages, chat_template=tagged, return_assistant_tokens_mask=True)
+    with closing(ChatTokenizer(run.tokenizer, tagged)) as chat:
+        [document] = chat.encode_documents([chat.renderer.render({"messages": messages})])
+    assert (document % COUNTED).tolist() == theirs["input_ids"]
+    assert (document // COUNTED).tolist() == theirs["assistant_masks"]
+    assert sum(theirs["assistant_masks"]) == 6
 
 
 @pytest.mark.parametrize(
