@@ -28,7 +28,7 @@ from nsa.data.tokenizers import (
     valid_text,
 )
 from nsa.errors import ArgumentError, DataError, reworded
-from nsa.files import LARGEST_DOCUMENT, expand_home
+from nsa.files import LARGEST_DOCUMENT, expand_home, read_regular
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -88,14 +88,9 @@ def template_beside(folder: Path) -> str | None:
 
 
 def _read(path: Path, most: int) -> str:
-    with reworded(
-        DataError, f"{path}: cannot be read", "set data.chat_template to a Jinja file", (OSError, ValueError)
-    ):
-        with path.open("rb") as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise ValueError(f"it has more than {most:,} bytes")
-        return content.decode("utf-8")
+    remedy = "set data.chat_template to a Jinja file"
+    with reworded(DataError, f"{path}: cannot be read", remedy, (OSError, ValueError)):
+        return read_regular(path.resolve(), most).decode("utf-8")  # the hub's cache consists of links
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -122,8 +117,10 @@ class ChatTokenizer(Tokenizer):
 
             with library_errors(f"{tokenizer.name}: cannot be used for conversations"):
                 self._library = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-                own = [tokenizers.AddedToken(text, special=True, normalized=False) for text in (bos, eos)]
-                self._library.add_special_tokens(own)
+                own = (bos, *tokenizer.end_tokens)  # some are ordinary tokens in the file
+                self._library.add_special_tokens(
+                    [tokenizers.AddedToken(t, special=True, normalized=False) for t in own]
+                )
             added = self._library.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special]
         self.renderer = Renderer(template, {"bos_token": bos, "eos_token": eos}, special)

@@ -189,6 +189,17 @@ def test_a_conversation_that_is_cut_at_the_context_keeps_its_targets(tmp_path, p
     assert sequences.num_targets(range(len(rows))) == sum(len(text.replace("-", "")) for text in expected)
 
 
+def test_a_mixture_masks_the_targets_of_its_conversations_alone(tmp_path):
+    path = write(tmp_path / "a.jsonl", [talk("q", "answer")] * 9)
+    parts = [{"source": "chat", "paths": [path]}, {"source": "synthetic"}]
+    data = build_data(DataConfig(mixture=parts, validation_fraction=0), TrainConfig(seq_len=32), BYTES)
+    sequences = data.train.sequences
+    shares = [int((sequences.row(n).targets != IGNORED).sum()) for n in range(20)]
+    assert max(shares) == 32
+    assert 0 < min(shares) < 16
+    assert sequences.num_targets(range(20)) == sum(shares)
+
+
 @torch.no_grad()
 def test_the_loss_of_packed_conversations_equals_a_loop_over_each_by_hand(tmp_path):
     said = [talk("ab", "cd"), talk("e", "fgh", "i", "j"), talk("longer question", "x"), talk("k", "")]
