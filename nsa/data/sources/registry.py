@@ -7,7 +7,7 @@ from nsa.errors import ConfigError
 
 
 def open_source(source: SourceConfig, deadline_s: float) -> Source:
-    """Opens a source of plain text: not synthetic, recall, prepared, megatron, datatrove or chat."""
+    """Opens a source of text: not synthetic, recall, prepared, megatron, datatrove or chat."""
     if source.source == "python":
         return PythonSource()
     if source.source == "text":
@@ -22,6 +22,4 @@ def open_source(source: SourceConfig, deadline_s: float) -> Source:
         return HubDataset(
             name, repo, source.subset, source.split, source.revision, source.paths, source.text_field, deadline_s
         )
-    raise ConfigError(
-        f"data.source: {source.source!r} has no plain text to read; choose python, text, fineweb_edu or hub"
-    )
+    raise ConfigError(f"data.source: {source.source!r} has no text to read; choose python, text, fineweb_edu or hub")
