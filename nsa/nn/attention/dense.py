@@ -132,13 +132,9 @@ class DenseAttention(Attention):
         return self.dense_flops(seq_len)
 
     def saved_operators(self) -> list[Any]:
-        return dense_operators()
+        """The operators that PyTorch may choose; the last one for packed documents on a GPU."""
+        import torch.nn.attention.varlen  # the import takes a second
 
-
-def dense_operators() -> list[Any]:
-    """The operators that PyTorch may choose; the last one for packed documents on a GPU."""
-    import torch.nn.attention.varlen  # the import takes a second
-
-    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    fused = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
-    return [*fused, torch.ops.nsa.window_attention.default, torch.ops.torch_attn._varlen_attn.default]
+        names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+        fused = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
+        return [*fused, torch.ops.nsa.window_attention.default, torch.ops.torch_attn._varlen_attn.default]

@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
 from nsa.nn.attention import msa_cases, msa_context
-from nsa.nn.attention.dense import dense_operators
-from nsa.nn.attention.layer import Attention, Exchange, OperatorCase, check_chunks, head_size
+from nsa.nn.attention.dense import DenseAttention
+from nsa.nn.attention.layer import Exchange, OperatorCase, check_chunks, head_size
 from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import decode_backend, write
-from nsa.nn.projection import check_input, project, project_heads
-from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.nn.projection import check_input, project
+from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
-from nsa.ops.causal import causal_attention
 from nsa.ops.checks import check_borders
 from nsa.ops.decoding import msa_decode, paged_attention
 from nsa.ops.dispatch import Backend, backend_of
@@ -36,24 +35,14 @@ if TYPE_CHECKING:
     from nsa.config.architecture import Architecture
 
 
-class MSAAttention(Attention):
-    """Causal grouped attention on [B, S, dim] over blocks that a learned index chooses for every query and group.
+class MSAAttention(DenseAttention):
+    """`DenseAttention` in which a learned index chooses the blocks that every query and group reads.
 
-    dim            width of input and output; need not equal num_heads * head size
-    num_heads      query heads, a multiple of num_kv_heads
-    num_kv_heads   key/value heads; each is shared by num_heads / num_kv_heads query heads, and has an index query head
-    head_dim_k     size of a query and key head, a multiple of 16 from 16 to 256
-    head_dim_v     size of a value head, likewise; None: head_dim_k
     spec           the sizes of blocks and selection (`MSASpec`); None: those of the published model, MSASpec()
-    index_dim      size of an index head, likewise; None: head_dim_k
-    rotary_dim     number of rotated channels of a query and key head, as in NSAAttention; None: all. An index head
-                   that is smaller is rotated whole
-    rope_base      base of the rotary frequencies, as in NSAAttention
-    rope_scaling   `RopeScaling` of the rotary frequencies, or None
-    qk_norm        RMSNorm on every head of queries, keys, index queries and index keys, before rotary positions
-    qkv_bias       the projections of queries, keys, values and of the index have a bias
-    norm_eps       epsilon of these norms
-    backend        as in NSAAttention
+    index_dim      size of an index head, of which every key/value head has one query; None: head_dim_k
+
+    qk_norm and qkv_bias apply to the index too. Its heads are rotated in rotary_dim channels, or in all if they have
+    fewer.
 
     Up to spec.dense_tokens tokens the layer is dense attention. The index reads the input detached and learns only from
     its own loss:
@@ -77,36 +66,23 @@ class MSAAttention(Attention):
         spec: MSASpec | None = None,
         *,
         index_dim: int | None = None,
-        rotary_dim: int | None = None,
-        rope_base: float = 10_000.0,
-        rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
         qkv_bias: bool = False,
         norm_eps: float = 1e-5,
-        backend: Backend = None,
+        **settings: Any,
     ):
-        rotary: dict[str, Any] = {"rotary_dim": rotary_dim, "rope_base": rope_base, "rope_scaling": rope_scaling}
-        super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **rotary, backend=backend)
+        shared: dict[str, Any] = {"qk_norm": qk_norm, "qkv_bias": qkv_bias, "norm_eps": norm_eps, **settings}
+        super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **shared)
         if not isinstance(spec, MSASpec | None):
             raise ArgumentError("spec", f"must be an MSASpec or None, got {type(spec).__name__}")
         self.spec = spec or MSASpec()
         self.index_dim = head_size("index_dim", head_dim_k if index_dim is None else index_dim)
         self.page_multiple = self.spec.block
         self.warmup_steps = 0
-
-        def linear(heads: int, size: int) -> nn.Linear:
-            return nn.Linear(dim, heads * size, bias=qkv_bias)
-
-        def norm(size: int) -> nn.Module:
-            return nn.RMSNorm(size, eps=norm_eps) if qk_norm else nn.Identity()
-
-        self.q = linear(num_heads, self.head_dim_k)
-        self.k = linear(num_kv_heads, self.head_dim_k)
-        self.v = linear(num_kv_heads, self.head_dim_v)
-        self.index_q, self.index_k = linear(num_kv_heads, self.index_dim), linear(1, self.index_dim)
-        self.q_norm, self.k_norm = norm(self.head_dim_k), norm(self.head_dim_k)
-        self.index_q_norm, self.index_k_norm = norm(self.index_dim), norm(self.index_dim)
-        self.out = nn.Linear(num_heads * self.head_dim_v, dim, bias=False)
+        self.index_q = nn.Linear(dim, num_kv_heads * self.index_dim, bias=qkv_bias)
+        self.index_k = nn.Linear(dim, self.index_dim, bias=qkv_bias)
+        self.index_q_norm = nn.RMSNorm(self.index_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.index_k_norm = nn.RMSNorm(self.index_dim, eps=norm_eps) if qk_norm else nn.Identity()
 
     @classmethod
     def from_config(cls, config: Architecture, backend: Backend = None) -> Self:
@@ -135,7 +111,7 @@ class MSAAttention(Attention):
             check_chunks(x_BSC)
             return msa_context.attend_context(self, x_BSC, self.context, cu_seqlens, counted)
         tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
-        q, k, v = self.projections(x_BSC, tables)
+        q, (k,), (v,) = self.projections(x_BSC, tables)
         index_q, index_k = self.project_index(x_BSC, tables)
         o_BSHV, kl_sum, queries = msa_attention(
             q, k, v, index_q, index_k, self.spec, counted=counted, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
@@ -151,7 +127,7 @@ class MSAAttention(Attention):
         step: CacheStep | None = None,
     ) -> Tensor:
         tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
-        q, k, v = self.projections(x_BSC, tables)
+        q, (k,), (v,) = self.projections(x_BSC, tables)
         index = None
         if step is not None or not self._reads_all(x_BSC.shape[1], max_seqlen):
             index = self.project_index(x_BSC, tables)
@@ -176,16 +152,11 @@ class MSAAttention(Attention):
     ) -> Tensor:
         """Attention of whole sequences, or of the last tokens of the keys' sequences: [B, S, H, V]. `index`, the result
         of `project_index`, may be None if no query chooses blocks."""
-        settings: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_offset": k.shape[1] - q.shape[1]}
         if index is None or self._reads_all(k.shape[1], max_seqlen):
-            return causal_attention(q, k, v, max_seqlen=max_seqlen, backend=backend_of("win", self.backend), **settings)
+            return self.attend(q, k, v, cu_seqlens, max_seqlen)
+        settings: dict[str, Any] = {"cu_seqlens": cu_seqlens, "q_offset": k.shape[1] - q.shape[1]}
         indices = index_blocks(*index, self.spec, backend=backend_of("index", self.backend), **settings)
         return selected_attention(q, k, v, indices, self.spec, backend=backend_of("sel", self.backend), **settings)
-
-    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, rotated by `tables` from `rotary_tables`, and values."""
-        q_BSHK, (k_BSGK,), (v_BSGV,) = project_heads(self, x_BSC)
-        return rotate(q_BSHK, tables), rotate(k_BSGK, tables), v_BSGV
 
     def project_index(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Index queries [B, S, G, E] and index keys [B, S, E], rotated by `tables`. Their gradient ends here."""
@@ -201,9 +172,9 @@ class MSAAttention(Attention):
     def read_tokens(
         self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        q_BnHK, k_BnGK, v_BnGV = self.projections(x_BnC, tables)
+        q_BnHK, keys, values = self.projections(x_BnC, tables)
         index_q_BnGE, index_k_BnE = self.project_index(x_BnC, tables)
-        return [q_BnHK, index_q_BnGE], [k_BnGK, index_k_BnE.unsqueeze(2)], [v_BnGV]
+        return [q_BnHK, index_q_BnGE], [*keys, index_k_BnE.unsqueeze(2)], values
 
     def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
         return fused_attention(self, x_BnC, step, norm) if type(self) is MSAAttention else None
@@ -249,7 +220,8 @@ class MSAAttention(Attention):
     def saved_operators(self) -> list[Any]:
         """Also those of dense attention, in the warm-up and for short sequences."""
         ops = torch.ops.nsa
-        return [*self.fixed_operators(), *dense_operators(), ops.selected_attention.default, ops.index_loss.default]
+        sparse = [ops.selected_attention.default, ops.index_loss.default]
+        return [*self.fixed_operators(), *super().saved_operators(), *sparse]
 
     def fixed_operators(self) -> list[Any]:
         return [torch.ops.nsa.index_blocks.default]

@@ -44,7 +44,7 @@ def attend_context(
     if chooses:
         index_q, index_k = layer.project_index(x_BSC, tables)
         index_k_T = _gather(index_k.detach(), here.chunk_place, context)
-    q, k, v = layer.projections(x_BSC, tables)
+    q, (k,), (v,) = layer.projections(x_BSC, tables)
     call: GatheredCall
     if chooses and not layer.is_dense:
         call = SelectedCall(context, here, by["sel"], spec.block)
