@@ -93,7 +93,22 @@ class ModelConfig(Section):
         return self.mlp_dim or -(-(8 * self.dim // 3) // 64) * 64
 
 
-class NSAConfig(Section):
+class SpecSection(Section):
+    """A section with the sizes of a spec, which checks them."""
+
+    def spec(self) -> MSASpec | NSASpec:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_spec(self) -> Self:
+        try:
+            self.spec()
+        except SpecError as error:
+            raise field_error(error.field, error.rule) from None
+        return self
+
+
+class NSAConfig(SpecSection):
     """Native Sparse Attention: the sizes of NSASpec, and how the layer is built."""
 
     cmp_block: int = Field(32, description="tokens in one compression block, which becomes one compressed token")
@@ -113,19 +128,11 @@ class NSAConfig(Section):
     shared_kv: bool = Field(False, description="all three branches share one key and value projection")
     force_branch: Literal["cmp", "sel", "win"] | None = Field(None, description="train only this branch")
 
-    @model_validator(mode="after")
-    def _check_spec(self) -> Self:
-        try:
-            self.spec()
-        except SpecError as error:
-            raise field_error(error.field, error.rule) from None
-        return self
-
     def spec(self) -> NSASpec:
         return NSASpec(**{size.name: getattr(self, size.name) for size in fields(NSASpec)})
 
 
-class MSAConfig(Section):
+class MSAConfig(SpecSection):
     """MSA: the sizes of MSASpec, and how its index is trained."""
 
     block: int = Field(128, description="tokens in one block; a power of two from 16 to 256")
@@ -135,14 +142,6 @@ class MSAConfig(Section):
     index_dim: HeadSize | None = Field(None, description="size of an index head; head_dim_k when unset")
     loss_weight: PositiveFloat = Field(1.0, description="weight of the index loss, which is added to the loss")
     warmup_steps: NonNegative = Field(0, description="first steps, in which attention is dense and the index learns")
-
-    @model_validator(mode="after")
-    def _check_spec(self) -> Self:
-        try:
-            self.spec()
-        except SpecError as error:
-            raise field_error(error.field, error.rule) from None
-        return self
 
     def spec(self) -> MSASpec:
         return MSASpec(**{size.name: getattr(self, size.name) for size in fields(MSASpec)})
