@@ -102,6 +102,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         run_nsa(tmp_path, "data", "prepare", "shards", "data.source=text", "data.paths=[a.txt]", "--workers", "1")
     if "runs/quickstart" in "".join(page.blocks("python")):
         small = ["train.steps=1", "train.batch_size=2", "train.eval_sequences=1", "data.source=synthetic"]
+        small += ["model.n_layers=1"]
         run_nsa(tmp_path, "train", str(ROOT / "configs" / "quickstart.yaml"), *small, "telemetry.tensorboard=false")
     if "quickstart-hf" in "".join(page.blocks("python")):
         pytest.importorskip("transformers")

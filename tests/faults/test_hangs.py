@@ -77,7 +77,8 @@ def test_a_data_worker_that_never_answers(tmp_path):
 def test_sigusr2_dumps_stacks_and_the_run_goes_on(tmp_path):
     import signal
 
-    (process,) = start_ranks(1, "train", config_of(tmp_path, steps=60))
+    config, patient = config_of(tmp_path, steps=4), "telemetry.watchdog_floor_s=60"
+    (process,) = start_ranks(1, "train", config, patient, faults="step.forward:sleep:hit=3:seconds=4")
     run = tmp_path / "run"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -88,7 +89,7 @@ def test_sigusr2_dumps_stacks_and_the_run_goes_on(tmp_path):
     (ended,) = wait_all([process])
     assert ended.code == 0, ended.output
     assert "nsa/train/loop.py" in dumps_of(run, 0)
-    assert metrics_of(run)["steps"] == 60
+    assert metrics_of(run)["steps"] == 4
 
 
 def test_writing_the_weights_may_take_longer_than_a_step(tmp_path):

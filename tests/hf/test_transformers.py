@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,8 @@ from nsa.errors import ArgumentError, CheckpointError, ConfigError
 from nsa.hf.exporter import export_model, model_card
 from nsa.hf.importer import import_model
 from nsa.hf.tokenizer import fast_tokenizer
+from tests import warm
+from tests.distributed.launching import environment, wait_all
 from tests.hf.runs import TEXT, VARIANTS, make_run, tokenizer_named
 
 transformers = pytest.importorskip("transformers")
@@ -275,16 +276,17 @@ def test_ignored_keys_of_a_tokenizer_file_do_not_prevent_an_export(tmp_path):
 
 
 def test_trust_remote_code_loads_the_classes_of_this_package_and_keeps_the_code_of_the_folder(exported, tmp_path):
-    code = (
+    (tmp_path / "load.py").write_text(
+        "import sys; assert 'nsa.hf' not in sys.modules;"
         "from transformers import AutoModelForCausalLM as M;"
         f"model = M.from_pretrained({str(exported)!r}, trust_remote_code=True);"
-        f"model.save_pretrained({str(tmp_path)!r}); print(type(model).__module__)"
+        f"model.save_pretrained({str(tmp_path / 'again')!r}); print(type(model).__module__)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.stdout.strip() == NSAForCausalLM.__module__, ended.stderr
-    described, again = (json.loads((folder / "config.json").read_text()) for folder in (exported, tmp_path))
+    (ended,) = wait_all([warm.start(str(tmp_path / "load.py"), env=environment())])
+    assert ended.output.splitlines()[-1] == NSAForCausalLM.__module__, ended.output
+    described, again = (json.loads((folder / "config.json").read_text()) for folder in (exported, tmp_path / "again"))
     assert again["auto_map"] == described["auto_map"]
-    assert [file.name for file in tmp_path.glob("*.py")] == [CODE_FILE]
+    assert [file.name for file in (tmp_path / "again").glob("*.py")] == [CODE_FILE]
 
 
 def test_whoever_lacks_the_package_is_not_sent_to_an_index(exported):
