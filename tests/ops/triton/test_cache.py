@@ -11,7 +11,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests of 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("nsa", {}), ("nsa", {"shared_kv": True, "phi": "mlp"}), ("msa", {}), ("dense", {}), ("window", {})],
+    [
+        ("nsa", {}),
+        pytest.param("nsa", {"shared_kv": True, "phi": "mlp"}, marks=pytest.mark.long),
+        ("msa", {}),
+        ("dense", {}),
+        ("window", {}),
+    ],
     ids=["nsa", "shared mlp", "msa", "dense", "window"],
 )
 def test_prompt_and_steps_equal_the_whole_sequence(kind, options, monkeypatch):

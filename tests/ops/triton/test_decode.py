@@ -214,9 +214,17 @@ def _pick_kernel(
     tl.store(found + 2 * slot + 3, page)
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "few values", "rising", "one line", "zeros"])
+KEYS = ["random", "ties", "few values", "rising", "one line", "zeros"]
+PICKED = [(20, 5), (33, 16), (128, 13), (300, 1), (1024, 13), (1024, 40), (2048, 16)]
+
+
 @pytest.mark.parametrize(
-    ("blocks", "free"), [(20, 5), (33, 16), (128, 13), (300, 1), (1024, 13), (1024, 40), (2048, 16)]
+    ("kind", "blocks", "free"),
+    [
+        pytest.param(kind, *sizes, marks=() if sizes in ((33, 16), (1024, 13)) or kind == "ties" else pytest.mark.long)
+        for kind in KEYS
+        for sizes in PICKED
+    ],
 )
 def test_the_best_blocks_are_picked(kind, blocks, free):
     """Whatever the keys, the lower index before the higher; also where many are left to compare."""

@@ -72,7 +72,9 @@ def normed_by_the_kernel(tokens, channels, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("tokens", "channels"), [(1, 24), (1, 1100), (3, 130), (32, 40)])
-@pytest.mark.parametrize("sizes", [(40,), (48, 16, 5), (16, 16, 16, 32, 16, 32, 16, 33)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((40,), marks=pytest.mark.long), (48, 16, 5), (16, 16, 16, 32, 16, 32, 16, 33)], ids=str
+)
 def test_products_of_one_input_side_by_side(poisoned, tokens, channels, sizes, dtype):
     x, norm = product_inputs(tokens, channels, dtype)
     weights = [draw(size, channels, dtype=dtype, seed=2 + i) for i, size in enumerate(sizes)]
@@ -150,7 +152,7 @@ def check_steps(model, steps, starts=(62, 7, 33), slack=6, tolerance=2e-5):
 
 
 # Rows that bring nothing, a page's end (64), several tokens, rings that wrap around (14 and 30 tokens).
-STEPS = [(1, 1, 1), (1, 0, 1), (5, 2, 6), (1, 1, 0)]
+STEPS = [(1, 0, 1), (5, 2, 6), (1, 1, 0)]
 FEW_STEPS = [(1, 0), (3, 6)]
 ONE_STEP = [(3, 1)]
 
