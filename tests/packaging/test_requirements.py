@@ -59,20 +59,16 @@ def test_the_known_packages_match_the_extra():
     assert known == distributions(PROJECT["optional-dependencies"]["train"])
 
 
-def test_the_layer_and_the_operators_run_with_torch_alone():
-    done = run_without({*TRAIN_PACKAGES, "triton"}, LAYER_AND_OPERATORS)
+def test_with_torch_alone_layer_and_operators_run_and_other_functions_name_the_extra_that_is_missing():
+    done = run_without({*TRAIN_PACKAGES, "triton"}, LAYER_AND_OPERATORS + FUNCTIONS)
     assert done.stderr.splitlines()[-1] == "tensor(True) True", done.stderr
+    told = r"the package '\w+' is not installed; nsa.{} needs it: " + re.escape(how_to_install("train")) + "\n"
+    assert re.fullmatch(told.format("load_run") + told.format("generate_tokens"), done.stdout), done.stderr
 
 
 def test_the_version_needs_no_extra():
     program = "import runpy; sys.argv = ['nsa', '--version']; runpy.run_module('nsa', run_name='__main__')"
     assert run_without({*TRAIN_PACKAGES, "torch"}, program).stdout == f"nsa {__version__}\n"
-
-
-def test_a_function_names_the_extra_that_is_missing():
-    done = run_without(TRAIN_PACKAGES, FUNCTIONS)
-    told = r"the package '\w+' is not installed; nsa.{} needs it: " + re.escape(how_to_install("train")) + "\n"
-    assert re.fullmatch(told.format("load_run") + told.format("generate_tokens"), done.stdout), done.stderr
 
 
 @pytest.mark.parametrize("package", ["typer", "pydantic", "yaml"])

@@ -14,7 +14,7 @@ from nsa import __version__
 from nsa.config import load_config
 from tests.docs.pages import ROOT
 
-SMALL = ["train.steps=2", "train.eval_every=0", "train.eval_sequences=1", "model.n_layers=1"]
+SMALL = ["train.steps=2", "train.batch_size=2", "train.eval_every=0", "train.eval_sequences=1", "model.n_layers=1"]
 COMMANDS = [
     ["train", "quickstart", *SMALL, "telemetry.tensorboard=false"],
     ["generate", "runs/quickstart", "--prompt", "def ", "--max-tokens", "3"],

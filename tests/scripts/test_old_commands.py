@@ -183,6 +183,23 @@ def test_the_production_command_trains_on_synthetic_text_when_the_hub_is_away(tm
     assert len(outcome.recorded["variables"]) == 5
 
 
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [
+        ("run_m7c_1xa100_production", ""),
+        ("run_m7c_2xa100_production", "-m torch.distributed.run --standalone --nproc_per_node=2 "),
+    ],
+)
+def test_a_script_for_a100_launches_its_production_file(tmp_path, script, launcher):
+    printer = tmp_path / "python"
+    printer.write_text('#!/bin/sh\necho "$CONFIG" "$@"\n')
+    printer.chmod(0o755)
+    outcome = run_in_a_shell(f"scripts/{script}.sh --steps 3", tmp_path, PYTHON=str(printer))
+    config = script.replace("run_m7c", "configs/m7c_125m")
+    assert outcome.output == f"{config}.yaml {launcher}{tmp_path}/scripts/train_showcase.py --steps 3\n"
+
+
+@pytest.mark.long
 def test_the_script_for_two_a100_starts_two_ranks_of_the_production_file(tmp_path):
     command = "scripts/run_m7c_2xa100_production.sh --dataset synthetic"
     outcome = run_to_its_end(command, tmp_path, run=run_in_a_shell, PYTHON=sys.executable)
