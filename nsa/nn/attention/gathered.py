@@ -10,7 +10,7 @@ Legend: B batch, S tokens of this rank, H query heads, G key/value heads, K/V he
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,7 +74,10 @@ def chunk_places(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GatheredCall:
-    """The non-tensor arguments of one attention operator over the keys of whole sequences."""
+    """The non-tensor arguments of one attention operator over the keys of whole sequences. A subclass has the nodes of
+    the operator, forward and backward, and their further arguments."""
+
+    nodes: ClassVar[tuple[Any, Any]]
 
     context: Exchange
     plan: Plan
@@ -101,13 +104,19 @@ class GatheredCall:
         """The arguments that all operators share."""
         return {"cu_seqlens": half.borders, "q_offset": half.first, "backend": self.backend}
 
-    def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+    def settings(self, indices: Tensor | None) -> dict[str, Any]:
+        """The arguments of this operator alone."""
         raise NotImplementedError
+
+    def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, lse = self.nodes[0](q, k, v, **self.settings(indices), **self.options(half))
+        return o, lse
 
     def backward(
         self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
+        dq, dk, dv = self.nodes[1](do, q, k, v, o=o, lse=lse, **self.settings(indices), **self.options(half))
+        return dq, dk, dv
 
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
         """The blocks selected by the attention just computed; None if the operator does not select."""
@@ -122,36 +131,24 @@ class GatheredCall:
 
 @dataclass(frozen=True)
 class SelectedCall(GatheredCall):
+    nodes = selected_node, selected_backward_node
+
     block: int
 
-    def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, lse = selected_node(q, k, v, indices, block=self.block, **self.options(half))
-        return o, lse
-
-    def backward(
-        self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given = {"indices": indices, "o": o, "lse": lse, "block": self.block}
-        dq, dk, dv = selected_backward_node(do, q, k, v, **given, **self.options(half))
-        return dq, dk, dv
+    def settings(self, indices: Tensor | None) -> dict[str, Any]:
+        return {"indices": indices, "block": self.block}
 
 
 @dataclass(frozen=True)
 class WindowCall(GatheredCall):
     """Window attention; a window as long as the sequence is causal attention."""
 
+    nodes = window_node, window_backward_node
+
     window: int
 
-    def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, lse = window_node(q, k, v, window=self.window, **self.options(half))
-        return o, lse
-
-    def backward(
-        self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given = {"o": o, "lse": lse, "window": self.window}
-        dq, dk, dv = window_backward_node(do, q, k, v, **given, **self.options(half))
-        return dq, dk, dv
+    def settings(self, indices: Tensor | None) -> dict[str, Any]:
+        return {"window": self.window}
 
 
 class Gathered:
@@ -191,12 +188,7 @@ Attended = Callable[[Half, slice, Tensor, Tensor, Tensor], None]
 
 
 def attend_gathered(
-    gathered: Gathered,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor | None = None,
-    attended: Attended | None = None,
+    gathered: Gathered, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None = None, attended: Attended | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over gathered keys and values (of the blocks `indices`, for selected attention), and the blocks that
     the operator selects, or None. `attended` is called in the forward pass after the attention of each chunk and each
@@ -208,13 +200,7 @@ def attend_gathered(
 class _AttendGathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gathered: Gathered,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor | None,
-        attended: Attended | None,
+        ctx: Any, gathered: Gathered, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, attended: Attended | None
     ) -> tuple[Tensor, Tensor]:
         call, per_group = gathered.call, q.shape[2] // k.shape[2]
         o = q.new_empty(*q.shape[:3], v.shape[3])

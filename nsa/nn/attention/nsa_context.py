@@ -11,7 +11,7 @@ compressed tokens of the sequence.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,7 @@ from nsa.nn.attention.layer import Exchange
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops.branches import cached_selection, compressed_backward_node, compressed_node
 from nsa.ops.dispatch import backend_of
-from nsa.ops.layout import (
-    cached_with,
-    first_compressed,
-    num_slots,
-    slot_layout,
-    token_layout,
-    visible_compressed,
-)
+from nsa.ops.layout import cached_with, first_compressed, num_slots, slot_layout, token_layout, visible_compressed
 from nsa.ops.mixing import mix_node
 from nsa.ops.spec import NSASpec
 
@@ -123,6 +116,8 @@ def _halo(first: int, stop: int, spec: NSASpec, cu_seqlens: Tensor | None) -> tu
 class CompressedCall(GatheredCall):
     """Compressed attention. If `selects`, the backend `select_backend` also selects blocks."""
 
+    nodes = compressed_node, compressed_backward_node
+
     spec: NSASpec
     slots: SlotPlan
     selects: bool
@@ -142,16 +137,8 @@ class CompressedCall(GatheredCall):
     def num_keys(self, half: Half) -> int:
         return num_slots(half.stop, self.spec, packed=half.borders is not None)
 
-    def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, lse = compressed_node(q, k, v, spec=self.spec.as_ints(), **self.options(half))
-        return o, lse
-
-    def backward(
-        self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given = {"o": o, "lse": lse, "spec": self.spec.as_ints()}
-        dq, dk, dv = compressed_backward_node(do, q, k, v, **given, **self.options(half))
-        return dq, dk, dv
+    def settings(self, indices: Tensor | None) -> dict[str, Any]:
+        return {"spec": self.spec.as_ints()}
 
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
         if not self.selects:
