@@ -140,11 +140,7 @@ def own_sections(described: dict[str, Any]) -> dict[str, dict[str, Any]]:
         raise ValueError("mlp_layer_types has experts; only dense MLPs are supported")
     if not len(kinds) == len(mlps) == described["num_hidden_layers"]:
         raise ValueError("layer_types and mlp_layer_types must have num_hidden_layers entries")
-    supported = {
-        "index_n_heads": described["num_key_value_heads"],
-        "swiglu_alpha": ALPHA,
-        "swiglu_limit": LIMIT,
-    }
+    supported = {"index_n_heads": described["num_key_value_heads"], "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT}
     for key, value in supported.items():
         if described[key] != value:
             raise ValueError(f"{key} must be {value!r}, got {described[key]!r}")

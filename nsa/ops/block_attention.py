@@ -64,7 +64,5 @@ def _attend_backward(
 # Forward returns the output and its log-sum-exp, backward the gradients of q, k and v.
 selected_node = define("selected_attention", _attend, attention_shapes)
 selected_backward_node = differentiate(
-    selected_node,
-    _attend_backward,
-    lambda output, q, k, v, indices, *settings: (q, k, v, indices, *output, *settings),
+    selected_node, _attend_backward, lambda output, q, k, v, indices, *settings: (q, k, v, indices, *output, *settings)
 )

@@ -13,14 +13,7 @@ from nsa.ops import dispatch, selection_cache
 from nsa.ops.block_attention import selected_node
 from nsa.ops.branches import window_node
 from nsa.ops.causal import causal_attention
-from nsa.ops.checks import (
-    check_device,
-    check_head_size,
-    check_like,
-    check_pair,
-    check_sequence,
-    sequence_length,
-)
+from nsa.ops.checks import check_device, check_head_size, check_like, check_pair, check_sequence, sequence_length
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.library import check_border_values, define, differentiate, msa_spec_of, refuse_tangents
 from nsa.ops.observe import notify

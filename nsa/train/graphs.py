@@ -80,14 +80,7 @@ class StepGraphs:
         return f"on, but not for {self.overflows} passes of too many documents" if self.overflows else "on"
 
     def run(
-        self,
-        work: Pass,
-        parameters: list[nn.Parameter],
-        batch: Batch,
-        divisor: Tensor,
-        scale: float,
-        *,
-        is_first: bool,
+        self, work: Pass, parameters: list[nn.Parameter], batch: Batch, divisor: Tensor, scale: float, *, is_first: bool
     ) -> Tensor | None:
         """Replays `work` on a batch, with gradients in the parameters, and returns its loss; None if that is not
         possible. The gradients are set if `is_first`, else added to those of earlier replays."""

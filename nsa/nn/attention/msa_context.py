@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nsa.nn.attention.gathered import (
-    Gathered,
-    GatheredCall,
-    Half,
-    SelectedCall,
-    WindowCall,
-    attend_gathered,
-    plan,
-)
+from nsa.nn.attention.gathered import Gathered, GatheredCall, Half, SelectedCall, WindowCall, attend_gathered, plan
 from nsa.nn.attention.layer import Exchange
 from nsa.nn.rope import rotary_tables
 from nsa.ops import index_blocks

@@ -265,11 +265,7 @@ class NSAAttention(Attention):
         return rotate(q_BSHK, tables), [k_cmp, *others], values
 
     def _attend(
-        self,
-        arguments: tuple[Tensor, ...],
-        gates: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        q_offset: int = 0,
+        self, arguments: tuple[Tensor, ...], gates: Tensor | None, cu_seqlens: Tensor | None = None, q_offset: int = 0
     ) -> Tensor:
         """The branches mixed by gates, or the forced branch; `arguments` are those of `nsa_attention` before the
         gates."""

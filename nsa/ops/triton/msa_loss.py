@@ -186,15 +186,7 @@ def _stretch(
     )  # fmt: skip
     merges = (cdiv(pairs * tokens, MERGED_ROWS),)
     launcher(merge_lse_kernel, merges, q)(
-        lse_parts,
-        positions,
-        index_lse,
-        pairs * tokens,
-        chosen,
-        PIECES=pieces,
-        ROWS=MERGED_ROWS,
-        WIDTH=16,
-        num_warps=4,
+        lse_parts, positions, index_lse, pairs * tokens, chosen, PIECES=pieces, ROWS=MERGED_ROWS, WIDTH=16, num_warps=4
     )
     del lse_parts
     programs = lists.max_items * (block // keys)

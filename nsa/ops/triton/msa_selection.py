@@ -22,9 +22,7 @@ from nsa.ops.spec import MSASpec
 from nsa.ops.triton.flash_kernels import load_tile
 from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, padded, unit_last
 from nsa.ops.triton.launch_table import refusal as refusal
-from nsa.ops.triton.selection import (
-    LAUNCHES as SELECTION_LAUNCHES,
-)
+from nsa.ops.triton.selection import LAUNCHES as SELECTION_LAUNCHES
 from nsa.ops.triton.selection import (
     block_width,
     document_starts,
