@@ -83,7 +83,7 @@ TWO_RANKS = {
     **{f"{s}-none": tree(DEEP, QUICK, strategy(s)) for s in STRATEGIES},
     **{f"{s}-block": tree(DEEP, QUICK, FEW, strategy(s), recompute("block")) for s in STRATEGIES},
     **{f"{s}-accumulated": tree(SHORT, strategy(s), {"train": {"micro_batch": 1}}) for s in STRATEGIES},
-    **{f"{s}-bf16": tree(SHORT, strategy(s), {"runtime": {"precision": "bf16"}}) for s in STRATEGIES},
+    "fsdp-bf16": tree(SHORT, strategy("fsdp"), {"runtime": {"precision": "bf16"}}),
     "ddp-safe": tree(SHORT, strategy("ddp", safe_mode=True)),
     "ddp-static": tree(SHORT, strategy("ddp", static_graph=True), recompute("block")),
     "fsdp-grad-op": tree(SHORT, strategy("fsdp", sharding="grad_op", forward_prefetch=False)),
@@ -106,6 +106,7 @@ LONG_TWO_RANKS = {
         for s in STRATEGIES
         for g in ("selective", "branch")
     },
+    "ddp-bf16": tree(SHORT, strategy("ddp"), {"runtime": {"precision": "bf16"}}),
     **{f"{s}-fp16": tree(SHORT, strategy(s), {"runtime": {"precision": "fp16"}}) for s in STRATEGIES},
     "ddp-muon": tree(SHORT, strategy("ddp"), {"train": {"optimizer": "muon"}}),
     "ddp-cmp": tree(SHORT, strategy("ddp"), {"nsa": {"force_branch": "cmp"}}),
@@ -219,8 +220,9 @@ def test_pairs_agree(runs, name, other):
     assert column(runs / name, "val_loss") == pytest.approx(column(runs / other, "val_loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("precision", ["bf16", long("fp16")])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("fsdp", "bf16"), long("ddp", "bf16"), long("ddp", "fp16"), long("fsdp", "fp16")]
+)
 def test_lower_precision_stays_close(runs, kind, precision):
     assert column(runs / f"{kind}-{precision}", "loss") == pytest.approx(column(runs / "short", "loss"), rel=2e-2)
     assert [row["skipped"] for row in rows_of(runs / f"{kind}-{precision}")].count("0") >= 3

@@ -47,7 +47,7 @@ for name in sys.argv[1:]:
     torch.manual_seed(0)
     tokens = torch.randint(0, 255, (1, 137))
     rows = [{"input_ids": row} for row in (tokens[0, :60].tolist(), tokens[0, :83].tolist())]
-    greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    greedy = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     result = results[name] = {}
     with torch.no_grad():
         result["logits"] = {n: model(tokens[:, :n]).logits for n in LENGTHS}
@@ -58,7 +58,7 @@ for name in sys.argv[1:]:
         for side in ("left", "right"):
             padded = tokenizer.pad(rows, padding_side=side, return_tensors="pt")
             result[side] = model(**padded).logits[0][padded["attention_mask"][0].bool()]
-            result[f"generated {side}"] = model.generate(**padded, **greedy)[0, -20:]
+            result[f"generated {side}"] = model.generate(**padded, **greedy)[0, -10:]
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     result["loss"] = loss.detach()

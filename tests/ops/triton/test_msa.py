@@ -147,7 +147,7 @@ def check_loss(spec, tensors, borders=None, offset=0, is_dense=False):
         assert torch.equal(a, repeated), f"{name} differs between runs"
 
 
-@pytest.mark.parametrize("is_dense", [False, True], ids=["chosen", "warm-up"])
+@pytest.mark.parametrize("is_dense", [False, pytest.param(True, marks=pytest.mark.long)], ids=["chosen", "warm-up"])
 def test_the_loss_streams_and_adds_in_parts(monkeypatch, is_dense):
     """A few queries at a time, lists in several items, a block in several pieces."""
     monkeypatch.setattr(msa_loss, "MIN_PARTS_BYTES", 1)

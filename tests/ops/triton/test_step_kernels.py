@@ -164,7 +164,17 @@ def test_steps_of_all_kinds_of_layers(calls):
     assert calls.count("product") == 4 * 4 * len(STEPS)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("pattern", "cmp", "sel", "win")])
+QUICK = ("part of a head", "mlp", "shared mlp", "mean_mlp", "msa", "msa, narrow index")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.long)
+        for name in VARIANTS
+        if name not in ("pattern", "cmp", "sel", "win")
+    ],
+)
 def test_steps_of_variants(calls, variant):
     overrides = [x for x in VARIANTS[variant] if "layer" not in x]
     model = model_of(*overrides)
