@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
+CHOICES = {
+    "phi": ("mean", "mlp", "mean_mlp"),
+    "compress": ("before_rotation", "after_rotation"),
+    "gate": ("sigmoid", "softmax"),
+    "force_branch": (*BRANCHES, None),
+}
 # Initial gates of a converted layer: weights of less than 1 % for cmp, 88 % for sel and 12 % for win. The selected
 # branch equals dense attention up to num_selected * sel_block tokens, and is close to it for longer sequences.
 DENSE_GATES = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
@@ -100,20 +106,11 @@ class NSAAttention(Attention):
         norm_eps: float = 1e-5,
         backend: Backend = None,
     ):
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads,
-            head_dim_k,
-            head_dim_v,
-            rotary_dim=rotary_dim,
-            rope_base=rope_base,
-            rope_scaling=rope_scaling,
-            backend=backend,
-        )
+        rotary: dict[str, Any] = {"rotary_dim": rotary_dim, "rope_base": rope_base, "rope_scaling": rope_scaling}
+        super().__init__(dim, num_heads, num_kv_heads, head_dim_k, head_dim_v, **rotary, backend=backend)
         if not isinstance(spec, NSASpec | None):
             raise ArgumentError("spec", f"must be an NSASpec or None, got {type(spec).__name__}")
-        _check_choices(phi, compress, gate, force_branch)
+        _check_choices(phi=phi, compress=compress, gate=gate, force_branch=force_branch)
         self.spec = spec or NSASpec()
         self.shared_kv, self.force_branch, self.compress = shared_kv, force_branch, compress
         self.page_multiple = self.spec.sel_block
@@ -311,12 +308,8 @@ def mean_keys_read(spec: NSASpec, seq_len: int) -> tuple[float, float, float]:
     return cmp_keys / seq_len, sel_keys / seq_len, win_keys / seq_len
 
 
-def _check_choices(phi: str, compress: str, gate: str, force_branch: str | None) -> None:
-    if phi not in ("mean", "mlp", "mean_mlp"):
-        raise ArgumentError("phi", f"must be 'mean', 'mlp' or 'mean_mlp', got {phi!r}")
-    if compress not in ("before_rotation", "after_rotation"):
-        raise ArgumentError("compress", f"must be 'before_rotation' or 'after_rotation', got {compress!r}")
-    if gate not in ("sigmoid", "softmax"):
-        raise ArgumentError("gate", f"must be 'sigmoid' or 'softmax', got {gate!r}")
-    if force_branch not in (None, *BRANCHES):
-        raise ArgumentError("force_branch", f"must be one of {', '.join(BRANCHES)}, got {force_branch!r}")
+def _check_choices(**given: str | None) -> None:
+    for name, choice in given.items():
+        if choice not in CHOICES[name]:
+            allowed = ", ".join(repr(known) for known in CHOICES[name])
+            raise ArgumentError(name, f"must be one of {allowed}, got {choice!r}")
