@@ -9,7 +9,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# pip would compile 13,000 files one after the other. Some packages contain templates that are not valid Python.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 RUN    := runs/quickstart
 
 .PHONY: train test test-package test-kernels test-gpu test-long test-versions test-lowest test-newest bench docs lint setup setup-dev clean
@@ -78,10 +80,12 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[train]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
+	@$(COMPILE)
 	@touch $(VENV)/installed $@
 
 clean:
