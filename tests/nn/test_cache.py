@@ -173,12 +173,13 @@ def test_cropped_tokens_do_not_affect_later_tokens(variant):
     assert cache.length(0) == at
 
 
-def test_a_thousand_operations_agree_with_plain_lists_of_tokens():
+@pytest.mark.parametrize("operations", [300, pytest.param(1000, marks=pytest.mark.long)])
+def test_many_operations_agree_with_plain_lists_of_tokens(operations):
     """Append, crop, free and join, in a pool that is often full; a refused operation changes nothing."""
     model = small("model.layer_pattern=[nsa,window]", "model.dim=16", "model.mlp_dim=16")
     cache = KVCache(model, sequences=4, max_length=200, tokens=256, slack=7)
     drawn, lists, refused = random.Random(0), dict[int, list[int]](), 0
-    for _ in range(1000):
+    for _ in range(operations):
         kind = drawn.choice(["append"] * 6 + ["crop"] * 2 + ["free", "join"])
         before = ({s: len(tokens) for s, tokens in lists.items()}, cache.free_tokens)
         try:
@@ -200,9 +201,9 @@ def test_a_thousand_operations_agree_with_plain_lists_of_tokens():
             refused += 1
             assert ({s: cache.length(s) for s in cache.sequences}, cache.free_tokens) == before
         assert {s: cache.length(s) for s in cache.sequences} == {s: len(tokens) for s, tokens in lists.items()}
-    assert 20 < refused < 500
+    assert operations / 50 < refused < operations / 2
     for sequence, known in lists.items():  # what is left is still right
-        if known:
+        if 0 < len(known) <= 197:
             new = [1, 2, 3]
             got = model(torch.tensor([new]), cache=cache.append(3, [sequence]))
             same(got[0], model(torch.tensor([known + new]))[0, -3:])
