@@ -112,7 +112,7 @@ def test_any_chunking_of_a_batch_equals_the_whole_sequence(variant):
     model = small(*VARIANTS[variant])
     tokens = torch.randint(0, VOCABULARY, (2, 130))
     want = model(tokens).detach()
-    for seed in range(3):
+    for seed in range(2):
         drawn = random.Random(seed)
         sizes: list[int] = []
         while sum(sizes) < 130:

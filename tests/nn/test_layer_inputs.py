@@ -53,15 +53,25 @@ def test_borders_that_are_not_a_tensor_are_refused_by_name(layer, borders):
         layer(X, cu_seqlens=borders)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_takes_either_type(layer, dtype):
+    check_autocast(layer, layer, dtype)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "compiled"),
+    ("kind", "dtype"),
     [
-        *((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)),
-        pytest.param(torch.float32, True, marks=pytest.mark.long),
+        pytest.param(kind, dtype, marks=() if (kind, dtype) == ("nsa", torch.bfloat16) else pytest.mark.long)
+        for kind in LAYERS
+        for dtype in (torch.float32, torch.bfloat16)
     ],
 )
-def test_autocast_takes_either_type(layer, dtype, compiled):
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+def test_autocast_of_a_compiled_layer_takes_either_type(kind, dtype):
+    layer = LAYERS[kind]()
+    check_autocast(torch.compile(layer, backend="aot_eager", fullgraph=True), layer, dtype)
+
+
+def check_autocast(run, layer, dtype):
     with torch.autocast("cpu", torch.bfloat16):
         y = run(X.to(dtype))
     torch.testing.assert_close(y.float(), layer(X), rtol=0.1, atol=0.01)
