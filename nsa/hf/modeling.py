@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -212,9 +213,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         **options: Any,
     ) -> CausalLMOutputWithPast:
         """attention_mask  [B, past and new tokens], 1 for tokens and 0 for padding before or after them
-        position_ids    only for one row without padding: a packed document starts at every 0. Otherwise ignored, since
-                        positions follow from the mask
-        cu_seq_lens_q   the borders of packed documents in one row, instead of position_ids
+        position_ids    a packed document starts where they do not rise by 1, as in transformers; padding and a cache
+                        are refused then. Their values do not matter: positions count from the start of a document
+        cu_seq_lens_q   the borders of packed documents in the concatenated rows, instead of position_ids
         past_key_values the cache to continue, without gradients
         """
         for name in ("output_attentions", "output_hidden_states"):
@@ -236,15 +237,18 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         tokens_BS = input_ids if order is None else input_ids.gather(1, order)
         if past_key_values is None and use_cache and not self.training:
             past_key_values = NSACache(self, rows, width + 256)  # grows on demand
-        if cu_seq_lens_q is not None and (mask is not None or past_key_values is not None):
-            raise ArgumentError("cu_seq_lens_q", "is not supported together with padding or a cache")
+        documents = _documents(position_ids, mask, rows, width) if cu_seq_lens_q is None else cu_seq_lens_q
+        if documents is not None and (mask is not None or past_key_values is not None):
+            name = "position_ids" if cu_seq_lens_q is None else "cu_seq_lens_q"
+            raise ArgumentError(name, "packed documents are not supported together with padding or a cache")
+        if position_ids is None and cu_seq_lens_q is None and options.get("seq_idx") is not None:
+            raise ArgumentError("seq_idx", "needs position_ids or cu_seq_lens_q, which mark packed documents")
         if past_key_values is not None:
             hidden_BSC = self._continued(tokens_BS, mask, past_key_values)
+        elif documents is not None:
+            hidden_BSC = self.decoder.hidden(tokens_BS.reshape(1, -1), documents).view(rows, width, -1)
         else:
-            documents = cu_seq_lens_q
-            if documents is None and mask is None:
-                documents = _documents(position_ids, input_ids)
-            hidden_BSC = self.decoder.hidden(tokens_BS, documents)
+            hidden_BSC = self.decoder.hidden(tokens_BS)
         if order is not None:
             # Padding gets the output of the row's last token: generate() reads it in rows with padding at the end.
             last = mask.sum(1, keepdim=True) - 1  # type: ignore[union-attr]
@@ -283,17 +287,18 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return None
 
 
-def _documents(position_ids: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    """Returns `cu_seqlens` of the packed documents in a single row, which start at every position 0."""
-    if position_ids is None or len(input_ids) != 1:
+def _documents(position_ids: Tensor | None, mask: Tensor | None, rows: int, width: int) -> Tensor | None:
+    """Returns `cu_seqlens` of the concatenated rows, or None if every row is one document. The mask is False for
+    padding, whose positions do not matter."""
+    if position_ids is None or width == 1:
         return None
-    is_start = position_ids.reshape(-1) == 0
-    is_start[0] = True
-    starts = is_start.nonzero().flatten()
-    if len(starts) < 2:
+    is_start = position_ids.expand(rows, width).diff(dim=1) != 1
+    if mask is not None:
+        is_start = is_start & mask[:, 1:] & mask[:, :-1]
+    if not is_start.any():
         return None
-    end = starts.new_tensor([input_ids.shape[1]])
-    return torch.cat([starts, end]).to(torch.int32)
+    starts = pad(is_start, (1, 0), value=True).flatten().nonzero().flatten()
+    return pad(starts, (0, 1), value=rows * width).to(torch.int32)
 
 
 def _refused(what: str) -> ArgumentError:

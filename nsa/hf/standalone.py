@@ -26,7 +26,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 QUERIES = 128  # scores exist for this many queries at a time
-NOT_SUPPORTED = ("output_attentions", "output_hidden_states", "inputs_embeds", "cu_seq_lens_q")
+NOT_SUPPORTED = ("output_attentions", "output_hidden_states", "inputs_embeds", "cu_seq_lens_q", "seq_idx")
 Tables = tuple[Tensor, Tensor]
 
 
@@ -373,7 +373,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"attention_mask must be [{rows}, {known + width}], batch and tokens, got {shape}")
         mask = attention_mask.bool()
         is_padded = not bool(mask.all())
-        if position_ids is not None and not is_padded and bool((position_ids[:, 1:] == 0).any()):
+        if position_ids is not None and ((position_ids.diff() != 1) & mask[:, known + 1 :] & mask[:, known:-1]).any():
             raise ValueError("position_ids of packed documents are not supported without the package nsa")
         position = (mask.cumsum(1) - 1).clamp(min=0)[:, known:]
         order = torch.argsort(~mask, dim=1, stable=True) if is_padded else None

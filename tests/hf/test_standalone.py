@@ -64,7 +64,16 @@ for name in sys.argv[1:]:
     result["loss"] = loss.detach()
     model.save_pretrained(f"{name}-again")
     tokenizer.save_pretrained(f"{name}-again")
-    for argument in ({"inputs_embeds": tokens}, {"attention_mask": tokens[:, 1:]}, {"position_ids": tokens * 0}):
+    restart = torch.tensor([[*range(2, 60), *range(2, 81)]])  # two packed documents, counted from 2
+    padded = {"position_ids": restart, "attention_mask": (torch.arange(137) > 0).long()[None]}
+    for argument in (
+        {"inputs_embeds": tokens},
+        {"attention_mask": tokens[:, 1:]},
+        {"position_ids": tokens * 0},
+        {"position_ids": restart},
+        padded,
+        {"seq_idx": tokens * 0},
+    ):
         try:
             model(tokens, **argument)
         except ValueError as error:

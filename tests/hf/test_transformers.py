@@ -128,9 +128,24 @@ def test_positions_that_restart_are_packed_documents(run, exported):
         ):
             packed = model(torch.cat(parts, 1), **given).logits
             torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
-    for given in ({"attention_mask": torch.tensor([[0] + [1] * 110])}, {"use_cache": True}):
-        with pytest.raises(ArgumentError, match="cu_seq_lens_q: is not supported together"):
-            model(torch.cat(parts, 1), cu_seq_lens_q=torch.tensor([0, 70, 111]), **given)
+    documents = {"position_ids": position_ids, "cu_seq_lens_q": torch.tensor([0, 70, 111])}
+    for name, value in documents.items():
+        for given in ({"attention_mask": torch.tensor([[0] + [1] * 110])}, {"use_cache": True}):
+            with pytest.raises(ArgumentError, match=f"{name}: packed documents are not supported together"):
+                model(torch.cat(parts, 1), **{name: value}, **given)
+    with pytest.raises(ArgumentError, match="seq_idx: needs position_ids or cu_seq_lens_q"):
+        model(torch.cat(parts, 1), seq_idx=torch.tensor([[0] * 70 + [1] * 41]))
+
+
+@pytest.mark.parametrize("first", [0, 2])  # DataCollatorWithFlattening(position_ids_start=2)
+def test_each_row_may_pack_other_documents(run, exported, first):
+    lengths = ((70, 41), (20, 90, 1))
+    tokens = torch.randint(0, 255, (2, 111))
+    position_ids = torch.stack([torch.cat([torch.arange(n) + first for n in row]) for row in lengths])
+    with torch.no_grad():
+        packed = load(exported)(tokens, position_ids=position_ids).logits
+        alone = [torch.cat([run.model(part[None])[0] for part in tokens[i].split(lengths[i])]) for i in (0, 1)]
+    torch.testing.assert_close(packed, torch.stack(alone), atol=1e-5, rtol=1e-5)
 
 
 def test_assisted_decoding_removes_rejected_tokens(run, exported):
