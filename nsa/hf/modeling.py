@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from nsa.config.architecture import Architecture
@@ -130,6 +130,20 @@ class NSACache(Cache):
         return True
 
 
+class _Backbone:
+    """The decoder without its head, called as in transformers: TRL computes the head and the loss in parts itself."""
+
+    def __init__(self, causal: "NSAForCausalLM"):
+        self._causal = causal
+
+    def __call__(self, *arguments: Any, **options: Any) -> BaseModelOutputWithPast:
+        found: Any = self._causal.hidden(*arguments, **options)
+        return BaseModelOutputWithPast(*found)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._causal.decoder, name)
+
+
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     """The decoder with transformers' interface; its parameters are `decoder.*` with this project's names."""
 
@@ -198,6 +212,10 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             recompute(block, "block", compiled=True)  # works with and without torch.compile
         self.gradient_checkpointing = enable
 
+    @property
+    def base_model(self) -> Any:
+        return _Backbone(self)
+
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -212,7 +230,38 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """attention_mask  [B, past and new tokens], 1 for tokens and 0 for padding before or after them
+        """The arguments are those of `hidden`, and transformers' `labels` and `logits_to_keep`."""
+        hidden_BSC, past_key_values = self.hidden(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            cu_seq_lens_q=cu_seq_lens_q,
+            **options,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BSV = self.decoder.head(hidden_BSC[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
+
+    def hidden(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: NSACache | None = None,
+        use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, NSACache | None]:
+        """Returns the input of the head, [B, S, C], and the cache.
+
+        attention_mask  [B, past and new tokens], 1 for tokens and 0 for padding before or after them
         position_ids    a packed document starts where they do not rise by 1, as in transformers; padding and a cache
                         are refused then. Their values do not matter: positions count from the start of a document
         cu_seq_lens_q   the borders of packed documents in the concatenated rows, instead of position_ids
@@ -254,12 +303,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             last = mask.sum(1, keepdim=True) - 1  # type: ignore[union-attr]
             inverse = torch.argsort(order, dim=1).minimum(last).clamp(min=0)
             hidden_BSC = hidden_BSC.gather(1, inverse[..., None].expand_as(hidden_BSC))
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BSV = self.decoder.head(hidden_BSC[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
+        return hidden_BSC, past_key_values
 
     # The cache counts tokens on the host: every step would recompile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

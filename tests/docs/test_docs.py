@@ -139,3 +139,10 @@ def test_examples_run_as_they_are(example, tmp_path):
     assert list(tmp_path.iterdir()) == []
     if example.name == "first_steps.py":  # it has learned to count
         assert "writes 'three four five six seven eight'" in ended.output
+    if example.name == "finetune.py":
+        losses = re.findall(r"^(?:transformers.Trainer|PEFT|TRL): loss (\S+) -> (\S+)$", ended.output, re.MULTILINE)
+        has_trl = "TRL: not installed" not in ended.output
+        assert len(losses) == 2 + has_trl, ended.output
+        assert all(float(last) < float(first) - 0.2 for first, last in losses)
+        if not has_trl:
+            pytest.skip("TRL is not installed; the rest of the example was run")

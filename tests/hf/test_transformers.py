@@ -148,6 +148,18 @@ def test_each_row_may_pack_other_documents(run, exported, first):
     torch.testing.assert_close(packed, torch.stack(alone), atol=1e-5, rtol=1e-5)
 
 
+def test_the_base_model_returns_the_input_of_the_head(exported):
+    """TRL computes the head and the loss itself."""
+    model = load(exported)
+    tokens, mask = torch.randint(0, 255, (2, 50)), torch.ones(2, 50)
+    mask[0, 40:] = 0
+    with torch.no_grad():
+        found = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=True)
+        torch.testing.assert_close(model.decoder.head(found.last_hidden_state), model(tokens, mask).logits)
+    assert found.past_key_values.get_seq_length() == 50
+    assert next(model.base_model.parameters()) is next(model.decoder.parameters())
+
+
 def test_assisted_decoding_removes_rejected_tokens(run, exported):
     model = load(exported)
     tokens = torch.randint(0, 255, (1, 60))
