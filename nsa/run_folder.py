@@ -30,6 +30,7 @@ REPORT_FILE = "report.html"
 SAMPLES_FILE = "samples.jsonl"  # written by `nsa generate`; see record/samples.py
 EVALUATION_FILE = "eval.json"  # written by `nsa eval`
 EVALUATION_PAGE = "eval.html"
+HARNESS_FILE = "lm_eval.json"  # written by `nsa eval --lm-eval`
 TRACKER_FILE = "tracker_id.txt"
 LOCK_FILE = ".lock"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -89,7 +90,7 @@ def stack_dumps(stamp: str = "*") -> RankFiles:
 # A new run in the same folder (--fresh) removes these files. It appends to, replaces or restarts all others.
 REMOVED_BY_FRESH = (
     *(CHECKPOINTS_FOLDER, NONFINITE_FOLDER, WEIGHTS_FILE, TRACKER_FILE),
-    *(SAMPLES_FILE, EVALUATION_FILE, EVALUATION_PAGE),
+    *(SAMPLES_FILE, EVALUATION_FILE, EVALUATION_PAGE, HARNESS_FILE),
     *(OUT_OF_MEMORY.pattern, MEMORY_PATTERN),
 )
 # Every run replaces these files.

@@ -24,26 +24,43 @@ def evaluate(
         bool,
         typer.Option("--selection", help="Measure how much of full attention the selected blocks of each layer hold."),
     ] = False,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASKS",
+            help="Run only these tasks of lm-evaluation-harness: names and folders of task files, separated by commas.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of eval.json and eval.html.", show_default="the folder of the run"),
+        typer.Option(metavar="FOLDER", help="Folder of the files it writes.", show_default="the folder of the run"),
     ] = None,
 ) -> None:
     """Measure a trained model: its loss by position in the context; recall, variable tracking and counting by length.
 
     The loss is measured on the run's validation data, or on other data: data.source=text data.paths=[books]
     """
+    if lm_eval is not None and (lengths is not None or selection):
+        raise ConfigError("--lm-eval: its tasks have their own lengths; leave --lengths and --selection out")
     wanted = _parse_lengths(lengths) if lengths is not None else None
     from rich.console import Console
 
     from nsa import load_run
     from nsa.evals.evaluate import evaluate, print_tables, write_json
     from nsa.inspect.run_report import render_evaluation, write_page
-    from nsa.run_folder import EVALUATION_FILE, EVALUATION_PAGE, run_of
+    from nsa.run_folder import EVALUATION_FILE, EVALUATION_PAGE, HARNESS_FILE, run_of
 
     run = load_run(source, overrides=all_overrides(overrides, override))
-    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say, selection=selection)
     folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
+    if lm_eval is not None:
+        from nsa.hf.harness import print_table, run_tasks
+
+        found = run_tasks(run, lm_eval)
+        write_json(found, folder / HARNESS_FILE)
+        print_table(found, Console())
+        say(f"{folder / HARNESS_FILE}: all numbers")
+        return
+    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say, selection=selection)
     write_json(found, folder / EVALUATION_FILE)
     print_tables(found, Console())
     say(f"{folder / EVALUATION_FILE}: all numbers")

@@ -44,20 +44,17 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
     missing = stock.missing_settings(run.config, form)
     if missing and form == "vllm":
         raise ConfigError(f"{run.weights}: vLLM has no class for this model; it needs {'; '.join(missing)}")
-    separator, ends = run.tokenizer.separator, list(run.tokenizer.ends)
-    special: Any = {"bos_token_id": separator, "eos_token_id": ends[0] if len(ends) == 1 else ends}
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         aside.mkdir(parents=True)
         tokenizer = fast_tokenizer(run.tokenizer, run.config.train.seq_len, run.chat_template)
         if missing:
-            _save_own(run, aside, package, special)
+            as_transformers_model(run, package).save_pretrained(aside, max_shard_size=LARGEST_SHARD)
         else:
-            _save_stock(run, aside, form, special)
+            _save_stock(run, aside, form)
             tokenizer.padding_side = "right"  # blocks of MiniMax-M3 in transformers count from the first column
         tokenizer.save_pretrained(aside)
-        special["pad_token_id"] = separator
-        GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **special).save_pretrained(aside)
+        GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **_special_tokens(run)).save_pretrained(aside)
         (aside / "README.md").write_text(model_card(run, folder.name, package, None if missing else form))
         if folder.exists():
             folder.rmdir()
@@ -83,7 +80,8 @@ def _notes(run: TrainedRun, missing: list[str], form: stock.Form) -> list[str]:
     return notes
 
 
-def _save_own(run: TrainedRun, folder: Path, package: str | None, special: dict[str, Any]) -> None:
+def as_transformers_model(run: TrainedRun, package: str | None = None) -> NSAForCausalLM:
+    """Returns the class for transformers around the model of the run, which is not copied."""
     config = NSALMConfig(
         run.model.vocab_size,
         run.config.train.seq_len,
@@ -95,19 +93,28 @@ def _save_own(run: TrainedRun, folder: Path, package: str | None, special: dict[
             "AutoConfig": f"{Path(CODE_FILE).stem}.{NSALMConfig.__name__}",
             "AutoModelForCausalLM": f"{Path(CODE_FILE).stem}.{NSAForCausalLM.__name__}",
         },
-        pad_token_id=run.tokenizer.separator,
-        **special,
+        **_special_tokens(run),
     )
     with torch.device("meta"):
         model = NSAForCausalLM(config)
     model.decoder = run.model
-    model.save_pretrained(folder, max_shard_size=LARGEST_SHARD)
+    return model
 
 
-def _save_stock(run: TrainedRun, folder: Path, form: stock.Form, special: dict[str, Any]) -> None:
+def _special_tokens(run: TrainedRun) -> dict[str, Any]:
+    separator, ends = run.tokenizer.separator, list(run.tokenizer.ends)
+    return {
+        "bos_token_id": separator,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "pad_token_id": separator,
+    }
+
+
+def _save_stock(run: TrainedRun, folder: Path, form: stock.Form) -> None:
     weights = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
-    # Without pad_token_id, for which transformers would not train the embedding: it is the separator.
-    fields = {"vocab_size": run.model.vocab_size, "max_position_embeddings": run.config.train.seq_len, **special}
+    fields = _special_tokens(run)
+    fields |= {"vocab_size": run.model.vocab_size, "max_position_embeddings": run.config.train.seq_len}
+    del fields["pad_token_id"]  # transformers would not train its embedding, and it is the separator
     fields["dtype"] = str(weights["norm.weight"].dtype).removeprefix("torch.")
     (folder / HF_CONFIG).write_text(json.dumps(stock.stock_config(run.config, form, **fields), indent=2) + "\n")
     save_torch_state_dict(stock.stock_tensors(weights, form), folder, max_shard_size=LARGEST_SHARD)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -200,3 +201,11 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("train: {seq_len: 128}\nmodel: {dim: 32, n_layers: 1}\n")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: no such file; has the run finished"):
         evaluate(tmp_path)
+
+
+def test_the_evaluation_harness_is_named_where_it_is_not_installed(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r"--lm-eval: the package lm_eval is not installed: pip install lm_eval"):
+        evaluate(folder, "--lm-eval", "lambada_openai")
+    with pytest.raises(ConfigError, match="leave --lengths and --selection out"):
+        evaluate(folder, "--lm-eval", "lambada_openai", "--lengths", "16")

@@ -101,7 +101,7 @@ def test_run_log_has_the_output_and_the_end_of_a_run(tmp_path, capsys):
     kept = (tmp_path / "run.log").read_text()
     assert printed
     assert printed in kept
-    written = [tmp_path / name for name in ("samples.jsonl", "eval.json", "eval.html")]
+    written = [tmp_path / name for name in ("samples.jsonl", "eval.json", "eval.html", "lm_eval.json")]
     for path in written:
         path.write_text("{}\n")
     with pytest.raises(NumericsError):
