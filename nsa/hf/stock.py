@@ -87,6 +87,7 @@ def stock_config(config: Architecture, form: Form, **fields: Any) -> dict[str, A
         "num_experts_per_tok": 0,
         "n_shared_experts": 0,
         "num_mtp_modules": 0,
+        "router_aux_loss_coef": 0.0,  # otherwise TRL computes a loss of routers, and the model has none
         "sparse_attention_config": {
             "use_sparse_attention": True,
             "sparse_num_index_heads": model.n_kv_heads,
