@@ -43,6 +43,8 @@ test-gpu: setup-dev
 test-long: setup-dev
 	$(PYTEST) -n 2 -m long --ignore=tests/ops/triton
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 -m long tests/ops/triton
+	$(PIP) trl lm_eval
+	$(PYTEST) -n 2 tests/hf tests/docs
 
 # The core: operators, layers, checkpoints, training, one run of DDP and of FSDP, the wheel. Each set of versions has an
 # environment of its own in build/, which takes several GB: the newest PyTorch comes with CUDA.
