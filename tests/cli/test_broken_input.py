@@ -105,7 +105,7 @@ WRONG_VALUES = [
     override("unknown-device", "runtime.device=tpu", "runtime.device", "must be 'auto', 'cpu' or 'cuda'"),
     override("unknown-precision", "runtime.precision=int8", "runtime.precision", "'fp32', 'bf16' or 'fp16'"),
     override("unknown-branch", "nsa.force_branch=all", "nsa.force_branch", "must be 'cmp', 'sel' or 'win'"),
-    override("unknown-source", "data.source=web", "data.source", "'prepared', 'megatron' or 'datatrove'"),
+    override("unknown-source", "data.source=web", "data.source", "'megatron', 'datatrove' or 'chat'"),
     override("unknown-micro-batch", "train.micro_batch=all", "train.micro_batch", "must be 'auto'"),
 ]
 

@@ -86,8 +86,8 @@ def assert_same_run(many, one):
     assert column(many, "val_loss") == pytest.approx(column(one, "val_loss"), rel=1e-5)
     assert column(many, "tokens") == column(one, "tokens")
     weights, wanted = (load_file(run / "model.safetensors") for run in (many, one))
-    for name, tensor in wanted.items():
-        assert torch.allclose(weights[name], tensor, rtol=1e-3, atol=1e-4), name
+    for name, tensor in wanted.items():  # by norm: rounding decides how AdamW moves an element without gradient
+        assert (weights[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])

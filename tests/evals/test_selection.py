@@ -56,7 +56,7 @@ def quality_by_hand(layer, x, indices, block, borders):
     """The number of queries that choose, their mean mass, and the mean share of their heaviest blocks that are read."""
     position = token_layout(x.shape[1], borders, x.device).position
     q, keys, _ = layer.projections(x, rotary_tables(position, *layer.rotary))
-    k = keys[1] if isinstance(keys, list) else keys  # the selected branch of NSA
+    k = keys[min(1, len(keys) - 1)]  # of NSA those of the selected branch
     masses, found, queries = [], [], 0
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):

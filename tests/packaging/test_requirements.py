@@ -49,7 +49,7 @@ def distributions(requirements):
 
 def test_the_base_needs_torch_and_triton_alone():
     assert distributions(PROJECT["dependencies"]) == {"torch", "triton"}
-    assert "nsa[hf]" in PROJECT["optional-dependencies"]["dev"]
+    assert "nsa[hf,float8]" in PROJECT["optional-dependencies"]["dev"]
     assert "nsa[train]" in PROJECT["optional-dependencies"]["hf"]
 
 
