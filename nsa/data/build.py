@@ -201,9 +201,11 @@ class _Builder:
         return self._data(lambda: sequences, held_out, f"{name}: " + "; ".join(parts), fingerprint)
 
     def _sequences(self, name: str, corpus: Corpus, seed: int) -> Sequences:
-        packed: Concat | BestFit = Concat(corpus, self.train.seq_len, seed, name)
+        packed: Concat | BestFit
         if self.data.packing == "best_fit":
             packed = BestFit(corpus, self.train.seq_len, seed, self.tokenizer.separator, name)
+        else:
+            packed = Concat(corpus, self.train.seq_len, seed, name)
         return MaskedSequences(packed) if name == ChatSource.name else packed
 
     def _held_out(self, name: str, corpus: Corpus) -> Sequences:

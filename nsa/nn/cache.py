@@ -260,7 +260,7 @@ class KVCache:
         """The host's part of `append`: reserves pages for the new tokens. Returns the lengths before them, which are
         those on the device until a `CacheStep` is created, or replayed in a CUDA graph."""
         if not sequences:
-            raise ArgumentError("sequences", "there are none; call `add` once for every row first")
+            raise ArgumentError("sequences", "the cache has none; call `add` once for every row first")
         if len(counts) != len(sequences):
             raise ArgumentError("counts", f"must be one for each of {len(sequences)} sequences, got {len(counts)}")
         if len(set(sequences)) != len(sequences):
@@ -307,7 +307,7 @@ class KVCache:
 
     def _check(self, sequence: int) -> None:
         if whole_number("sequence", sequence, least=0) not in self._pages:
-            raise ArgumentError("sequence", f"there is no sequence {sequence}; there are {self.sequences}")
+            raise ArgumentError("sequence", f"sequence {sequence} does not exist; the cache has {self.sequences}")
 
 
 def device_memory(device: torch.device) -> float:

@@ -32,6 +32,13 @@ VARIANTS = {
 }
 
 
+def save_run(folder, config, weights):
+    folder.mkdir(exist_ok=True)
+    write_weights(folder / "model.safetensors", weights, **weights_metadata(7, config.to_dict()))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    return load_run(folder)
+
+
 def make_run(folder, variant):
     content = {
         "model": SIZES | VARIANTS[variant].get("model", {}),
@@ -44,12 +51,7 @@ def make_run(folder, variant):
         for name, p in model.named_parameters():
             if name.endswith("bias") or ".gate.out." in name:
                 p.add_(torch.randn_like(p) * 0.3)
-    folder.mkdir(exist_ok=True)
-    metadata = weights_metadata(7, config.to_dict())
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    write_weights(folder / "model.safetensors", weights, **metadata)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    return load_run(folder)
+    return save_run(folder, config, {name: p.detach() for name, p in model.named_parameters()})
 
 
 def tokenizer_named(name, folder):

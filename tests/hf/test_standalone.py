@@ -7,14 +7,12 @@ import sys
 
 import pytest
 import torch
-import yaml
 
 from nsa import load_run
-from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.config import parse_config
 from nsa.hf.importer import import_model
 from nsa.nn.model import build_model
-from tests.hf.runs import SIZES, SPEC
+from tests.hf.runs import SIZES, SPEC, save_run
 
 pytest.importorskip("transformers")
 from nsa.hf.exporter import export_model
@@ -97,10 +95,7 @@ def make_run(folder, model, nsa):
             weight.uniform_(0.5, 1.5)
         elif ".mlp.gate." in name or ".mlp.up." in name:
             weight.mul_(4.0)  # some values exceed the limit of swiglu_oai
-    folder.mkdir()
-    write_weights(folder / "model.safetensors", weights, **weights_metadata(7, config.to_dict()))
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    return load_run(folder)
+    return save_run(folder, config, weights)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,10 @@ import sys
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from nsa import load_run
-from nsa.checkpoint.export import weights_metadata, write_weights
 from nsa.cli.main import app
 from nsa.config import parse_config
 from nsa.errors import CheckpointError, ConfigError
@@ -21,6 +19,7 @@ from nsa.nn.attention import attention_layers
 from nsa.nn.model import build_model
 from nsa.train import train
 from tests.checkpoint.helpers import small
+from tests.hf.runs import save_run
 
 pytest.importorskip("transformers")
 from nsa.hf.exporter import export_model
@@ -78,10 +77,7 @@ def make_run(folder, model, msa, norms=(0.5, 1.5)):
             weight.uniform_(*norms, generator=torch.Generator().manual_seed(2))
         elif ".mlp.gate." in name or ".mlp.up." in name:
             weight.mul_(8.0)  # some values exceed the limit of the activation
-    folder.mkdir()
-    write_weights(folder / "model.safetensors", weights, **weights_metadata(7, config.to_dict()))
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    return load_run(folder)
+    return save_run(folder, config, weights)
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_a_refused_append_leaves_the_cache_unchanged():
         (lambda: cache.crop(61, 0), "length: sequence 0 has 60 tokens; cannot crop it to 61"),
         (lambda: cache.crop(54, 1), "the last 4 can be taken back"),
         (lambda: cache.append(1, [0, 0]), "sequences: names a sequence twice"),
-        (lambda: cache.append(1, [5]), "there is no sequence 5; there are"),
+        (lambda: cache.append(1, [5]), "sequence 5 does not exist; the cache has"),
         (lambda: cache.append([1, -1]), "counts: must be at least 0"),
         (lambda: cache.append([1, 1, 1]), "counts: must be one for each of 2 sequences, got 3"),
         (lambda: KVCache(nn.Linear(2, 2), sequences=1, max_length=1), "model: has no attention layer"),
@@ -164,7 +164,7 @@ def test_a_step_belongs_to_its_input_and_its_layers():
 
 def test_sequences_must_be_added_and_their_limit_is_named():
     cache = KVCache(small(), sequences=2, max_length=64)
-    with pytest.raises(ArgumentError, match="sequences: there are none; call `add` once for every row"):
+    with pytest.raises(ArgumentError, match="sequences: the cache has none; call `add` once for every row"):
         cache.append(3)
     with pytest.raises(ArgumentError, match=r"holds 0 sequences, and the input has 3 rows; .* sequences=2"):
         cache.model(torch.zeros(3, 4, dtype=torch.int64), cache=cache)
