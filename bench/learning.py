@@ -44,7 +44,7 @@ RATE, RECALL_RATE = 6e-4, 1e-3
 BASE = (
     "data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 "
     "train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
-    "runtime.precision=bf16 runtime.compile=true checkpoint.every=100 checkpoint.keep=2 telemetry.tensorboard=false"
+    "runtime.precision=bf16 runtime.compile=true checkpoint.every=500 checkpoint.keep=2 telemetry.tensorboard=false"
 )
 # `dense` and `nsa` are the comparison; each of the others changes one thing, or adds norms to a pattern.
 ROWS: dict[str, str] = {
