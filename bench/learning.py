@@ -8,9 +8,9 @@
 
 Text is the source code and documentation of the installed Python packages. A document is a folder: its files of 4 KB
 and more, each once in the whole corpus, after a line with their path, so that a long context helps. Runs use `nsa
-train`, each in its own process and folder; a run that was stopped is resumed, a row that is in the results is not
-trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` prepares and trains on bytes instead of
-BPE tokens.
+train`, each in its own process and folder; a run that was stopped is resumed, a row that the results have for the same
+corpus is not trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` prepares and trains on bytes
+instead of BPE tokens.
 
 `recall` trains a smaller model on one quarter text and three quarters documents that ask for earlier values
 (`data.source=recall`; `--tasks` names the kinds of documents), and measures recall by depth and length with `nsa eval`.
@@ -151,8 +151,11 @@ def folders(root: Path) -> Iterator[str]:
 
 
 def corpus_of(work: Path, tokenizer: str) -> str:
-    """Equal for rows that were trained on the same shards: the text depends on the packages of the machine."""
-    return hashlib.sha256((shards_of(work, tokenizer) / "manifest.json").read_bytes()).hexdigest()[:12]
+    """Equal for the same tokens, wherever and whenever they were prepared: the text depends on the packages of the
+    machine. The other entries of the manifest name paths and times."""
+    shards = json.loads((shards_of(work, tokenizer) / "manifest.json").read_text())["shards"]
+    hashes = [shard[name] for shard in shards for name in ("tokens_sha256", "docs_sha256")]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
 
 
 def data_of(work: Path, options: argparse.Namespace) -> list[str]:
@@ -266,7 +269,14 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
     lr = result.get("lr", RECALL_RATE if "eval" in result else RATE)
     sizes = (result[name] for name in ("seq_len", "tokens", "seed"))
-    return (result["row"], result.get("tokenizer", "bpe"), *sizes, lr, result.get("tasks", "pairs"))
+    return (
+        result["row"],
+        result.get("tokenizer", "bpe"),
+        *sizes,
+        lr,
+        result.get("tasks", "pairs"),
+        result.get("corpus"),
+    )
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
@@ -274,14 +284,14 @@ def run(work: Path, options: argparse.Namespace) -> None:
     if unknown:
         sys.exit(f"--rows: {unknown[0]!r} is not a row; the rows are {', '.join(ROWS)}")
     results = Results(options.results, options.allow_dirty)
-    tokens = steps_of(options) * options.seq_len * options.batch_size
+    tokens, corpus = steps_of(options) * options.seq_len * options.batch_size, corpus_of(work, options.tokenizer)
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [
         (row, seed, lr)
         for seed in (int(seed) for seed in options.seeds.split(","))
         for lr in (float(lr) for lr in options.rates.split(","))
         for row in options.rows.split(",")
-        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks) not in done
+        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks, corpus) not in done
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         running = [pool.submit(run_row, work, row, options, seed, lr) for row, seed, lr in wanted]
@@ -304,7 +314,7 @@ def show(results: Path) -> None:
     found = [r for r in read_results(results) if r["val_loss"] is not None]
     dense = {key_of(r)[1:]: r["val_loss"] for r in found if r["row"] == "dense"}
     for r in found:
-        row, tokenizer, seq_len, tokens, seed, lr, _ = key_of(r)
+        row, tokenizer, seq_len, tokens, seed, lr, *_ = key_of(r)
         base = dense.get(key_of(r)[1:])
         cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{lr:g}", f"{r['val_loss']:.4f}")
         table.add_row(row, escape(r["changes"]), *cells, f"{r['val_loss'] / base - 1:+.2%}" if base else "-")
@@ -343,7 +353,7 @@ def plot(results: Path, figure: Path) -> None:
                 style = {"color": colours.get(r["row"]) or next(others)}
                 style |= {"lw": 2.5 if r["row"] == "nsa" else 1.5, "ls": "--" if r["seed"] else "-"}
                 label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
-                label += f", rate {key_of(r)[-2]:g}" if key_of(r)[-2] != RATE else ""
+                label += f", rate {key_of(r)[5]:g}" if key_of(r)[5] != RATE else ""
                 x, y = [step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]]
                 axes.plot(x, y, **style, label=label)
             axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from bench.learning import RESULTS, ROWS, main, overrides_of, parse, plot, seconds_of
+from bench.learning import RESULTS, ROWS, corpus_of, main, overrides_of, parse, plot, seconds_of
 from nsa.config import load_config
 from nsa.run_folder import HEARTBEAT, format_event
+from tests.bench.conftest import TEXT, make_shards
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -33,6 +34,13 @@ def test_results_are_shown_with_their_recall(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "+0.00%" in shown
     assert "nsa, several,  8,192 tokens, exact in % by depth: 100.0  50.0" in shown
+
+
+def test_the_corpus_is_named_by_its_tokens_alone(shards, tmp_path):
+    for name in ("same", "other"):
+        (tmp_path / name).mkdir()
+    assert corpus_of(make_shards(tmp_path / "same", TEXT), "bpe") == corpus_of(shards, "bpe")
+    assert corpus_of(make_shards(tmp_path / "other", f"{TEXT} "), "bpe") != corpus_of(shards, "bpe")
 
 
 def test_the_same_results_give_the_same_figure(tmp_path):
