@@ -4,13 +4,20 @@
     python -m bench.learning run WORK --rows dense,nsa       # trains rows that are not in the results yet
     python -m bench.learning recall WORK                     # a pattern and a window alone on text and recall documents
     python -m bench.learning show                            # the results as a table
-    python -m bench.learning plot                            # and as a figure
+    python -m bench.learning show --by rate                  # as a Markdown table with a column for each rate
+    python -m bench.learning plot                            # the figures of docs/learning.md
+    python -m bench.learning page                            # its tables of results, and its figures
 
 Text is the source code and documentation of the installed Python packages. A document is a folder: its files of 4 KB
 and more, each once in the whole corpus, after a line with their path, so that a long context helps. Runs use `nsa
 train`, each in its own process and folder; a run that was stopped is resumed, a row that the results have for the same
 corpus is not trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` prepares and trains on bytes
-instead of BPE tokens.
+instead of BPE tokens. `--evaluate` measures every trained row with `nsa eval --selection`: its loss by position, and
+the attention mass of the selected blocks.
+
+The corpus depends on the packages of the machine, and losses of different corpora cannot be compared: tables `--by` and
+figures have only rows of the corpus that most rows name. `plot --results FILE --by position,seconds` draws other
+results.
 
 `recall` trains a smaller model on one quarter text and three quarters documents that ask for earlier values
 (`data.source=recall`; `--tasks` names the kinds of documents), and measures recall by depth and length with `nsa eval`.
@@ -20,22 +27,33 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from bench import figures
 from bench.output import Results, add_dirty_option
-from nsa.run_folder import HEARTBEAT, read_events
+from nsa.run_folder import HEARTBEAT, TRAINING, read_events, read_rows
 
 RESULTS = Path("bench/results/learning-h200.jsonl")
+RATES_RESULTS = Path("bench/results/learning-rates-h200.jsonl")
 RECALL_RESULTS = Path("bench/results/recall-h200.jsonl")
-FIGURE = Path("docs/img/learning.svg")
+# The figures of the guide: their results, and what they show.
+FIGURES = {
+    Path("docs/img/learning.svg"): (RESULTS, "tokens"),
+    Path("docs/img/learning-rates.svg"): (RATES_RESULTS, "rate"),
+    Path("docs/img/learning-32k.svg"): (Path("bench/results/learning-32k-h200.jsonl"), "position,seconds"),
+}
+PAGE = Path("docs/learning.md")
+MARKS = re.compile(r"(<!-- bench\.learning show --by (\w+) --results (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".c", ".pyx", ".js", ".ts")
 SMALLEST_FILE, LARGEST_FILE = 4 << 10, 512 << 10
 LARGEST_DOCUMENT = 1 << 20
@@ -58,8 +76,8 @@ ROWS: dict[str, str] = {
     "window-dense": "model.layer_pattern=[window,window,window,dense]",
     "nsa-mean-mlp": "nsa.phi=mean_mlp",
     "nsa-after-rotation": "nsa.compress=after_rotation",
-    "nsa-muon": "train.optimizer=muon",
     "dense-muon": "model.attention=dense train.optimizer=muon",
+    "nsa-muon": "train.optimizer=muon",
     "msa-muon": "model.attention=msa train.optimizer=muon",
     "msa-norm": "model.attention=msa model.qk_norm=true",
     "dense-norm": "model.attention=dense model.qk_norm=true",
@@ -206,6 +224,9 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
     code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed, lr)], log)
     if options.action == "recall" and code == 0:
         code, measured = evaluate(folder, options.lengths, log)
+    elif options.evaluate and code == 0:
+        code, measured = evaluate(folder, options.lengths, log, "--selection", samples=1)
+        measured = {name: measured[name] for name in ("loss", "selection") if name in measured}
     metrics = json.loads((folder / "metrics.json").read_text()) if (folder / "metrics.json").exists() else {}
     return {
         "row": row,
@@ -221,15 +242,18 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "val_bits_per_byte": metrics.get("val_bits_per_byte"),
         "curve": validations(folder),
         "seconds": seconds_of(folder),
+        "step_seconds": step_seconds(folder),
         "runs_at_once": options.jobs,
         "reason": metrics.get("reason"),
         **({"tasks": options.tasks, "eval": measured} if measured else {}),
     }
 
 
-def evaluate(folder: Path, lengths: str, log: Path) -> tuple[int, dict[str, Any]]:
+def evaluate(
+    folder: Path, lengths: str, log: Path, *more: str, samples: int = RECALL_SAMPLES
+) -> tuple[int, dict[str, Any]]:
     """The exit code of `nsa eval` and its measurements."""
-    code = run_logged(["eval", str(folder), "--lengths", lengths, "--samples", str(RECALL_SAMPLES)], log)
+    code = run_logged(["eval", str(folder), "--lengths", lengths, "--samples", str(samples), *more], log)
     measured = json.loads((folder / "eval.json").read_text()) if code == 0 else {}
     measured.pop("weights", None)
     return code, measured
@@ -252,14 +276,18 @@ def seconds_of(folder: Path) -> float:
     return round(sum(start[-1] - start[0] for start in clocks), 1)
 
 
+def training_rows(folder: Path) -> list[dict[str, str]]:
+    return read_rows(folder, TRAINING) if TRAINING.files.path(folder, 0).exists() else []
+
+
 def validations(folder: Path) -> list[tuple[int, float]]:
-    path = folder / "training.csv"
-    if not path.exists():
-        return []
-    header, *lines = path.read_text().splitlines()
-    step, loss = (header.split(",").index(name) for name in ("step", "val_loss"))
-    rows = (line.split(",") for line in lines)
-    return [(int(cells[step]), float(cells[loss])) for cells in rows if len(cells) > loss and cells[loss]]
+    return [(int(row["step"]), float(row["val_loss"])) for row in training_rows(folder) if row["val_loss"]]
+
+
+def step_seconds(folder: Path) -> float | None:
+    """The median, which leaves out compilation, validation and checkpoints."""
+    found = [float(row["step_s"]) for row in training_rows(folder) if row["step_s"]]
+    return round(median(found), 6) if found else None
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -305,7 +333,10 @@ def run(work: Path, options: argparse.Namespace) -> None:
             )
 
 
-def show(results: Path) -> None:
+def show(results: Path, by: str | None) -> None:
+    if by:
+        print(tables_by(results, by))
+        return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -335,38 +366,131 @@ def show(results: Path) -> None:
             console.print(f"{r['row']}, {about}: {shares}")
 
 
-def plot(results: Path, figure: Path) -> None:
-    """Validation loss against tokens: a panel for each tokenizer, context and length of run, a curve for each run."""
-    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for r in read_results(results):
-        if r["exit_code"] == 0 and r["curve"]:
-            panels.setdefault(key_of(r)[1:4], []).append(r)
+Points = list[tuple[float, float]]
+
+
+def along_curve(r: dict[str, Any], per_step: float) -> Points:
+    return [(step * per_step, loss) for step, loss in r["curve"]]
+
+
+def by_position(r: dict[str, Any]) -> Points:
+    """At the length of training, by the fewest tokens of context in a bucket."""
+    losses = {measured["length"]: measured["buckets"] for measured in r.get("eval", {}).get("loss", [])}
+    return [(bucket["first"], bucket["loss"]) for bucket in losses.get(r["seq_len"], [])]
+
+
+def by_layer(r: dict[str, Any]) -> Points:
+    masses = {measured["length"]: measured["layers"] for measured in r.get("eval", {}).get("selection", [])}
+    return [(number, layer["mass"]) for number, layer in enumerate(masses.get(r["seq_len"], []))]
+
+
+# What a run can be shown by: the axes and its points. Runs that shared a GPU have no seconds.
+BY: dict[str, tuple[str, str, Callable[[dict[str, Any]], Points]]] = {
+    "rate": ("learning rate", "validation loss", lambda r: [(r["lr"], r["val_loss"])]),
+    "seed": ("seed", "validation loss", lambda r: [(r["seed"], r["val_loss"])]),
+    "tokens": (
+        "million tokens",
+        "validation loss",
+        lambda r: along_curve(r, r["tokens"] / r["curve"][-1][0] / 1e6),
+    ),
+    "seconds": (
+        "seconds in training steps",
+        "validation loss",
+        lambda r: along_curve(r, r["step_seconds"]) if r["runs_at_once"] == 1 and r.get("step_seconds") else [],
+    ),
+    "position": ("tokens of context", "loss", by_position),
+    "layer": ("layer", "attention mass of the selected blocks", by_layer),
+}
+
+
+def comparable(results: Path) -> list[dict[str, Any]]:
+    """The last result of every finished run on the corpus that most of them name, for each tokenizer."""
+    found = [r for r in read_results(results) if r["exit_code"] == 0 and r["curve"]]
+    counts = Counter((key_of(r)[1], r.get("corpus", "unknown")) for r in found)
+    chosen = dict(reversed([kind for kind, _ in counts.most_common() if kind[1] != "unknown"]))
+    for (tokenizer, corpus), count in counts.items():
+        is_left_out = chosen.get(tokenizer) != corpus
+        print(f"{results}: {count} rows, {tokenizer}, corpus {corpus}{': left out' if is_left_out else ''}")
+    kept = {key_of(r): r for r in found if "corpus" in r and r["corpus"] == chosen[key_of(r)[1]]}
+    return sorted(kept.values(), key=lambda r: (list(ROWS).index(r["row"]), r["lr"], r["seed"]))
+
+
+def lines_by(found: list[dict[str, Any]], by: str) -> dict[tuple[Any, ...], dict[str, dict[float, float]]]:
+    """For each tokenizer, context and number of tokens: the lines of a table or panel, each with its points."""
+    groups: dict[tuple[Any, ...], dict[str, dict[float, float]]] = {}
+    for r in found:
+        name = r["row"] + (f", rate {r['lr']:g}" if by != "rate" else "")
+        name += f", seed {r['seed']}" if by != "seed" and r["seed"] else ""
+        if points := BY[by][2](r):
+            groups.setdefault(key_of(r)[1:4], {}).setdefault(name, {}).update(points)
+    return dict(sorted(groups.items()))
+
+
+def kind_of(name: str) -> tuple[str, bool]:
+    """The row without its optimizer, and whether that is Muon."""
+    row = name.partition(",")[0]
+    return row.removesuffix("-muon"), row.endswith("-muon")
+
+
+def tables_by(results: Path, by: str) -> str:
+    """Markdown. The lowest loss over the rates, or the mean over the seeds, is compared with that of dense attention
+    with the same optimizer."""
+    title, value = {"rate": ("lowest", min), "seed": ("mean", fmean)}.get(by, ("", min))
+    text: list[str] = []
+    for (tokenizer, seq_len, tokens), lines in lines_by(comparable(results), by).items():
+        columns = sorted({x for points in lines.values() for x in points})
+        header = ["row", *(f"{x:g}" for x in columns), *([title, "against dense"] if title else [])]
+        about = f"{tokenizer}, {seq_len:,} tokens of context, {tokens / 1e6:.0f} million tokens, by {BY[by][0]}:"
+        text += ["", about, "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        values = {name: value(points.values()) for name, points in lines.items()}
+        for name, points in lines.items():
+            cells = [f"{points[x]:.4f}" if x in points else "" for x in columns]
+            dense = [v for other, v in values.items() if kind_of(other) == ("dense", kind_of(name)[1])]
+            if title:
+                against = f"{values[name] / min(dense) - 1:+.1%}".replace("%", " %") if dense else ""
+                cells += [f"{values[name]:.4f}", against]
+            text.append(f"| {' | '.join([name, *cells])} |")
+    return "\n".join([*text, "", ""])
+
+
+def write_page(page: Path) -> None:
+    """Replaces the tables between the marks of a page. A mark names the command that shows them."""
+    made = MARKS.sub(lambda found: found[1] + tables_by(Path(found[3]), found[2]) + found[4], page.read_text("utf-8"))
+    page.write_text(made, encoding="utf-8")
+
+
+def plot(results: Path, by: str, figure: Path) -> bool:
+    """A panel for each way of showing, tokenizer, context and length of run. False if there is nothing to draw."""
+    found = comparable(results)
+    panels = [(way, *panel) for way in by.split(",") for panel in lines_by(found, way).items()]
     if not panels:
-        sys.exit(f"{results}: no finished run to plot")
+        return False
     columns = min(2, len(panels))
     with figures.figure(figure, -(-len(panels) // columns), columns, salt="learning") as drawn:
-        for axes, ((tokenizer, seq_len, tokens), runs) in zip(drawn.axes, sorted(panels.items()), strict=False):
-            others = cycle(figures.COLOURS[1:])
-            for r in runs:
-                per_step = tokens / r["curve"][-1][0] / 1e6
-                colours = {"dense": figures.NEUTRAL, "nsa": figures.COLOURS[0]}
-                style = {"color": colours.get(r["row"]) or next(others)}
-                style |= {"lw": 2.5 if r["row"] == "nsa" else 1.5, "ls": "--" if r["seed"] else "-"}
-                label = r["row"] + (f", seed {r['seed']}" if r["seed"] else "")
-                label += f", rate {key_of(r)[5]:g}" if key_of(r)[5] != RATE else ""
-                x, y = [step * per_step for step, _ in r["curve"]], [loss for _, loss in r["curve"]]
-                axes.plot(x, y, **style, label=label)
-            axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context")
-            axes.set(xlabel="million tokens", ylabel="validation loss")
-            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(runs) > 5 else {}))
+        for axes, (way, (tokenizer, seq_len, tokens), lines) in zip(drawn.axes, panels, strict=False):
+            others = cycle(figures.COLOURS[2:])
+            colours = {"dense": figures.NEUTRAL, "nsa": figures.COLOURS[0], "msa": figures.COLOURS[1]}
+            for name, points in lines.items():
+                kind, is_muon = kind_of(name)
+                style = {"color": colours.get(kind) or next(others), "ls": "--" if is_muon else "-"}
+                axes.plot(list(points), list(points.values()), "o", ms=4, **style, label=name)
+            if way in ("rate", "position"):
+                axes.set_xscale("log", base=10 if way == "rate" else 2)
+                ticks = sorted({x for points in lines.values() for x in points})[:: 1 if way == "rate" else 3]
+                axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+                axes.minorticks_off()
+            axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context\n{tokens / 1e6:.0f} million tokens")
+            axes.set(xlabel=BY[way][0], ylabel=BY[way][1])
+            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 6 else {}))
         for axes in drawn.axes[len(panels) :]:
             axes.remove()
     print(f"{figure}: {figure.stat().st_size:,} bytes")
+    return True
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.learning", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("prepare", "run", "recall", "show", "plot"))
+    parser.add_argument("action", choices=("prepare", "run", "recall", "show", "plot", "page"))
     parser.add_argument("work", nargs="?", type=Path, default=Path("runs/learning"), help="folder of text and runs")
     parser.add_argument("--rows", help="default: dense,nsa,pattern-1-3,pattern-1-1; recall: pattern-1-1,window")
     parser.add_argument("--tokenizer", choices=("bpe", "bytes"), default="bpe")
@@ -378,10 +502,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-tokens", type=int, default=1 << 20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on the GPU; their speed is then shared")
     parser.add_argument("--max-mb", type=int, default=400, help="text to collect")
-    parser.add_argument("--lengths", default=RECALL_LENGTHS, help="recall: lengths to measure at")
+    parser.add_argument("--evaluate", action="store_true", help="run: measure every row with `nsa eval --selection`")
+    parser.add_argument("--lengths", help=f"of evaluations; default: --seq-len, recall: {RECALL_LENGTHS}")
     parser.add_argument("--tasks", default="pairs", help="recall: pairs, tracking, counting, or several with commas")
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--figure", type=Path, default=FIGURE)
+    parser.add_argument("--by", help=f"show and plot: {', '.join(BY)}; plot: several with commas, default: tokens")
+    parser.add_argument("--figure", type=Path, help="plot: default: beside --results")
     parser.add_argument("override", nargs="*", help="further overrides of every row")
     add_dirty_option(parser)
     options = parser.parse_intermixed_args(arguments)
@@ -390,19 +516,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.tokens = options.tokens or (144_000_000 if is_recall else 60_000_000)
     options.batch_size = options.batch_size or (2 if is_recall else 8)
     options.rates = options.rates or f"{RECALL_RATE if is_recall else RATE}"
-    options.results = options.results or (RECALL_RESULTS if is_recall else RESULTS)
+    options.lengths = options.lengths or (RECALL_LENGTHS if is_recall else f"{options.seq_len}")
+    if unknown := [way for way in (options.by or "tokens").split(",") if way not in BY]:
+        parser.error(f"--by: {unknown[0]!r} is none of {', '.join(BY)}")
     return options
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     if options.action == "prepare":
         prepare(options.work, options.max_mb, options.tokenizer)
     elif options.action == "show":
-        show(options.results)
-    elif options.action == "plot":
-        plot(options.results, options.figure)
+        show(options.results or RESULTS, options.by)
+    elif options.action == "plot" and options.results:
+        if not plot(options.results, options.by or "tokens", options.figure or options.results.with_suffix(".svg")):
+            sys.exit(f"{options.results}: no row to draw")
+    elif options.action in ("plot", "page"):
+        if options.action == "page":
+            write_page(PAGE)
+        for figure, (results, by) in FIGURES.items():
+            plot(results, by, figure)
     else:
+        options.results = options.results or (RECALL_RESULTS if options.action == "recall" else RESULTS)
         run(options.work, options)
 
 
