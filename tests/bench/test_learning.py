@@ -5,15 +5,21 @@ import json
 import pytest
 
 from bench.learning import (
+    FIGURES,
+    MARKS,
+    PAGE,
     RATES_RESULTS,
     RESULTS,
     ROWS,
+    comparable,
     corpus_of,
+    lines_by,
     main,
     overrides_of,
     parse,
     read_results,
     seconds_of,
+    write_page,
 )
 from nsa.config import load_config
 from nsa.run_folder import HEARTBEAT, format_event
@@ -114,6 +120,18 @@ def test_rates_are_compared_within_the_corpus_of_most_rows(tmp_path, capsys):
     assert all(f">{label}<" in drawn for label in ("learning rate", "dense", "nsa-muon", "0.5", "1"))
     assert ">2<" not in drawn
     assert drawn == (tmp_path / "img" / "b.svg").read_text()
+
+
+def test_the_guide_has_the_tables_and_figures_of_its_results(tmp_path):
+    guide = PAGE.read_text(encoding="utf-8")
+    for figure, (results, by) in FIGURES.items():
+        has_rows = any(lines_by(comparable(results), way) for way in by.split(","))
+        assert (figure.exists(), f"](img/{figure.name})" in guide) == (has_rows, has_rows), figure
+    assert MARKS.search(guide)
+    page = tmp_path / "page.md"
+    page.write_text(MARKS.sub(r"\1old\n\4", guide), encoding="utf-8")
+    write_page(page)
+    assert page.read_text(encoding="utf-8") == guide, "python -m bench.learning page brings it up to date"
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path, capsys):
