@@ -176,16 +176,15 @@ def variants(case: Case) -> Iterator[tuple[str, Launch, dict[str, Any]]]:
         (128, 256, 8, 2),
     ):  # fmt: skip
         yield "index", Launch(rows, keys, warps, stages), {"CHUNK": msa_loss.CHUNK}
-    few = case.shape.heads // case.shape.groups <= 8
     for launch in (
-        Launch(64, 128, 4, 2), Launch(64, 128, 4, 3), Launch(64, 128, 4, 2, maxnreg=168), Launch(64, 128, 8, 2),
-        Launch(128, 128, 8, 2), Launch(128, 128, 8, 3), Launch(64, 64, 4, 2), Launch(64, 64, 4, 3),
-        Launch(128, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 128, 4, 3),
+        Launch(32, 128, 8, 2, maxnreg=128), Launch(32, 128, 8, 3, maxnreg=128), Launch(32, 128, 8, 2),
+        Launch(64, 128, 8, 2, maxnreg=128), Launch(64, 128, 8, 3, maxnreg=128), Launch(64, 128, 8, 2),
+        Launch(32, 128, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, maxnreg=168),
     ):  # fmt: skip
-        for constants in ({"UNROLLED_HEADS": 0}, *([{"UNROLLED_HEADS": 8}] if few else [])):
-            yield "loss", launch, constants
+        for heads in (1, 2, 4, 6):
+            yield "loss", launch, {"CHANNELS": heads * case.shape.dim}
     for constants in ({"CHUNK": 512}, {"CHUNK": 2048}, {"MERGED_ROWS": 16}, {"MERGED_ROWS": 64}):
-        yield "loss", Launch(64, 128, 4, 2), constants
+        yield "loss", Launch(32, 128, 8, 2), constants
 
 
 def tune(case: Case, rep: int) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
 """The index loss of MSA and its gradients, block by block (`msa_loss_kernels.py`).
 
 A program holds one block of keys and index keys and gathers the queries that read it, as the gradients of selected
-attention do: the traffic is that of the queries, whether or not neighbours agree. Three passes: log-sum-exp of the
-index scores; p, r, the loss and the gradients r - p of the scores; the gradients of index queries and keys. What a
-query gets from one block is a part; a merge adds the parts of a query in the order of its blocks. Parts of a block's
-list are added in order as well: results are the same every time. Parts exist for a stretch of queries at a time. The
-gradients are those of a loss with weight 1, so that backward has only to scale them.
+attention do: the traffic is that of the queries, whether or not neighbours agree. Two passes: log-sum-exp of the index
+scores; p, r, the loss, the gradients r - p of the scores and with them those of index queries and keys. What a query
+gets from one block is a part; a merge adds the parts of a query in the order of its blocks. Parts of a block's list are
+added in order as well: results are the same every time. Parts exist for a stretch of queries at a time. The gradients
+are those of a loss with weight 1, so that backward has only to scale them.
 
 Over all visible tokens (no indices) the lists hold every block that a query sees, and the rest is the same.
 
@@ -14,15 +14,15 @@ P = B*G pairs (b, g).
 """
 
 from dataclasses import replace
+from math import log2
 
 import torch
 from torch import Tensor
 
 from nsa.ops.reference.msa_index import empty_grads
-from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, padded, unit_last
+from nsa.ops.triton.launch_table import Launch, LaunchTable, card_of, cdiv, launch_on, launcher, padded, unit_last
 from nsa.ops.triton.launch_table import refusal as refusal
 from nsa.ops.triton.msa_loss_kernels import (
-    index_grads_kernel,
     index_lse_kernel,
     loss_kernel,
     merge_grads_kernel,
@@ -44,7 +44,7 @@ from nsa.ops.triton.selected_tiles import extent
 
 LOG2E = 1.4426950408889634
 CHUNK = 1024  # queries of a work item
-UNROLLED_HEADS = 8  # heads of a group up to which the loop over them is unrolled, for heads of up to 64 channels
+CHANNELS = 384  # of the heads of a group whose queries are loaded at once, where one has fewer
 MERGED_ROWS = 32
 
 # The gathered queries of a step x keys of a block.
@@ -52,15 +52,9 @@ LAUNCHES = LaunchTable({
     ("lse", "sm90"): {256: Launch(64, 128, 4, 3)},
     ("lse", "sm80"): {128: Launch(64, 128, 4, 2), 256: Launch(32, 64, 4, 2)},
     ("lse", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
-    ("loss", "sm90"): {64: Launch(64, 128, 4, 3), 128: Launch(64, 128, 4, 2), 256: Launch(64, 64, 4, 2)},
-    ("loss", "sm80"): {128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 4, 2)},
-    ("loss", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
-    ("unrolled", "sm90"): {64: Launch(64, 128, 8, 2), 256: Launch(64, 64, 4, 2)},
-    ("unrolled", "sm80"): {128: Launch(64, 64, 4, 2), 256: Launch(32, 64, 4, 2)},
-    ("unrolled", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
-    ("grads", "sm90"): {128: Launch(64, 128, 8, 2), 256: Launch(64, 64, 8, 2)},
-    ("grads", "sm80"): {128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 2)},
-    ("grads", "fp32"): {128: Launch(16, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
+    ("loss", "sm90"): {64: Launch(32, 128, 8, 2, maxnreg=128), 128: Launch(32, 128, 8, 2), 256: Launch(16, 128, 8, 2)},
+    ("loss", "sm80"): {64: Launch(64, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
+    ("loss", "fp32"): {128: Launch(16, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
 })  # fmt: skip
 
 
@@ -87,12 +81,15 @@ def loss(
         d_index_k = torch.zeros(index_k.shape, dtype=torch.float32, device=q.device)
     if index_q.numel() == 0:
         return kl, d_index_q, d_index_k
-    tokens, lse = q.shape[1], lse.contiguous()
+    tokens = q.shape[1]
+    lse = lse.contiguous() * LOG2E + log2(q.shape[2] // k.shape[2])  # base 2; exponentials are then parts of a mean
     index_q, index_k, q, k = (unit_last(x) for x in (index_q, index_k, q, k))
     blocks = number_blocks(k.shape[1], block, cu_seqlens, q.device, q_offset)
     if indices is not None:
         indices = indices.masked_fill(~counted[:, :, None, None], -1)
-    at_once = queries_at_once(index_q, q, blocks.count if indices is None else indices.shape[3], block, has_grads)
+    params = params or LAUNCHES.find("loss", q, index_q)
+    pieces = cdiv(block, params.columns)
+    at_once = queries_at_once(index_q, q, blocks.count if indices is None else indices.shape[3], pieces, has_grads)
     with launch_on(q):
         for first in range(0, tokens, at_once):
             rows = slice(first, min(tokens, first + at_once))
@@ -108,16 +105,15 @@ def loss(
                 lists = block_lists(indices[:, rows], seen, CHUNK, turn, None, positions)
             tensors = (q[:, rows], k, index_q[:, rows], index_k, lse[:, rows])
             grads = (d_index_q[:, rows], d_index_k) if has_grads else None
-            kl += _stretch(tensors, lists, positions, seen, block, grads, params)
+            kl += _stretch(tensors, lists, positions, seen, pieces, grads, params)
     return kl, d_index_q, d_index_k
 
 
-def queries_at_once(index_q: Tensor, q: Tensor, chosen: int, block: int, has_grads: bool) -> int:
+def queries_at_once(index_q: Tensor, q: Tensor, chosen: int, pieces: int, has_grads: bool) -> int:
     """How many queries of every sequence are done at a time: stretches of equal length, of whole spans. Parts take as
     many bytes as q, within limits."""
     batch, tokens, groups, size = index_q.shape
-    row = size + block
-    a_query = batch * groups * chosen * (12 + (row * index_q.element_size() if has_grads else 0))
+    a_query = batch * groups * chosen * (12 + (pieces * size * index_q.element_size() if has_grads else 0))
     turns = cdiv(tokens, max(SPAN, min(max(MIN_PARTS_BYTES, q.nbytes), MAX_PARTS_BYTES) // a_query))
     return min(tokens, cdiv(cdiv(tokens, turns), SPAN) * SPAN)
 
@@ -155,17 +151,16 @@ def _stretch(
     lists: BlockLists,
     positions: Tensor,
     blocks: Blocks,
-    block: int,
+    pieces: int,
     grads: tuple[Tensor, Tensor] | None,
-    params: Launch | None,
+    params: Launch,
 ) -> Tensor:
-    """The loss of some queries. Writes their gradient and adds that of the index keys, where `grads` are given."""
+    """The loss of some queries. Writes their gradient and adds that of the index keys, where `grads` are given. The
+    keys of a block are those of `pieces` programs."""
     q, k, index_q, index_k, lse = tensors
     (batch, tokens, groups, size), (pairs, _, chosen) = index_q.shape, positions.shape
-    is_unrolled = q.shape[2] // groups <= UNROLLED_HEADS and q.shape[3] <= 64
-    params = params or LAUNCHES.find("unrolled" if is_unrolled else "loss", q, index_q)
-    by_lse, by_grads = (LAUNCHES.find(name, index_q, index_q) for name in ("lse", "grads"))
-    entries, keys = lists.queries.shape[0], min(params.columns, block)
+    per_group, most = q.shape[2] // groups, max(1, CHANNELS // q.shape[3])
+    entries, block, by_lse = lists.queries.shape[0], blocks.size, LAUNCHES.find("lse", index_q, index_q)
     lists_of = (
         lists.queries, lists.offsets, lists.item_block, lists.totals, lists.counts, lists.item_first, blocks.starts
     )  # fmt: skip
@@ -177,38 +172,36 @@ def _stretch(
     def floats(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=q.device)
 
-    pieces = cdiv(block, by_lse.columns)
-    lse_parts, index_lse = floats(entries, pieces), floats(pairs, tokens)
-    launcher(index_lse_kernel, (lists.max_items * pieces,), q)(
+    lse_pieces = cdiv(block, by_lse.columns)
+    lse_parts, index_lse = floats(entries, lse_pieces), floats(pairs, tokens)
+    launcher(index_lse_kernel, (lists.max_items * lse_pieces,), q)(
         index_q, index_k, lse_parts, *lists_of, *index_strides, *sizes, size**-0.5 * LOG2E,
-        ROWS=by_lse.rows, KEYS=block // pieces, **index_shape,
+        ROWS=by_lse.rows, KEYS=block // lse_pieces, **index_shape,
         num_warps=by_lse.num_warps, num_stages=by_lse.num_stages,
     )  # fmt: skip
     merges = (cdiv(pairs * tokens, MERGED_ROWS),)
     launcher(merge_lse_kernel, merges, q)(
-        lse_parts, positions, index_lse, pairs * tokens, chosen, PIECES=pieces, ROWS=MERGED_ROWS, WIDTH=16, num_warps=4
-    )
+        lse_parts, positions, index_lse, pairs * tokens, chosen, PIECES=lse_pieces, ROWS=MERGED_ROWS, WIDTH=16,
+        num_warps=4,
+    )  # fmt: skip
     del lse_parts
-    programs = lists.max_items * (block // keys)
+    programs = lists.max_items * pieces
     kl = torch.zeros(programs, dtype=torch.float32, device=q.device)
-    ds = index_q.new_empty(entries, block) if grads else kl
+    d_q_parts = d_k_parts = kl
+    if grads:
+        d_q_parts, d_k_parts = index_q.new_empty(entries * pieces, size), floats(lists.max_items, block, size)
     launcher(loss_kernel, (programs,), q)(
-        q, k, index_q, index_k, lse, index_lse, kl, ds, *lists_of,
+        q, k, index_q, index_k, lse, index_lse, kl, d_q_parts, d_k_parts, *lists_of,
         q.stride(0), *k.stride()[:3], *index_strides, lse.stride(0), *sizes, tokens,
         q.shape[3] ** -0.5 * LOG2E, size**-0.5 * LOG2E,
-        STRIDE_QS=q.stride(1), STRIDE_QH=q.stride(2), HEADS=q.shape[2], PER_GROUP=q.shape[2] // groups,
-        ROWS=params.rows, KEYS=keys, DK=q.shape[3], BLOCK_DK=padded(q.shape[3]), GRADS=grads is not None,
-        UNROLL=is_unrolled, **index_shape,
-        num_warps=params.num_warps, num_stages=params.num_stages, maxnreg=params.maxnreg,
+        STRIDE_QS=q.stride(1), STRIDE_QH=q.stride(2), HEADS=q.shape[2], PER_GROUP=per_group,
+        AT_ONCE=max(n for n in range(1, most + 1) if per_group % n == 0), ROWS=params.rows, KEYS=block // pieces,
+        DK=q.shape[3], BLOCK_DK=padded(q.shape[3]), GRADS=grads is not None,
+        STAGES=params.num_stages, HOPPER=q.dtype != torch.float32 and card_of(q).kind == "sm90", INTERPRETED=q.is_cpu,
+        **index_shape, num_warps=min(params.num_warps, max(4, block // 16)), num_stages=params.num_stages,
+        maxnreg=params.maxnreg,
     )  # fmt: skip
     if grads:
-        keys = min(by_grads.columns, block)
-        pieces = block // keys
-        d_q_parts, d_k_parts = index_q.new_empty(entries * pieces, size), floats(lists.max_items, block, size)
-        launcher(index_grads_kernel, (lists.max_items * pieces,), q)(
-            index_q, index_k, ds, d_q_parts, d_k_parts, *lists_of, *index_strides, *sizes,
-            ROWS=by_grads.rows, KEYS=keys, **index_shape, num_warps=by_grads.num_warps, num_stages=by_grads.num_stages,
-        )  # fmt: skip
         d_index_q, d_index_k = grads
         launcher(merge_grads_kernel, merges, q)(
             d_q_parts, positions, d_index_q, d_index_q.stride(0) // size, pairs * tokens, tokens, groups, chosen,

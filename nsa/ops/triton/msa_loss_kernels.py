@@ -85,19 +85,20 @@ def merge_lse_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def loss_kernel(
-    q_ptr, k_ptr, index_q_ptr, index_k_ptr, lse_ptr, index_lse_ptr,  # lse [B, S, H], natural; index_lse [P, S]
-    kl_ptr, ds_ptr,  # [programs]; [entries, SEL], r - p, when GRADS
+    q_ptr, k_ptr, index_q_ptr, index_k_ptr, lse_ptr,  # lse [B, S, H], base 2, plus log2(PER_GROUP)
+    index_lse_ptr, kl_ptr,  # [P, S]; [programs]
+    d_q_parts_ptr, d_k_parts_ptr,  # [entries, PIECES, E]; [items, SEL, E]: both without the scale, when GRADS
     queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, starts_ptr,
     stride_qb, stride_kb, stride_ks, stride_kg, stride_ib, stride_ig, stride_jb, stride_js, stride_lb,
     chunk, tokens, groups, blocks, q_offset, queries,
     scale, index_scale,  # Dk ** -0.5 * log2(e); E ** -0.5 * log2(e)
     STRIDE_QS: tl.constexpr, STRIDE_QH: tl.constexpr, STRIDE_I: tl.constexpr, HEADS: tl.constexpr,
-    PER_GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
-    WIDE: tl.constexpr, GRADS: tl.constexpr, UNROLL: tl.constexpr, SEL: tl.constexpr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, PACKED: tl.constexpr,
+    PER_GROUP: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, WIDE: tl.constexpr, GRADS: tl.constexpr, STAGES: tl.constexpr,
+    HOPPER: tl.constexpr, INTERPRETED: tl.constexpr, SEL: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: KEYS keys of one block against the queries of a work item, head after head: the mean over heads is
-    a sum inside every thread, whatever their number."""
+    """One program: KEYS keys of one block against the queries of a work item."""
     PIECES: tl.constexpr = SEL // KEYS
     program = tl.program_id(0)
     item, piece = program // PIECES, program % PIECES
@@ -122,81 +123,101 @@ def loss_kernel(
     q_base = q_ptr + batch * stride_qb + (group * PER_GROUP) * STRIDE_QH
     lse_base = lse_ptr + batch * stride_lb + group * PER_GROUP
     index_q_base = index_q_ptr + batch * stride_ib + group * stride_ig
-    index_lse = index_lse_ptr + pair * queries
-    kl = tl.zeros([ROWS], tl.float32)
-    for step in range(tl.cdiv(count, ROWS)):
-        at = step * ROWS + tl.arange(0, ROWS)
-        t = tl.load(listed + tl.minimum(at, count - 1))  # rows that do not exist repeat the last
-        t_wide = t.to(tl.int64) if WIDE else t
-        q_offs = (t_wide * STRIDE_QS)[:, None] + d[None, :]
-        p = tl.zeros([ROWS, KEYS], tl.float32)
-        if UNROLL:
-            for head in tl.static_range(PER_GROUP):
-                p = _add_head(p, k, q_base, q_offs, lse_base, t_wide * HEADS, head, scale, STRIDE_QH, d, DK, BLOCK_DK)
-        else:
-            for head in tl.range(0, PER_GROUP):
-                p = _add_head(p, k, q_base, q_offs, lse_base, t_wide * HEADS, head, scale, STRIDE_QH, d, DK, BLOCK_DK)
-        index_q_offs = (t_wide * STRIDE_I)[:, None] + e[None, :]
-        index_q = load_tile(index_q_base + index_q_offs, at >= 0, e, E, BLOCK_E, False)
-        log_r = tl.dot(index_q, tl.trans(index_k), input_precision="ieee") * index_scale
-        log_r -= tl.load(index_lse + t)[:, None]
-        seen = since[None, :] <= tl.where(at < count, t, -(1 << 31))[:, None]
-        p = tl.where(seen, p * (1.0 / PER_GROUP), 0.0)
-        kl += tl.sum(tl.where(p == 0.0, 0.0, p * (tl.log2(p) - log_r)), 1)
-        if GRADS:
-            ds = tl.where(seen, tl.exp2(log_r) - p, 0.0).to(ds_ptr.dtype.element_ty)
-            tl.store(ds_ptr + (place + at)[:, None] * SEL + col[None, :], ds, mask=(at < count)[:, None])
-    tl.store(kl_ptr + program, tl.sum(kl, 0) * 0.6931471805599453)
+    index_lse_base = index_lse_ptr + pair * queries
+    d_q_parts = d_q_parts_ptr + (place * PIECES + piece) * E
+    # Lists ascend, so the queries inside the block, at most SEL, come first: only they need the causal mask. Their
+    # steps and an incomplete last step form the masked loop; in the other loop all rows exist and see all keys.
+    inside = tl.minimum(SEL - (item - tl.load(item_first_ptr + cell)) * chunk, count)
+    split = tl.cdiv(tl.maximum(inside, 0), ROWS)
+    full = tl.maximum(count // ROWS, split)
+    kl = tl.zeros([KEYS, 8], tl.float32)
+    d_k = tl.zeros([KEYS, BLOCK_E], tl.float32)
+    for masked in tl.static_range(2):
+        begin, behind = split, full
+        if masked:
+            begin, behind = 0, split + (full * ROWS < count).to(tl.int32)
+        kl, d_k = _loss_rows(
+            kl, d_k, k, index_k, since, listed, begin, behind, split, full, count, q_base, lse_base, index_q_base,
+            index_lse_base, d_q_parts, scale, index_scale, STRIDE_QS, STRIDE_QH, STRIDE_I, HEADS, PER_GROUP, AT_ONCE,
+            ROWS, KEYS, DK, BLOCK_DK, E, BLOCK_E, PIECES, WIDE, GRADS, STAGES, HOPPER, INTERPRETED, masked,
+        )  # fmt: skip
+    tl.store(kl_ptr + program, tl.sum(tl.sum(kl, 1), 0) * 0.6931471805599453)
+    if GRADS:
+        store_rows(d_k_parts_ptr, item.to(tl.int64) * SEL + col, d_k, key_ok, E, BLOCK_E)
 
 
 @triton.jit
-def _add_head(
-    p, k, q_base, q_offs, lse_base, lse_offs, head, scale, STRIDE_QH: tl.constexpr, d, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
+def _loss_rows(
+    kl, d_k,  # [KEYS, 8]; [KEYS, BLOCK_E]
+    k, index_k, since, listed, begin, behind, split, full, count, q_base, lse_base, index_q_base, index_lse_base,
+    d_q_parts, scale, index_scale, STRIDE_QS: tl.constexpr, STRIDE_QH: tl.constexpr, STRIDE_I: tl.constexpr,
+    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DK: tl.constexpr, BLOCK_DK: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, PIECES: tl.constexpr,
+    WIDE: tl.constexpr, GRADS: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr, INTERPRETED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the probabilities [ROWS, KEYS] of one head."""
-    q = load_tile(q_base + head * STRIDE_QH + q_offs, d[:, None] >= 0, d, DK, BLOCK_DK, False)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return p + tl.exp2(s * scale - tl.load(lse_base + head + lse_offs)[:, None] * 1.4426950408889634)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def index_grads_kernel(
-    index_q_ptr, index_k_ptr, ds_ptr,  # ds [entries, SEL]
-    d_q_parts_ptr, d_k_parts_ptr,  # [entries, PIECES, E]; [items, SEL, E], both without the scale
-    queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, starts_ptr,
-    stride_ib, stride_ig, stride_jb, stride_js, chunk, tokens, groups, blocks, q_offset,
-    STRIDE_I: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, SEL: tl.constexpr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """The gradients of KEYS index keys of a block and, as far as these give them, of the queries of a work item."""
-    PIECES: tl.constexpr = SEL // KEYS
-    item, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
-    if item >= tl.load(totals_ptr):
-        return
-    cell = tl.load(item_block_ptr + item)
-    pair, start, end = block_place(cell, 0, 0, blocks, tokens, starts_ptr, SEL, PACKED)
-    batch, group = pair // groups, pair % groups
-    place, queries, count = _item_list(item, cell, chunk, queries_ptr, offsets_ptr, counts_ptr, item_first_ptr)
-    if count <= 0:
-        return
-    e, col = tl.arange(0, BLOCK_E), piece * KEYS + tl.arange(0, KEYS)
-    key = start + col
-    k_rows = index_k_ptr + batch * stride_jb + key.to(tl.int64) * stride_js
-    k = load_tile(k_rows[:, None] + e[None, :], key < end, e, E, BLOCK_E, True)
-    q_base = index_q_ptr + batch * stride_ib + group * stride_ig
-    d_k = tl.zeros([KEYS, BLOCK_E], tl.float32)
-    for step in range(tl.cdiv(count, ROWS)):
-        at = step * ROWS + tl.arange(0, ROWS)
-        there = at < count
-        t = tl.load(queries + tl.minimum(at, count - 1))
+    """Steps [begin, behind) of ROWS queries each; with MASKED, `full` comes after `split` - 1. One loop over steps and
+    the heads of a group, AT_ONCE in a turn, pipelines the loads across both; the mean over heads is a sum inside every
+    thread. Scores are transposed, [keys, queries]: their gradients are then the first operand of the product that
+    accumulates."""
+    TURNS: tl.constexpr = PER_GROUP // AT_ONCE
+    d, e, row = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
+    # Queries are prefetched a turn ahead, since the gathers depend on them. Rows that do not exist repeat the last.
+    ahead = begin
+    if MASKED:
+        ahead = tl.where(begin < split, begin, full)
+    t_next = tl.load(listed + tl.minimum(ahead * ROWS + row, count - 1))
+    p = tl.zeros([KEYS, ROWS], tl.float32)
+    # Only with a number of stages of its own does the loop pipeline the loads that are not operands of a product.
+    for i in tl.range(begin * TURNS, behind * TURNS, num_stages=STAGES):
+        t, step, ahead, is_last = t_next, i // TURNS, (i + 1) // TURNS, i % TURNS == TURNS - 1
+        if MASKED:
+            step, ahead = tl.where(step < split, step, full), tl.where(ahead < split, ahead, full)
+        t_next = tl.load(listed + tl.minimum(ahead * ROWS + row, count - 1))
         t_wide = t.to(tl.int64) if WIDE else t
-        q = load_tile(q_base + (t_wide * STRIDE_I)[:, None] + e[None, :], there, e, E, BLOCK_E, False)
-        ds = tl.load(ds_ptr + (place + at)[:, None] * SEL + col[None, :], mask=there[:, None], other=0.0)
-        d_k = tl.dot(tl.trans(ds), q, d_k, input_precision="ieee")
-        d_q = tl.dot(ds, k, input_precision="ieee")
-        store_rows(d_q_parts_ptr, (place + at) * PIECES + piece, d_q, there, E, BLOCK_E)
-    store_rows(d_k_parts_ptr, item.to(tl.int64) * SEL + col, d_k, key < end, E, BLOCK_E)
+        index_q_offs = (t_wide * STRIDE_I)[:, None] + e[None, :]
+        index_q = load_tile(index_q_base + index_q_offs, is_last & (row >= 0), e, E, BLOCK_E, TURNS > 1)
+        index_lse = tl.load(index_lse_base + t, mask=is_last)
+        q_offs = (t_wide * STRIDE_QS)[:, None] + d[None, :]
+        for number in tl.static_range(AT_ONCE):
+            head = i % TURNS * AT_ONCE + number
+            q = load_tile(q_base + head * STRIDE_QH + q_offs, row >= 0, d, DK, BLOCK_DK, False)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, ROWS]
+            p += tl.exp2(s * scale - tl.load(lse_base + head + t_wide * HEADS)[None, :])
+        if is_last:
+            log_r = tl.dot(index_k, tl.trans(index_q), input_precision="ieee") * index_scale - index_lse[None, :]
+            at = step * ROWS + row
+            there = at >= 0
+            if MASKED:
+                there = at < count
+                seen = since[:, None] <= tl.where(there, t, -(1 << 31))[None, :]
+                p = tl.where(seen, p, 0.0)
+            term = p * (_log2(tl.maximum(p, 1e-37), INTERPRETED) - log_r)
+            kl += tl.sum(tl.reshape(term, [KEYS, ROWS // 8, 8]), 1)  # inside every thread
+            if GRADS:
+                ds = tl.exp2(log_r) - p
+                if MASKED:
+                    ds = tl.where(seen, ds, 0.0)
+                ds = ds.to(index_q.dtype)
+                d_k = tl.dot(ds, index_q, d_k, input_precision="ieee")
+                if HOPPER:  # whose instruction needs at least 64 rows
+                    d_q = tl.trans(tl.dot(tl.trans(index_k), ds, input_precision="ieee"))
+                else:
+                    d_q = tl.dot(tl.trans(ds), index_k, input_precision="ieee")
+                store_rows(d_q_parts, at * PIECES, d_q, there, E, BLOCK_E)
+            p = tl.zeros([KEYS, ROWS], tl.float32)
+    return kl, d_k
+
+
+@triton.jit
+def _log2(x, INTERPRETED: tl.constexpr):
+    """In one instruction, with a relative error of 2^-22; `tl.log2` takes sixteen."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "groups"])

@@ -11,7 +11,7 @@ KERNELS = {
     "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
     "_mix_kernel", "_mix_backward_kernel",
-    "block_max_kernel", "index_lse_kernel", "merge_lse_kernel", "loss_kernel", "index_grads_kernel",
+    "block_max_kernel", "index_lse_kernel", "merge_lse_kernel", "loss_kernel",
     "merge_grads_kernel", "sum_keys_kernel",
     "_norm_kernel", "_norm_backward_kernel", "_activate_kernel", "_activate_backward_kernel",
 }  # fmt: skip
@@ -153,7 +153,7 @@ def test_kernels_of_a_million_tokens_have_wide_offsets_where_32_bits_overflow(he
         attend(Plan(1, tokens, heads, groups, dim, dim, packed=packed))
     wide = {kernel.__name__: options["WIDE"] for kernel, _, options in launches if "WIDE" in options}
     few = {"_attend_block_kernel": False} if heads // groups < 8 else {}  # over a stretch of the queries
-    few |= dict.fromkeys(("block_max_kernel", "index_lse_kernel", "loss_kernel", "index_grads_kernel"), False)
+    few |= dict.fromkeys(("block_max_kernel", "index_lse_kernel", "loss_kernel"), False)
     assert wide == {"score_kernel": False, "_block_grads_kernel": tokens * heads * dim >= 1 << 31} | few
     assert len([kernel for kernel, *_ in launches if kernel.__name__ == "_block_grads_kernel"]) > groups, "in turns"
 

@@ -155,7 +155,7 @@ def test_the_loss_streams_and_adds_in_parts(monkeypatch, is_dense):
     monkeypatch.setattr(msa_loss, "CHUNK", 24)
     monkeypatch.setattr(msa_loss, "LAUNCHES", SimpleNamespace(find=lambda *_: Launch(16, 16, 4, 1)))
     tensors = make_inputs(140, 2, 2, dtype=torch.float32)
-    assert msa_loss.queries_at_once(tensors[3], tensors[0], 3, SPEC.block, True) == 128
+    assert msa_loss.queries_at_once(tensors[3], tensors[0], 3, 1, True) == 128
     check_loss(MSASpec(32, 2), tensors, is_dense=is_dense)
 
 
