@@ -52,7 +52,7 @@ LAUNCHES = LaunchTable({
     ("lse", "sm90"): {256: Launch(64, 128, 4, 3)},
     ("lse", "sm80"): {128: Launch(64, 128, 4, 2), 256: Launch(32, 64, 4, 2)},
     ("lse", "fp32"): {128: Launch(16, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
-    ("loss", "sm90"): {64: Launch(32, 128, 8, 2, maxnreg=128), 128: Launch(32, 128, 8, 2), 256: Launch(16, 128, 8, 2)},
+    ("loss", "sm90"): {64: Launch(32, 128, 8, 2, maxnreg=128), 128: Launch(64, 128, 8, 2), 256: Launch(16, 128, 8, 2)},
     ("loss", "sm80"): {64: Launch(64, 64, 4, 2), 256: Launch(32, 64, 8, 2)},
     ("loss", "fp32"): {128: Launch(16, 32, 8, 1), 256: Launch(16, 16, 8, 1)},
 })  # fmt: skip

@@ -18,13 +18,24 @@ from torch import Tensor
 
 from nsa.ops.triton import selected_lists, selected_tiles
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
+from nsa.ops.triton.launch_table import (
+    Launch,
+    LaunchTable,
+    card_of,
+    cdiv,
+    head_class,
+    launch_on,
+    launcher,
+    power_of_2,
+    unit_last,
+)
 from nsa.ops.triton.selected_lists import BlockLists, Blocks, block_place, number_blocks
 from nsa.ops.triton.selected_query_grads import query_grads_kernel
 from nsa.ops.triton.selected_tiles import TilePlan, choose_tiles, extent, keys_at_once, load_block
 
 ITEMS_WANTED = 1536  # work items that keep every GPU busy to the end
 FUSED_MAX_PER_GROUP, FUSED_MAX_HEAD = 7, 128  # beyond, atomics cost more and registers run out
+WIDE = Launch(64, 128, 8, 2)  # instead of "block", for blocks of so many keys and heads of 65 to 128 channels on sm90
 
 # "block" (dQ separate) and "block_fused": the gathered rows of a step x keys. "query_...": of a separate dQ.
 LAUNCHES = LaunchTable({
@@ -66,6 +77,9 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: in
         and not torch.are_deterministic_algorithms_enabled()
     )
     gathered = LAUNCHES.find("block_fused" if fused else "block", q, v)
+    is_wide = block >= WIDE.columns and head_class(q.shape[3], v.shape[3]) == 128
+    if is_wide and card_of(q).kind == "sm90" and q.element_size() == 2:
+        gathered = WIDE
     # On average num_selected * block queries choose a block: lists up to twice that length are not divided, and their
     # results are written once. Short sequences need shorter items to occupy the GPU.
     items = batch * groups * tokens * num_selected // ITEMS_WANTED

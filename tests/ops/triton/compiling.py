@@ -152,6 +152,7 @@ def attend(plan: Plan) -> None:
     win.backward(do, q, k, v, o, lse, SPEC.window, borders)
     index, index_q, index_k = dispatch.kernels_for("index"), tokens(plan.groups, plan.dk), tokens(1, plan.dk).squeeze(2)
     indices, counted = index.choose(index_q, index_k, MSA, borders), tensor(*q.shape[:2], kind=torch.bool)
+    sel.backward(do, q, k, v, indices, o, lse, MSA.block, borders)
     dispatch.kernels_for("index_loss").loss(index_q, index_k, q, k, lse, indices, counted, MSA.block, borders)
     gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
     mix.forward(o, o, o, gates)
