@@ -8,7 +8,7 @@ and index queries agree in runs of 32. `--tune` times launches of the kernels of
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,8 @@ def variants(case: Case) -> Iterator[tuple[str, Launch, dict[str, Any]]]:
         Launch(64, 128, 8, 2, maxnreg=128), Launch(64, 128, 8, 3, maxnreg=128), Launch(64, 128, 8, 2),
         Launch(32, 128, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, maxnreg=168),
     ):  # fmt: skip
-        for heads in (1, 2, 4, 6):
-            yield "loss", launch, {"CHANNELS": heads * case.shape.dim}
+        for heads in (1, 2, 4, 6, 8):
+            yield "loss", replace(launch, depth=heads * case.shape.dim), {"CHUNK": msa_loss.CHUNK}
     for constants in ({"CHUNK": 512}, {"CHUNK": 2048}, {"MERGED_ROWS": 16}, {"MERGED_ROWS": 64}):
         yield "loss", Launch(32, 128, 8, 2), constants
 

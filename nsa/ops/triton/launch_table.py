@@ -25,7 +25,8 @@ class Launch:
     rows, columns  the tile that a program computes at a time
     num_warps      warps of a program
     num_stages     depth of the software pipeline over tiles
-    depth          terms of a sum that one step of a product adds, if that is a choice
+    depth          terms of a sum that one step of a product adds, if that is a choice. In msa_loss.py, channels of the
+                   heads that one step loads
     mask           "always": every tile is masked; "branch": only tiles that need it, found at run time. In flash.py
     tma            the tensor memory accelerator (sm_90 and later) loads tiles, if strides allow it. In flash.py
     maxnreg        maximum registers of a thread, so that another program fits the multiprocessor. In dK and dV of
