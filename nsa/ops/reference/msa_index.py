@@ -105,9 +105,9 @@ def loss(
     return kl, d_index_q, d_index_k
 
 
-def loss_workspace(index_q: Tensor, q: Tensor, k: Tensor, **_: Any) -> int:
+def loss_workspace(index_q: Tensor, q: Tensor, k: Tensor, indices: Tensor | None, **_: Any) -> int:
     """Scores of all heads, and either their exponentials or six tensors of the size of p."""
-    held = 4 * scores_held(q, q.shape[1], k.shape[1])
+    held = 4 * scores_held(q, q.shape[1] if indices is None else selected.most_rows(q), k.shape[1])
     return held + max(held, 6 * held * index_q.shape[2] // q.shape[2])
 
 
