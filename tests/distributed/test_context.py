@@ -44,9 +44,9 @@ pytestmark = pytest.mark.timeout(900)
 
 SHORT = {"train": {"steps": 4, "eval_every": 2}, "checkpoint": {"every": 0}, "telemetry": {"every": 1}}
 MLP = {"nsa": {"phi": "mlp"}}
-# 122 tokens, packed, in 4 or 8 chunks. After 20 steps with seed 0, two blocks of a validation sequence have equal
-# scores up to rounding, and 4 ranks select the other block.
-ODD = {"train": {"seq_len": 61, "batch_size": 2, "seed": 1}}
+# 122 tokens, packed, in 4 or 8 chunks. With seeds 0 and 1, two blocks once have equal scores up to rounding within 20
+# steps, and 4 ranks select the other one.
+ODD = {"train": {"seq_len": 61, "batch_size": 2, "seed": 2}}
 WHOLE_ROWS = {"data": {"isolate_documents": False}, "train": {"seq_len": 64, "batch_size": 2}}
 
 
