@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from nsa.config.architecture import Architecture
@@ -138,7 +140,7 @@ class _Backbone:
 
     def __call__(self, *arguments: Any, **options: Any) -> BaseModelOutputWithPast:
         found: Any = self._causal.hidden(*arguments, **options)
-        return BaseModelOutputWithPast(*found)
+        return BaseModelOutputWithPast(*found[:2])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._causal.decoder, name)
@@ -229,9 +231,16 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **options: Any,
-    ) -> CausalLMOutputWithPast:
-        """The arguments are those of `hidden`, and transformers' `labels` and `logits_to_keep`."""
-        hidden_BSC, past_key_values = self.hidden(
+    ) -> MoeCausalLMOutputWithPast:
+        """The arguments are those of `hidden`, and transformers' `labels` and `logits_to_keep`.
+
+        In training, the loss of a model with MSA layers includes their index loss, times `msa.loss_weight`. `aux_loss`
+        of the result is its mean over the batch, without the weight and without a gradient.
+        """
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        index_terms = self._index_terms()  # before the layers: wrappers that shard may hide parameters after them
+        counted = _counted(input_ids, labels, kept, **options) if index_terms else None
+        hidden_BSC, past_key_values, index_losses = self.hidden(
             input_ids,
             attention_mask,
             past_key_values,
@@ -239,14 +248,37 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             cu_seq_lens_q=cu_seq_lens_q,
+            counted=counted,
             **options,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BSV = self.decoder.head(hidden_BSC[:, kept])
-        loss = None
+        loss: Any = None
+        aux_loss: Any = None
         if labels is not None:
             loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
+        if counted is not None and index_losses:
+            device = loss.device
+            kl = torch.stack([kl.to(device) for kl, _ in index_losses]).sum()
+            if not kl.requires_grad:  # no query chooses, but DistributedDataParallel waits for all gradients
+                kl = kl + 0.0 * sum(p.sum().to(device) for p in self._index_parameters())
+            queries = index_losses[0][1].to(device)  # the same in all layers
+            index_loss = kl / (index_terms * queries.clamp(min=1))
+            # The batches of a step add up to a mean weighted by their targets, as those of the cross-entropy do.
+            items = options.get("num_items_in_batch")
+            share = 1.0 if items is None else counted.sum().to(device) / torch.as_tensor(items, device=device)
+            loss, aux_loss = loss + self.config.msa["loss_weight"] * share * index_loss, index_loss.detach()
+        return MoeCausalLMOutputWithPast(
+            loss=loss, aux_loss=aux_loss, logits=logits_BSV, past_key_values=past_key_values
+        )
+
+    def _index_terms(self) -> int:
+        """The summands of the index loss per query; 0 where no index is trained."""
+        return self.decoder.num_index_terms() if self.training and torch.is_grad_enabled() else 0
+
+    def _index_parameters(self) -> list[Tensor]:
+        """The trainable parameters of the indexes, unless they are sharded."""
+        found = ((name, p) for name, p in self.decoder.named_parameters() if p.requires_grad)
+        return [p for name, p in found if ".attention.index_" in name and not isinstance(p, DTensor)]
 
     def hidden(
         self,
@@ -257,15 +289,17 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        counted: Tensor | None = None,
         **options: Any,
-    ) -> tuple[Tensor, NSACache | None]:
-        """Returns the input of the head, [B, S, C], and the cache.
+    ) -> tuple[Tensor, NSACache | None, list[list[Tensor]]]:
+        """Returns the input of the head, [B, S, C], the cache, and with `counted` what `Decoder.run` says of the index.
 
         attention_mask  [B, past and new tokens], 1 for tokens and 0 for padding before or after them
         position_ids    a packed document starts where they do not rise by 1, as in transformers; padding and a cache
                         are refused then. Their values do not matter: positions count from the start of a document
         cu_seq_lens_q   the borders of packed documents in the concatenated rows, instead of position_ids
         past_key_values the cache to continue, without gradients
+        counted         [B, S] bool, the tokens that have a target
         """
         for name in ("output_attentions", "output_hidden_states"):
             if options.get(name, getattr(self.config, name, False)):
@@ -292,18 +326,26 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ArgumentError(name, "packed documents are not supported together with padding or a cache")
         if position_ids is None and cu_seq_lens_q is None and options.get("seq_idx") is not None:
             raise ArgumentError("seq_idx", "needs position_ids or cu_seq_lens_q, which mark packed documents")
+        index_losses: list[list[Tensor]] = []
+        shape = [rows, width] if documents is None else [1, rows * width]
         if past_key_values is not None:
             hidden_BSC = self._continued(tokens_BS, mask, past_key_values)
-        elif documents is not None:
-            hidden_BSC = self.decoder.hidden(tokens_BS.reshape(1, -1), documents).view(rows, width, -1)
         else:
-            hidden_BSC = self.decoder.hidden(tokens_BS)
+            if counted is None and not torch.compiler.is_compiling() and self._index_terms():
+                logging.get_logger(__name__).warning_once(
+                    "The index of MSA is not trained: its loss needs labels; transformers.Trainer passes them, TRL not."
+                )
+            if counted is not None:
+                counted = counted if mask is None or order is None else (counted & mask).gather(1, order)
+                counted = counted.reshape(shape)
+            hidden_BSC, index_losses = self.decoder.run(tokens_BS.reshape(shape), documents, counted=counted)
+            hidden_BSC = hidden_BSC.view(rows, width, -1)
         if order is not None:
             # Padding gets the output of the row's last token: generate() reads it in rows with padding at the end.
             last = mask.sum(1, keepdim=True) - 1  # type: ignore[union-attr]
             inverse = torch.argsort(order, dim=1).minimum(last).clamp(min=0)
             hidden_BSC = hidden_BSC.gather(1, inverse[..., None].expand_as(hidden_BSC))
-        return hidden_BSC, past_key_values
+        return hidden_BSC, past_key_values, index_losses
 
     # The cache counts tokens on the host: every step would recompile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -329,6 +371,23 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         slack = max(64, *(tokens or 0 for tokens in drafts))  # rejected draft tokens are removed again
         model_kwargs["past_key_values"] = NSACache(self, rows, max_cache_length + 1, slack=slack)
         return None
+
+
+def _counted(
+    input_ids: Tensor | None,
+    labels: Tensor | None,
+    kept: slice | Tensor,
+    shift_labels: Tensor | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor | None:
+    """The tokens that have a target in the cross-entropy of transformers, [B, S] bool; None without labels."""
+    if input_ids is None or labels is None:
+        return None
+    targets = pad(labels[:, 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    counted = torch.zeros_like(input_ids, dtype=torch.bool)
+    counted[:, kept] = (targets != ignore_index).to(counted.device)
+    return counted
 
 
 def _documents(position_ids: Tensor | None, mask: Tensor | None, rows: int, width: int) -> Tensor | None:

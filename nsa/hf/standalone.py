@@ -339,7 +339,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         how = f"pip install 'nsa[hf] @ {config.package}'" if config.package else "the model card says how to install it"
         logging.get_logger(__name__).warning_once(
-            f"The package nsa is not installed; its plain PyTorch substitute is slower: {how}."
+            f"The package nsa is not installed; its substitute is slower and trains no index of MSA: {how}."
         )
         self.decoder = Decoder(config)
         self.post_init()  # type: ignore[no-untyped-call]

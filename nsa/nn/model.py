@@ -93,7 +93,7 @@ class Decoder(nn.Module):
             with torch.no_grad():
                 cached_BSV: Tensor = self.head(self.hidden(tokens_BS, cache=step))
                 return cached_BSV
-        hidden_BSC, index_losses = self._run(tokens_BS, cu_seqlens, max_seqlen, None, counted)
+        hidden_BSC, index_losses = self.run(tokens_BS, cu_seqlens, max_seqlen, counted=counted)
         result: Tensor = self.head(hidden_BSC) if loss is None else loss(hidden_BSC, self.head)
         if counted is None:
             return result
@@ -110,15 +110,15 @@ class Decoder(nn.Module):
         cache: CacheStep | None = None,
     ) -> Tensor:
         """The input of the head, [B, S, C], for callers that need the logits of some tokens only."""
-        return self._run(tokens_BS, cu_seqlens, max_seqlen, cache, None)[0]
+        return self.run(tokens_BS, cu_seqlens, max_seqlen, cache)[0]
 
-    def _run(
+    def run(
         self,
         tokens_BS: Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        cache: CacheStep | None,
-        counted: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: CacheStep | None = None,
+        counted: Tensor | None = None,
     ) -> tuple[Tensor, list[list[Tensor]]]:
         """The input of the head; with `counted`, also the sum and the queries of each layer's index loss."""
         x_BSC, index_losses = self.embedding(tokens_BS), []
