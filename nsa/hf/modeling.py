@@ -292,7 +292,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         counted: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, NSACache | None, list[list[Tensor]]]:
-        """Returns the input of the head, [B, S, C], the cache, and with `counted` what `Decoder.run` says of the index.
+        """Returns the input of the head, [B, S, C], the cache, and with `counted` the index loss of each layer.
 
         attention_mask  [B, past and new tokens], 1 for tokens and 0 for padding before or after them
         position_ids    a packed document starts where they do not rise by 1, as in transformers; padding and a cache

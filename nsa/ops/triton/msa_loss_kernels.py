@@ -133,11 +133,11 @@ def loss_kernel(
     kl = tl.zeros([KEYS, 8], tl.float32)
     d_k = tl.zeros([KEYS, BLOCK_E], tl.float32)
     for masked in tl.static_range(2):
-        begin, behind = split, full
+        begin, stop = split, full
         if masked:
-            begin, behind = 0, split + (full * ROWS < count).to(tl.int32)
+            begin, stop = 0, split + (full * ROWS < count).to(tl.int32)
         kl, d_k = _loss_rows(
-            kl, d_k, k, index_k, since, listed, begin, behind, split, full, count, q_base, lse_base, index_q_base,
+            kl, d_k, k, index_k, since, listed, begin, stop, split, full, count, q_base, lse_base, index_q_base,
             index_lse_base, d_q_parts, scale, index_scale, STRIDE_QS, STRIDE_QH, STRIDE_I, HEADS, PER_GROUP, AT_ONCE,
             ROWS, KEYS, DK, BLOCK_DK, E, BLOCK_E, PIECES, WIDE, GRADS, STAGES, HOPPER, INTERPRETED, masked,
         )  # fmt: skip
@@ -149,14 +149,14 @@ def loss_kernel(
 @triton.jit
 def _loss_rows(
     kl, d_k,  # [KEYS, 8]; [KEYS, BLOCK_E]
-    k, index_k, since, listed, begin, behind, split, full, count, q_base, lse_base, index_q_base, index_lse_base,
+    k, index_k, since, listed, begin, stop, split, full, count, q_base, lse_base, index_q_base, index_lse_base,
     d_q_parts, scale, index_scale, STRIDE_QS: tl.constexpr, STRIDE_QH: tl.constexpr, STRIDE_I: tl.constexpr,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DK: tl.constexpr, BLOCK_DK: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, PIECES: tl.constexpr,
     WIDE: tl.constexpr, GRADS: tl.constexpr, STAGES: tl.constexpr, HOPPER: tl.constexpr, INTERPRETED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Steps [begin, behind) of ROWS queries each; with MASKED, `full` comes after `split` - 1. One loop over steps and
+    """Steps [begin, stop) of ROWS queries each; with MASKED, `full` comes after `split` - 1. One loop over steps and
     the heads of a group, AT_ONCE in a turn, pipelines the loads across both; the mean over heads is a sum inside every
     thread. Scores are transposed, [keys, queries]: their gradients are then the first operand of the product that
     accumulates."""
@@ -169,7 +169,7 @@ def _loss_rows(
     t_next = tl.load(listed + tl.minimum(ahead * ROWS + row, count - 1))
     p = tl.zeros([KEYS, ROWS], tl.float32)
     # Only with a number of stages of its own does the loop pipeline the loads that are not operands of a product.
-    for i in tl.range(begin * TURNS, behind * TURNS, num_stages=STAGES):
+    for i in tl.range(begin * TURNS, stop * TURNS, num_stages=STAGES):
         t, step, ahead, is_last = t_next, i // TURNS, (i + 1) // TURNS, i % TURNS == TURNS - 1
         if MASKED:
             step, ahead = tl.where(step < split, step, full), tl.where(ahead < split, ahead, full)
