@@ -26,23 +26,17 @@ def project(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """The output of each of `layers`. Plain linear layers are computed in one product, and so are those that multiply
     in FP8. The layers are called separately if any of them is adapted, quantized, patched or hooked, and for a few
     tokens without gradients, where concatenating the weights would cost more memory traffic than the products."""
-    joined = project_joined(x_BSC, layers)
-    if joined is None:
-        return [layer(x_BSC) for layer in layers]
-    return torch.split(joined, [layer.out_features for layer in layers], dim=-1)  # type: ignore[misc]
-
-
-def project_joined(x_BSC: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
-    """The outputs of `layers` from one product, concatenated, or None if the layers have to be called."""
     is_short = not torch.is_grad_enabled() and x_BSC.shape[0] * x_BSC.shape[1] <= FEW_TOKENS
     kind = is_float8 if is_float8(layers[0]) else is_plain
     alike = [] if is_short else [layer for layer in layers if kind(layer)]
     if len(alike) != len(layers) or len(layers) == 1:
-        return None
+        return [layer(x_BSC) for layer in layers]
     weight = torch.cat([layer.weight for layer in alike])
     if kind is is_plain:
-        return nn.functional.linear(x_BSC, weight)
-    return functional_call(alike[0], {"weight": weight}, x_BSC)  # type: ignore[no-any-return]
+        joined = nn.functional.linear(x_BSC, weight)
+    else:
+        joined = functional_call(alike[0], {"weight": weight}, x_BSC)
+    return torch.split(joined, [layer.out_features for layer in alike], dim=-1)
 
 
 def project_heads(layer: Any, x_BSC: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:

@@ -88,7 +88,7 @@ def backward_workspace(
 
 def _passes(x: Tensor, out: Tensor, *, count: bool) -> Any:
     """The backend of everything except the products."""
-    return dispatch.choose("mlp", None, x, out, count=count, channels=x.shape[-1])
+    return dispatch.choose("mlp", None, x, out, count=count)
 
 
 def _rows(x_TC: Tensor) -> Iterator[slice]:

@@ -42,10 +42,8 @@ def activate(hidden_TM: Tensor, activation: str) -> Tensor:
     return gated(gate, up, activation)
 
 
-def activate_backward(
-    dmixed_TM: Tensor, hidden_TM: Tensor, activation: str, has_mixed: bool = True
-) -> tuple[Tensor, Tensor]:
-    """`activate(hidden)`, recomputed (here even without `has_mixed`), and the gradient of hidden."""
+def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """`activate(hidden)`, recomputed, and the gradient of hidden."""
     gate, up = hidden_TM.chunk(2, dim=-1)
     if activation == "swiglu_oai":
         return _activate_oai_backward(dmixed_TM, hidden_TM)

@@ -19,11 +19,11 @@ WIDEST = 1 << 14  # channels, which a program holds in registers
 _ALPHA, _LIMIT = tl.constexpr(ALPHA), tl.constexpr(LIMIT)
 
 
-def refusal(q: Tensor, v: Tensor, channels: int = 0) -> str | None:
-    """Why these kernels cannot run on an input like q and weights like v with a norm over `channels`, or None."""
+def refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why these kernels cannot run on an input like q and weights like v, or None."""
     if q.dtype not in DTYPES or v.dtype not in DTYPES:
         return f"the Triton kernels compute float16, bfloat16 and float32, not {q.dtype} and {v.dtype}"
-    return None if channels <= WIDEST else f"{channels} channels are more than {WIDEST}"
+    return None if q.shape[-1] <= WIDEST else f"{q.shape[-1]} channels are more than {WIDEST}"
 
 
 def normalize(x_TC: Tensor, norm: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -66,17 +66,15 @@ def activate(hidden_TM: Tensor, activation: str) -> Tensor:
     return mixed
 
 
-def activate_backward(
-    dmixed_TM: Tensor, hidden_TM: Tensor, activation: str, has_mixed: bool = True
-) -> tuple[Tensor, Tensor]:
-    """`activate(hidden)`, recomputed (empty unless `has_mixed`), and the gradient of hidden."""
+def activate_backward(dmixed_TM: Tensor, hidden_TM: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """`activate(hidden)`, recomputed, and the gradient of hidden."""
     tokens, width = dmixed_TM.shape
-    mixed, dhidden = dmixed_TM.new_empty(dmixed_TM.shape if has_mixed else 0), torch.empty_like(hidden_TM)
+    mixed, dhidden = torch.empty_like(dmixed_TM), torch.empty_like(hidden_TM)
     block = min(ACTIVATE.rows, power_of_2(width))
     with launch_on(mixed):
         launcher(_activate_backward_kernel, (tokens, cdiv(width, block)), mixed)(
             dmixed_TM, hidden_TM, mixed, dhidden, width,
-            IS_OAI=activation == "swiglu_oai", MIXED=has_mixed, M=block, num_warps=ACTIVATE.num_warps,
+            IS_OAI=activation == "swiglu_oai", M=block, num_warps=ACTIVATE.num_warps,
         )  # fmt: skip
     return mixed, dhidden
 
@@ -156,9 +154,7 @@ def _activate_kernel(hidden, mixed, width, IS_OAI: tl.constexpr, M: tl.constexpr
 
 
 @triton.jit
-def _activate_backward_kernel(
-    dmixed, hidden, mixed, dhidden, width, IS_OAI: tl.constexpr, MIXED: tl.constexpr, M: tl.constexpr
-):
+def _activate_backward_kernel(dmixed, hidden, mixed, dhidden, width, IS_OAI: tl.constexpr, M: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * M + tl.arange(0, M)
     mask = m < width
@@ -167,8 +163,7 @@ def _activate_backward_kernel(
     grad = tl.load(dmixed + t * width + m, mask=mask, other=0.0).to(tl.float32)
     clamped, opened, shifted = gate_parts(gate, up, IS_OAI)
     activated = clamped * opened
-    if MIXED:
-        tl.store(mixed + t * width + m, (activated * shifted).to(mixed.dtype.element_ty), mask=mask)
+    tl.store(mixed + t * width + m, (activated * shifted).to(mixed.dtype.element_ty), mask=mask)
     dup = grad * activated
     if IS_OAI:
         dgate = tl.where(gate > _LIMIT, 0.0, grad * shifted * (opened + activated * _ALPHA * (1.0 - opened)))
