@@ -23,7 +23,7 @@ from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
 MAX_CANDIDATES = 2048  # indices of one tile, all compared with each other
-MAX_BITS = 32  # blocks of a sequence up to which the selection of a query is a word of bits
+MAX_UNROLLED = 32  # indices of a query up to which loops over them are unrolled
 
 
 @dataclass(frozen=True)
@@ -166,40 +166,43 @@ def tile_lists(
     entries = torch.empty(pairs, tiles, capacity, dtype=torch.int64, device=indices.device)
     counts = torch.empty(pairs, tiles, 3, dtype=torch.int32, device=indices.device)
     take = None if ratio == 0.0 else torch.empty(pairs, tiles, dtype=torch.int32, device=indices.device)
-    # With few blocks, use bits of blocks instead of candidates.
-    bits = not blocks.packed and blocks.count <= MAX_BITS and chosen <= 32
-    width = power_of_2(blocks.count if bits else queries * chosen)
-    at_once = max(1, (256 if bits else 512) // width)
+    width = power_of_2(queries * chosen)
+    by_number = power_of_2(blocks.count) <= width and chosen <= MAX_UNROLLED
+    if by_number:
+        width = power_of_2(blocks.count)
+    at_once = max(1, (256 if by_number else 512) // width)
+    num_warps = cdiv(width * at_once, 256) if by_number else 4 if width <= 1024 else 8
     launcher(_tile_lists_kernel, (pairs * cdiv(tiles, at_once),), indices)(
-        indices, *indices.stride(), blocks.doc_start, entries, counts,
+        indices, *indices.stride(), blocks.doc_start, blocks.number, blocks.starts, entries, counts,
         counts if small is None else small.counts, counts if take is None else take,
-        ratio, tokens, blocks.q_offset, groups, tiles, 0 if small is None else small.tiles, capacity,
+        ratio, tokens, blocks.q_offset, groups, tiles, 0 if small is None else small.tiles, capacity, blocks.count,
         CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=blocks.size, PACKED=blocks.packed,
         SUB=0 if small is None else queries // small.queries,
         SUB_WIDTH=1 if small is None else power_of_2(queries // small.queries), TAKE=take is not None,
-        BITS=bits, UNROLL=chosen <= 32, num_warps=4 if width <= 1024 else 8,
+        BY_NUMBER=by_number, UNROLL=chosen <= MAX_UNROLLED, num_warps=num_warps,
     )  # fmt: skip
     return TileLists(queries, tiles, capacity, entries, counts, take)
 
 
-@triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "small_tiles", "capacity"])
+@triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "small_tiles", "capacity", "blocks"])
 def _tile_lists_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n,
-    doc_start_ptr, entries_ptr, counts_ptr,  # [S]; [P, tiles, capacity]; [P, tiles, 3]
+    doc_start_ptr, number_ptr, starts_ptr, entries_ptr, counts_ptr,  # of `Blocks`; [P, tiles, capacity]; [P, tiles, 3]
     small_counts_ptr, take_ptr,  # [P, small_tiles, 3]; [P, tiles]
-    ratio, tokens, q_offset, groups, tiles, small_tiles, capacity, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
+    ratio, tokens, q_offset, groups, tiles, small_tiles, capacity, blocks, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, SUB: tl.constexpr,
-    SUB_WIDTH: tl.constexpr, TAKE: tl.constexpr, BITS: tl.constexpr, UNROLL: tl.constexpr,
+    SUB_WIDTH: tl.constexpr, TAKE: tl.constexpr, BY_NUMBER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     per_pair = tl.cdiv(tiles, TILES)
     pair = tl.program_id(0) // per_pair
     tile = (tl.program_id(0) % per_pair) * TILES + tl.arange(0, TILES)  # [TILES]
     base = idx_ptr + (pair // groups).to(tl.int64) * stride_b + (pair % groups).to(tl.int64) * stride_g
 
-    if BITS:
+    if BY_NUMBER:
         start, mask, entry = _numbers(
-            base, stride_s, stride_n, tile, tokens, q_offset, tiles, CHOSEN, QUERIES, WIDTH, TILES, SEL
-        )
+            base, stride_s, stride_n, doc_start_ptr, number_ptr, starts_ptr, tile, tokens, q_offset, tiles, blocks,
+            CHOSEN, QUERIES, WIDTH, TILES, SEL, PACKED,
+        )  # fmt: skip
     else:
         start, mask, entry = _candidates(
             base, stride_s, stride_n, doc_start_ptr, tile, tokens, q_offset, tiles, CHOSEN, QUERIES, WIDTH, TILES, SEL,
@@ -286,23 +289,32 @@ def _candidates(
 
 @triton.jit
 def _numbers(
-    base, stride_s, stride_n, tile, tokens, q_offset, tiles, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr,
+    base, stride_s, stride_n, doc_start_ptr, number_ptr, starts_ptr, tile, tokens, q_offset, tiles, blocks,
+    CHOSEN: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`_candidates` for sequences of at most 32 blocks: one candidate per block, in order."""
+    """`_candidates` with one candidate per block of the sequence, in order: fewer comparisons if a sequence has fewer
+    blocks than a tile has indices."""
     number = tl.arange(0, WIDTH)[None, :]
     mask = tl.zeros([TILES, WIDTH], dtype=tl.int32)
     for slot in range(QUERIES):
         t = tile * QUERIES + slot  # [TILES]
         there = (t < tokens) & (tile < tiles)
         row = base + t.to(tl.int64) * stride_s
-        chose = tl.zeros([TILES], dtype=tl.int32)
+        first, last = tl.zeros([TILES], dtype=tl.int32), (q_offset + t) // SEL
+        if PACKED:
+            doc = tl.load(doc_start_ptr + q_offset + t, mask=there, other=0)
+            first, last = tl.load(number_ptr + doc), (q_offset + t - doc) // SEL
+        hit = number + tl.zeros([TILES, WIDTH], dtype=tl.int32) < 0
         for i in tl.static_range(CHOSEN):
             index = tl.load(row + i * stride_n, mask=there, other=-1)
-            visible = (index >= 0) & (index <= (q_offset + t) // SEL)
-            chose = chose | tl.where(visible, 1 << (index & 31), 0)
-        mask = mask | (((chose[:, None] >> number) & 1) << slot)
-    return number * SEL + tl.zeros([TILES, WIDTH], dtype=tl.int32), mask, mask != 0
+            visible = (index >= 0) & (index <= last)
+            hit = hit | (number == tl.where(visible, first + index, -1)[:, None])
+        mask = mask | tl.where(hit, 1 << slot, 0)
+    start = number * SEL
+    if PACKED:
+        start = tl.load(starts_ptr + number, mask=number < blocks, other=0)
+    return start + tl.zeros([TILES, WIDTH], dtype=tl.int32), mask, (mask != 0) & (number < blocks)
 
 
 NO_MASK = tl.constexpr(0)  # how an attention kernel masks the entries of a loop, in the order of the list

@@ -208,13 +208,18 @@ def test_keys_that_are_not_finite_reach_only_queries_that_chose_them(method: str
         assert not a[:, 3 * SMALL.sel_block :: 2].isfinite().any()
 
 
+@pytest.mark.parametrize("borders", [None, [0, 13, 14, 50, 72]])
 @pytest.mark.parametrize("queries", [1, 10, 32])
-def test_lists_from_bits_equal_lists_from_candidates(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
-    for indices in (rows_of_blocks(2, 72, 2, SMALL), wild_indices(2, 72, 2, SMALL)):
+def test_lists_by_number_equal_lists_from_candidates(
+    monkeypatch: pytest.MonkeyPatch, queries: int, borders: list[int] | None
+) -> None:
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32, device=DEVICE)
+    batch = 2 if borders is None else 1
+    for indices in (rows_of_blocks(batch, 72, 2, SMALL), wild_indices(batch, 72, 2, SMALL)):
         found = []
         for limit in (32, 0):
-            monkeypatch.setattr(selected_tiles, "MAX_BITS", limit)
-            blocks = selected_lists.number_blocks(72, SMALL.sel_block, None, torch.device(DEVICE))
+            monkeypatch.setattr(selected_tiles, "MAX_UNROLLED", limit)
+            blocks = selected_lists.number_blocks(72, SMALL.sel_block, cu_seqlens, torch.device(DEVICE))
             lists = selected_tiles.tile_lists(indices.to(DEVICE), blocks, queries, ratio=2.0)
             assert lists.take is not None
             kinds = lists.counts.flatten(0, 1).tolist()
