@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
-from nsa.checks.memory_trace import Moment, trace
+from nsa.checks.memory_trace import Moment, muon_bytes, trace
 from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
@@ -177,6 +178,7 @@ class Planner:
             larger, along = self._trace(granularity, far), (size - near) / (far - near)
             phases = {name: here.plus(larger[name].plus(here, -1), along) for name, here in phases.items()}
         found = {name: self._parts(moment, size < self.share) for name, moment in phases.items()}
+        found["optimizer step"] = self._step_parts(size < self.share)
         highest = max(found, key=lambda name: _peak_gib(found[name]))
         planned, compiled = _peak_gib(found[highest]), None
         is_long = size * self.config.train.seq_len >= LONG_PASS
@@ -288,14 +290,27 @@ class Planner:
             gradients = trained
         elif self.strategy == "ddp" and effective(self.config.parallel.ddp).bucket_view:
             gradients = 0.0
-        moments = 2 * trained
-        if self.config.train.optimizer == "muon":
-            moments -= _FLOAT32 * sum(matrix.numel() for matrix in hidden_matrices(self._model))
+        moments = 2 * trained - _FLOAT32 * sum(matrix.numel() for matrix in self._muon_matrices)
         weights, optimizer = _FLOAT32 * self._parameters / self._shards, moments / self._shards
         traced_kinds = {kind: max(0.0, size) for kind, size in vars(moment).items() if kind != "gradients"}
         traced_kinds["workspaces"] += BLAS_BYTES
         state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         return state | traced_kinds | {"strategy": strategy}
+
+    def _step_parts(self, accumulates: bool) -> dict[str, float]:
+        """Returns the bytes of a rank in the optimizer step, when all gradients exist, and neither activations nor
+        FSDP's buffers."""
+        after = Moment(gradients=self.param_dtype.itemsize * self._parameters, workspaces=self._muon_bytes)
+        is_sharded = self.strategy == "fsdp"
+        return self._parts(after, accumulates and not is_sharded) | ({"strategy": 0.0} if is_sharded else {})
+
+    @cached_property
+    def _muon_matrices(self) -> list[nn.Parameter]:
+        return hidden_matrices(self._model) if self.config.train.optimizer == "muon" else []
+
+    @cached_property
+    def _muon_bytes(self) -> float:
+        return muon_bytes(self._muon_matrices, self._shards) if self._muon_matrices else 0.0
 
     def _fsdp_bytes(self) -> float:
         """Returns the bytes of FSDP's buffers. Gathered in the parameter dtype: the model outside the blocks, two

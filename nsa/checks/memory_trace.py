@@ -25,6 +25,7 @@ from nsa.nn.loss import next_token_loss
 from nsa.nn.model import Decoder, build_model
 from nsa.parallel.context import Context
 from nsa.parallel.transform import divide_sequences, recompute
+from nsa.train.optimizer import MOST_ELEMENTS, BatchedMuon, divide, shard_shape
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
 
 TRACED_BLOCKS = 3  # of a model with more blocks, if all are of one kind
@@ -41,7 +42,7 @@ class Moment:
     temporaries   allocated in their backward pass: recomputed activations and gradients of activations
     logits        allocated by the head and the loss, in forward and backward
     gradients     gradients of parameters
-    workspaces    memory that the running kernel allocates internally
+    workspaces    memory that the running kernel allocates internally, or the optimizer in its step
     """
 
     activations: float = 0.0
@@ -116,6 +117,17 @@ def peak_bytes(run: Callable[..., Any], arguments: Mapping[str, Any]) -> float:
         results = run(**arguments)
     kept: dict[int, int] = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_iter(results)}
     return live.phases["start"].total - sum(kept.values())
+
+
+def muon_bytes(matrices: list[nn.Parameter], ranks: int) -> float:
+    """Returns the peak of bytes that Muon's step allocates on the first of `ranks` ranks that shard the matrices."""
+    muon, shapes = BatchedMuon(matrices), tuple(matrix.shape for matrix in matrices)
+    shards = [[torch.empty(shard_shape(s, ranks, 0), device="meta") for s in shapes] for _ in range(3)]
+    live = LiveBytes([tensor for kind in shards for tensor in kind])
+    with torch.no_grad(), live:
+        for shares in divide(shapes, ranks, MOST_ELEMENTS):
+            muon.move(muon.param_groups[0], shares, shapes, shards, Context(None, ranks))
+    return live.phases["start"].total
 
 
 def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:

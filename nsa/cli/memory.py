@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _ROWS = {
     "optimizer": "optimizer state",
     "temporaries": "recomputed and temporary",
-    "workspaces": "kernel workspaces",
     "ddp": "DDP buckets",
     "fsdp": "FSDP gathered units and messages",
 }

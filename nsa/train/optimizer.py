@@ -20,7 +20,7 @@ from nsa.errors import ConfigError
 from nsa.nn.model import Decoder
 from nsa.parallel.context import Context
 
-MOST_ELEMENTS = 1 << 25  # per rank and round of matrices in Muon: 0.5 GiB of temporaries, 1 GiB on a CPU
+MOST_ELEMENTS = 1 << 25  # per rank and round of matrices in Muon: at most 0.4 GiB of temporaries, 0.8 GiB on a CPU
 
 
 def build_optimizer(model: Decoder, train: TrainConfig) -> torch.optim.Optimizer:
@@ -65,9 +65,9 @@ class BatchedMuon(torch.optim.Muon):
             ranks = Context(first.device_mesh.get_group() if isinstance(first, DTensor) else None)
             shards = [[t.to_local() if isinstance(t, DTensor) else t for t in kind] for kind in tensors]
             for shares in divide(shapes, ranks.size, MOST_ELEMENTS):
-                self._move(group, shares, shapes, shards, ranks)
+                self.move(group, shares, shapes, shards, ranks)
 
-    def _move(
+    def move(
         self,
         group: dict[str, Any],
         shares: list[list[int]],
@@ -83,7 +83,7 @@ class BatchedMuon(torch.optim.Muon):
         ahead = torch._foreach_lerp(gradients, momenta, momentum) if group["nesterov"] else momenta
         # A GPU orthogonalizes in bf16, every CPU in fp32: PyTorch emulates bf16 products where a CPU lacks instructions
         # for them, hundreds of times slower, and a run's numbers must not depend on these instructions.
-        dtype = torch.bfloat16 if parameters[0].is_cuda else torch.float32
+        dtype = torch.float32 if parameters[0].is_cpu else torch.bfloat16
         flat = parameters[0].new_empty(sum(p.numel() for p in parameters), dtype=dtype)
         local_shapes = [parameter.shape for parameter in parameters]
         torch._foreach_copy_(_split(flat, local_shapes), ahead)
@@ -126,7 +126,13 @@ def divide(shapes: tuple[torch.Size, ...], ranks: int, most: int) -> list[list[l
 
 
 def exchange_and_orthogonalize(
-    flat: Tensor, sends: list[int], own: Mapping[torch.Size, int], ranks: Context, *options: Any
+    flat: Tensor,
+    sends: list[int],
+    own: Mapping[torch.Size, int],
+    ranks: Context,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
 ) -> Tensor:
     """Returns the shards of the orthogonalized matrices in the layout of `flat`.
 
@@ -138,7 +144,8 @@ def exchange_and_orthogonalize(
     received = ranks.exchange(flat, receives, sends) if ranks.size > 1 else flat
     by_rank = [_split(part, sent) for part, sent in zip(received.split(receives), pieces, strict=True)]
     for shards in zip(*by_rank, strict=True):  # of the matrices of one shape, by the rank that sent them
-        directions = orthogonalize(torch.cat(shards, dim=1) if ranks.size > 1 else shards[0], *options)
+        # Python 3.11 would keep the concatenated matrices until the call returns if `*options` were passed here.
+        directions = orthogonalize(torch.cat(shards, dim=1) if ranks.size > 1 else shards[0], coefficients, steps, eps)
         torch._foreach_copy_(shards, directions.split([shard.shape[1] for shard in shards], dim=1))
     return ranks.exchange(received, sends, receives) if ranks.size > 1 else received
 

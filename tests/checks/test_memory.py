@@ -11,6 +11,8 @@ import pytest
 
 from nsa.checks import memory_trace
 from nsa.checks.memory_estimate import GIB, GRANULARITIES, Card, Planner, estimate, find_card
+from nsa.checks.memory_trace import muon_bytes
+from nsa.checks.memory_workspaces import BLAS_BYTES
 from nsa.config import load_config
 from nsa.errors import ConfigError
 from tests.checks.memory import BASE, PRODUCTION, ROOT, SMALL, config_of, traced_once, under_torch
@@ -254,6 +256,47 @@ def test_norms_of_sharded_models_need_more_since_torch_2_12():
         newer = estimate(config)
     with under_torch("2.11.0+cu130"):
         assert newer.peak_gib > estimate(config).peak_gib
+
+
+# Two blocks of seven matrices of 256 x 256.
+SQUARES = ["model.attention=dense", "model.dim=256", "model.n_heads=4", "model.n_kv_heads=4", "model.mlp_dim=256"]
+SQUARES += ["model.head_dim_k=64", "model.head_dim_v=64", "model.n_layers=2", "model.vocab_size=256"]
+SQUARES += ["train.seq_len=64", "train.batch_size=1", "train.optimizer=muon"]
+
+
+def test_the_step_of_muon_is_the_peak_of_a_short_pass():
+    """For the last product of an iteration five bf16 tensors are as large as the matrices: their copy, the factor
+    before and after, its Gram matrix and the polynomial of it."""
+    found, adamw = (estimate(config_of(BASE, *SQUARES, *more)) for more in ([], ["train.optimizer=adamw"]))
+    matrices = 14 * 256 * 256
+    assert found.moment == "optimizer step"
+    assert found.parts["workspaces"] - BLAS_BYTES == 5 * 2 * matrices
+    assert found.parts["gradients"] == found.all_gradients == found.parts["weights"]
+    assert found.parts["optimizer"] == 2 * found.all_gradients - 4 * matrices
+    assert found.parts["activations"] == found.parts["temporaries"] == 0
+    assert found.compiled_gib == (found.peak_gib, found.peak_gib), "compiled blocks do not change the step"
+    assert adamw.moment != "optimizer step"
+
+
+def test_the_step_of_muon_under_fsdp_holds_messages_of_shards_and_no_buffers_of_fsdp():
+    planner = Planner(config_of(BASE, *SQUARES, "train.batch_size=2", "parallel.strategy=fsdp"), 2)
+    own = 14 * 256 * 256 // 2  # elements that a rank orthogonalizes, and elements of its shards of all matrices
+    for accumulates in (False, True):
+        step = planner._step_parts(accumulates)
+        assert step["workspaces"] - BLAS_BYTES == 6 * 2 * own, "the sent and the received shards instead of one copy"
+        assert step["gradients"] == step["weights"] == 4 * planner._parameters / 2
+        assert step["strategy"] == 0
+
+
+def test_muon_orthogonalizes_in_rounds_of_limited_size(monkeypatch):
+    planner = Planner(config_of(BASE, *SQUARES))
+    monkeypatch.setattr(memory_trace, "MOST_ELEMENTS", 2 * 256 * 256)
+    assert muon_bytes(planner._muon_matrices, 1) == 5 * 2 * 2 * 256 * 256
+
+
+def test_muon_without_a_matrix_to_train_needs_nothing():
+    found = Planner(config_of(BASE, *SQUARES, 'train.freeze=["blocks.*"]'))._step_parts(False)
+    assert found["workspaces"] == BLAS_BYTES
 
 
 FEW = ("quickstart", "m7c_125m", "llama_1b")
