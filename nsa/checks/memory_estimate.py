@@ -41,6 +41,8 @@ GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "selective", "block"
 COMPILED_SHARES = {"none": (0.75, 0.78), "selective": (0.90, 0.99), "block": (0.90, 0.99)}
 # The same shares if the MLP of a recomputed pass runs in chunks, which compiling does not reduce.
 LONG_COMPILED_SHARES = {"none": COMPILED_SHARES["none"], "selective": (1.03, 1.05)}
+# The same shares with runtime.float8: two measurements of the 1B model with NSA, none with recomputation.
+FLOAT8_COMPILED_SHARES = {"none": (0.54, 0.57)}
 # Memory besides the estimate: the CUDA context with its kernels and NCCL, and fragmentation as a share.
 CONTEXT_GIB, GAPS = 1.0, 0.05
 # GiB that PyTorch reports for each card.
@@ -182,7 +184,8 @@ class Planner:
         highest = max(found, key=lambda name: _peak_gib(found[name]))
         planned, compiled = _peak_gib(found[highest]), None
         is_long = size * self.config.train.seq_len >= LONG_PASS
-        shares = (LONG_COMPILED_SHARES if is_long else COMPILED_SHARES).get(granularity)
+        measured = LONG_COMPILED_SHARES if is_long else COMPILED_SHARES
+        shares = (measured if self.config.runtime.float8 == "none" else FLOAT8_COMPILED_SHARES).get(granularity)
         if shares is not None and self.config.parallel.context == 1:
             low, high = (max(_peak_gib(parts, share) for parts in found.values()) for share in shares)
             compiled, planned = (low, high), high if self.config.runtime.compile else planned

@@ -23,7 +23,9 @@ from nsa.config import Config
 from nsa.nn.attention import attention_layers
 from nsa.nn.loss import next_token_loss
 from nsa.nn.model import Decoder, build_model
+from nsa.nn.projection import is_float8
 from nsa.parallel.context import Context
+from nsa.parallel.float8 import replace_linears
 from nsa.parallel.transform import divide_sequences, recompute
 from nsa.train.optimizer import MOST_ELEMENTS, BatchedMuon, divide, shard_shape
 from nsa.train.state import AUTOCAST_TYPES, chosen_kernels
@@ -150,6 +152,9 @@ def trace(config: Config, param_dtype: torch.dtype) -> dict[str, Moment]:
             torch.set_default_dtype(default)
         for _, layer in attention_layers(model):
             layer.prepare(config.train.seq_len)
+        if config.runtime.float8 != "none":
+            for linear in filter(is_float8, replace_linears(model, config.runtime.float8, emulate=False).modules()):
+                linear.forward = partial(_cast_input, linear.forward)  # type: ignore[method-assign]
         live = LiveBytes([*model.parameters(), *model.buffers()])
         context = Context(None, config.parallel.context)
         if context.size > 1:
@@ -250,3 +255,8 @@ class _FusedNorm(torch.autograd.Function):
 def _fused_norm(x: Tensor, weight: Tensor) -> Tensor:
     y: Tensor = _FusedNorm.apply(x.float() if NORMS_IN_FLOAT32 else x, weight)  # type: ignore[no-untyped-call]
     return y
+
+
+def _cast_input(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Casts the input as torchao does on a GPU. It ignores the autocast of a CPU. FP8 needs bf16."""
+    return forward(x.to(torch.bfloat16))

@@ -25,12 +25,17 @@ def convert_to_float8(model: nn.Module, recipe: str, device: torch.device) -> nn
     """Converts the layers in place. Raises ConfigError if the GPU or the installed packages cannot multiply in FP8."""
     if (reason := refusal(recipe, device)) is not None:
         raise ConfigError(f"runtime.float8: {reason}; set it to none")
+    return replace_linears(model, recipe, emulate=device.type != "cuda")
+
+
+def replace_linears(model: nn.Module, recipe: str, *, emulate: bool) -> nn.Module:
+    """Converts the layers in place for a GPU that can multiply in FP8, or to emulate one."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         cannot = f"{recipe} needs the package torchao, which cannot be imported ({error})"
         raise ConfigError(f"runtime.float8: {cannot}; {how_to_install('float8')}") from error
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda")
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     fitting = {name for name, linear in _candidates(model) if not any(size % MULTIPLE for size in linear.weight.shape)}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in fitting)
     for name in fitting:

@@ -1,6 +1,7 @@
 """`nsa memory`: estimates against the peaks that were measured, and against each other."""
 
 import json
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,8 @@ class Point:
     measured: float
 
     def is_met(self, *changes):
+        if self.name in ("tensorwise", "rowwise"):
+            pytest.importorskip("torchao", reason="torchao, of the extra float8, is not installed")
         overrides = (*self.overrides, *changes)
         found = estimate_of(self.file, overrides, self.torch)
         if config_of(self.file, *overrides).runtime.compile:
@@ -108,19 +111,37 @@ def compiled_points():
             yield Point(name, config, overrides, recorded["machine"]["torch"], result["peak_gib"])
 
 
-_RECORDED = (*trainer_points(), *readiness_points(), *benchmark_points(), *compiled_points())
+def float8_points():
+    recorded = json.loads((RESULTS / "train-1b-float8-h200.json").read_text())
+    for result in recorded["results"]:
+        if (recipe := result["float8"]) != "none":
+            overrides = (
+                f"train.seq_len={result['seq_len']}",
+                f"train.batch_size={result['batch_size']}",
+                f"train.micro_batch={result['batch_size']}",
+                f"runtime.gradient_checkpointing={result['gradient_checkpointing']}",
+                f"runtime.float8={recipe}",
+                "runtime.compile=true",
+                "parallel.strategy=single",
+                "data.isolate_documents=false",
+            )
+            yield Point(recipe, recorded["config"], overrides, recorded["machine"]["torch"], result["peak_gib"])
+
+
+_RECORDED = (*trainer_points(), *readiness_points(), *benchmark_points(), *compiled_points(), *float8_points())
 POINTS = {point.name: point for point in _RECORDED}
 # One point of each kind, and a setting with which the estimate must miss it.
 CHOSEN = {
     "bench-2048-eager-none": "train.seq_len=2112",
     "train-dense-dense-8192-none": "model.attention=nsa",
+    "tensorwise": "runtime.float8=none",
     "recomputation-none": "train.seq_len=2304",
     "ready": "runtime.gradient_checkpointing=block",
 }
 
 
 @pytest.mark.parametrize(
-    "name", [*list(CHOSEN)[:2], *(pytest.param(name, marks=pytest.mark.long) for name in list(CHOSEN)[2:])]
+    "name", [*list(CHOSEN)[:3], *(pytest.param(name, marks=pytest.mark.long) for name in list(CHOSEN)[3:])]
 )
 def test_a_measured_peak_is_met_and_missed_with_another_setting(name):
     assert POINTS[name].is_met()
@@ -256,6 +277,25 @@ def test_norms_of_sharded_models_need_more_since_torch_2_12():
         newer = estimate(config)
     with under_torch("2.11.0+cu130"):
         assert newer.peak_gib > estimate(config).peak_gib
+
+
+def test_casts_to_fp8_are_counted_without_torch_compile():
+    """The peak is in the MLP's backward, which casts the gradient of gate and up a second time: it holds the gradient
+    in bf16, its first cast, two float32 copies and the second cast, and the gradient of the MLP's input."""
+    pytest.importorskip("torchao", reason="torchao, of the extra float8, is not installed")
+    planner = Planner(config_of(BASE, "model.attention=dense", "runtime.float8=tensorwise", "runtime.compile=true"))
+    found, recomputed = planner.estimate(), planner.estimate(checkpointing="block")
+    tokens, gate_and_up, dim = 16 * 2048, 2 * 2048, 768
+    by_hand = tokens * (gate_and_up * (2 + 1 + 4 + 4 + 1) + 2 * dim)
+    assert found.parts["temporaries"] == pytest.approx(by_hand, rel=0.01)  # and weights in FP8
+    assert found.compiled_gib[1] == found.planned_gib < found.peak_gib
+    assert (recomputed.compiled_gib, recomputed.planned_gib) == (None, recomputed.peak_gib)
+
+
+def test_an_estimate_in_fp8_needs_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ConfigError, match=r"runtime\.float8: rowwise needs the package torchao.*\[float8\]"):
+        estimate(config_of(BASE, *SMALL, "runtime.float8=rowwise"))
 
 
 # Two blocks of seven matrices of 256 x 256.
