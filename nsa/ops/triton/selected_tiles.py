@@ -170,8 +170,9 @@ def tile_lists(
     by_number = power_of_2(blocks.count) <= width and chosen <= MAX_UNROLLED
     if by_number:
         width = power_of_2(blocks.count)
-    at_once = max(1, (256 if by_number else 512) // width)
-    num_warps = cdiv(width * at_once, 256) if by_number else 4 if width <= 1024 else 8
+        at_once, num_warps = max(1, 256 // width), 2 if width <= 32 else cdiv(width, 512)
+    else:
+        at_once, num_warps = max(1, 512 // width), 4 if width <= 1024 else 8
     launcher(_tile_lists_kernel, (pairs * cdiv(tiles, at_once),), indices)(
         indices, *indices.stride(), blocks.doc_start, blocks.number, blocks.starts, entries, counts,
         counts if small is None else small.counts, counts if take is None else take,
