@@ -108,8 +108,10 @@ def recording(arch: int, *, keep: bool = True) -> Iterator[list[tuple[Any, tuple
     def recorder(kernel: Any, grid: tuple[int, ...], x: Tensor) -> Any:
         return lambda *args, **options: launches.append((kernel, args, options)) if keep else None
 
+    # All are imported before the first is patched: a later import would take the recorder for the launcher.
+    modules = [import_module(f"nsa.ops.triton.{name}") for name in FILES]
     with ExitStack() as patches:
-        for module in (import_module(f"nsa.ops.triton.{name}") for name in FILES):
+        for module in modules:
             for name in list(vars(module)):
                 if name == "launcher":
                     patches.enter_context(mock.patch.object(module, name, recorder))
