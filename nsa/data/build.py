@@ -1,8 +1,8 @@
 """Builds the training and validation loaders of a run from its configuration."""
 
 import hashlib
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,12 +94,19 @@ class _Builder:
 
     def mixture(self, folder: Path | None) -> Data:
         sources = self.data.mixture
-        parts = [self.part(source, folder and folder / f"data_index_{n}") for n, source in enumerate(sources)]
+        parts = []
+        for n, source in enumerate(sources):
+            with _naming(n, source):
+                parts.append(self.part(source, folder and folder / f"data_index_{n}"))
         weights = [source.weight for source in sources]
         shares = [f"{weight / sum(weights):.1%} {part.summary}" for weight, part in zip(weights, parts, strict=True)]
 
         def mix(loaders: Iterable[Loader | None], seed: int) -> Sequences:
-            return Mixture([loader.sequences for loader in loaders if loader is not None], weights, seed)
+            opened = []
+            for n, loader in enumerate(loaders):
+                with _naming(n, sources[n]):
+                    opened += [] if loader is None else [loader.sequences]
+            return Mixture(opened, weights, seed)
 
         return self._data(
             lambda: mix((part.train for part in parts), self.train.seed),
@@ -131,8 +138,8 @@ class _Builder:
         return self._in_memory(opened, self.tokenizer)
 
     def _in_memory(self, source: Source, tokenizer: Tokenizer) -> Data:
-        read = partial(tokenise_units, source, tokenizer=tokenizer)
         progress = self.activity.add(source.name, Progress("parts tokenised"))
+        read = partial(tokenise_units, source, tokenizer=tokenizer, progress=progress)
         parts = in_threads(read, source.units(), self.data.workers, progress)
         everything = join(parts, tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())
@@ -255,6 +262,15 @@ class _Builder:
                 f"train.seq_len: a sequence needs {self.train.seq_len + 1} tokens and the {side} documents have "
                 f"{corpus.num_tokens}; {remedy}"
             )
+
+
+@contextmanager
+def _naming(number: int, source: SourceConfig) -> Iterator[None]:
+    """Adds the entry of the mixture to the message of an error."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"data.mixture: entry {number + 1} ({source.source}): {error}") from None
 
 
 def _made(folder: Path) -> Path:

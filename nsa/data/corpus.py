@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.data.sources.base import Skipped, Source, Unit, groups
+from nsa.data.threads import Progress
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError
 
@@ -99,8 +100,8 @@ class Tokenised(Generic[Piece]):
                 )
             if not is_only:
                 raise DataError(
-                    f"data.validation_fraction: none of the {len(keys):,} documents of one source of the mixture falls "
-                    "into validation; choose a larger fraction, or 0 for no validation"
+                    f"data.validation_fraction: none of the {len(keys):,} documents falls into validation, and other "
+                    "sources of the mixture may train on them; choose a larger fraction, or 0 for no validation"
                 )
             mask = keys == keys.min()
         return self.select(~mask), self.select(mask)
@@ -112,7 +113,13 @@ def key_of(text: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | None = None) -> Tokenised[TokenArray]:
+def tokenise(
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    skipped: Skipped | None = None,
+    progress: Progress | None = None,
+) -> Tokenised[TokenArray]:
+    """Each batch of documents is a step of `progress`."""
     parts: list[TokenArray] = []
     lengths: list[int] = []
     keys: list[int] = []
@@ -123,15 +130,19 @@ def tokenise(documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | 
             lengths.append(len(tokens))
             keys.append(key_of(text))
             text_bytes += len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
+        if progress is not None:
+            progress.steps += 1
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype=tokenizer.dtype)
     counts, hashes = np.array(lengths, dtype=np.int64), np.array(keys, dtype=np.uint64)
     return Tokenised([tokens], counts, hashes, text_bytes, Skipped() if skipped is None else skipped)
 
 
-def tokenise_units(source: Source, *units: Unit, tokenizer: Tokenizer) -> Tokenised[TokenArray]:
+def tokenise_units(
+    source: Source, *units: Unit, tokenizer: Tokenizer, progress: Progress | None = None
+) -> Tokenised[TokenArray]:
     """Tokenises the documents of one or several units; several small units at once are faster."""
     skipped = Skipped()
-    return tokenise((text for unit in units for text in source.documents(unit, skipped)), tokenizer, skipped)
+    return tokenise((text for unit in units for text in source.documents(unit, skipped)), tokenizer, skipped, progress)
 
 
 def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:

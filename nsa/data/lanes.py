@@ -122,7 +122,7 @@ class UnitReader:
         self.tokenised.total = (self.tokenised.total or 0) + 1
 
     def _read(self, unit: int) -> Tokenised[TokenArray]:
-        found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer)
+        found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer, progress=self.tokenised)
         with self._lock:
             self.tokenised.done += 1
             self.skipped.update(found.skipped)

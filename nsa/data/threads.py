@@ -18,11 +18,14 @@ U = TypeVar("U")
 
 @dataclass
 class Progress:
-    """Progress of a long operation: `done` of `total`, which is None while files are being listed."""
+    """Progress of a long operation: `done` of `total`, which is None while files are being listed.
+
+    `steps` counts parts of items, to show that an item that takes long is not stuck."""
 
     what: str  # "row groups tokenised"
     done: int = 0
     total: int | None = None
+    steps: int = 0
 
     @property
     def is_open(self) -> bool:

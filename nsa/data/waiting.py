@@ -39,7 +39,7 @@ class Activity:
 
     def arrived(self) -> int:
         """Returns a number that grows whenever data arrives."""
-        return sum(progress.done for _, progress in self._progress)
+        return sum(progress.done + progress.steps for _, progress in self._progress)
 
     def server(self) -> str | None:
         """Describes the slow request to a server; None if there is none."""

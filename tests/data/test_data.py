@@ -1,5 +1,6 @@
 """What a run reads: whole, split without overlap, and the same every time."""
 
+import gzip
 import hashlib
 import json
 
@@ -9,12 +10,13 @@ import torch
 
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.corpus import tokenise
+from nsa.data.corpus import BATCH, tokenise
 from nsa.data.prepare import prepare
 from nsa.data.sequences import Concat, SyntheticSequences
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import PythonSource, TextSource
 from nsa.data.tokenizers import ByteTokenizer
+from nsa.data.waiting import Activity
 from nsa.errors import DataError
 
 TOKENIZER = ByteTokenizer()
@@ -193,7 +195,7 @@ def test_a_small_source_of_a_mixture_holds_nothing_out_that_another_trains_on():
     documents = tokenise(numbered(5), TOKENIZER)
     training, validation = documents.split(1e-9)
     assert (training.num_documents, validation.num_documents) == (4, 1)
-    with pytest.raises(DataError, match=r"none of the 5 documents of one source of the mixture falls into validation"):
+    with pytest.raises(DataError, match=r"none of the 5 documents falls into validation"):
         documents.split(1e-9, is_only=False)
 
 
@@ -203,8 +205,26 @@ def test_every_source_of_a_mixture_is_split_by_hashes_alone(tmp_path):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered(count)))
     parts = [{"source": "text", "paths": [str(path)]} for path in (few, many)]
     data = DataConfig(mixture=parts, validation_fraction=0.02)
-    with pytest.raises(DataError, match=r"data\.validation_fraction: none of the 3 documents"):
+    with pytest.raises(
+        DataError, match=r"mixture: entry 1 \(text\): data\.validation_fraction: none of the 3 documents"
+    ):
         build_data(data, TrainConfig(seq_len=32), TOKENIZER)
+
+
+def test_a_file_that_takes_long_shows_that_it_advances(tmp_path):
+    """A watchdog or a timeout that sees no progress would end the run while it tokenizes one large file."""
+    activity, seen = Activity(), []
+
+    class Recorded(ByteTokenizer):
+        def encode_documents(self, texts):
+            seen.append(activity.arrived())
+            return super().encode_documents(texts)
+
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in numbered(3 * BATCH))
+    config = DataConfig(source="text", paths=[str(tmp_path / "a.jsonl.gz")])
+    build_data(config, TrainConfig(seq_len=32), Recorded(), activity=activity)
+    assert seen[:3] == [0, 1, 2]
 
 
 def test_a_prepared_folder_is_found_below_the_home_folder(tmp_path, monkeypatch):
