@@ -202,7 +202,7 @@ def _verify_corpus(data: DataConfig) -> None:
 
 def _folder_and_overrides(folder: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str] | None]:
     """Takes the optional first argument for an override if it looks like one."""
-    if folder is not None and "=" in str(folder):
+    if folder is not None and "=" in str(folder) and not folder.is_dir():
         return None, [str(folder), *(overrides or [])]
     return folder, overrides
 

@@ -59,14 +59,18 @@ _MARK = re.compile(f"([{MARKS}])")
 
 def chat_template_of(data: DataConfig) -> str | None:
     """Returns the text of the template: `data.chat_template`, or else that of the tokenizer, or else the built-in one
-    if conversations are among the data."""
+    if conversations are among the data. Without conversations, a template that cannot be used is ignored."""
     if data.chat_template is not None:
         return _read(expand_home(data.chat_template), MAX_TEMPLATE_BYTES)
     path = expand_home(data.tokenizer)
-    found = None if data.tokenizer in BUILT_IN else template_beside(path if path.is_dir() else path.parent)
-    if found is None and "chat" in [part.source for part in (*data.mixture, *([] if data.mixture else [data]))]:
-        return BUILT_IN_TEMPLATE
-    return found
+    is_chat = "chat" in [part.source for part in (*data.mixture, *([] if data.mixture else [data]))]
+    try:
+        found = None if data.tokenizer in BUILT_IN else template_beside(path if path.is_dir() else path.parent)
+    except DataError:
+        if is_chat:
+            raise
+        return None
+    return BUILT_IN_TEMPLATE if is_chat and found is None else found
 
 
 def template_beside(folder: Path) -> str | None:

@@ -21,10 +21,13 @@ from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 
+import numpy as np
+
 from nsa import faults
 from nsa.data.corpus import BATCH_CHARS, Tokenised, tokenise
 from nsa.data.sources.base import Skipped, Source, Unit, groups
 from nsa.data.token_shards import (
+    AGAIN,
     MANIFEST,
     Manifest,
     PartEntry,
@@ -87,7 +90,9 @@ def prepare(
         if (folder / MANIFEST).exists():  # the parts are merged
             if (merged := read_manifest(folder)).plan != plan.name:
                 raise other_preparation(folder, "remove it")
-            return merged
+            if fresh:
+                raise DataError(f"{folder}: the parts are merged already; remove the folder to prepare them again")
+            return _checked(folder, merged)
         folder /= PART.format(*part)
     with locked(folder):
         if fresh:
@@ -98,7 +103,7 @@ def prepare(
         if not plans <= {(plan.name, chosen)}:
             raise other_preparation(folder)
         if manifest:
-            return manifest
+            return _checked(folder, manifest)
         tasks = {task: plan.tasks[task] for task in (chosen.groups if chosen else range(len(plan.tasks)))}
         itemsize = tokenizer.dtype.itemsize
         done = {of[0].number: of for of in found if all(has_sizes(folder, entry, itemsize) for entry in of)}
@@ -120,6 +125,14 @@ def prepare(
         with reworded(DataError, f"{folder / MANIFEST}: cannot be written"):
             write_manifest(folder, plan.name, source.name, tokenizer, entries, chosen)
         return read_manifest(folder)
+
+
+def _checked(folder: Path, manifest: Manifest) -> Manifest:
+    itemsize = np.dtype(manifest.tokenizer.dtype).itemsize
+    if damaged := [entry.number for entry in manifest.shards if not has_sizes(folder, entry, itemsize)]:
+        path = shard_path(folder, damaged[0], "tokens")
+        raise DataError(f"{path}: is missing or has another size than the manifest says; {AGAIN}")
+    return manifest
 
 
 def check_text(entries: Sequence[ShardEntry]) -> None:

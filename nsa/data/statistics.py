@@ -57,6 +57,8 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     """Computes the statistics of the first `limit` documents of a source, or of all documents of a tokenised corpus."""
     if data.mixture:
         raise DataError("data.mixture: look at one source at a time")
+    if data.source == "prepared":
+        raise DataError("data.source: name the folder of the shards instead: nsa data stats FOLDER")
     tokenizer = tokenizer_for(data)
     if data.source in FORMATS:
         corpus, _ = open_corpora(data.source, data.paths, tokenizer, data.workers)

@@ -44,7 +44,7 @@ MANIFEST = "manifest.json"
 FORMAT = "nsa-shards"
 VERSION = 1
 OTHER_FILES = 64  # files other than shards that a process may have open
-AGAIN = "prepare the data again"
+AGAIN = "prepare the data again with --fresh"
 
 
 class ShardEntry(BaseModel):

@@ -256,6 +256,18 @@ def test_a_template_that_loops_allocates_or_reaches_for_attributes_is_refused_in
     assert time.monotonic() - began < 60  # a busy machine; without a limit most of them never end
 
 
+def test_only_the_conversation_that_exceeds_a_limit_is_refused():
+    slow = "{% if messages[0].content == 'slow' %}" + HOSTILE["nested loops"] + "{% endif %}"
+    with closing(Renderer(slow + BUILT_IN_TEMPLATE, {"bos_token": "", "eos_token": ""}, cpu_s=0.2)) as renderer:
+        good = renderer.render(talk("a", "b"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"needs more than 0\.2 s of CPU time"):
+                renderer.render(talk("slow", "b"))
+            assert renderer.render(talk("a", "b")) == good
+    with pytest.raises(ValueError, match="the chat template needs"):
+        renderer.render(talk("a", "b"))
+
+
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
@@ -293,9 +305,11 @@ def test_conversations_without_an_answer_are_skipped_and_other_files_refused(tmp
     assert "1 training documents" in data.summary
     assert "skipped 1 (no message of the assistant)" in data.summary
     assert "1 conversations are longer than a sequence" in data.summary
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"a\.txt: conversations are read from \.jsonl files"):
-        data_of(str(tmp_path / "a.txt"))
+    for name in ("a.txt", "a.jsonl.txt"):
+        (tmp_path / name).write_text("text")
+        with pytest.raises(DataError, match=rf"{name}: conversations are read from \.jsonl files"):
+            data_of(str(tmp_path / name))
+    assert "2 training documents" in data_of(write(tmp_path / "B.JSONL", [talk("a" * 50, "b"), talk("c")] * 2)).summary
 
 
 def test_validation_needs_an_answer(tmp_path):
@@ -337,6 +351,7 @@ def test_a_template_that_cannot_be_used_is_refused(tmp_path, content):
     data = DataConfig(source="chat", paths=["x"], tokenizer=str(tmp_path))
     with pytest.raises(DataError, match=r"tokenizer_config\.json: has no chat_template with the name 'default'"):
         chat_template_of(data)
+    assert chat_template_of(data.model_copy(update={"source": "python"})) is None
     with pytest.raises(DataError, match=r"none\.jinja: cannot be read: No such file"):
         chat_template_of(data.model_copy(update={"chat_template": str(tmp_path / "none.jinja")}))
 

@@ -58,6 +58,8 @@ def test_parts_that_were_killed_and_repeated_merge_to_one_preparation(source, wh
     manifest = merge(out)
     assert contents(out) == whole
     assert verify(out) == manifest == merge(out)
+    with pytest.raises(DataError, match="the parts are merged already; remove the folder"):
+        prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES, part=(1, 3), fresh=True)
 
 
 def test_a_part_is_repeated_after_the_merge_without_work(source, whole, tmp_path):

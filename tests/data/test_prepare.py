@@ -180,6 +180,18 @@ def test_finished_shards_are_not_made_again_and_other_ones_are_refused(source, t
     assert verify(out).documents == 240
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 3)], ids=["removed", "truncated"])
+def test_damaged_shards_are_not_taken_for_finished_and_fresh_replaces_them(source, tmp_path, damage):
+    out = tmp_path / "out"
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
+    damage(out / "shard-00001.tokens")
+    for attempt in (lambda: prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES), lambda: verify(out)):
+        with pytest.raises(DataError, match=r"shard-00001\.tokens: .*prepare the data again with --fresh"):
+            attempt()
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES, fresh=True)
+    assert verify(out).documents == 240
+
+
 def test_a_source_that_changed_in_between_is_refused(source, tmp_path):
     out = tmp_path / "out"
     run_cli(out, tmp_path / "texts", "--workers", "1", faults="prepare.entry:kill", check=False)
@@ -422,7 +434,7 @@ def nsa_data(*arguments):
 
 
 def test_stats_and_verify_show_what_was_prepared(source, tmp_path):
-    out, texts = tmp_path / "out", tmp_path / "texts"
+    out, texts = tmp_path / "run=3" / "out", tmp_path / "texts"
     shown = nsa_data("prepare", str(out), "data.source=text", f"data.paths=[{texts}]", "--workers", "1")
     assert "240 documents" in shown
     assert f"train with data.source=prepared data.paths=[{out}] data.tokenizer=bytes" in shown
@@ -438,6 +450,8 @@ def test_stats_and_verify_show_what_was_prepared(source, tmp_path):
     assert "wörd" in shown
     shown = nsa_data("stats", "data.source=text", f"data.paths=[{texts}]")
     assert "240 documents" in shown
+    with pytest.raises(DataError, match="nsa data stats FOLDER"):
+        nsa_data("stats", "data.source=prepared", f"data.paths=[{out}]")
     assert "skipped 6 (empty)" in shown
     assert "240 documents" in nsa_data("verify", str(out))
     tokens = next(Path(out).glob("*.tokens"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.data.sources.base import MAX_DOCUMENT_BYTES, Skipped, Unit
-from nsa.data.sources.text import TextSource
+from nsa.data.sources.text import TextSource, kind_and_codec
 from nsa.errors import DataError
 
 START, END, OPEN, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharacters, which text does not contain
@@ -42,13 +42,11 @@ class Renderer:
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._cpu_s = cpu_s
         self._lock = threading.Lock()
-        # -P: modules beside the program must not hide those of the standard library
-        command = [sys.executable, "-P", str(PROGRAM)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)  # noqa: S603
+        self._is_closed = False
         limits = {"cpu_s": cpu_s, "memory_bytes": MEMORY_BYTES, "max_characters": MAX_DOCUMENT_BYTES}
+        self._setup = json.dumps({"template": template, "variables": dict(variables), "marks": [START, END], **limits})
         try:
-            self._ask(json.dumps({"template": template, "variables": dict(variables), "marks": [START, END], **limits}))
+            self._start()
         except ValueError as error:
             self.close()
             raise DataError(f"data.chat_template: {error}") from None
@@ -61,13 +59,23 @@ class Renderer:
             question = json.dumps({**self._without_special(content), "prompt": prompt})
         except RecursionError:
             raise ValueError("its lists and objects are nested too deeply; remove the line") from None
-        return self._ask(question)
+        with self._lock:
+            if self._process.poll() is not None and not self._is_closed:  # another conversation exceeded a limit
+                self._start()
+            return self._ask(question)
+
+    def _start(self) -> None:
+        # -P: modules beside the program must not hide those of the standard library
+        command = [sys.executable, "-P", str(PROGRAM)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)  # noqa: S603
+        self._ask(self._setup)
 
     def _ask(self, question: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         reply = ""
-        with self._lock, suppress(OSError, ValueError):  # of a process that has ended
+        with suppress(OSError, ValueError):  # of a process that has ended
             self._process.stdin.write(question + "\n")
             self._process.stdin.flush()
             reply = self._process.stdout.readline()
@@ -94,8 +102,10 @@ class Renderer:
         return value
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._is_closed = True
+        self._process.kill()  # ends the conversation of another thread, which has the lock
+        with self._lock:
+            self._process.communicate()
 
 
 class ChatSource(TextSource):
@@ -108,7 +118,7 @@ class ChatSource(TextSource):
         self.renderer = renderer
 
     def _units_of(self, path: Path) -> list[Unit]:
-        if ".jsonl" not in path.suffixes[-2:]:
+        if kind_and_codec(path)[0] != ".jsonl":
             raise DataError(f"data.paths: {path}: conversations are read from .jsonl files; convert it or name others")
         return super()._units_of(path)
 

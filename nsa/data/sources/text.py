@@ -42,7 +42,7 @@ class TextSource:
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
         path = Path(unit.path)
-        kind, codec = _kind_and_codec(path)
+        kind, codec = kind_and_codec(path)
         with readers.open_file(path, readers.BLOCK_BYTES if kind == ".jsonl" else -1) as file:
             if kind == ".parquet":
                 yield from readers.parquet_documents(unit.path, file, unit.part, self.text_field, skipped)
@@ -70,7 +70,7 @@ class TextSource:
         return readers.text_in(record, self.text_field)
 
     def _units_of(self, path: Path) -> list[Unit]:
-        kind, codec = _kind_and_codec(path)
+        kind, codec = kind_and_codec(path)
         name = str(path)
         if kind == ".parquet":
             with readers.open_file(path) as file:
@@ -152,7 +152,7 @@ def no_such_path(entry: str) -> DataError:
     return DataError(f"data.paths: no such file or folder: {entry}; relative paths start at {Path.cwd()}")
 
 
-def _kind_and_codec(path: Path) -> tuple[str, str | None]:
+def kind_and_codec(path: Path) -> tuple[str, str | None]:
     """Returns the kind, .txt, .jsonl or .parquet, and the compression, if any."""
     suffixes = path.name.lower().split(".")[-2:]
     codec = readers.CODECS.get("." + suffixes[-1])
